@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lpq.distributed.memories import Memories
+    from lpq.operations.reduce_statistics import Reductions
+
 FREE = ("cpu",)
 """Devices that the host need not wait for."""
 MOST = 1024
@@ -70,6 +73,7 @@ class Compared(Watcher):
         """The ``id`` of the layer before whose pass ranks compared last."""
         self._known: set[Given] = set()
         """Inputs that ranks have compared."""
+        self._memories: Memories | None = None
         steps().call(self)
 
     @classmethod
@@ -122,6 +126,7 @@ class Compared(Watcher):
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
         """Whether a parameter of the model is among them."""
+        self._memories = None  # it may be sharded now
         model = self._model()
         return model is not None and any(id(param) in params for param in model.parameters())
 
@@ -130,6 +135,16 @@ class Compared(Watcher):
         if model is None or (comparison.alike and not comparison.moving) or not _has_ranks():
             return
         comparison.compare(model, steps().replicas)
+
+    def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        """Make equal what layers remember. Those with a ``gathering`` leave that to it."""
+        if (model := self._model()) is None or not _has_ranks():
+            return
+        if self._memories is None:
+            from lpq.distributed.memories import Memories
+
+            self._memories = Memories(model, lambda layer: layer.gathering is None)
+        self._memories.reduce(optimizer, reductions)
 
 
 def _has_ranks() -> bool:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_unit import Unit
+from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
@@ -42,6 +43,7 @@ class Gathering(Watcher):
         """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._trained = Trained()
+        self._memories: Memories | None = None
         steps().call(self)
 
     def __getstate__(self) -> nn.Module:
@@ -136,6 +138,7 @@ class Gathering(Watcher):
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
         """Whether a weight of the model is among them, or one that another replaced. A copy that a thread is making has
         no modules yet, and no optimizer."""
+        self._memories = None  # it may be sharded now
         if not any(isinstance(local_part(p), Gathered) or hasattr(p, "replaced_by") for p in params.values()):
             return False
         if any(getattr(param, "replaced_by", None) is not None for param in params.values()):
@@ -157,17 +160,18 @@ class Gathering(Watcher):
         self._trained.check(optimizer, params, self.weights)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Reduce the statistics and the memories of all weights of this optimizer: all, since a compiled step writes
-        without a trace."""
+        """Reduce the statistics of all weights of this optimizer (all, since a compiled step writes without a trace)
+        and what layers remember, those included whose weight could not be prepared."""
         params = {id(p) for p in _params(optimizer)}
         gathers = [*self._gathers.values()]
         written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
-        gathers = [gather for gather, param in written if id(param) in params]
-        measure_all(gathers, reductions)
-        for gather in gathers:
-            if memories := gather.layer.memories():
-                site = gather.site
-                reductions.add([*memories.values()], site.group, site.replicas)  # replicas saw other inputs
+        measure_all([gather for gather, param in written if id(param) in params], reductions)
+        if self._memories is None:
+            left = (None, None)
+            self._memories = Memories(
+                self.root, lambda layer: layer.gathering is self or (layer.gathering, layer.compared) == left
+            )
+        self._memories.reduce(optimizer, reductions)
 
 
 class _Lender:

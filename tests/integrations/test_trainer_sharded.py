@@ -105,6 +105,22 @@ def _sharded_checkpoints_go_on_too(rank: int, out: Path) -> None:
             assert repr(a._local_tensor) == repr(b._local_tensor)
 
 
+def _delayed_scaling_goes_on_too(rank: int, out: Path) -> None:
+    """Each rank remembers its own inputs until a step; a checkpoint has the histories of one rank."""
+    with _launched(rank):
+        for kind in (_Sharded, _InShards):
+            options: Any = {"cls": kind, "max_steps": 4}
+            done = trainer(converted("fp8-delayed"), out / "a", LpqCallback(), **options)
+            done.train()
+            resumed = trainer(converted("fp8-delayed"), out / "b", LpqCallback(), **options)
+            resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
+            assert losses(resumed) == losses(done)
+            assert equal(_whole(resumed), _whole(done))
+            histories = [{n: b for n, b in t.model.named_buffers() if "history" in n} for t in (done, resumed)]
+            assert histories[0]
+            assert equal(*histories)
+
+
 def _the_best_model_is_loaded(rank: int, out: Path) -> None:
     with _launched(rank):
         llama().save_pretrained(out / "plain")  # which the first rank does
@@ -137,6 +153,7 @@ def _masters_that_were_made_before_sharding_are_refused(rank: int, out: Path) ->
     [
         _goes_on_bit_for_bit,
         _sharded_checkpoints_go_on_too,
+        _delayed_scaling_goes_on_too,
         _the_best_model_is_loaded,
         _masters_that_were_made_before_sharding_are_refused,
     ],

@@ -1,0 +1,72 @@
+"""The memories of delayed scaling on ranks that share a model: the largest values of all of them count.
+
+Each rank remembers amaxes of its own inputs. After a step of an optimizer they are made equal, so that whichever rank
+saves them, all go on from what they had.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lpq.distributed.agree import groups_of
+from lpq.distributed.replicas import Replicas
+from lpq.operations.reduce_statistics import Reductions
+from lpq.torch_private import fsdp
+from lpq.torch_private.tensors import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class _Kept(NamedTuple):
+    """A layer that may remember something, for as long as it lives."""
+
+    layer: weakref.ref[nn.Module]
+    weight: weakref.ref[Tensor]
+    mesh: int
+    """The ``id`` of the mesh over which the weight lies; 0: over none."""
+
+
+class Memories:
+    """The layers of a model that may remember something, and the ranks that share them, as they are when it is made."""
+
+    def __init__(self, root: nn.Module, mine: Callable[[Any], bool]) -> None:
+        """``mine``: whether it is to serve a layer of ``root``."""
+        sharded = fsdp.sites(fsdp.outermost(root), "weight")
+        self._kept: list[_Kept] = []
+        self._replicas = Replicas()
+        for module in root.modules():
+            if hasattr(module, "kept") and hasattr(module, "gathering") and mine(module):
+                weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
+                if weight is not None:
+                    mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0
+                    self._kept.append(_Kept(weakref.ref(module), weakref.ref(weight), mesh))
+
+    def reduce(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        """Add the memories of the layers whose weight this optimizer has to ``reductions``; those, too, whose weight is
+        frozen: no optimizer has it."""
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        over: dict[int, list[ProcessGroup]] = {}
+        for ref, of, mesh in self._kept:
+            layer: Any = ref()
+            weight = of()
+            if layer is None or weight is None or (weight.requires_grad and id(weight) not in params):
+                continue
+            if not (moving := [getattr(layer, memory.name) for memory in layer.kept() if memory.moves]):
+                continue
+            if isinstance(moving[0], DTensor):
+                moving = [*map(local_part, moving)]
+            if not mesh:
+                groups = groups_of((), self._replicas.of([weight]))
+            elif mesh in over:
+                groups = over[mesh]
+            else:
+                groups = over[mesh] = groups_of([weight])
+            for group in groups:
+                reductions.add(moving, group)
