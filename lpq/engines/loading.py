@@ -84,6 +84,9 @@ def load_quantized(
             if weights == "quantized":
                 store_quantized(stacks)
         job.fill()
+        for layer in given.module.modules():
+            if isinstance(layer, Layer):
+                layer.rounded = False  # its values are those of the files
     return model
 
 

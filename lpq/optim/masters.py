@@ -133,7 +133,7 @@ class MasterWeights(Optimizer):
         self._copies[weight] = copy
         self.seen(weight)
         layer = stored.owner() if stored.owner is not None else None
-        if self.keep and layer is not None and layer.rounded and not stored.write_count:
+        if self.keep and layer is not None and layer.rounded:
             self._rounded.add(weight)
         if state is not None:
             self.optimizer.state[copy] = {

@@ -159,6 +159,9 @@ def _from_a_checkpoint(rank: int) -> None:
         _encoded(net, recipe, values)
 
         direct = sharded(converted(recipe))  # without masters, and over weights that are there
+        rounded = MasterWeights(SGD(direct.parameters(), lr=0.1))
+        with pytest.warns(UserWarning, match="masters begin with what weights decode to"):
+            step(direct, rounded, 0, Way(recipe, masters=True))
         load_high_precision(direct, values)
         _encoded(direct, recipe, values)
 

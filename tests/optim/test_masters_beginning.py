@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,13 @@ def test_what_is_initialised_later_and_what_keeps_no_masters_is_not_told_of() ->
         model = pretrained()
     assert told(model, nothing) == 0
     assert told(pretrained(), nothing, keep=False) == 0
+
+
+def test_codes_of_files_have_no_other_values(tmp_path: Path) -> None:
+    lpq.export(lpq.convert(pretrained(), "fp8-row"), tmp_path / "files")
+    model = lpq.load_quantized(tmp_path / "files", pretrained())
+    optimizer = MasterWeights(SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
