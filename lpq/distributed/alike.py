@@ -85,18 +85,26 @@ class Comparison:
 
 def check_alike(root: nn.Module, replicas: Replicas | None = None) -> list[Joined]:
     """Raise on all ranks if those that share a layer of this model have different ones. It takes a collective for each
-    dimension of each set of ranks; return these."""
+    dimension of each set of ranks, and where there are several sets another one; return the sets."""
     shared: dict[tuple[tuple[int, ...], ...], tuple[Joined, list[ProcessGroup], list[str]]] = {}
     for text, params, device in _layers(root):
         groups = groups_of(params, () if replicas is None else replicas.of(params))
         if groups:
             joined = Joined(tuple(group.group_name for group in groups), device)
             shared.setdefault(tuple(map(same_ranks, groups)), (joined, groups, []))[2].append(text)
-    for joined, groups, texts in shared.values():
-        if not are_equal("\n".join(texts), [joined]):
-            difference = _first_difference(exchange(texts, groups))
-            raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
-    return [joined for joined, _, _ in shared.values()]
+    faults = [
+        _first_difference(exchange(texts, groups))
+        for joined, groups, texts in shared.values()
+        if not are_equal("\n".join(texts), [joined])
+    ]
+    every = [joined for joined, _, _ in shared.values()]
+    heard = len(every) > 1 and not are_equal(str(bool(faults)), every)  # nobody leaves before all have compared
+    if faults or heard:
+        difference = (
+            faults[0] if faults else "other ranks, with which this one shares other layers, say where they differ"
+        )
+        raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
+    return every
 
 
 def are_equal(text: str, joined: Sequence[Joined]) -> bool:
@@ -131,7 +139,8 @@ def digest(text: str) -> int:
 
 def description(name: str, module: nn.Module) -> str:
     """A description of the converted layers of a module that must be equal on all ranks."""
-    return "\n".join(_described(n, m, [*m.parameters()]) for n, m in module.named_modules(prefix=name) if _converted(m))
+    found = ((n, m, [*m.parameters()]) for n, m in module.named_modules(prefix=name) if _converted(m))
+    return "\n".join(_described(n, m, params) for n, m, params in found if params)
 
 
 def differing(texts: Mapping[int, str]) -> str:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lpq
 from lpq.distributed import compared, replicas
+from lpq.distributed.alike import check_alike
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
@@ -253,9 +254,21 @@ def _replicas_of_experts(rank: int) -> None:
     _refused(torch.optim.SGD(model.parameters()).step, "[up: GroupedLinear", "fp8(dtype=e5m2)")
 
 
+def _layers_over_different_ranks(rank: int) -> None:
+    """Ranks that share no layer that differs hear of it from those that do, and none waits."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(_net("fp8-current" if rank == 1 else "mxfp8"), _net("mxfp8"))
+    for part, name in zip(net, ("tp", "dp"), strict=True):
+        fully_shard(part, mesh=mesh[name])
+    found = agreed(lambda: check_alike(net), RuntimeError)
+    assert ["rank 1 has [0.0: " in said for said in found] == [True, True, False, False]
+    assert all("say where they differ" in said for said in found[2:])
+
+
 def _four_ranks(rank: int) -> None:
     _two_dimensions(rank)
     _replicas_of_experts(rank)
+    _layers_over_different_ranks(rank)
 
 
 @pytest.mark.parametrize(
