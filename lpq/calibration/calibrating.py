@@ -20,7 +20,7 @@ from lpq.calibration.parallel import Team
 from lpq.calibration.reducing import Axes, Together, reduce
 from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
-from lpq.calibration.targets import Target, searches, targets
+from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.files import place
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
@@ -29,6 +29,7 @@ from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.registry.errors import suggestion
 from lpq.registry.showing import number
+from lpq.registry.warning import warn
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def calibrate(
         _check_forms(siblings, forward)
         search = method if method in SEARCHING else None
         chosen = targets(model, search)
-        _check_targets(chosen, siblings)
+        _check_targets(model, chosen, siblings)
         return chosen, _searched(chosen, search), Team(model), place(state, "state") if state is not None else None
 
     chosen, searched, team, file = ranks.each(prepare)
@@ -260,12 +261,17 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
         )
 
 
-def _check_targets(chosen: Sequence[Target], siblings: Sequence[Sequence[str]]) -> None:
+def _check_targets(model: nn.Module, chosen: Sequence[Target], siblings: Sequence[Sequence[str]]) -> None:
+    told = forgotten(model)
     if not chosen:
         raise CalibrationError(
-            "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales of "
-            "blocks and rows follow their tensors at each step, and such a model is exported without calibration"
+            f"no layer has a scale that can become static: {told}"
+            if told
+            else "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales "
+            "of blocks and rows follow their tensors at each step, and such a model is exported without calibration"
         )
+    if told:
+        warn(told)
     for group in siblings if siblings is not FUSED else ():
         if not fused([target.name for target in chosen], [group]):
             raise CalibrationError(

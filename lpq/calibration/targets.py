@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lpq import registry
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.stacks import ONLY, matrix_of, stacks_in
 from lpq.checkpoint.model import PREFIX, Model
@@ -124,6 +125,25 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
         if made != layer.recipe or target.names("x") or target.names("w"):
             found[id(layer)] = target
     return [*found.values(), *_of_experts(seen, state, search)]
+
+
+def forgotten(model: nn.Module) -> str:
+    """The formats that have a scale of a whole tensor which could become static, and lack the option for it, in words;
+    empty if there are none."""
+    found: dict[str, str] = {}
+    for recipe in (layer.recipe for _, layer in Model(model).layers() if layer.recipe is not None):
+        for operand, quantizer in recipe.operands.items():
+            side = quantizer.side(operand.side)
+            options = {field.name for field in fields(side)}  # type: ignore[arg-type]
+            if operand.tensor in CALIBRATED and "static" not in options:
+                stats = [stat.name for stat in side.stats if stat.of_all and stat.reduce == "max"]
+                if stats and all(stat.round == 1 for stat in side.stats):
+                    found[registry.format_of(type(side)).name] = stats[0]
+    return "; ".join(
+        f"format {name} measures {stat!r} of the whole tensor at each step, since its quantizer has no option "
+        "static: bool = False: with that, and nothing else, the statistic can become static"
+        for name, stat in found.items()
+    )
 
 
 def _of_experts(seen: Model, state: Mapping[str, Tensor], search: str | None) -> Iterator[Target]:

@@ -31,12 +31,15 @@ from lpq import operations, registry
 from lpq.__main__ import main
 from lpq.cli.new_plugin import rendered
 from lpq.kernels import choose
+from lpq.registry.loader import HERE
 
 NEEDED = {
     "huggingface.md": ("transformers", "accelerate", "peft", "safetensors"),
     "api.md": ("transformers", "safetensors"),
 }
 """Packages that a page is about and lpq does not need; without them the page is skipped."""
+CHECKED_AS = {"residual": "residual(base=nvfp4, rest=mxfp8)"}
+"""The options with which a format is checked, if some of them have no default."""
 IN_A_PROCESS = {"check"}
 """Commands that run in a process that is forked, since they run pytest; the others run here: it is faster."""
 
@@ -51,6 +54,7 @@ class Reader:
         self.namespace: dict[str, object] = {"__name__": "page"}
         self.monkeypatch = monkeypatch
         self.sources: list[Path] = []
+        self.checked: set[str] = set()
         monkeypatch.chdir(self.folder)
         monkeypatch.delenv("LPQ_LOAD_PLUGINS", raising=False)
         monkeypatch.delenv("LPQ_KERNELS", raising=False)
@@ -103,6 +107,7 @@ class Reader:
             path = os.pathsep.join(map(str, [*self.sources, self.site]))
             self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path, **set_here})
         elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
+            self.checked |= {name.partition("(")[0] for name in command[2:]}
             ended = forking.command(*command[1:])
             assert ended.status == 0, f"{block.place}: {' '.join(command)}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
         elif command[0] == "lpq":
@@ -158,6 +163,21 @@ class Reader:
         importlib.invalidate_caches()
         registry.refresh()
 
+    def check_formats(self, *, installed: bool) -> None:
+        """Run the kit on the formats of this page that the page does not check itself, but for what compiles."""
+        for plugin in registry.plugins():
+            if plugin.builtin or installed == (plugin.distribution == HERE):
+                continue
+            for name in set(plugin.formats) - self.checked:
+                self.checked.add(name)
+                module = plugin.formats[name].quantizer.partition(":")[0]
+                register = (
+                    "" if installed else f"import {module}; lpq.registry.register({module}, name={plugin.name!r})"
+                )
+                arguments = ["check", CHECKED_AS.get(name, name), "-k", "not compile"]
+                ended = forking.python(f"import lpq; {register}\nfrom lpq.__main__ import main\nmain({arguments!r})")
+                assert ended.status == 0, f"lpq check {name}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
+
 
 def inserted(source: str, name: str, code: str) -> str:
     """``source`` with ``code`` at the end of class ``name``."""
@@ -184,8 +204,10 @@ def test_every_snippet_runs(page: Path, reader: Reader) -> None:
     for block in blocks(page):
         try:
             reader.run(block)
+            reader.check_formats(installed=False)
         except Exception as error:
             raise AssertionError(f"{block.place} does not run: {type(error).__name__}: {error}") from error
+    reader.check_formats(installed=True)
 
 
 def test_there_are_snippets_to_run() -> None:

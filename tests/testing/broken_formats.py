@@ -154,6 +154,13 @@ class TransposesByReshape(Quantizer):
         return TensorStorage(data=(x / scale).round().to(torch.int8), scale=scale)
 
 
+@dataclass(frozen=True)
+class SharesOneScale(TransposesByReshape):
+    """One scale for the tensor; right as far as no operand is derived."""
+
+    transposable = False
+
+
 class NoZero(Int8):
     """Has a grid without a zero, and says so."""
 

@@ -68,9 +68,15 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
     """Names and shapes of all statistics; fp32, or int64 counts, and not negative, since they are combined as such."""
     name = type(side).__name__
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        measured = side.measure(normal(*shape, dtype=dtype)) or {}
-        declared = [stat.name for stat in side.stats]
-        assert set(measured) == set(declared), f"{name}.stats declares {declared}; measure returned {list(measured)}"
+        x = normal(*shape, dtype=dtype)
+        measured = dict(side.measure(x) or {})
+        again = side.measure_again(x, measured) if any(stat.round == 2 for stat in side.stats) else {}
+        for number, method, found in ((1, "measure", measured), (2, "measure_again", again)):
+            declared = [stat.name for stat in side.stats if stat.round == number]
+            assert set(found) == set(declared), (
+                f"{name}.stats declares {declared} in round {number}; {method} returned {list(found)}"
+            )
+        measured |= again
         for stat in side.stats:
             tensor, grid = measured[stat.name], stat.grid(*shape)
             assert tuple(tensor.shape) == grid, (
