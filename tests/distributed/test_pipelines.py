@@ -62,8 +62,13 @@ def filled(memory: Tensor) -> Tensor:
     return memory.fill_(5e19) if memory.dtype == torch.float32 and memory.shape[-1:] == (WIDTH,) else memory
 
 
+OLD = "zero-bubble schedules of torch 2.11 fail with any autograd function that is written in Python"
+
+
 @pytest.mark.parametrize(("zero_bubble", "frozen"), [(False, False), (True, False), (True, True)])
 def test_each_micro_batch_is_one_step(zero_bubble: bool, frozen: bool) -> None:
+    if zero_bubble and torch.__version__ < (2, 12):
+        pytest.skip(OLD)
     spawn(_pipeline, 2, zero_bubble, frozen)
 
 
