@@ -31,7 +31,8 @@ class Replicas:
         gc.collect()  # else it would depend on when a rank did it last
         found = []
         for wrapper in gc.get_objects():
-            if issubclass(type(wrapper), DistributedDataParallel):  # isinstance() may run code
+            # isinstance() may run code; and one whose making raised has no reducer
+            if issubclass(type(wrapper), DistributedDataParallel) and "reducer" in vars(wrapper):
                 named = wrapper.module.named_parameters()
                 own = {id(param) for name, param in named if name not in wrapper.parameters_to_ignore}
                 found.append((weakref.ref(wrapper), own))
