@@ -42,6 +42,7 @@ class Sides(NamedTuple):
     """The statistics, in the order of ``declared``."""
     spans: tuple[bool, ...]
     """For each statistic, whether it spans the shards of a matrix."""
+    stack: bool
     remembers: bool
     """Whether the layer has a state of the weight, which has some of them."""
     measured: bool
@@ -57,7 +58,7 @@ def sides_of(quantizer: Quantizer, stack: bool) -> Sides:
     across = tuple(map(spans, stats))
     spanned = not stack and any(a and not k for a, k in zip(across, known, strict=True))
     measured = spanned or moves(quantizer, row, col)
-    return Sides(quantizer, row, col, stats, across, bool(state_names(quantizer)), measured)
+    return Sides(quantizer, row, col, stats, across, stack, bool(state_names(quantizer)), measured)
 
 
 class Way(NamedTuple):

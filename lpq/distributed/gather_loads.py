@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.gather_encoder import Buffers, Task, Way, encode_many
-from lpq.distributed.gathered_operand import Whole
-from lpq.distributed.shard import plain
+from lpq.distributed.gathered_operand import Whole, sent_bytes
+from lpq.distributed.shard import plain, plain_each
 from lpq.distributed.weight_gather import Gather, Operands
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
@@ -139,6 +139,8 @@ class Encoded(_Quantized):
         self._coded = [i for i in numbers if i not in self._stored]
         self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
         self._encode = encode_many([self._task(i, shards[i]) for i in self._coded])
+        self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
+        """Those with statistics of earlier steps, by their number among those that are encoded, and among all."""
         self._moves = any(shards[i].device != self._device for i in self._coded)
         made = [
             (i, side, whole)
@@ -201,16 +203,18 @@ class Encoded(_Quantized):
         made: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
         with torch.no_grad():
             if self._coded:
-                xs = [plain(shards[i]) for i in self._coded]
+                xs = plain_each([shards[i] for i in self._coded])
                 if self._moves:
                     xs = [gathers[i].prepared(x) for i, x in zip(self._coded, xs, strict=True)]
-                stats = [gathers[i].statistics(matrices[i]) for i in self._coded]
+                stats = [gathers[i].spanning for i in self._coded]
+                for n, i in self._remember:
+                    stats[n] = gathers[i].statistics(matrices[i])
                 for i, operands in zip(self._coded, self._encode(xs, stats), strict=True):
                     made[i] = operands
             for i in self._stored:
                 made[i] = self._operands_of(i, shards[i])
             self._staying = [made[i][side][number] for i, side, number in self._stays]
-            sent = [whole.sent(made[i][side][number]) for i, side, number, whole in self._sends]
+            sent = sent_bytes((whole, made[i][side][number]) for i, side, number, whole in self._sends)
             if self._flat:
                 return (torch.cat(sent),)
         return tuple(sent) or (_nothing(self._device),)
@@ -224,7 +228,8 @@ class Encoded(_Quantized):
 
     def finish(self) -> None:
         staying, self._staying = self._staying, []
-        _read_on_this_stream(staying)
+        if self._device.type == "cuda":
+            _read_on_this_stream(staying)
         fsdp.allocate(self._allocated)
         if self._to:
             copy_each(self._to, [*self._from, *staying])

@@ -9,7 +9,7 @@ as where nothing is gathered: in another memory layout, products might sum in an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd
 
 import torch
@@ -40,8 +40,9 @@ class Whole:
         device: torch.device,
     ) -> None:
         dim, stack = 0 if direction == "row" else 1, is_stack(shape)
-        self._turned = side.plain and direction == "col"
-        if direction == "col" and not self._turned:
+        self.turned = side.plain and direction == "col"
+        """Whether it lies in memory as the row operand."""
+        if direction == "col" and not self.turned:
             shape = (*shape[:-2], shape[-1], shape[-2])
         self.operand = side.storage.empty(side, shape, dtype, device)
         tensors = self.operand.tensors()
@@ -52,21 +53,14 @@ class Whole:
         """The buffers that ranks send, by their numbers."""
         self.stays = [i for i in range(len(tensors)) if i not in self.travels]
         """The buffers that are the same on all ranks, by their numbers."""
-        self.in_place = direction == "row" or self._turned or stack  # whose shards are whole matrices
+        self.in_place = direction == "row" or self.turned or stack  # whose shards are whole matrices
         """Whether the parts of all ranks, one behind the other, are the buffers."""
-        if self._turned:
+        if self.turned:
             self.operand = transpose(self.operand)
         # Autograd must not take what is filled in for a change: the values are those when the tensors were saved.
         self.targets = [t.data for t in self.operand.tensors()]
         """All buffers, to be filled."""
         fsdp.free(self.large)
-
-    def sent(self, buffer: Tensor) -> Tensor:
-        """The bytes that this rank sends of a buffer of its operand."""
-        if self._turned:
-            buffer = transposed(buffer)
-        usual = buffer.is_contiguous() and buffer.numel() > 1  # strides of one element may be unusual
-        return buffer.view(-1).view(torch.uint8) if usual else as_bytes(buffer)
 
     def arrivals(self) -> list[Tensor]:
         """Flat memory where the parts of all ranks may arrive, one behind the other: for each buffer that travels. It
@@ -83,6 +77,17 @@ class Whole:
     def bind_derive(self, quantizer: Quantizer, row: Whole) -> Callable[[], None]:
         """A function that makes this column operand of the row operand that it follows from."""
         return bind_derive_into(quantizer, row.operand, self.targets)
+
+
+def sent_bytes(buffers: Iterable[tuple[Whole, Tensor]]) -> list[Tensor]:
+    """The bytes that this rank sends of buffers, each of which is of its part of an operand."""
+    sent = []
+    for whole, buffer in buffers:
+        if whole.turned:
+            buffer = transposed(buffer)
+        usual = buffer.is_contiguous() and buffer.numel() > 1  # strides of one element may be unusual
+        sent.append(buffer.view(-1).view(torch.uint8) if usual else as_bytes(buffer))
+    return sent
 
 
 def _by_rank(whole: Tensor, rows: int, parts: Tensor) -> Place:

@@ -21,7 +21,7 @@ from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
-from lpq.distributed.weight_gather import Gather, Layer, measure_all
+from lpq.distributed.weight_gather import Gather, Layer, measure_all, stale
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
@@ -97,7 +97,9 @@ class Gathering(Watcher):
         return found
 
     def forget(self) -> None:
-        """Compare again, since a recipe has changed."""
+        """Compare and decide again, since a recipe has changed."""
+        for gather in self._gathers.values():
+            gather.judged = None
         self._comparison.alike = False
 
     def check(self, gather: Gather) -> None:
@@ -119,9 +121,7 @@ class Gathering(Watcher):
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
         reductions = Reductions()
         gathers = self._find()
-        shards = fsdp.shards(gather.site for gather in gathers)
-        stale = [gather for gather, shard in zip(gathers, shards, strict=True) if gather.is_stale(shard)]
-        measure_all(stale, reductions)
+        measure_all(stale(gathers, fsdp.shards(gather.site for gather in gathers)), reductions)
         reductions.run()
 
     def weights(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ ordinary tensor over the same data.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,7 @@ class WeightShard(Gathered, Tensor):
     @property
     def write_count(self) -> int:
         """A number that changes when it is written to, also by compiled code, which writes to ``held`` itself."""
-        return self.writes.count + version_of(self.held)
+        return write_counts((self,))[0]
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -86,7 +87,8 @@ class WeightShard(Gathered, Tensor):
 
         def unwrapped(value: Any) -> Any:
             if type(value) is list:  # an optimizer's step has long ones, for which torch's trees are slow
-                return [unwrapped(each) for each in value]
+                shards.update({id(each.held): each for each in value if isinstance(each, WeightShard)})
+                return [each.held if isinstance(each, WeightShard) else each for each in value]
             if not isinstance(value, WeightShard):
                 return value
             shards[id(value.held)] = value
@@ -126,6 +128,11 @@ class WeightShard(Gathered, Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightShard({self.held!r})"
+
+
+def write_counts(shards: Iterable[Tensor]) -> list[int]:
+    """The write count of each shard; 0 for one of another class."""
+    return [s.writes.count + version_of(s.held) if isinstance(s, WeightShard) else 0 for s in shards]
 
 
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -168,4 +175,9 @@ def ordinary(weight: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """The same data as an ordinary tensor."""
-    return tensor.held if isinstance(tensor, WeightShard) else tensor
+    return plain_each((tensor,))[0]
+
+
+def plain_each(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The data of each as an ordinary tensor."""
+    return [t.held if isinstance(t, WeightShard) else t for t in tensors]

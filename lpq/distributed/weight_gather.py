@@ -9,21 +9,24 @@ together.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from lpq import registry
 from lpq.distributed.gather_encoder import Sides, sides_of
 from lpq.distributed.gathered_operand import Whole
-from lpq.distributed.shard import WeightShard, plain
+from lpq.distributed.shard import WeightShard, plain, plain_each, write_counts
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not, why_uncut
 from lpq.formats import Quantizer
 from lpq.formats.stacks import is_stack
-from lpq.operations.measuring import measure
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.measuring import bind_measure, measure
 from lpq.operations.operands import recall
+from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.reduce_statistics import Declared, Reductions
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
@@ -48,9 +51,6 @@ class Layer(Protocol):
     def weight_state(self) -> Mapping[str, Tensor] | None:
         """The statistics of the weight that the quantizer remembers across steps."""
 
-    def memories(self) -> dict[str, Tensor]:
-        """All statistics that the layer's quantizers remember across steps."""
-
 
 class Model(Protocol):
     """The model of a weight, as far as a gather reads it."""
@@ -66,6 +66,10 @@ class Unit(Protocol):
     """The weights that FSDP2 gathers together, as far as one of them reads it."""
 
     gathers: Sequence[Gather]
+
+    @property
+    def begun(self) -> Mapping[Gather, object] | None:
+        """The weights that send something in the gather that has begun."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
         """The tensors to gather of this weight, and of others that send with it."""
@@ -93,6 +97,15 @@ class Measured(NamedTuple):
     sides: Sides | None
 
 
+class Judged(NamedTuple):
+    """The decisions that follow from the recipe of a layer."""
+
+    quantizer: Quantizer | None
+    """The quantizer that it wants for its weight."""
+    sides: Sides | None
+    """The operands of the gathered weight; None: it is gathered in high precision."""
+
+
 class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
@@ -111,9 +124,11 @@ class Gather:
         """The operands that gathers fill; None: the weight is gathered in high precision."""
         self.made_for: tuple[Sides | None, torch.dtype] | None = None
         """The sides and the dtype for which the operands were made."""
+        self.judged: Judged | None = None
+        """The last decisions; None once the recipe has changed."""
+        self.measures: tuple[object, Callable[[Tensor], list[Tensor]]] = (None, lambda x: [])
+        """How shards are measured, behind all that this depends on."""
         self._checkpointed = checkpointed
-        self._judged: tuple[Quantizer | None, Sides | None] = (None, None)
-        """The last quantizer that the layer wanted, and ``sides`` for it."""
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
 
@@ -138,14 +153,13 @@ class Gather:
 
     # ------------------------------------------------------------------------------ the quantizer
 
-    @property
-    def sides(self) -> Sides | None:
-        """The operands of the gathered weight; None: it is gathered in high precision."""
-        wanted = self.layer.weight_quantizer()
-        if wanted is not self._judged[0]:
-            quantized = wanted is not None and self.why_whole(wanted) is None
-            self._judged = wanted, sides_of(wanted, is_stack(self.layer.weight.shape)) if quantized else None
-        return self._judged[1]
+    def judge(self) -> Judged:
+        """Decide by the present recipe how the weight is gathered."""
+        wanted, sides = self.layer.weight_quantizer(), None
+        if wanted is not None and self.why_whole(wanted) is None:
+            sides = sides_of(wanted, is_stack(self.layer.weight.shape))
+        self.judged = Judged(wanted, sides)
+        return self.judged
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""
@@ -172,22 +186,21 @@ class Gather:
 
     # ------------------------------------------------------------------------------ the statistics
 
-    def is_stale(self, local: Tensor) -> bool:
-        """Whether the shard was written to, or its quantizer changed, since it was measured."""
-        measured, wanted = self.measured, self.layer.weight_quantizer()
-        return (
-            measured is None
-            or measured.local() is not local
-            or (isinstance(local, WeightShard) and measured.version != local.write_count)
-            or (measured.quantizer is not wanted and measured.quantizer != wanted)
-        )
-
     def prepared(self, shard: Tensor) -> Tensor:
         """The shard, on the device where it is encoded. FSDP2 would gather an ordinary parameter in ``site.dtype``, so
         the shard's values are rounded to that: here if they move to another device, else by the kernels that read
         them."""
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
+
+    def bind_measure(self, sides: Sides, shard: WeightShard, direct: bool) -> Callable[[Tensor], list[Tensor]]:
+        """Choose once how shards like this one are measured. ``direct``: the dispatcher may be bypassed."""
+        row, col, device, dtype = sides.row, sides.col, self.site.device, self.site.dtype
+        if shard.device != device:
+            return lambda x: measure(self.prepared(x), row, col, dtype=dtype)
+        if not direct:
+            return lambda x: measure(x, row, col, dtype=dtype)
+        return bind_measure(row, col, shard.dtype, dtype, device)
 
     def statistics(self, matrices: slice | None = None) -> list[Tensor | None]:
         """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
@@ -237,14 +250,37 @@ class Gather:
         return freed if len(freed) < len(large) else []
 
 
+def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
+    """Those whose shard was written to, or whose quantizer changed, since it was measured. Stored ones never are."""
+    found: list[Gather] = []
+    for gather, shard, count in zip(gathers, shards, write_counts(shards), strict=True):
+        measured, wanted = gather.measured, (gather.judged or gather.judge()).quantizer
+        if not isinstance(shard, QuantizedTensor) and (
+            measured is None
+            or measured.local() is not shard
+            or measured.version != count
+            or (measured.quantizer is not wanted and measured.quantizer != wanted)
+        ):
+            found.append(gather)
+    return found
+
+
 def measure_all(gathers: Sequence[Gather], reductions: Reductions) -> None:
-    """Measure this rank's shards of these weights. The reductions make their statistics those of the whole weights."""
+    """Measure this rank's shards of these weights. The reductions make their statistics those of the whole weights.
+
+    Each shard has launches of its own. A kernel that takes several matrices would take those here whose ``sides`` and
+    dtypes are equal."""
     found: list[tuple[Gather, Measured]] = []
     spanning: dict[ProcessGroup, tuple[list[Declared], list[Tensor]]] = {}
-    for gather, local in zip(gathers, fsdp.shards(gather.site for gather in gathers), strict=True):
-        sides = gather.sides
-        version = local.write_count if isinstance(local, WeightShard) else 0
-        found.append((gather, Measured(weakref.ref(local), version, gather._judged[0], sides)))
+    shards = fsdp.shards(gather.site for gather in gathers)
+    direct, kernels, epoch = (
+        all(map(can_bypass_dispatcher, plain_each(shards[:1]))),
+        kernels_allowed(),
+        registry.epoch(),
+    )
+    for gather, local, version in zip(gathers, shards, write_counts(shards), strict=True):
+        wanted, sides = gather.judged or gather.judge()
+        found.append((gather, Measured(weakref.ref(local), version, wanted, sides)))
         gather.measured = None  # until they are reduced each rank has others
         gather.stats = gather.spanning = []
         if sides is None or not isinstance(local, WeightShard):
@@ -252,9 +288,12 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions) -> None:
         gather.stats = gather.spanning = [None] * len(sides.stats)
         if not sides.measured:
             continue
+        key = sides, local.dtype, local.device, direct, kernels, epoch
+        if gather.measures[0] != key:
+            gather.measures = key, gather.bind_measure(sides, local, direct)
         with torch.no_grad():
-            stats = measure(gather.prepared(local), sides.row, sides.col, dtype=gather.site.dtype)
-        if not is_stack(local.shape):  # of which no statistic is of several shards
+            stats = gather.measures[1](local.held)
+        if not sides.stack:  # of which no statistic is of several shards
             declared, values = spanning.setdefault(gather.site.group, ([], []))
             declared += sides.stats
             values += stats

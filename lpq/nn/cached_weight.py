@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lpq.tensor import QuantizedTensor
@@ -46,8 +47,16 @@ def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bo
         return held.row, held.col if col else ()
     if not isinstance(weight, QuantizedTensor):
         return None
+    traced = torch.compiler.is_compiling()
+    if not traced and weight.read is not None and weight.read[0] is plan.w:
+        return weight.read[1], weight.read[2] if col else ()
     row = operand_tensors(weight, "row", plan.w.side("row").text)
-    return row, operand_tensors(weight, "col", plan.w.side("col").text) if col else ()
+    if not col:
+        return row, ()
+    of_col = operand_tensors(weight, "col", plan.w.side("col").text)
+    if not traced and None not in weight.stored:  # else an operand is derived, anew each time
+        weight.read = plan.w, row, of_col
+    return row, of_col
 
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:
@@ -55,7 +64,10 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     count writes through ``.data``, to a tensor made under ``torch.inference_mode``, or to a weight in a list, as by
     ``torch._foreach_add_``; a gathered weight counts its own writes."""
     written = None if weight.is_inference() else version_of(weight)
-    counted = weight.write_count if isinstance(weight, Gathered) else 0
+    if isinstance(weight, QuantizedTensor):
+        counted = weight.writes.count
+    else:
+        counted = weight.write_count if isinstance(weight, Gathered) else 0
     memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()
     return written, counted, weight.dtype, memory
 

@@ -115,7 +115,11 @@ class Reductions:
         self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int
     ) -> None:
         """Reduce in place those statistics of a round whose elements span the ranks."""
-        found = [(d[0], s) for d, s in zip(declared, stats, strict=True) if spans(d) and d[0].round == number]
+        found = [
+            (stat, value)
+            for (stat, dim), value in zip(declared, stats, strict=True)
+            if stat.block[dim] is None and stat.round == number
+        ]
         self._add(self._within, [value for stat, value in found if stat.reduce == "max"], group)
         self._add(self._sums, [value for stat, value in found if stat.reduce == "sum"], group)
 

@@ -36,13 +36,13 @@ class _WithSignature:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
         _, *others = inspect.signature(method).parameters.values()
-        self._signature = inspect.Signature(others)
+        self.signature = inspect.Signature(others)
 
     def __get__(self, tensor: object, owner: type) -> Callable[..., Any]:
         if tensor is None:
             return self._method
         bound: Any = partial(self._method, tensor)
-        bound.__signature__ = self._signature
+        bound.__signature__ = self.signature
         return cast("Callable[..., Any]", bound)
 
 
@@ -121,5 +121,11 @@ class Gathered:
         self, outputs: tuple[Tensor, ...], gather: Gatherer, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Return the whole parameter, or fill ``out``, which the first call returned. FSDP2 calls it after a gather."""
+        if out is not None and not outputs:  # another parameter sent for this one, and has filled it
+            return None
         with normal_tensors():  # they are kept from gather to gather
             return gather.finish(outputs, out)
+
+
+SIGNATURE: inspect.Signature = vars(Gathered)["fsdp_pre_all_gather"].signature
+"""The signature that FSDP2 expects of ``fsdp_pre_all_gather``."""

@@ -110,6 +110,9 @@ class QuantizedTensor(Gathered, Tensor):
     """The operands, the group, and what ``__tensor_flatten__`` returns for them. Compiled code calls it in each step,
     three times."""
 
+    read: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor]] | None = None
+    """The buffers of both operands, for the quantizer of the layer that read them last: they stay the same tensors."""
+
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""
 

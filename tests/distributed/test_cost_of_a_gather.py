@@ -38,11 +38,11 @@ class Cost(NamedTuple):
 COSTS = {
     # recipe: a unit of one weight; each weight of larger units; what such a unit costs beside.
     # As torch 2.13 counts them; where there are fewer, lower the number.
-    "fp8-current": (Cost(174, 122), Cost(139, 24), Cost(37, 102)),
-    "fp8-delayed": (Cost(209, 168), Cost(174, 70), Cost(37, 102)),
-    "fp8-row": (Cost(179, 127), Cost(147, 26), Cost(34, 102)),
-    "mxfp8": (Cost(162, 132), Cost(130, 30), Cost(34, 102)),
-    "nvfp4": (Cost(213, 144), Cost(178, 42), Cost(37, 102)),
+    "fp8-current": (Cost(122, 121), Cost(61, 23), Cost(63, 102)),
+    "fp8-delayed": (Cost(160, 161), Cost(99, 63), Cost(63, 102)),
+    "fp8-row": (Cost(125, 126), Cost(67, 25), Cost(60, 102)),
+    "mxfp8": (Cost(123, 132), Cost(65, 30), Cost(60, 102)),
+    "nvfp4": (Cost(158, 143), Cost(97, 41), Cost(63, 102)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""

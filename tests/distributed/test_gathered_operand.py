@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lpq
-from lpq.distributed.gathered_operand import Whole, _unit
+from lpq.distributed.gathered_operand import Whole, _unit, sent_bytes
 from lpq.operations.quantizing import quantize
 from lpq.torch_private import fsdp
 
@@ -30,7 +30,7 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
 
     parts = [encoded(part, known) for part, known in zip(x.chunk(ranks), shared, strict=True)]
     whole = Whole(direction, side, (rows, 80), ranks, x.dtype, cpu)  # type: ignore[arg-type]
-    sent = [[whole.sent(part[i]) for i in whole.travels] for part in parts]
+    sent = [sent_bytes((whole, part[i]) for i in whole.travels) for part in parts]
     if flat:
         arrived = list(torch.stack([torch.cat(each) for each in sent]).split([t.numel() for t in sent[0]], 1))
     else:
