@@ -28,7 +28,8 @@ class _Kept(NamedTuple):
     """A layer that may remember something, for as long as it lives."""
 
     layer: weakref.ref[nn.Module]
-    weight: weakref.ref[Tensor]
+    weight: Tensor
+    """No weak reference, with which ``module.to()`` could not exchange it."""
     mesh: int
     """The ``id`` of the mesh over which the weight lies; 0: over none."""
 
@@ -46,17 +47,16 @@ class Memories:
                 weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
                 if weight is not None:
                     mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0
-                    self._kept.append(_Kept(weakref.ref(module), weakref.ref(weight), mesh))
+                    self._kept.append(_Kept(weakref.ref(module), weight, mesh))
 
     def reduce(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Add the memories of the layers whose weight this optimizer has to ``reductions``; those, too, whose weight is
         frozen: no optimizer has it."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         over: dict[int, list[ProcessGroup]] = {}
-        for ref, of, mesh in self._kept:
+        for ref, weight, mesh in self._kept:
             layer: Any = ref()
-            weight = of()
-            if layer is None or weight is None or (weight.requires_grad and id(weight) not in params):
+            if layer is None or (weight.requires_grad and id(weight) not in params):
                 continue
             if not (moving := [getattr(layer, memory.name) for memory in layer.kept() if memory.moves]):
                 continue

@@ -32,8 +32,9 @@ class Trained:
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self._left: list[tuple[str, weakref.ref[Tensor]]] = []
-        """The weights, by name, that none of these optimizers has; mostly there are none."""
+        self._left: dict[str, Tensor] = {}
+        """The weights, by name, that none of these optimizers has; mostly there are none. ``module.to()`` could not
+        exchange one to which there is a weak reference."""
 
     def check(self, optimizer: Optimizer, params: Sequence[Tensor], weights: Callable[[], Named]) -> None:
         """Raise, before a step of an optimizer, if it has one of its parameters several times. Warn if a weight still
@@ -46,9 +47,11 @@ class Trained:
                 raise RuntimeError(_twice(optimizer, params, named))
             self._seen[optimizer] = seen
             known = {number for one in self._seen.values() for number in one.ids}
-            self._left = [(name, weakref.ref(weight)) for name, weight in named.items() if id(weight) not in known]
+            self._left = {name: weight for name, weight in named.items() if id(weight) not in known}
         seen.steps += 1
-        if seen.steps == PATIENCE and (lost := [name for name, ref in self._left if _gets_a_gradient(ref())]):
+        if seen.steps == PATIENCE and (
+            lost := [name for name, weight in self._left.items() if _gets_a_gradient(weight)]
+        ):
             warn(
                 f"no optimizer that has made a step has {listed(lost, 3)}, though they get gradients, and this "
                 f"{type(optimizer).__name__} has made {PATIENCE} steps with other weights of the model: if no other "
@@ -64,8 +67,8 @@ class _Seen:
     steps: int = 0
 
 
-def _gets_a_gradient(weight: Tensor | None) -> bool:
-    return weight is not None and weight.requires_grad and weight.grad is not None
+def _gets_a_gradient(weight: Tensor) -> bool:
+    return weight.requires_grad and weight.grad is not None
 
 
 def _twice(optimizer: Optimizer, params: Sequence[Tensor], weights: Named) -> str:

@@ -261,3 +261,16 @@ def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     params = optimizer.param_groups[1]["params"]
     params.append(params[2])
     _refused(optimizer, r"has 0\.up\.weight 2 times")
+
+
+def test_a_model_moves_after_a_step_without_some_of_its_weights() -> None:
+    """To exchange a tensor, torch wants no weak reference to it."""
+    net = _unsharded("high_precision")
+    weights, rest = _split(net)
+    optimizer = SGD([*rest, *weights[:1]], lr=0.1)
+    for weight in weights[1:]:
+        weight.requires_grad_(False)
+    _backward(net)
+    optimizer.step()
+    net.to(torch.bfloat16)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
