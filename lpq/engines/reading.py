@@ -63,12 +63,9 @@ class Files:
                 self._place[name] = reader
         if (path / INDEX).is_file():
             _check_index(_weight_map(path), {name: reader.path.name for name, reader in self._place.items()})
-        self.layout, self._described = _described(self.json)
-
-    @property
-    def tensors(self) -> dict[str, Shown]:
+        self.tensors = {name: reader.tensors[name] for name, reader in self._place.items()}
         """The dtype and the shape of each tensor."""
-        return {name: reader.tensors[name] for name, reader in self._place.items()}
+        self.layout, self._described = _described(self.json)
 
     def read(self, name: str) -> Tensor:
         """One of its tensors."""
