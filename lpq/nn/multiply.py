@@ -22,7 +22,7 @@ from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
-from lpq.nn.wanted import asked, refuse_parts
+from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.operands import State
@@ -181,6 +181,8 @@ def _gradients(
     if torch.compiler.is_compiling():
         refuse_parts(states)
     else:
+        if not shapes.needs_dw:
+            refuse_part_of(call.title)
         ctx.moves = False
     if step.remember is not None and (fourth > third or "w" not in plan.moving):
         step.remember(states, {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]})

@@ -26,7 +26,7 @@ from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan
-from lpq.nn.wanted import asked, refuse_parts
+from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derive_col, derives_col
@@ -190,6 +190,8 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         if torch.compiler.is_compiling():
             refuse_parts(states)
         else:
+            if not static_dw:
+                refuse_part_of(call.title)
             ctx.moves = False
         if "dy" in states:
             remember(plan.dy, states["dy"], encoded.measured, row=static_dx, col=static_dw)

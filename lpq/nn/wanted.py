@@ -2,12 +2,13 @@
 
 One forward may be followed by several backwards: ``torch.autograd.grad(y, x, retain_graph=True)`` and then another, or
 those of a zero-bubble pipeline, which asks for the gradient of the input first and for that of the weight later. Each
-makes the products that it is asked for. States move once for each forward: in the backward that makes the gradient of
-the weight, or in the first one where the weight is frozen. So a backward for the gradient of the input alone is no
-step: a pipeline that runs one on memory that no data fills, to infer shapes, leaves no mark.
+makes the products that it is asked for. States move once for each forward, in the backward that makes the gradient of
+the weight. So a backward for the gradient of the input alone is no step: a pipeline that runs one on memory that no
+data fills, to infer shapes, leaves no mark.
 
-A compiled backward makes all gradients each time and knows nothing of others. So a compiled layer with states that move
-refuses to be asked for some of them.
+Two kinds of layers cannot tell a step so, and refuse to be asked for a part of the gradients where they have states
+that move. A compiled backward makes all gradients each time and knows nothing of others. The states of a layer whose
+weight is frozen move in the first backward, which makes the gradient of the input alone.
 """
 
 from __future__ import annotations
@@ -49,15 +50,24 @@ def refuse_parts(states: Mapping[str, State]) -> None:
     torch.ops.lpq.refuse_parts(next(memory for state in states.values() for memory in state.values()))
 
 
+def refuse_part_of(title: str) -> None:
+    """Have a backward that moves the states of a frozen layer refuse to be asked for some gradients alone."""
+    if not autograd.runs_whole():
+        raise _cannot_tell(f"{title}: its weight is frozen, and its recipe", "")
+
+
 def _refuse_parts(memory: Tensor) -> None:
     if not autograd.runs_whole():
-        raise RuntimeError(
-            "a compiled layer whose recipe remembers statistics (delayed scaling) was asked for some gradients alone, "
-            "by torch.autograd.grad, inputs= or a pipeline; it makes all of them, and would count a step each time. "
-            "Give PipelineStage input_args= and output_args=, as it infers shapes by such a backward on memory that no "
-            "data fills. Where steps ask so, as in a zero-bubble schedule, leave the layer uncompiled, or give it a "
-            "recipe that remembers nothing"
-        )
+        raise _cannot_tell("a compiled layer whose recipe", "leave the layer uncompiled, or ")
+
+
+def _cannot_tell(who: str, remedy: str) -> RuntimeError:
+    return RuntimeError(
+        f"{who} remembers statistics (delayed scaling), was asked for some gradients alone, by torch.autograd.grad, "
+        "inputs= or a pipeline, and cannot tell which backward is a step. Give PipelineStage input_args= and "
+        "output_args=, as it infers shapes by such a backward on memory that no data fills. Where steps ask so, as in "
+        f"a zero-bubble schedule, {remedy}give it a recipe that remembers nothing"
+    )
 
 
 def _refuse_parts_fake(memory: Tensor) -> None:

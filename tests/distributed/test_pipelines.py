@@ -65,7 +65,7 @@ def filled(memory: Tensor) -> Tensor:
 OLD = "zero-bubble schedules of torch 2.11 fail with any autograd function that is written in Python"
 
 
-@pytest.mark.parametrize(("zero_bubble", "frozen"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("zero_bubble", "frozen"), [(False, False), (False, True), (True, False)])
 def test_each_micro_batch_is_one_step(zero_bubble: bool, frozen: bool) -> None:
     if zero_bubble and torch.__version__ < (2, 12):
         pytest.skip(OLD)

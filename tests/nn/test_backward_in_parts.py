@@ -100,17 +100,23 @@ def test_a_gradient_of_the_input_alone_is_no_step() -> None:
     assert same(steps(module, input_first), steps(layer("fp8-delayed"), in_one))
 
 
-def test_a_frozen_layer_moves_in_its_first_backward() -> None:
+def test_a_frozen_layer_moves_in_its_first_backward_and_refuses_a_part() -> None:
+    """No gradient of a weight tells a step from a pass that infers shapes."""
+
     def frozen() -> nn.Module:
         return layer("fp8-delayed").requires_grad_(requires_grad=False)
 
-    def of_the_input(y: Tensor, x: Tensor, weights: list[nn.Parameter]) -> None:
-        (x.grad,) = torch.autograd.grad(y, x, retain_graph=True)
+    def whole_and_again(y: Tensor, x: Tensor, weights: list[nn.Parameter]) -> None:
+        y.backward(retain_graph=True)
         torch.autograd.grad(y, x)
 
-    found = steps(frozen(), of_the_input)
+    found = steps(frozen(), whole_and_again)
     assert same(found, steps(frozen(), in_one))
     assert all(t.any() for t in found)
+    module, x = frozen(), torch.full((16, 32), 5e19, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"Linear\(32, 64\): its weight is frozen, .* input_args= and output_args="):
+        torch.autograd.grad(module(x).sum(), x)
+    assert not any(t.any() for t in module.buffers())
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
