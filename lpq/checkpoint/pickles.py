@@ -6,6 +6,7 @@ load unsafely what it refuses. Each error here is in words, and none passes that
 
 from __future__ import annotations
 
+import pickletools
 import zipfile
 from mmap import mmap
 from pathlib import Path
@@ -17,7 +18,13 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.registry.errors import LpqError
 
 UNREADABLE = "it is damaged, or torch.save did not write it"
+CHANGED = "it is damaged or was changed since it was saved"
 ALL = slice(None)
+PUTS, GETS = ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
+TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
+NONE = (0, 0)
+MOST, DEEPEST = 1_000_000, 100
+"""The most tuples in a tuple, and how deep the deepest of them may be."""
 
 
 def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
@@ -42,16 +49,52 @@ def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
 
 
 def check_archive(file: IO[bytes] | mmap, size: int) -> None:
-    """Refuse a file, of this size, whose records take more memory than it has bytes."""
+    """Refuse a file, of this size, that takes more memory or time than it has bytes."""
     try:
-        with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
-            records = archive.infolist()
+        archive = zipfile.ZipFile(cast("IO[bytes]", file))
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise CheckpointError(UNREADABLE) from error
+    records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise CheckpointError("it has records that are compressed, which torch.save does not write: do not trust it")
     if sum(record.file_size for record in records) > size:
         raise CheckpointError("its records overlap: do not trust it")
+    try:
+        for record in records:
+            if record.filename.endswith("data.pkl"):
+                if not record.CRC:  # it was saved without checksums, as the option of torch below has it
+                    del record.CRC
+                _check_tuples(archive.read(record))
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive raises many
+        raise CheckpointError(f"{CHANGED} ({type(error).__name__})") from error
+
+
+def _check_tuples(program: bytes) -> None:
+    """Refuse a pickle with tuples that hold each other so often, or so deep, that their hash would never end."""
+    stack: list[tuple[int, int]] = []  # for each object the tuples in it, with repetitions, and how deep they are
+    marks: list[int] = []
+    memo: dict[object, tuple[int, int]] = {}
+    for op, argument, _ in pickletools.genops(program):
+        if op.name in PUTS:
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif op.name in GETS:
+            stack.append(memo[argument])
+        elif op.name == "MARK":
+            marks.append(len(stack))
+        else:
+            marked = pickletools.markobject in op.stack_before
+            begin = marks.pop() if marked else len(stack) - len(op.stack_before)
+            inner = stack[begin:]
+            del stack[begin - (op.stack_before.index(pickletools.markobject) if marked else 0) :]
+            if op.name in TUPLES:
+                held = 1 + sum(count for count, _ in inner), 1 + max((deep for _, deep in inner), default=0)
+                if held[0] > MOST or held[1] > DEEPEST:
+                    raise CheckpointError("it has tuples in tuples without end: do not trust it")
+                stack.append(held)
+            else:
+                stack += [NONE] * len(op.stack_after)
 
 
 def _check_sums(file: IO[bytes], share: slice) -> None:
@@ -64,4 +107,4 @@ def _check_sums(file: IO[bytes], share: slice) -> None:
                         while content.read(1 << 24):
                             pass
     except Exception as error:  # a damaged archive raises many
-        raise CheckpointError(f"it is damaged or was changed since it was saved ({type(error).__name__})") from error
+        raise CheckpointError(f"{CHANGED} ({type(error).__name__})") from error

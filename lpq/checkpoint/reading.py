@@ -20,6 +20,13 @@ from lpq.checkpoint.index import read_index
 from lpq.checkpoint.pickles import check_archive
 
 
+class _Map(mmap):
+    """A part of a file, as ``zipfile`` reads it."""
+
+    def seekable(self) -> bool:
+        return True
+
+
 class Reader(FileSystemReader):
     """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads. DCP would read bytes in another
     way, and an index that was judged has none."""
@@ -52,7 +59,7 @@ class Reader(FileSystemReader):
             with self._naming(index), (self._folder / piece.relative_path).open("rb") as file:
                 before = piece.offset % ALLOCATIONGRANULARITY
                 size, start = before + piece.length, piece.offset - before
-                with mmap(file.fileno(), size, access=ACCESS_READ, offset=start) as piece_of_file:
+                with _Map(file.fileno(), size, access=ACCESS_READ, offset=start) as piece_of_file:
                     check_archive(piece_of_file, size)
         return plan
 

@@ -237,6 +237,20 @@ def test_no_name_is_looked_up_in_torch(path: Path, monkeypatch: pytest.MonkeyPat
     assert "of_nobody" not in asked
 
 
+def test_no_tuple_is_hashed_for_ever(path: Path, tmp_path: Path) -> None:
+    """By files that ``torch.load(…, weights_only=True)`` reads."""
+    nested = b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(45))
+    for key in (b"K\x01q\x00" + nested, b"K\x01" + b"\x85" * 50_000):
+        raw = _archive(b"\x80\x02}" + key + b"Ns.")
+        put(path, "extra.pt", raw)
+        refused(path, r"its extra\.pt: it has tuples in tuples without end")
+        with pytest.raises(CheckpointError, match="tuples in tuples"):
+            checkpoint.import_file(_written(tmp_path / "one.pt", raw), model(0.0))
+    kept = {"pairs": tuple((i, (i, str(i))) for i in range(3000)), "deep": ((((1,),),),), (1, (2, 3)): [(), {}]}
+    saved = checkpoint.save(tmp_path / "honest", model(1.0), extra=kept)
+    assert checkpoint.info(saved).extra == kept
+
+
 def _deflated(raw: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as archive, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
