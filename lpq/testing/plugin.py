@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lpq.testing.options import Family
 
 KIT = "lpq.testing.conformance."
+FIRST = ("encoding", "purity", "layout", "shards", "directions", "products", "rounding", "state", "kernels")
+"""The modules of the kit whose tests find most mistakes, in this order; the others follow."""
 
 pytest.register_assert_rewrite("lpq.testing.comparing", "lpq.testing.conformance", "lpq.testing.expect")
 
@@ -78,6 +80,29 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     reason = known.get(name) or known.get(f"{name}[{case}]")
     if reason:
         item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run first the tests of the kit that find most, and last those that compile. Each file keeps its place; those of
+    the kit itself are one."""
+    groups: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.function.__module__.startswith(KIT):
+            groups.setdefault(_file(item), []).append(item)
+    ordered = {file: iter(sorted(group, key=_rank)) for file, group in groups.items()}
+    kit = {id(item) for group in groups.values() for item in group}
+    items[:] = [next(ordered[_file(item)]) if id(item) in kit else item for item in items]
+
+
+def _file(item: pytest.Item) -> str:
+    module = getattr(item, "module", None)
+    name = getattr(module, "__name__", "")
+    return KIT if name.startswith(KIT) else str(item.path)
+
+
+def _rank(item: pytest.Function) -> tuple[bool, int]:
+    module = item.function.__module__.removeprefix(KIT).removeprefix("test_")
+    return "compile" in item.function.__name__, FIRST.index(module) if module in FIRST else len(FIRST)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -328,6 +328,24 @@ def test_the_kit_asks_for_a_format(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*'mxfp9'*did you mean 'mxfp8'*"])
 
 
+def test_what_finds_most_runs_first_and_what_compiles_last(pytester: pytest.Pytester) -> None:
+    """In the kit itself and in a module that takes it in, whose own tests keep their places."""
+    pytester.makepyfile(
+        test_mine="def test_a(): pass\nfrom lpq.testing.conformance import *\nlpq_formats = ['mxfp8()']\n"
+        "def test_z(): pass\n"
+    )
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--collect-only", "-q"]
+    for asked in (["--pyargs", "lpq.testing.conformance", "--lpq-format=mxfp8()"], ["test_mine.py"]):
+        ran = pytester.runpytest_inprocess(*options, *asked)
+        tests = [line.partition("::")[2].partition("[")[0] for line in ran.outlines if "::" in line]
+        own = [test for test in tests if test in ("test_a", "test_z")]
+        assert own == (["test_a", "test_z"] if asked == ["test_mine.py"] else [])
+        kit = [test for test in tests if test not in own]
+        assert kit[0] == "test_error_is_bounded"
+        assert kit.index("test_encode_is_pure") < kit.index("test_views_stay_quantized")
+        assert set(kit[-2:]) == {"test_compiled_layer_is_the_layer", "test_compile_without_a_break"}
+
+
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
     """A test of somebody else may have arguments of the same names."""
     pytester.makepyfile("""
