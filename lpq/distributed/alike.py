@@ -22,9 +22,11 @@ from lpq.operations.reduce_statistics import same_ranks
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.collectives import all_reduce
+from lpq.torch_private.dispatch import modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lpq.distributed.replicas import Replicas
 
@@ -132,15 +134,26 @@ def are_equal(text: str, joined: Sequence[Joined]) -> bool:
     return all(a + b == LIMIT for a, b in zip(*found, strict=True))
 
 
+def check_part(text: str, mesh: DeviceMesh) -> None:
+    """Raise on all ranks of a mesh that is about to share out a part of a model, unless they have the same one, by its
+    description: torch would send tensors that not all ranks have. It is a collective."""
+    if mesh.ndim != 1 or mesh.size() == 1 or modes():  # as where all tensors are fake
+        return
+    group = mesh.get_group()
+    if not are_equal(text, [Joined((group.group_name,), torch.device(mesh.device_type))]):
+        raise RuntimeError(f"the ranks do not have the same model: {differing(exchange(text, [group]))}. {REMEDY}")
+
+
 def digest(text: str) -> int:
     """A number of 120 bits, equal for equal texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:15], "big")
 
 
 def description(name: str, module: nn.Module) -> str:
-    """A description of the converted layers of a module that must be equal on all ranks."""
+    """A description of a module, or of the converted layers in it, that must be equal on all ranks."""
     found = ((n, m, [*m.parameters()]) for n, m in module.named_modules(prefix=name) if _converted(m))
-    return "\n".join(_described(n, m, params) for n, m, params in found if params)
+    texts = [_described(n, m, params) for n, m, params in found if params]
+    return "\n".join(texts) or f"{name}: {type(module).__name__}, not converted"
 
 
 def differing(texts: Mapping[int, str]) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lpq.distributed.alike import check_part, description
 from lpq.distributed.compared import Compared
 from lpq.distributed.expert_rows import Dispatch, Sent, combine, dispatch, encoded_rows
 from lpq.tensor.fsdp_protocol import Gathered
@@ -43,6 +44,7 @@ class ExpertParallel(ParallelStyle):
         self.how = dispatch
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        check_part(f"{description(type(module).__name__, module)}, dispatch={self.how!r}", device_mesh)
         _check(module, device_mesh)
         if self.how == "encoded":
             encoded_rows(f"ExpertParallel: {type(module).__name__}", module)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from lpq.distributed.alike import check_part, description
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import symmetric
 from lpq.torch_private.styles import InputStyle, LayerStyle
@@ -117,6 +118,8 @@ def _has_recipe(module: nn.Module) -> bool:
 
 def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     """Set, on a layer of lpq, how its input lies over the ranks, and how its output is to lie."""
+    name = getattr(module, "place", "") or type(module).__name__
+    check_part(f"{description(name, module)}, input {layouts.input}, output {layouts.output}", mesh)
     if not hasattr(module, "weight_quantizer"):
         vars(module)[STYLED] = True
         return

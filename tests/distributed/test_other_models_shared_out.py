@@ -40,8 +40,9 @@ def _net(recipe: Any) -> nn.Module:
 
 
 def _parallel(recipe: Any, mesh: DeviceMesh | None = None) -> Any:
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) if recipe is None else _net(recipe)
     plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
-    return parallelize_module(_net(recipe), mesh or init_device_mesh("cpu", (2,)), plan)
+    return parallelize_module(net, mesh or init_device_mesh("cpu", (2,)), plan)
 
 
 def _refused(work: Callable[[], Any], *words: str, begins: str = "the ranks do not have the same model: ") -> None:
@@ -60,9 +61,17 @@ def _tensor_parallel(rank: int) -> None:
         ("nvfp4()", "x=nvfp4(), w=nvfp4(block=16x16), dy=nvfp4()"),  # which differ in the weight alone
         ("mxfp8", "fp8-current"),  # and in how many bytes travel
         ("mxfp8", "bf16"),
+        ("fp8-current", "fp8-delayed"),  # of which one has buffers, which torch sends
     ):
-        words = (f"recipe {lpq.recipe(recipe).text}, input S(1), output S(-1)]" for recipe in recipes)
-        _refused(lambda: _parallel(recipes[rank])(X), "[0: Linear with a weight [128, 64]", *words)  # noqa: B023
+        words = [f"recipe {lpq.recipe(recipe).text}, input S(1), output S(-1)]" for recipe in recipes]
+        _refused(lambda: _parallel(recipes[rank]), "[0: Linear with a weight [128, 64]", *words)  # noqa: B023
+        net = _parallel("fp8-row")
+        for layer in (net[0], net[2]):
+            layer.recipe = recipes[rank]
+        _refused(lambda: net(X), "[0: Linear with a weight [128, 64]", *words)  # noqa: B023
+    _refused(
+        lambda: _parallel("mxfp8" if rank else None), "recipe mxfp8(), input S(1)", "[Linear: Linear, not converted"
+    )
     net = _parallel("mxfp8")
     net(X).sum().backward()
     net[2].recipe = "mxfp8" if rank == 0 else E5M2
@@ -114,15 +123,16 @@ def _a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
 def _without_a_conversion(rank: int) -> None:
     """Layers that were made by hand, and copies."""
     mesh, style = init_device_mesh("cpu", (2,)), ColwiseParallel(input_layouts=Shard(1))
-    made = lpq.nn.Linear(64, 128, recipe=("mxfp8", E5M2)[rank])
-    for layer in (made, copy.deepcopy(_net(("mxfp8", E5M2)[rank])[0])):
+    for layer in (lpq.nn.Linear(64, 128, recipe="fp8-row"), copy.deepcopy(_net("fp8-row")[0])):
         layer = parallelize_module(layer, mesh, style)
+        layer.recipe = ("mxfp8", E5M2)[rank]
         _refused(lambda: layer(X), "Linear with a weight [128, 64]", E5M2)  # noqa: B023
 
 
 def _before_a_step(rank: int) -> None:
     """Where no pass compares: a compiled one does not."""
-    net = _parallel(("mxfp8", "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8")[rank])
+    net = _parallel("fp8-row")
+    net[0].recipe = ("mxfp8", "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8")[rank]
     optimizer = torch.optim.SGD(net.parameters())
     _refused(optimizer.step, "fprop=mxfp8(), ")
 
@@ -156,8 +166,12 @@ def _experts(rank: int) -> None:
         ((_mx("mxfp8"), _mx("mxfp8")), ("encoded", "high_precision")),
     ):
         style = ExpertParallel(dispatch=dispatched[rank])  # type: ignore[arg-type]
-        model = parallelize_module(_Experts(recipes[rank]), mesh, style)
-        _refused(lambda: model(X[0], ENDS), "[_Experts.up: GroupedLinear with a weight [4, 32, 64]", begins=OTHER)  # noqa: B023
+        made = "[_Experts.up: GroupedLinear with a weight [4, 32, 64]"
+        _refused(lambda: parallelize_module(_Experts(recipes[rank]), mesh, style), made)  # noqa: B023
+        if dispatched[0] == dispatched[1]:
+            model = parallelize_module(_Experts(recipes[0]), mesh, style)
+            model.up.recipe = recipes[rank]
+            _refused(lambda: model(X[0], ENDS), made, begins=OTHER)  # noqa: B023
     model = parallelize_module(_Experts("mxfp8"), mesh, ExpertParallel())
     model(X[0], ENDS)
     other = X[0].bfloat16() if rank else X[0]
@@ -236,8 +250,9 @@ def _two_dimensions(rank: int) -> None:
     """Recipes that differ along one of them alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for recipe, along_dp in (((E5M2, "mxfp8")[rank % 2], False), ((E5M2, "mxfp8")[rank // 2], True)):
-        net = _parallel(recipe, mesh["tp"])
+        net = _parallel("fp8-row", mesh["tp"])
         fully_shard(net, mesh=mesh["dp"])
+        net[0].recipe = recipe
         _refused(lambda: net(X), "[0: Linear with a weight [128, 64] of torch.float32, in high precision, ", E5M2)  # noqa: B023
         net = DistributedDataParallel(_net(recipe), device_mesh=mesh["dp"])
         if along_dp:
