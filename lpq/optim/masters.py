@@ -257,7 +257,11 @@ class MasterWeights(Optimizer):
         values = [local_part(self._copies[weight]).detach() for weight in due]
         stored = [cast("QuantizedTensor", local_part(weight)) for weight in due]
         try:
-            write(stored, values, beside=beside)
+            changed = None
+            if not self.keep:  # a step of rate 0, as libraries take one before they load, is to leave no trace
+                pairs = zip(stored, values, strict=True)
+                changed = [(_decoded(weight) != value).any().float() for weight, value in pairs]
+            write(stored, values, beside=beside, changed=changed)
             self._finite.check(stored, values)
         finally:  # whatever was written before it raised is no write of somebody else's
             for weight in due:

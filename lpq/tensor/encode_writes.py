@@ -68,12 +68,15 @@ def write(
     targets: Sequence[QuantizedTensor],
     values: Sequence[Tensor],
     beside: Reductions | None = None,
+    changed: Sequence[Tensor] | None = None,
 ) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
     each device. There is a second one where column operands encode decoded row operands and have statistics of the
     whole, or where statistics are counts or of a second round.
 
-    ``beside``: other values to reduce in the same collectives.
+    ``beside``: other values to reduce in the same collectives. ``changed``: for each target a number that is not 0 if
+    it is to change on this rank. A target that changes on no rank keeps its codes: what they decode to, encoded again,
+    may have others.
     """
     together: list[_Part] = []
     in_turn: list[_Part] = []
@@ -84,7 +87,11 @@ def write(
             in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
         else:
             together.append(_Part(target, value, row, col))
-    _reduce([*together, *in_turn], beside or Reductions())
+    reductions = beside or Reductions()
+    for target, flag in zip(targets, changed or (), strict=changed is not None):
+        if target.amax_group is not None and target.attached():
+            reductions.add([flag], cast("ProcessGroup", target.amax_group))
+    _reduce([*together, *in_turn], reductions)
     encoded = [part.encode()[0] for part in in_turn]
     cols = [
         _Part(part.target, decode(row, torch.float32), None, part.target.quantizer.side("col"))
@@ -92,10 +99,11 @@ def write(
         if row is not None
     ]
     _reduce(cols, Reductions())
+    only = {id(target): flag for target, flag in zip(targets, changed or ())}  # noqa: B905
     for part in together:  # from here on no rank waits for another
-        overwrite(part.target, *part.encode())
+        overwrite(part.target, *part.encode(), only.get(id(part.target)))
     for part, first in zip(cols, encoded, strict=True):
-        overwrite(part.target, first, part.encode()[1])
+        overwrite(part.target, first, part.encode()[1], only.get(id(part.target)))
 
 
 def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
@@ -116,10 +124,20 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
     second.run()
 
 
-def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
-    """Copy the buffers of these operands into those of the target."""
+def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, changed: Tensor | None = None) -> None:
+    """Copy the buffers of these operands into those of the target; but where ``changed`` is 0, which stays on its
+    device, write what is there."""
     target.writes.count += 1
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
-                buffer.copy_(written)
+                if changed is not None:
+                    taken: Tensor = torch.where(changed != 0, bits(written), bits(buffer))
+                    bits(buffer).copy_(taken)
+                else:
+                    buffer.copy_(written)
+
+
+def bits(buffer: Tensor) -> Tensor:
+    """The bytes of a buffer of a dtype of one byte, for which torch has few operators; any other as it is."""
+    return buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer

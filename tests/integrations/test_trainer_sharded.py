@@ -94,10 +94,10 @@ def _goes_on_bit_for_bit(rank: int, out: Path) -> None:
 def _sharded_checkpoints_go_on_too(rank: int, out: Path) -> None:
     """Accelerate's default kind, which holds the codes of stored weights themselves."""
     with _launched(rank):
-        options: Any = {"cls": _InShards, "max_steps": 4}
-        done = trainer(converted("fp8-current", weights="quantized", ranks=2), out / "a", LpqCallback(), **options)
+        options: Any = {"cls": _InShards, "max_steps": 4}  # PyTorch begins an optimizer's state by a step of lr 0
+        done = trainer(converted("nvfp4", weights="quantized", ranks=2), out / "a", LpqCallback(), **options)
         done.train()
-        resumed = trainer(converted("fp8-current", weights="quantized", ranks=2), out / "b", LpqCallback(), **options)
+        resumed = trainer(converted("nvfp4", weights="quantized", ranks=2), out / "b", LpqCallback(), **options)
         resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
         assert losses(resumed) == losses(done)
         assert equal(_whole(resumed), _whole(done))
