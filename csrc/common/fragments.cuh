@@ -7,7 +7,8 @@
 //   scale(amax, overall, factor)  the scale of a block, and the factor that its elements are multiplied by,
 //   pair(a, p, b, q)              the codes of a times p and b times q, the first one low.
 // LPQ_DOWN, LPQ_ACROSS: rows and columns of the matrix that a block covers; 0: all. LPQ_COL: the operand is the column
-// operand, whose codes are written in the order of the matrix too, and whose scales are not.
+// operand, whose codes are written in the order of the matrix too, and whose scales are not. LPQ_ROUNDED: elements are
+// rounded to LPQ_INPUT as they are read.
 //
 // One block of threads takes one tile of one fragment, and looks up in the table which.
 #pragma once
@@ -56,6 +57,16 @@ __device__ __forceinline__ Fragment fragment_here(const Fragment* table, i64 cou
     return table[low];
 }
 
+// The bits of an element, once it is read.
+__device__ __forceinline__ u32 as_read(u32 bits) {
+#ifdef LPQ_ROUNDED
+    const u32 word = rounded(__uint_as_float(bits), 0.0f);
+    return LPQ_INPUT == LPQ_BF16 ? word << 16 : __float_as_uint(half_value(word & 0xffffu));
+#else
+    return bits;
+#endif
+}
+
 __device__ __forceinline__ i64 blocks_of(i64 size, int step) { return step ? (size + step - 1) / step : 1; }
 
 // Four elements from `position` on, of which `count` are in the same row; zeros for what is not in the fragment.
@@ -63,11 +74,11 @@ __device__ __forceinline__ void load_four(const Fragment& f, i64 position, i64 c
     const u32* from = f.values + (position - f.start);
     if (count >= 4 && position >= f.start && position + 4 <= f.stop && (u64)from % 16 == 0) {
         const uint4 all = *(const uint4*)from;
-        w[0] = all.x, w[1] = all.y, w[2] = all.z, w[3] = all.w;
+        w[0] = as_read(all.x), w[1] = as_read(all.y), w[2] = as_read(all.z), w[3] = as_read(all.w);
         return;
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = j < count && position + j >= f.start && position + j < f.stop ? from[j] : 0;
+    for (int j = 0; j < 4; ++j) w[j] = j < count && position + j >= f.start && position + j < f.stop ? as_read(from[j]) : 0;
 }
 
 template <int LANES>
@@ -214,7 +225,7 @@ __device__ __forceinline__ u32 gather_elements(const Fragment& f, i64 at, float 
         const i64 where = r * f.cols + c;
         const bool exists = r < f.rows && c < f.cols, own = where >= f.start && where < f.stop;
         if (exists) {
-            const u32 bits = own ? f.values[where - f.start] : of_others(f.ends, f.ranks, f.reach, f.cols, where);
+            const u32 bits = own ? as_read(f.values[where - f.start]) : of_others(f.ends, f.ranks, f.reach, f.cols, where);
             x[n] = __uint_as_float(bits);
             p[n] = f.factors[factor_of(r, c, width)];
         }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.distributed.several_matrices import RowOperands, Scratch, encoded_together
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.layout import Stat
@@ -104,26 +105,57 @@ _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
 
 
-def encode_many(tasks: Sequence[Task]) -> EncodeMany:
+def encode_many(tasks: Sequence[Task], scratch: Scratch | None = None) -> EncodeMany:
     """Bind the encodings of several matrices, all on one device, as one function.
 
-    Each matrix has a launch of its own. A kernel that takes several matrices would take here those whose tasks are
-    equal but for ``shape``."""
-    bound = [(_bind(task), _of_sides(task), task) for task in tasks]
+    Where there are kernels for it, all matrices of one quantizer take one launch for each step, and what they are
+    encoded to is valid until something else is encoded in ``scratch``. Every other matrix has launches of its own."""
     device = tasks[0].device if tasks else torch.device("cpu")
+    together = [] if scratch is None else _together(tasks, scratch)
+    apart = [*range(len(tasks))]
+    for numbers, _, _ in together:
+        apart = [n for n in apart if n not in numbers]
+    bound = [(n, _bind(tasks[n]), _of_sides(tasks[n])) for n in apart]
 
     def encode(xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> list[tuple[Buffers, Buffers]]:
-        direct = len(xs) > 0 and can_bypass_dispatcher(xs[0])
-        made: list[tuple[Buffers, Buffers]] = []
+        if not xs or not can_bypass_dispatcher(xs[0]):
+            return [
+                _dispatched(task, x, known[_of_sides(task)]) for task, x, known in zip(tasks, xs, stats, strict=True)
+            ]
+        made: list[tuple[Buffers, Buffers]] = [((), ())] * len(tasks)
         with on_device(device):
-            for x, known, (run, of_them, task) in zip(xs, stats, bound, strict=True):
-                if direct and run is not None:
-                    made.append(run(x, known[of_them], None)[:2])
+            for numbers, count, operands in together:
+                known = [[s for s in stats[n][:count] if s is not None] for n in numbers]
+                rows = operands.encode([xs[n] for n in numbers], known)
+                for n, row in zip(numbers, rows, strict=True):
+                    made[n] = row, ()
+            for n, run, of_them in bound:
+                if run is not None:
+                    made[n] = run(xs[n], stats[n][of_them], None)[:2]
                 else:
-                    made.append(_dispatched(task, x, known[of_them]))
+                    made[n] = _dispatched(tasks[n], xs[n], stats[n][of_them])
         return made
 
     return encode
+
+
+def _together(tasks: Sequence[Task], scratch: Scratch) -> list[tuple[list[int], int, RowOperands]]:
+    """The matrices that are encoded together: their numbers, how many statistics each has, and their encoder."""
+    alike: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
+    for n, (sides, way, shape, held, dtype, device, given) in enumerate(tasks):
+        count = len(sides.row.stats)
+        if is_stack(shape) or way.sends_col or not encoded_together(sides.row, "row", given[:count], held, device):
+            continue
+        alike.setdefault((sides.row, dtype), []).append(n)
+    found: list[tuple[list[int], int, RowOperands]] = []
+    start = 0
+    for (side, dtype), numbers in alike.items():
+        if len(numbers) > 1:
+            shapes = [(tasks[n].shape[0], tasks[n].shape[1]) for n in numbers]
+            operands = RowOperands(side, shapes, dtype, tasks[numbers[0]].device, scratch, start)
+            found.append((numbers, len(side.stats), operands))
+            start = operands.stop
+    return found
 
 
 def _sides(task: Task) -> tuple[Quantizer | None, Quantizer | None]:

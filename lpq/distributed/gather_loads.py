@@ -138,7 +138,9 @@ class Encoded(_Quantized):
         self._stored = [i for i in numbers if isinstance(shards[i], QuantizedTensor)]
         self._coded = [i for i in numbers if i not in self._stored]
         self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
-        self._encode = encode_many([self._task(i, shards[i]) for i in self._coded])
+        shared_out = gathers[0].site.group.size() > 1  # or nothing is sent, and operands stay until they are read
+        scratch = gathers[0].model.scratch(self._device) if shared_out else None
+        self._encode = encode_many([self._task(i, shards[i]) for i in self._coded], scratch)
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
         """Those with statistics of earlier steps, by their number among those that are encoded, and among all."""
         self._moves = any(shards[i].device != self._device for i in self._coded)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_unit import Unit
 from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.distributed.several_matrices import Measuring, Scratch
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
 from lpq.distributed.weight_gather import Gather, Layer, measure_all, stale
@@ -44,6 +46,8 @@ class Gathering(Watcher):
         self._gathers: dict[nn.Module, Gather] = {}
         self._trained = Trained()
         self._memories: Memories | None = None
+        self._measuring = Measuring()
+        self._scratch: dict[torch.device, Scratch] = {}
         steps().call(self)
 
     def __getstate__(self) -> nn.Module:
@@ -121,8 +125,12 @@ class Gathering(Watcher):
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
         reductions = Reductions()
         gathers = self._find()
-        measure_all(stale(gathers, fsdp.shards(gather.site for gather in gathers)), reductions)
+        measure_all(stale(gathers, fsdp.shards(gather.site for gather in gathers)), reductions, self._measuring)
         reductions.run()
+
+    def scratch(self, device: torch.device) -> Scratch:
+        """The memory of what is encoded on a device to be sent, for all weights of the model."""
+        return self._scratch.setdefault(device, Scratch(device))
 
     def weights(self) -> dict[str, Tensor]:
         """All weights that ``lpq.convert`` prepared, as an optimizer has them, by name."""
@@ -165,7 +173,7 @@ class Gathering(Watcher):
         params = {id(p) for p in _params(optimizer)}
         gathers = [*self._gathers.values()]
         written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
-        measure_all([gather for gather, param in written if id(param) in params], reductions)
+        measure_all([gather for gather, param in written if id(param) in params], reductions, self._measuring)
         if self._memories is None:
             left = (None, None)
             self._memories = Memories(

@@ -9,27 +9,29 @@ together.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.distributed.gather_encoder import Sides, sides_of
 from lpq.distributed.gathered_operand import Whole
+from lpq.distributed.several_matrices import Measuring, Scratch, measured_together
 from lpq.distributed.shard import WeightShard, plain, plain_each, write_counts
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not, why_uncut
 from lpq.formats import Quantizer
+from lpq.formats.format import Direction
 from lpq.formats.stacks import is_stack
-from lpq.kernels.table import kernels_allowed
-from lpq.operations.measuring import bind_measure, measure
+from lpq.operations.measuring import measure
 from lpq.operations.operands import recall
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.reduce_statistics import Declared, Reductions
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
+from lpq.torch_private.operators import copy_each
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +62,9 @@ class Model(Protocol):
 
     def refresh(self) -> None:
         """Measure every weight of it that was written to; a collective."""
+
+    def scratch(self, device: torch.device) -> Scratch:
+        """The memory of what is encoded on a device to be sent, for all weights of the model."""
 
 
 class Unit(Protocol):
@@ -126,8 +131,6 @@ class Gather:
         """The sides and the dtype for which the operands were made."""
         self.judged: Judged | None = None
         """The last decisions; None once the recipe has changed."""
-        self.measures: tuple[object, Callable[[Tensor], list[Tensor]]] = (None, lambda x: [])
-        """How shards are measured, behind all that this depends on."""
         self._checkpointed = checkpointed
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
@@ -150,6 +153,11 @@ class Gather:
         """The whole weight, from the bytes that arrived. FSDP2 passes it as ``out`` at later gathers, to be filled."""
         assert self.unit is not None
         return self.unit.finish(self, outputs, out)
+
+    @cached_property
+    def where(self) -> tuple[torch.dtype, torch.device, ProcessGroup]:
+        """The dtype and the device of the whole weight, and the ranks that share it out."""
+        return self.site.dtype, self.site.device, self.site.group
 
     # ------------------------------------------------------------------------------ the quantizer
 
@@ -193,15 +201,6 @@ class Gather:
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
-    def bind_measure(self, sides: Sides, shard: WeightShard, direct: bool) -> Callable[[Tensor], list[Tensor]]:
-        """Choose once how shards like this one are measured. ``direct``: the dispatcher may be bypassed."""
-        row, col, device, dtype = sides.row, sides.col, self.site.device, self.site.dtype
-        if shard.device != device:
-            return lambda x: measure(self.prepared(x), row, col, dtype=dtype)
-        if not direct:
-            return lambda x: measure(x, row, col, dtype=dtype)
-        return bind_measure(row, col, shard.dtype, dtype, device)
-
     def statistics(self, matrices: slice | None = None) -> list[Tensor | None]:
         """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
         weight; None where the statistic covers only values of the matrix that is encoded. Backward encodes with the
@@ -214,7 +213,10 @@ class Gather:
             return self.spanning
         if not (self._known and self.site.for_backward):
             known = recall(sides.quantizer, sides.row, sides.col, state)
-            self._known = [None if k is None else k.clone(memory_format=torch.contiguous_format) for k in known]
+            if not self._known:  # launches are bound to where they lie
+                self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]
+            pairs = [(own, k) for own, k in zip(self._known, known, strict=True) if own is not None and k is not None]
+            copy_each([own for own, _ in pairs], [k for _, k in pairs])
         known = [k if k is None or matrices is None else k[matrices] for k in self._known]
         return [s if k is None else k for k, s in zip(known, self.spanning, strict=True)]
 
@@ -265,20 +267,12 @@ def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
     return found
 
 
-def measure_all(gathers: Sequence[Gather], reductions: Reductions) -> None:
-    """Measure this rank's shards of these weights. The reductions make their statistics those of the whole weights.
-
-    Each shard has launches of its own. A kernel that takes several matrices would take those here whose ``sides`` and
-    dtypes are equal."""
+def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Measuring) -> None:
+    """Measure this rank's shards of these weights. The reductions make their statistics those of the whole weights."""
     found: list[tuple[Gather, Measured]] = []
-    spanning: dict[ProcessGroup, tuple[list[Declared], list[Tensor]]] = {}
+    alike: dict[tuple[object, ...], tuple[Sides, list[tuple[Gather, Tensor]]]] = {}
     shards = fsdp.shards(gather.site for gather in gathers)
-    direct, kernels, epoch = (
-        all(map(can_bypass_dispatcher, plain_each(shards[:1]))),
-        kernels_allowed(),
-        registry.epoch(),
-    )
-    for gather, local, version in zip(gathers, shards, write_counts(shards), strict=True):
+    for gather, local, x, version in zip(gathers, shards, plain_each(shards), write_counts(shards), strict=True):
         wanted, sides = gather.judged or gather.judge()
         found.append((gather, Measured(weakref.ref(local), version, wanted, sides)))
         gather.measured = None  # until they are reduced each rank has others
@@ -286,24 +280,60 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions) -> None:
         if sides is None or not isinstance(local, WeightShard):
             continue
         gather.stats = gather.spanning = [None] * len(sides.stats)
-        if not sides.measured:
-            continue
-        key = sides, local.dtype, local.device, direct, kernels, epoch
-        if gather.measures[0] != key:
-            gather.measures = key, gather.bind_measure(sides, local, direct)
-        with torch.no_grad():
-            stats = gather.measures[1](local.held)
-        if not sides.stack:  # of which no statistic is of several shards
-            declared, values = spanning.setdefault(gather.site.group, ([], []))
-            declared += sides.stats
-            values += stats
-        gather.stats = [*stats]
-        gather.spanning = [s if spans else None for s, spans in zip(stats, sides.spans, strict=True)]
-    for group, (declared, values) in spanning.items():
-        reductions.add_stats(declared, values, group, 1)
+        if sides.measured:
+            alike.setdefault((id(sides), x.dtype, x.device, gather.where), (sides, []))[1].append((gather, x))
+    with torch.no_grad():
+        for sides, members in alike.values():
+            measure_alike = _measure_together if _are_together(sides, *members[0]) else _measure_each
+            measure_alike(sides, members, reductions, measuring)
 
     def reduced() -> None:
         for gather, measured in found:
             gather.measured = measured
 
     reductions.afterwards(reduced)
+
+
+def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
+    """Whether shards such as this one are measured in one launch. A state may need statistics of a shard by itself."""
+    if sides.stack or x.device != gather.site.device or not can_bypass_dispatcher(x):
+        return False
+    if sides.remembers and not all(sides.spans):
+        return False
+    return all(measured_together(side, x.dtype, x.device) for side in (sides.row, sides.col) if side is not None)
+
+
+def _measure_each(
+    sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions, measuring: Measuring
+) -> None:
+    """Measure shards one by one."""
+    declared: list[Declared] = []
+    values: list[Tensor] = []
+    dtype, _, group = members[0][0].where
+    for gather, x in members:
+        stats = measure(gather.prepared(x), sides.row, sides.col, dtype=dtype)
+        if not sides.stack:  # of which no statistic is of several shards
+            declared += sides.stats
+            values += stats
+        gather.stats = [*stats]
+        gather.spanning = [s if spans else None for s, spans in zip(stats, sides.spans, strict=True)]
+    reductions.add_stats(declared, values, group, 1)
+
+
+def _measure_together(
+    sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions, measuring: Measuring
+) -> None:
+    """Measure shards in one launch for each operand, as far as their statistics reach beyond them."""
+    owners, xs = zip(*members, strict=True)
+    (dtype, _, group), count = owners[0].where, len(sides.row.stats)
+    parts: tuple[tuple[Direction, Quantizer | None, slice], ...] = (
+        ("row", sides.row, slice(0, count)),
+        ("col", sides.col, slice(count, None)),
+    )
+    for direction, side, part in parts:
+        if side is None or not any(sides.spans[part]):
+            continue
+        measured = measuring.measure(side, direction, xs, dtype, owners)
+        reductions.add([measured.all], group)
+        for gather, stats in zip(owners, measured.stats, strict=True):
+            gather.stats[part] = stats

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.host_to_device import captured, on_device
+from lpq.kernels.tiles import reading
 
 THREADS = 256
 TILE, SCALES, CODES = 128, 32, 4096
@@ -47,10 +48,12 @@ class CastKernels:
     """The bits of an element of each buffer, 4, 8 or 32, if transposing all of them makes the operand of the transposed
     matrix. Two elements of 4 bits are in a byte, and lines are padded to 16 elements."""
 
-    def compiled_for(self, block: Block, *, col: bool) -> tuple[str, ...]:
-        """All macros, where a scale covers this block of the matrix."""
+    def compiled_for(self, block: Block, *, col: bool, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
+        """All macros, where a scale covers this block of the matrix, and elements are rounded to ``dtype``."""
         down, across = (step or 0 for step in block)
-        return (*self.macros, f"LPQ_DOWN={down}", f"LPQ_ACROSS={across}", *(("LPQ_COL",) if col else ()))
+        rounded = () if dtype is torch.float32 else reading(torch.float32, dtype)
+        column = ("LPQ_COL",) if col else ()
+        return (*self.macros, f"LPQ_DOWN={down}", f"LPQ_ACROSS={across}", *column, *rounded)
 
 
 def cast_kernels(source: str | Path) -> tuple[CudaKernel, CudaKernel, CudaKernel]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -69,23 +69,15 @@ def traced_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> lis
     return [] if amax is None else [amax if whole else None for whole in needed]
 
 
-def bind_measure(
-    row: Quantizer | None, col: Quantizer | None, held: torch.dtype, dtype: torch.dtype, device: torch.device
-) -> Callable[[Tensor], list[Tensor]]:
-    """Choose once how matrices in the dtype ``held`` are measured, which are rounded to ``dtype``; the dispatcher is
-    bypassed."""
-    choice = serving("measure", row, col, device)
-    if choice is None:
-        first, second = bind_measure(row, None, held, dtype, device), bind_measure(None, col, held, dtype, device)
-        return lambda x: unaliased(first(x) + second(x), ())
-    if choice.impl is None:
-        return lambda x: unaliased(measure_reference(x.to(dtype), row, col), ())
-    impl = choice.impl if held is dtype else choice.rounding(dtype)
-    return lambda x: impl(x, row, col)
-
-
 def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
-    return bind_measure(row, col, x.dtype, dtype, x.device)(x)
+    choice = serving("measure", row, col, x.device)
+    if choice is None:
+        return unaliased(_measured(x, row, None, dtype) + _measured(x, None, col, dtype), ())
+    if choice.impl is None:
+        return unaliased(measure_reference(x.to(dtype), row, col), ())
+    impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
+    measured: list[Tensor] = impl(x, row, col)
+    return measured
 
 
 def _measure(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tensor]:

@@ -38,14 +38,18 @@ class Cost(NamedTuple):
 COSTS = {
     # recipe: a unit of one weight; each weight of larger units; what such a unit costs beside.
     # As torch 2.13 counts them; where there are fewer, lower the number.
-    "fp8-current": (Cost(122, 121), Cost(61, 23), Cost(63, 102)),
-    "fp8-delayed": (Cost(160, 161), Cost(99, 63), Cost(63, 102)),
-    "fp8-row": (Cost(125, 126), Cost(67, 25), Cost(60, 102)),
+    "fp8-current": (Cost(117, 111), Cost(52, 13), Cost(67, 102)),
+    "fp8-delayed": (Cost(153, 149), Cost(88, 51), Cost(67, 102)),
+    "fp8-row": (Cost(116, 116), Cost(58, 15), Cost(60, 102)),
     "mxfp8": (Cost(123, 132), Cost(65, 30), Cost(60, 102)),
-    "nvfp4": (Cost(158, 143), Cost(97, 41), Cost(63, 102)),
+    "nvfp4": (Cost(145, 131), Cost(84, 29), Cost(63, 102)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
+SCRATCH = {"fp8-current": SIZE * SIZE // 2, "fp8-delayed": SIZE * SIZE // 2}
+"""The bytes of each weight of the largest unit in which all units are encoded."""
+TABLES = 2048
+"""The bytes, whatever the number of weights, of tables that kernels of several matrices read."""
 
 
 class Unit(nn.Sequential):
@@ -163,7 +167,8 @@ def _freed(rank: int, recipe: str) -> None:
         during = _held()
         step.model[0].reshard()
     assert during - after > WEIGHTS * SIZE * SIZE // 4, "nothing is seen of what is gathered"
-    assert after - before <= WEIGHTS * HELD[recipe], (after - before) / WEIGHTS
+    most = WEIGHTS * (HELD[recipe] + SCRATCH.get(recipe, 0)) + TABLES
+    assert after - before <= most, (after - before, most)
 
 
 @pytest.mark.parametrize("recipe", COSTS)

@@ -13,5 +13,6 @@ MEASURE, SCALES, CODES = cast_kernels("fp8/cast.cu")
 @cache
 def cast(side: FP8Quantizer) -> CastKernels:
     """The kernels for operands of this quantizer."""
-    macros = f"LPQ_CODE={side.dtype.upper()}", f"LPQ_POW2={int(side.pow2_scales)}"
+    blocks = int(side.scaling == "block")
+    macros = f"LPQ_CODE={side.dtype.upper()}", f"LPQ_POW2={int(side.pow2_scales)}", f"LPQ_BLOCKS={blocks}"
     return CastKernels(MEASURE, SCALES, CODES, macros, turned=(8, 32) if side.transposable else ())

@@ -1,0 +1,259 @@
+"""Several matrices of any shapes, which are measured or encoded by one launch for each step.
+
+The kernels are those that cast fragments of master weights (``lpq/kernels/fragments.py``). Here each matrix is the
+shard of a weight in fp32, and one fragment, which is whole. Launches are bound to addresses: shards and statistics stay
+where they are from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.distributed.casting.batched import CODES, MEASURE, SCALES, WORD, kernels_of
+from lpq.distributed.casting.fragments import Grid
+from lpq.distributed.casting.kinds import in_fragments
+from lpq.formats import Quantizer
+from lpq.formats.format import Direction
+from lpq.formats.stacks import along
+from lpq.kernels.fragments import CastKernels, Fragment, fragment_table
+from lpq.kernels.table import kernels_allowed
+from lpq.torch_private import cuda
+
+ALIGNED = 256
+"""Each buffer begins at a multiple of so many bytes."""
+MOST = 64
+"""Sets of matrices whose statistics are bound."""
+Shape = tuple[int, int]
+
+
+def measured_together(side: Quantizer, held: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel measures several matrices for this quantizer in one launch."""
+    return held is torch.float32 and _served(side, device, kernels_allowed())
+
+
+@registry.cached
+def _served(side: Quantizer, device: torch.device, kernels: object) -> bool:
+    return not side.plain and in_fragments(side) and kernels_of(side, device) is not None
+
+
+def encoded_together(
+    side: Quantizer, direction: Direction, given: Sequence[bool], held: torch.dtype, device: torch.device
+) -> bool:
+    """Whether kernels encode several matrices by this quantizer as fast as its own kernel encodes each: they read
+    a matrix again to measure it, and write a column operand twice.
+
+    ``given``: for each statistic of the quantizer, whether it is given."""
+    return direction == "row" and all(given) and measured_together(side, held, device)
+
+
+class Statistics:
+    """The statistics of several matrices that reach beyond the shards of a weight, or cover all of a matrix. They lie
+    in one tensor, ``all``, which each measurement writes over."""
+
+    def __init__(
+        self, side: Quantizer, direction: Direction, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """``dtype``: elements, which are in fp32, are rounded to it."""
+        kernels, col = kernels_of(side, device), direction == "col"
+        assert kernels is not None
+        down, across = side.stats[-1].block
+        self._block = (across, down) if col else (down, across)
+        self._kernel, self._macros = kernels.measure, kernels.compiled_for(self._block, col=col, dtype=dtype)
+        self._shapes, self._device = shapes, device
+        spread = [stat.unit(int(col)) is not None for stat in side.stats]
+        grids = [Grid(side.stats[-1], direction, *shape) for shape in shapes]
+        # The amax of each matrix is first if its blocks have amaxes beside it, which are of no use then.
+        self._first = [*accumulate((grid.count for grid in grids), initial=len(shapes) if len(spread) > 1 else 0)]
+        memory = torch.zeros(self._first[-1], dtype=torch.float32, device=device)
+        self._memory, self.all = memory, memory[: self._first[0]] if spread[-1] else memory
+        self.stats: list[list[Tensor | None]] = []
+        """The statistics of each matrix, in the order of the quantizer's; None: it is one of a shard alone."""
+        for i, shape in enumerate(shapes):
+            size = along(direction, shape)
+            views = [memory[i], memory[self._first[i] : self._first[i + 1]]][-len(spread) :]
+            self.stats.append(
+                [
+                    None if s else view.view(stat.grid(*size))
+                    for s, stat, view in zip(spread, side.stats, views, strict=True)
+                ]
+            )
+        self._bound: tuple[list[int], Tensor, Callable[[], None]] | None = None
+
+    def measure(self, xs: Sequence[Tensor]) -> None:
+        """Measure these matrices, which are contiguous."""
+        pointers = [x.data_ptr() for x in xs]
+        if self._bound is None or self._bound[0] != pointers:
+            at = self._memory.data_ptr()
+            rows = [
+                _fragment(x, shape, amaxes=at + self._first[i] * WORD, overall=at + i * WORD)
+                for i, (x, shape) in enumerate(zip(pointers, self._shapes, strict=True))
+            ]
+            table = fragment_table(rows, self._block, self._device)
+            launch = self._kernel.bind(self._device.index or 0, self._macros, table.blocks[MEASURE])
+            self._bound = pointers, table.rows, partial(launch, table.rows.data_ptr(), len(rows))
+        self._memory.zero_()
+        self._bound[2]()
+
+
+class Measuring:
+    """The statistics of shards that are measured together, each bound once."""
+
+    def __init__(self) -> None:
+        self._bound: dict[tuple[object, ...], Statistics] = {}
+
+    def measure(
+        self,
+        side: Quantizer,
+        direction: Direction,
+        xs: Sequence[Tensor],
+        dtype: torch.dtype,
+        owners: tuple[object, ...],
+    ) -> Statistics:
+        """Measure these matrices. The same ``owners`` get the same tensors each time, with other values."""
+        key = side, direction, dtype, tuple(owners)
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) >= MOST:
+                self._bound.clear()
+            shapes = [(x.shape[0], x.shape[1]) for x in xs]
+            bound = self._bound[key] = Statistics(side, direction, shapes, dtype, xs[0].device)
+        bound.measure(xs)
+        return bound
+
+
+class Scratch:
+    """Memory of what is encoded to be sent, for each stream: a later encoding on the same stream writes over it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._size = device, 0
+        self._memory: dict[int, Tensor] = {}
+
+    def reserve(self, size: int) -> None:
+        """Have at least so many bytes from now on."""
+        self._size = max(self._size, size)
+
+    def on_this_stream(self) -> tuple[int, Tensor]:
+        """The present stream, and its memory."""
+        stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
+        memory = self._memory.get(stream)
+        if memory is None or memory.nbytes < self._size:
+            memory = self._memory[stream] = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        return stream, memory
+
+
+class _Bound(NamedTuple):
+    """The launches for matrices and statistics at some places in memory."""
+
+    pointers: list[int]
+    memory: Tensor
+    table: Tensor
+    launches: Sequence[Callable[[], None]]
+    buffers: list[list[Tensor]]
+
+
+class RowOperands:
+    """The row operand of each of several matrices, whose statistics are given. Buffers that are the same for all shards
+    of a weight lie in memory of their own, and all others in a ``Scratch``."""
+
+    def __init__(
+        self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, scratch: Scratch,
+        start: int = 0,
+    ) -> None:  # fmt: skip
+        """``dtype``: elements, which are in fp32, are rounded to it. ``start``: the first byte of ``scratch`` to use;
+        ``stop`` is the first behind those used."""
+        kernels = kernels_of(side, device)
+        assert kernels is not None
+        self._kernels: CastKernels = kernels
+        self._shapes, self._device, self._scratch, self._block = shapes, device, scratch, side.stats[-1].block
+        self._macros = kernels.compiled_for(self._block, col=False, dtype=dtype)
+        (codes,) = (buffer for buffer in side.layout if not buffer.from_stats)
+        self._codes = [Grid(codes, "row", *shape) for shape in shapes]
+        self._own: list[list[Tensor | None]] = []
+        self._sizes: list[list[tuple[int, torch.dtype, torch.Size]]] = []
+        """The bytes, the dtype and the shape of each buffer."""
+        meta = torch.device("meta")
+        for shape in shapes:
+            tensors = side.storage.empty(side, shape, dtype, meta).tensors()
+            stays = [buffer.unit(0) is None for buffer in side.layout]
+            self._own.append(
+                [t.new_empty(t.shape, device=device) if s else None for t, s in zip(tensors, stays, strict=True)]
+            )
+            self._sizes.append([(t.nbytes, t.dtype, t.shape) for t in tensors])
+        sizes = [
+            0 if own is not None else -(-size // ALIGNED) * ALIGNED
+            for owns, spread in zip(self._own, self._sizes, strict=True)
+            for own, (size, *_) in zip(owns, spread, strict=True)
+        ]
+        *places, self.stop = accumulate(sizes, initial=start)
+        count = len(side.layout)
+        self._places = [places[i : i + count] for i in range(0, len(places), count)]
+        scratch.reserve(self.stop)
+        self._first = [*accumulate((Grid(side.stats[-1], "row", *shape).count for shape in shapes), initial=0)]
+        self._factors = torch.empty(self._first[-1], dtype=torch.float32, device=device)
+        self._bound: dict[int, _Bound] = {}
+
+    def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Return the buffers of each operand, by the statistics of each matrix. All are contiguous. What lies in
+        ``scratch`` is valid until something else is encoded there on the same stream."""
+        stream, memory = self._scratch.on_this_stream()
+        pointers = [x.data_ptr() for x in xs]
+        pointers += [stat.data_ptr() for of_one in stats for stat in of_one]
+        bound = self._bound.get(stream)
+        if bound is None or bound.pointers != pointers or bound.memory is not memory:
+            bound = self._bound[stream] = self._bind(pointers, memory)
+        for launch in bound.launches:
+            launch()
+        return bound.buffers
+
+    def _bind(self, pointers: list[int], memory: Tensor) -> _Bound:
+        buffers = [
+            [
+                own if own is not None else memory[at : at + size].view(dtype).view(shape)
+                for own, (size, dtype, shape), at in zip(owns, spread, places, strict=True)
+            ]
+            for owns, spread, places in zip(self._own, self._sizes, self._places, strict=True)
+        ]
+        count = len(self._shapes)
+        each = (len(pointers) - count) // count
+        rows = [
+            self._row(i, pointers[i], pointers[count + i * each : count + (i + 1) * each], buffers[i])
+            for i in range(count)
+        ]
+        table = fragment_table(rows, self._block, self._device)
+        launches = [
+            partial(
+                kernel.bind(self._device.index or 0, self._macros, table.blocks[which]), table.rows.data_ptr(), count
+            )
+            for kernel, which in ((self._kernels.scales, SCALES), (self._kernels.codes, CODES))
+        ]
+        return _Bound(pointers, memory, table.rows, launches, buffers)
+
+    def _row(self, i: int, values: int, stats: Sequence[int], buffers: Sequence[Tensor]) -> Fragment:
+        """The row of a table for one matrix."""
+        codes, scales, *kept = buffers
+        return _fragment(
+            values,
+            self._shapes[i],
+            codes=codes.data_ptr(),
+            scales=scales.data_ptr(),
+            kept=kept[0].data_ptr() if kept else 0,
+            used_amaxes=stats[-1],
+            used_overall=stats[0],
+            factors=self._factors.data_ptr() + self._first[i] * WORD,
+            codes_stop=self._codes[i].count,
+            width=self._codes[i].shape[1],
+        )
+
+
+def _fragment(values: int, shape: Shape, **others: int) -> Fragment:
+    """The row of a table for a whole matrix; all fields that are not given are 0."""
+    rows, cols = shape
+    fields = {**dict.fromkeys(Fragment._fields, 0), "ranks": 1, "stop": rows * cols, **others}
+    return Fragment(**{**fields, "values": values, "rows": rows, "cols": cols})

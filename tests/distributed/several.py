@@ -1,0 +1,63 @@
+"""Checks that several matrices, which are encoded or measured at once, have the bytes that each has by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import lpq
+from lpq import operations
+from lpq.core import Quantizer
+from lpq.distributed.several_matrices import RowOperands, Scratch, Statistics
+from lpq.formats.format import Direction
+from lpq.operations.quantizing import quantize_reference
+from lpq.testing.expect import same
+
+SHAPES = ((48, 130), (32, 7), (128, 64), (16, 256))
+QUANTIZERS = (
+    "fp8", "fp8(scaling=row, dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4",
+    "nvfp4(block=16x16)",
+)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DIRECTIONS: tuple[Direction, ...] = ("row", "col")
+
+
+def matrices(seed: int, device: torch.device) -> list[Tensor]:
+    """Matrices whose elements are no bf16 numbers, with infinities and NaN, tiny and large ones."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    made[0][3, 70] = torch.inf
+    made[1][2] = torch.nan
+    made[2][:, :40] *= 1e-38
+    made[3][1] = 3.3895e38
+    return [x.to(device) for x in made]
+
+
+def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Of given statistics, twice: at other places in memory."""
+    side, scratch = lpq.quantizer(text), Scratch(device)
+    several = RowOperands(side, SHAPES, dtype, device, scratch, start=512)
+    for seed in range(2):
+        xs = matrices(seed, device)
+        stats = [[s * 1.5 for s in operations.measure_reference(x.to(dtype), side, None)] for x in xs]
+        scratch.on_this_stream()[1].fill_(0xA5)
+        for i, made in enumerate(several.encode(xs, stats)):
+            expected = quantize_reference(xs[i].to(dtype), stats[i], side, None, None, 0, False)
+            for k, (one, other) in enumerate(zip(made, expected, strict=True)):
+                same(one, other.contiguous(), f"{text}, matrix {i}, buffer {k}")
+
+
+def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device: torch.device) -> None:
+    """Those that reach beyond a shard, twice: the second measurement forgets the first."""
+    side = lpq.quantizer(text)
+    sides: tuple[Quantizer | None, Quantizer | None] = (side, None) if direction == "row" else (None, side)
+    measured = Statistics(side, direction, SHAPES, dtype, device)
+    for seed in range(2):
+        xs = [x / (1 + 9 * seed) for x in matrices(seed, device)]
+        measured.measure(xs)
+        for x, stats in zip(xs, measured.stats, strict=True):
+            expected = operations.measure_reference(x.to(dtype), *sides)
+            for stat, one, other in zip(side.stats, stats, expected, strict=True):
+                assert (one is None) == (stat.unit(int(direction == "col")) is not None)
+                if one is not None:
+                    same(one, other, f"{text}, {direction}, {stat.name}")

@@ -1,0 +1,21 @@
+"""Several matrices that are encoded or measured at once have, on a GPU, the bytes that each has by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_statistics
+
+from lpq.formats.format import Direction
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_each_has_its_own(text: str, direction: Direction, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    if direction == "row":
+        check_operands(text, dtype, device)
+    check_statistics(text, direction, dtype, device)

@@ -1,0 +1,61 @@
+"""A model under FSDP2 whose shards are measured and encoded together, beside one whose shards are so one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import imitated
+import pytest
+import torch
+from emulated import real
+from ranks import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import lpq
+from lpq.distributed import several_matrices
+from lpq.kernels.cuda import CudaKernel
+from lpq.testing.expect import same
+
+STEPS = 3
+
+
+def trained(recipe: str) -> list[Tensor]:
+    """The results, gradients and weights of a few steps, of which one follows a write between steps."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)) for _ in range(2)]
+    model = lpq.convert(nn.Sequential(*blocks), recipe, weights="high_precision")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    out: list[Tensor] = []
+    for step in range(STEPS):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step), requires_grad=True)
+        y = model(x)
+        y.square().mean().backward()
+        out += [y.detach(), x.grad, *(p.grad.full_tensor() for p in model.parameters())]  # type: ignore[list-item, union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                model[0][0].weight.mul_(3.0)
+    return [*out, *(p.full_tensor() for p in model.parameters())]  # type: ignore[attr-defined]
+
+
+def check(rank: int, recipe: str, folder: str, wanted: set[str]) -> None:
+    """``wanted``: the kernels that are launched."""
+    expected, names = trained(recipe), set()
+    imitated.shared_folder = Path(folder)
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        names.add(self.name)
+        imitated.launch(self, macros, blocks, arguments, backwards=len(names) % 2 == 0)
+
+    with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
+        patch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
+        made = trained(recipe)
+    assert names == wanted
+    for i, (one, other) in enumerate(zip(made, expected, strict=True)):
+        same(one, other, f"{recipe}, tensor {i}")

@@ -1,0 +1,70 @@
+"""Several matrices that are encoded at once have the operands that each has by itself, where a CPU imitates the GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import imitated
+import pytest
+import torch
+from emulated import real
+from ranks import spawn
+from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_statistics
+from several_gathered import check
+
+from lpq.distributed import several_matrices
+from lpq.formats.format import Direction
+from lpq.kernels.cuda import CudaKernel
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Launches are imitated, every second one backwards; their names."""
+    names: list[str] = []
+    backwards = itertools.cycle((False, True))
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        names.append(self.name)
+        imitated.launch(self, macros, blocks, arguments, backwards=next(backwards))
+
+    monkeypatch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
+    with imitated.in_place_of_launches(launch):
+        yield names
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_each_has_its_own_operand(text: str, dtype: torch.dtype, launched: list[str]) -> None:
+    check_operands(text, dtype, CPU)
+    assert launched == ["scales", "codes"] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_each_has_its_own_statistics(text: str, direction: Direction, dtype: torch.dtype, launched: list[str]) -> None:
+    check_statistics(text, direction, dtype, CPU)
+    assert launched == ["measure", "measure"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [
+        ("fp8-current", {"measure", "scales", "codes"}),
+        ("fp8-delayed", {"measure", "scales", "codes"}),
+        ("fp8-row", {"measure"}),
+        ("nvfp4", {"measure"}),
+        ("mxfp8", set()),
+    ],
+)
+def test_gathered_weights(recipe: str, kernels: set[str]) -> None:
+    """By several ranks, whose shards are measured and encoded together."""
+    assert imitated.shared_folder is not None
+    spawn(check, 2, recipe, str(imitated.shared_folder), kernels)
