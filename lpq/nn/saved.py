@@ -74,7 +74,16 @@ class Saved(Remembering):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         had_values = isinstance(weight, QuantizedTensor) and not weight.is_meta
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except RuntimeError as error:
+            if not isinstance(weight, Gathered) or "Couldn't swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self.title}: its weight, which lpq.convert(…, weights=…) prepared, cannot be moved or cast, since "
+                "other code refers to it, as DeepSpeed's engine does: move the model before. DeepSpeed, which shards "
+                f"weights in ways of its own, takes a model of weights=None ({error.__cause__ or error})"
+            ) from error
         if had_values and self.weight.is_meta:
             self._refuse_to_wait_for_values()
         self.claim_weight()  # torch has put another tensor's attributes in place of its own
