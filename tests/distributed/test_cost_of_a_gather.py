@@ -10,6 +10,7 @@ say why.
 from __future__ import annotations
 
 import gc
+import time
 from typing import NamedTuple
 
 import pytest
@@ -37,12 +38,14 @@ class Cost(NamedTuple):
 
 COSTS = {
     # recipe: a unit of one weight; each weight of larger units; what such a unit costs beside.
-    # As torch 2.13 counts them; where there are fewer, lower the number.
-    "fp8-current": (Cost(117, 111), Cost(52, 13), Cost(67, 102)),
-    "fp8-delayed": (Cost(153, 149), Cost(88, 51), Cost(67, 102)),
-    "fp8-row": (Cost(116, 116), Cost(58, 15), Cost(60, 102)),
-    "mxfp8": (Cost(123, 132), Cost(65, 30), Cost(60, 102)),
-    "nvfp4": (Cost(145, 131), Cost(84, 29), Cost(63, 102)),
+    # As a CPU counts them, on which some copies of many buffers are an operator for each, and on a GPU one launch. As
+    # torch 2.11 counts them, in which a unit takes up to 4 calls more than in 2.13. Where there are fewer, lower the
+    # number.
+    "fp8-current": (Cost(121, 111), Cost(52, 15), Cost(71, 108)),
+    "fp8-delayed": (Cost(157.5, 149), Cost(88, 53), Cost(71, 108)),
+    "fp8-row": (Cost(120, 121), Cost(58, 17), Cost(64, 105)),
+    "mxfp8": (Cost(127, 136), Cost(65, 32), Cost(64, 104)),
+    "nvfp4": (Cost(149, 141), Cost(84, 33), Cost(67, 108)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
@@ -152,7 +155,7 @@ def _held() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-WEIGHTS = 3
+WEIGHTS, SOON = 3, 40
 
 
 def _freed(rank: int, recipe: str) -> None:
@@ -162,7 +165,10 @@ def _freed(rank: int, recipe: str) -> None:
         before = _held()
         for _ in range(WARM):
             step()
-        after = _held()
+        for _ in range(SOON):  # gloo's thread may hold what was reduced for a moment longer
+            if (after := _held()) - before <= WEIGHTS * HELD[recipe]:
+                break
+            time.sleep(0.05)
         step.model[0].unshard()
         during = _held()
         step.model[0].reshard()
