@@ -50,7 +50,8 @@ def load(
     unless the checkpoint is loaded without an optimizer.
     """
     ranks = ranks_of(process_group)
-    source = ranks.each(lambda: place(path))
+    with ranks.saying("nothing is loaded"):
+        source = ranks.each(lambda: place(path))
     with ranks.saying(f"{source} cannot be loaded"):
         # These are compared first, as reading takes long.
         kinds = ranks.each(lambda: tuple(map(kind, given_optimizers(optimizer))))

@@ -49,7 +49,8 @@ def save(
     new one is whole. While another job saves it, it is refused.
     """
     ranks = ranks_of(process_group, is_shared(model), "saves")
-    target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
+    with ranks.saying("nothing is saved"):
+        target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
     with ranks.saying(failing(target)), quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
@@ -77,7 +78,8 @@ def save_async(
     ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
     ranks = ranks_of(process_group, is_shared(model), "saves")
-    target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
+    with ranks.saying("nothing is saved"):
+        target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
     with ranks.saying(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)

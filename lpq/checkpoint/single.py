@@ -39,7 +39,8 @@ def export_file(
     all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
     ranks = ranks_of(process_group, is_shared(model), "exports")
-    target = ranks.each(lambda: place(path))
+    with ranks.saying("nothing is exported"):
+        target = ranks.each(lambda: place(path))
     with ranks.saying(f"nothing is exported to {target}"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
@@ -63,7 +64,8 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
     that was changed after it was saved is refused.
     """
     ranks = ranks_of(process_group)
-    source = ranks.each(lambda: place(path))
+    with ranks.saying("nothing is imported"):
+        source = ranks.each(lambda: place(path))
     with ranks.saying(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         seen = Model(model)

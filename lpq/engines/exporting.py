@@ -107,7 +107,8 @@ class Export:
         ``shard_bytes``: the most bytes of one file.
         """
         ranks = ranks_of(process_group, is_shared(model), "exports")
-        target = ranks.each(lambda: place(path))
+        with ranks.saying("nothing is exported"):
+            target = ranks.each(lambda: place(path))
 
         def begin() -> Directory:
             small = beside(source.model, base_of(source.model, base)) | {n: as_json(data) for n, data in config.items()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lpq
+from lpq.distributed.memories import Memories
 
 RECIPES = [
     "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "bf16",
@@ -68,28 +69,35 @@ OWN = [
 ]  # fmt: skip
 
 
-def _on_own_data(how: How, together: bool) -> tuple[list[float], nn.Sequential]:
-    """Train, each rank on data of its own. ``together``: after a step all ranks remember the amaxes of all."""
+def _on_own_data(how: How) -> tuple[list[float], nn.Sequential]:
+    """Train, each rank on data of its own."""
     net = built(how)
     optimizer = how.optimizer(net.parameters())
-    losses = []
-    for number in range(enough(how.recipe)):
-        losses.append(step(net, optimizer, number, how))
-        memories = [m for layer in net.modules() if isinstance(layer, lpq.nn.Linear) for m in layer.memories().values()]
-        for memory in memories if together else ():
-            dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-    return losses, net
+    return [step(net, optimizer, number, how) for number in range(enough(how.recipe))], net
+
+
+def _remembers_alike(net: nn.Sequential) -> None:
+    """All ranks remember the largest amaxes of all."""
+    for layer in net.modules():
+        for memory in layer.memories().values() if isinstance(layer, lpq.nn.Linear) else ():
+            same = memory.clone()
+            dist.all_reduce(same, op=dist.ReduceOp.MAX)
+            assert torch.equal(memory, same)
 
 
 def _ranks_see_different_data(rank: int, recipe: str) -> None:
     how = How(recipe, width=128, inner=128, own_data=True)
-    ordinary, a = _on_own_data(replace(how, weights=None), together="delayed" in recipe)
-    quantized, b = _on_own_data(how, together=False)  # lpq does it
+    ordinary, a = _on_own_data(replace(how, weights=None))
+    quantized, b = _on_own_data(how)
     assert ordinary == quantized
     assert all(torch.equal(whole(p), whole(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert len({tuple(losses) for losses in _of_all_ranks(ordinary)}) > 1
+    _remembers_alike(a)
+    _remembers_alike(b)
     if "delayed" in recipe:  # what the other ranks saw makes a difference
-        apart, _ = _on_own_data(replace(how, weights=None), together=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Memories, "reduce", lambda *_: None)
+            apart, _ = _on_own_data(replace(how, weights=None))
         assert _of_all_ranks(apart) != _of_all_ranks(ordinary)
 
 
