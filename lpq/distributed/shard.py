@@ -86,6 +86,8 @@ class WeightShard(Gathered, Tensor):
         shards: dict[int, WeightShard] = {}
 
         def unwrapped(value: Any) -> Any:
+            if type(value) is list and value and type(value[0]) is list:  # as scatter has them
+                return [unwrapped(each) for each in value]
             if type(value) is list:  # an optimizer's step has long ones, for which torch's trees are slow
                 shards.update({id(each.held): each for each in value if isinstance(each, WeightShard)})
                 return [each.held if isinstance(each, WeightShard) else each for each in value]

@@ -183,7 +183,9 @@ def every_collective_of_a_step(rank: int, recipes: Iterable[str] = TRAVELS, devi
                 assert [c for c in step.backward if c.kind == "all_gather"] == _of("all_gather", again), about
                 others = [c for c in step.backward if c.kind != "all_gather"]
                 assert others == _of("reduce_scatter", gradients), (about, others)
-                assert step.update == _reduction(measured + remembered), (about, step.update)
+                # whether each weight changes, where it has no master that would tell
+                changes = [4] * len(SHAPES) if weights == "quantized" else []
+                assert step.update == _reduction(measured + remembered + changes), (about, step.update)
                 # what was initialised is measured when it is gathered first; what is stored quantized has been
                 begun = [COMPARED, *_reduction(measured if weights == "high_precision" else [])]
                 assert first == Step(begun + step.forward, step.backward, step.update), (about, first)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from imitated_gpu import Gpu, calls_of, imitated_gpu
+from lpq_fp8 import groups_hopper
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -73,6 +74,7 @@ def with_kernels(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(group_tiles, "there_are_kernels", lambda device: True)
     monkeypatch.setattr(group_tiles, "grouped_mm", product)
     monkeypatch.setattr(tensor_maps, "of_bytes", lambda *how: (0,) * 16)
+    monkeypatch.setattr(groups_hopper, "multiprocessors", lambda device: 132)
     return gpu
 
 
