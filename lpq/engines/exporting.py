@@ -195,7 +195,7 @@ def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
 
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks, layout: str) -> _Source:
     if isinstance(model, str | Path):
-        saved = Saved(Path(model), ranks)
+        saved = Saved(place(model, "model"), ranks)
         notes = _notes(saved.left_stacks(), saved.shared_layers(), saved.stacks, layout)
         return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     seen = Model(model)

@@ -180,7 +180,7 @@ def test_what_was_there_is_back_where_a_save_cannot_take_its_place(
 
 
 def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("saved", "exported", "run"):
+    for name in ("saved", "exported", "converted", "run"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "saved")
     checkpoint.save(".", model(1.0))
@@ -194,6 +194,9 @@ def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path / "exported")
     lpq.export(converted(), ".")
     assert "config.json" in [path.name for path in Path().iterdir()]
+    monkeypatch.chdir(tmp_path / "converted")
+    checkpoint.save(".", converted())
+    assert lpq.export(".", "../exported-again").layers
     monkeypatch.chdir(tmp_path / "run")
     for number in (1, 2):
         checkpoint.save(".", model(1.0), step=number)
