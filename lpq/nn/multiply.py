@@ -88,7 +88,7 @@ class Multiplication(torch.autograd.Function):
         seen = recomputed.seen(states) if states else None
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
         ctx.seen = None if seen is None else seen.tolist()
-        ctx.moves = bool(plan.moving)
+        ctx.moves, ctx.dy_state = bool(plan.moving), None
         ctx.call, ctx.counts = call, (len(x_col), len(w_col), len(x_stats), len(w_stats))
         if bias is not None:
             ctx.bias = bias.dtype
@@ -161,7 +161,8 @@ def _gradients(
     third += second
     fourth += third
     seed = saved[fourth] if plan.stochastic else None
-    dy_row, dy_col, dy_stats = step.dy.encode(dy, states.get("dy"), seed)
+    state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
+    dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed)
     dx = dw = None
     if step.dgrad is not None:
         if step.w is None and call.step is not None:
@@ -184,6 +185,8 @@ def _gradients(
         if not shapes.needs_dw:
             refuse_part_of(call.title)
         ctx.moves = False
+        if "dy" in states and not runs_whole():  # the other part of this backward is to encode as this one did
+            ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
     if step.remember is not None and (fourth > third or "w" not in plan.moving):
         step.remember(states, {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]})
     else:

@@ -32,6 +32,7 @@ from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.multiplying import gemm
 from lpq.operations.operands import State, as_matrix
+from lpq.torch_private.autograd import runs_whole
 from lpq.torch_private.collectives import all_reduce, arrived, begin_all_reduce, begin_reduce_scatter
 
 Given = tuple[Operand, Sequence[Tensor]]
@@ -119,7 +120,7 @@ class Multiplication(torch.autograd.Function):
             () if seed is None else (seed,), () if seen is None else (seen,),
         )  # fmt: skip
         ctx.save_for_backward(*(tensor for tensors in saved for tensor in tensors))
-        ctx.moves = bool(call.plan.moving)
+        ctx.moves, ctx.dy_state = bool(call.plan.moving), None
         ctx.counts = [len(tensors) for tensors in saved]
         ctx.seen = None if seen is None else seen.tolist()
         ctx.of_x, ctx.of_w = kept[0] if kept else None, w_col[0] if w_col else None
@@ -162,7 +163,7 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         dy, cut = gather_rows(dy, cut, group), None
     elif cut is not None and derives_col(part.quantizer):
         part = part._replace(row=True, col=False)
-    state = states.get("dy")
+    state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
     (dy_stats,), _ = measure_parts([(part, dy, state)], None, group)
     encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
     row, col, col_arriving = encoded.row, encoded.col, None
@@ -193,6 +194,8 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
             if not static_dw:
                 refuse_part_of(call.title)
             ctx.moves = False
+            if "dy" in states and not runs_whole():  # the other part of this backward is to encode as this one did
+                ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
         if "dy" in states:
             remember(plan.dy, states["dy"], encoded.measured, row=static_dx, col=static_dw)
         if "x" in states:
