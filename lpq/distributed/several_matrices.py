@@ -23,6 +23,7 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.stacks import along
 from lpq.kernels.fragments import CastKernels, Fragment, fragment_table
+from lpq.kernels.host_to_device import captured
 from lpq.kernels.table import kernels_allowed
 from lpq.torch_private import cuda
 
@@ -88,8 +89,8 @@ class Statistics:
 
     def measure(self, xs: Sequence[Tensor]) -> None:
         """Measure these matrices, which are contiguous."""
-        pointers = [x.data_ptr() for x in xs]
-        if self._bound is None or self._bound[0] != pointers:
+        pointers, bound = [x.data_ptr() for x in xs], self._bound
+        if bound is None or bound[0] != pointers:
             at = self._memory.data_ptr()
             rows = [
                 _fragment(x, shape, amaxes=at + self._first[i] * WORD, overall=at + i * WORD)
@@ -97,9 +98,11 @@ class Statistics:
             ]
             table = fragment_table(rows, self._block, self._device)
             launch = self._kernel.bind(self._device.index or 0, self._macros, table.blocks[MEASURE])
-            self._bound = pointers, table.rows, partial(launch, table.rows.data_ptr(), len(rows))
+            bound = pointers, table.rows, partial(launch, table.rows.data_ptr(), len(rows))
+            if not captured(self._device):  # a recorded table is there when its graph is replayed
+                self._bound = bound
         self._memory.zero_()
-        self._bound[2]()
+        bound[2]()
 
 
 class Measuring:
@@ -207,7 +210,9 @@ class RowOperands:
         pointers += [stat.data_ptr() for of_one in stats for stat in of_one]
         bound = self._bound.get(stream)
         if bound is None or bound.pointers != pointers or bound.memory is not memory:
-            bound = self._bound[stream] = self._bind(pointers, memory)
+            bound = self._bind(pointers, memory)
+            if not captured(self._device):
+                self._bound[stream] = bound
         for launch in bound.launches:
             launch()
         return bound.buffers
