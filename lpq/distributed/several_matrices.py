@@ -54,7 +54,7 @@ def encoded_together(
     return direction == "row" and all(given) and measured_together(side, held, device)
 
 
-class Statistics:
+class ShardStatistics:
     """The statistics of several matrices that reach beyond the shards of a weight, or cover all of a matrix. They lie
     in one tensor, ``all``, which each measurement writes over."""
 
@@ -109,7 +109,7 @@ class Measuring:
     """The statistics of shards that are measured together, each bound once."""
 
     def __init__(self) -> None:
-        self._bound: dict[tuple[object, ...], Statistics] = {}
+        self._bound: dict[tuple[object, ...], ShardStatistics] = {}
 
     def measure(
         self,
@@ -118,7 +118,7 @@ class Measuring:
         xs: Sequence[Tensor],
         dtype: torch.dtype,
         owners: tuple[object, ...],
-    ) -> Statistics:
+    ) -> ShardStatistics:
         """Measure these matrices. The same ``owners`` get the same tensors each time, with other values."""
         key = side, direction, dtype, tuple(owners)
         bound = self._bound.get(key)
@@ -126,7 +126,7 @@ class Measuring:
             if len(self._bound) >= MOST:
                 self._bound.clear()
             shapes = [(x.shape[0], x.shape[1]) for x in xs]
-            bound = self._bound[key] = Statistics(side, direction, shapes, dtype, xs[0].device)
+            bound = self._bound[key] = ShardStatistics(side, direction, shapes, dtype, xs[0].device)
         bound.measure(xs)
         return bound
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import lpq
 from lpq import operations
 from lpq.core import Quantizer
-from lpq.distributed.several_matrices import RowOperands, Scratch, Statistics
+from lpq.distributed.several_matrices import RowOperands, Scratch, ShardStatistics
 from lpq.formats.format import Direction
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.expect import same
@@ -51,7 +51,7 @@ def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device
     """Those that reach beyond a shard, twice: the second measurement forgets the first."""
     side = lpq.quantizer(text)
     sides: tuple[Quantizer | None, Quantizer | None] = (side, None) if direction == "row" else (None, side)
-    measured = Statistics(side, direction, SHAPES, dtype, device)
+    measured = ShardStatistics(side, direction, SHAPES, dtype, device)
     for seed in range(2):
         xs = [x / (1 + 9 * seed) for x in matrices(seed, device)]
         measured.measure(xs)
