@@ -4,7 +4,7 @@ python -m benchmarks                                        casts, linear, host 
 python -m benchmarks linear host --quick                    two parts, fewer rounds and shapes
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
 torchrun --nproc-per-node 2 -m benchmarks parallel          two layers that GPUs share out, with their sequence
-torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama, which accelerate shards
+torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama under FSDP2
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (lack := environment.lacking(ranks)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
-    if "llama" in options.parts and (lack := huggingface.lacking(ranks)) is not None:
+    if "llama" in options.parts and (lack := huggingface.lacking()) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
     if ranks > 1 and (len(options.parts) > 1 or options.parts[0] not in SHARED_OUT):

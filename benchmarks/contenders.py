@@ -33,6 +33,8 @@ RECIPES = (
 )
 MODELS = ("fp8-current", "mxfp8", "nvfp4")
 """Those that whole models are trained with, if none is asked for."""
+GATHERED_IN_BF16 = ", gathered in bf16"
+"""Ends the recipe of a sharded model whose weights are not gathered quantized."""
 PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
 """Other libraries, and what one imports of them."""
 KINDS = {
@@ -95,10 +97,15 @@ def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list
 
 def of_models(recipes: tuple[str, ...] = MODELS, compiled: bool = True, sharded: bool = False) -> list[Contender]:
     """All that can run a whole model of Hugging Face's, without and with ``torch.compile``; of one that is sharded lpq
-    gathers the weights quantized."""
-    others = [one for one in _torchao(sharded=False) if one.recipe == "tensorwise" and (compiled or not one.compiled)]
-    weights = {"weights": "high_precision"} if sharded else {}
-    return [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled), *_lpq(recipes, compiled, **weights)]
+    gathers the weights in bf16, and quantized."""
+    others = [
+        one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
+    ]
+    made = [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled)]
+    if not sharded:
+        return [*made, *_lpq(recipes, compiled)]
+    in_bf16 = [replace(one, recipe=f"{one.recipe}{GATHERED_IN_BF16}") for one in _lpq(recipes, compiled)]
+    return [*made, *in_bf16, *_lpq(recipes, compiled, weights="high_precision")]
 
 
 def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:

@@ -70,6 +70,21 @@ def kernels(step: Step, steps: int = 8) -> list[Kernel]:
     """The kernels of a step in their order; medians over the steps."""
     for _ in range(3):
         step()
+    return kernels_of(_traced(step, steps), steps)
+
+
+def busy(step: Step, steps: int = 3) -> float:
+    """The seconds of a step in which the GPU computes or copies, whatever it sends or receives meanwhile."""
+    events = [e for e in _traced(step, steps) if not str(e["name"]).startswith("nccl")]
+    end = total = 0.0
+    for start, took in sorted((float(e["ts"]), float(e["dur"])) for e in events):  # type: ignore[arg-type]
+        total += max(0.0, start + took - max(start, end))
+        end = max(end, start + took)
+    return total / steps / 1e6
+
+
+def _traced(step: Step, steps: int) -> list[dict[str, object]]:
+    """What the GPU did in so many steps."""
     torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -79,7 +94,7 @@ def kernels(step: Step, steps: int = 8) -> list[Kernel]:
             torch.cuda.synchronize()
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return kernels_of([e for e in events if e.get("cat") in ON_GPU], steps)
+    return [e for e in events if e.get("cat") in ON_GPU]
 
 
 def kernels_of(events: list[dict[str, object]], steps: int) -> list[Kernel]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from benchmarks.contenders import BASELINE, KINDS, label
+from benchmarks.contenders import BASELINE, GATHERED_IN_BF16, KINDS, label
 
 Result = dict[str, Any]
 WIDTH = 150
@@ -53,7 +53,7 @@ def name(row: Result) -> str:
 def kind(row: Result) -> str | None:
     """The recipe of lpq that does the arithmetic of this row, if there is one."""
     if row["library"] == "lpq":
-        return str(row["recipe"])
+        return str(row["recipe"]).removesuffix(GATHERED_IN_BF16)
     return KINDS.get((row["library"], row["recipe"]))
 
 
@@ -235,7 +235,7 @@ def llama(result: Result) -> dict[str, Table]:
         for row in rows
     ]  # fmt: skip
     columns = ["", "GiB at most", "÷ bf16, compiled as it is", "÷ torchao tensorwise, compiled as it is"]
-    shared = f" and GPU, on {result['ranks']} GPUs by accelerate" if result["ranks"] > 1 else ""
+    shared = f" and GPU, on {result['ranks']} GPUs by FSDP2" if result["ranks"] > 1 else ""
     made = _training(result, f"Hugging Face's Llama, {size}: tokens/s{shared}")
     return {**made, "memory": Table("Llama: memory (below 1 is better)", columns, memory)}
 
@@ -258,6 +258,10 @@ def _training(result: Result, title: str) -> dict[str, Table]:
         for row in rows
     ]  # fmt: skip
     columns = ["", "tokens/s", "÷ bf16", "÷ bf16, compiled", "fastest step", "GiB at most"]
+    if any(row.get("host_ms") for row in rows):
+        columns += ["ms", "host", "GPU"]
+        times = [[number(row.get(what), 0) for what in ("ms", "host_ms", "gpu_ms")] for row in rows]
+        cells = [[*line, *three] for line, three in zip(cells, times, strict=True)]
     if any(row.get("gathered_bytes") for row in rows):
         columns.append("MiB gathered")
         cells = [[*line, _mebibytes(row.get("gathered_bytes"))] for line, row in zip(cells, rows, strict=True)]

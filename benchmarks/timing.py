@@ -147,6 +147,17 @@ def one_after_another(step: Callable[[], Tensor], steps: int, device: torch.devi
     return Timing.of([between(a, b) for a, b in pairwise(marks)]), float(losses[-1])
 
 
+def launching(step: Step, steps: int = 8) -> float:
+    """The median of the seconds that the host takes to launch a step on a GPU that has nothing else to do."""
+    samples = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
 def copy_speed(device: torch.device, rows: int = 16384, cols: int = 8192) -> float:
     """Bytes a second, read and written, of copying bf16 tensors that no cache holds."""
     sources = [torch.randn(rows, cols, device=device, dtype=torch.bfloat16) for _ in range(2)]

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from ranks import spawn
 from torch import nn
 
-from benchmarks import contenders, group_choice, grouped, parallel, stack
+from benchmarks import contenders, group_choice, grouped, huggingface, parallel, profiles, stack
 from benchmarks.contenders import Contender, of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
 from benchmarks.layers import Layers
 from benchmarks.llama import Llama, rotations
-from benchmarks.shapes import TINY, Experts, Pair, Shape
+from benchmarks.shapes import TINY, Decoder, Experts, Pair, Shape
 from benchmarks.timing import WARM, Effort, Step, Timing, on_host
 
 CPU = torch.device("cpu")
@@ -140,6 +140,29 @@ def _bytes_of_a_stack(rank: int) -> None:
 
 def test_a_stack_gathers_the_operands_of_its_weights() -> None:
     spawn(_bytes_of_a_stack, 2)
+
+
+def _llama(rank: int) -> None:
+    everyone = contenders.of_models(("fp8-current",), compiled=False, sharded=True)
+    *_, result = huggingface.measure(everyone, Decoder(1, 128, 1, 32, 64), 1, CPU)
+    names = [row["recipe"] for row in result["results"]]
+    assert names == ["bf16", "fp8-current, gathered in bf16", "fp8-current"]
+    assert [row["failure"] for row in result["results"]] == [None] * 3
+    plain, in_bf16, quantized = (row["loss"] for row in result["results"])
+    assert in_bf16 == quantized == pytest.approx(plain, rel=0.05)
+    assert plain != quantized
+
+
+def test_a_model_is_sharded_with_weights_gathered_both_ways() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    spawn(_llama, 2, fresh=True)
+
+
+def test_the_gpu_is_busy_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [("gemm", 0, 10), ("copy", 5, 10), ("ncclAllGather", 15, 50), ("gemm", 20, 10)]
+    events = [{"name": name, "ts": ts, "dur": dur} for name, ts, dur in spans]
+    monkeypatch.setattr(profiles, "_traced", lambda step, steps: events)
+    assert profiles.busy(lambda: None, 1) == pytest.approx(25e-6)
 
 
 def _failing_on_one_rank(module: nn.Module) -> nn.Module:
