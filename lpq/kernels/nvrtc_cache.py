@@ -1,9 +1,9 @@
 """Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from the cache (``code_cache``).
 
-Its name there has everything that it depends on: the source and the headers that it includes, the macros, the options,
-the architecture and the version of the compiler. A header is included by its name, or by a macro that comes with the
-request; one that only a ``#define`` names is refused, for it could change unseen. ``cuda-core`` is imported when
-something is compiled, not before.
+Its name there has everything that it depends on: the source, all sources and headers of the folders from which it may
+include, the macros, the options, the architecture and the version of the compiler. These folders are the source's own,
+``csrc/common``, and the folder of a header that a macro of the request names. A header elsewhere is refused, for it
+could change unseen. ``cuda-core`` is imported when something is compiled, not before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import time
 from pathlib import Path
 
 from lpq.kernels import code_cache
@@ -18,15 +19,11 @@ from lpq.kernels.errors import KernelError
 
 OPTIONS = {"std": "c++17", "fma": False}
 """How every source is compiled. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
-INCLUDE = re.compile(rb'^[ \t]*(?:#|%:)[ \t]*include[ \t]*("[^"\n]+"|<[^>\n]+>|\w+)', re.MULTILINE)
-DEFINE = re.compile(rb"^[ \t]*(?:#|%:)[ \t]*define[ \t]+(\w+)", re.MULTILINE)
-CONTINUED = re.compile(rb"\\[ \t]*\r?\n")
-COMMENT = re.compile(
-    rb"""(include[ \t]*<[^>\n]+>|R"([^()\\\s]{0,16})\(.*?\)\2"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
-    rb"""|/\*.*?\*/|//[^\n]*""",
-    re.DOTALL,
-)
-"""An include or a literal, which may hold the signs of a comment, as the first group; or a comment."""
+SOURCES = (".cu", ".cuh", ".h", ".hh", ".hpp", ".hxx", ".inl", ".inc")
+"""The endings of the files that a source may include. The rest of its folder may be anything."""
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
+SETTLED = 2 * 10**9
+"""A file of this age, in nanoseconds, would get another time if it were written again. Clocks of files tick slowly."""
 
 
 def csrc() -> Path:
@@ -49,53 +46,54 @@ def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
 
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
-    """The cache's name for a compiled source. Sources share it if their texts, and those of their headers, are
-    equal."""
-    digest = code_cache.DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())
-    for path, text in _with_includes(source, macros).items():
-        digest.update(f"{path.name}\0{len(text)}\0".encode())
-        digest.update(text)
+    """The cache's name for a compiled source: the same wherever its folders lie."""
+    digest = code_cache.DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version(), source.name)).encode())
+    digest.update(_text(source))
+    for folder in _folders(source, macros):
+        digest.update(_digest(folder))
     return digest.hexdigest()
 
 
-def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
-    """The texts of a source, of every header that the compiler may find under a name that it includes, and of theirs.
-
-    A name that is found nowhere is a header of the compiler's own.
-    """
-    handed = dict(map(_macro, macros))
-    found, seen, unknown = [source], {source.resolve()}, set()
-    texts = {}
-    for path in found:  # grows while it is walked
-        texts[path] = _text(path)
-        for match in _directives(texts[path])[0]:
-            name = os.fsdecode(match)
-            name = handed.get(name, name)
-            if name[0] not in '"<':
-                unknown.add(name)
-                continue
-            for folder in (path.parent, source.parent, headers()):
-                header = folder / name[1:-1]
-                if header.is_file() and header.resolve() not in seen:
-                    seen.add(header.resolve())
-                    found.append(header)
-    for path, text in texts.items():
-        for name in unknown.intersection(map(os.fsdecode, _directives(text)[1])):
-            raise KernelError(
-                f"{path} defines {name}, by which {source} includes a header: include it by its name, or hand {name} "
-                f"over with the macros of the launch"
-            )
-    return texts
+def _folders(source: Path, macros: tuple[str, ...]) -> list[Path]:
+    """The folders from which a source may include; all that lies there belongs to the key."""
+    named = (source.parent / value[1:-1] for _, value in map(_macro, macros) if value[0] in '"<')
+    folders = [source.parent, headers(), *(header.parent for header in named if header.is_file())]
+    return [*dict.fromkeys(folder.resolve() for folder in folders)]
 
 
-@functools.lru_cache(256)
-def _directives(text: bytes) -> tuple[list[bytes], list[bytes]]:
-    """Read the includes and the definitions of a source. Many sources share a header, which is searched once.
+def _sources(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted((e for e in entries if e.name.endswith(SOURCES) and e.is_file()), key=lambda e: e.name)
 
-    Lines that go on are joined, and a comment is a space.
-    """
-    plain = COMMENT.sub(lambda found: found[1] or b" ", CONTINUED.sub(b"", text))
-    return INCLUDE.findall(plain), DEFINE.findall(plain)
+
+def _digest(folder: Path) -> bytes:
+    """The digest of the sources and headers of a folder, which are read again only if one of them was written."""
+    found = [(entry.path, entry.stat()) for entry in _sources(folder)]
+    seen = tuple((path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in found)
+    settled = all(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns) > SETTLED for _, s in found)
+    return (_read if settled else _read.__wrapped__)(seen)
+
+
+@functools.lru_cache(64)
+def _read(seen: tuple[tuple[str, int, int, int, int], ...]) -> bytes:
+    digest = code_cache.DIGEST()
+    for path, *_ in seen:
+        text = _text(Path(path))
+        digest.update(f"{os.path.basename(path)}\0{len(text)}\0".encode() + text)
+    return digest.digest()
+
+
+def _check_includes(source: Path, macros: tuple[str, ...]) -> None:
+    """Refuse a header that is not in the key."""
+    folders = _folders(source, macros)
+    for path in (Path(entry.path) for folder in folders for entry in _sources(folder)):
+        for name in map(os.fsdecode, INCLUDE.findall(_text(path))):
+            header = next((h for folder in (path.parent, *folders) if (h := folder / name).is_file()), None)
+            if header and not (header.parent.resolve() in folders and name.endswith(SOURCES)):
+                raise KernelError(
+                    f"{path} includes {header}, whose changes would go unnoticed: put it beside the source, ending in "
+                    f"{' or '.join(SOURCES)}, or name it by a macro of the launch"
+                )
 
 
 def _text(path: Path) -> bytes:
@@ -129,6 +127,7 @@ def compiles_for(capability: int) -> bool:
 
 def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
     """Compile a source."""
+    _check_includes(source, macros)
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
