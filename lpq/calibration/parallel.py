@@ -10,9 +10,8 @@ ranks that exchange rows take turns: in each the experts see one batch, as those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -45,9 +44,7 @@ class Team:
         """Have each rank multiply whole matrices inside, to the bit as one process does."""
         with ExitStack() as stack:
             for layer in self.layers:
-                stack.callback(layer.register_forward_pre_hook(_gather_input, with_kwargs=True).remove)
-                layer.__dict__["forward"] = partial(_multiply_whole, layer)
-                stack.callback(layer.__dict__.pop, "forward")
+                stack.enter_context(_Whole(layer).in_each_pass())
             yield
 
 
@@ -87,37 +84,55 @@ def _refuse_cut_blocks(layer: nn.Module) -> None:
         )
 
 
-def _gather_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The input of a layer, whole on each rank of its mesh, however it is shared out."""
-    x, *others = args if args else (kwargs.pop("input"),)
-    mesh = layer.weight.device_mesh
-    if not isinstance(x, DTensor):
-        layouts = getattr(layer, "layouts", None)
-        given: Placement = layouts.input if layouts is not None else Replicate()
-        x = DTensor.from_local(x, mesh, [given], run_check=False)
-    return (x.redistribute(placements=[Replicate()]), *others), kwargs
+class _Whole:
+    """A layer that multiplies whole matrices: it has its whole parameters while a pass runs, and gets the whole input,
+    however that is shared out. Its style shares out the output again."""
 
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """The parameters and the buffers of the layer, while it has others."""
 
-def _multiply_whole(layer: nn.Module, x: Any) -> Tensor:
-    """Return the output of the layer's own forward on whole matrices, which its style shares out again."""
-    weight: Any = layer.weight
-    forward: Callable[..., Tensor] = type(layer).forward
-    with _held_whole(layer):
-        y = forward(layer, local_part(x))
-    return DTensor.from_local(y, weight.device_mesh, [Replicate()], run_check=False)
+    @contextmanager
+    def in_each_pass(self) -> Iterator[None]:
+        """Gather before each pass inside, after all other hooks, and undo that behind it, also where it fails."""
+        before = self._layer.register_forward_pre_hook(self._gather, with_kwargs=True)
+        after = self._layer.register_forward_hook(self._share_out, prepend=True, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            self._restore()
 
-
-@contextmanager
-def _held_whole(layer: nn.Module) -> Iterator[None]:
-    """Give the layer its whole parameters inside, and its buffers, which are equal on all ranks, as plain tensors."""
-    parameters, buffers = dict(layer._parameters), dict(layer._buffers)
-    try:
+    def _gather(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, *others = args if args else (kwargs.pop("input"),)
+        if not isinstance(x, DTensor):
+            layouts = getattr(layer, "layouts", None)
+            given: Placement = layouts.input if layouts is not None else Replicate()
+            x = DTensor.from_local(x, layer.weight.device_mesh, [given], run_check=False)
+        whole = x.redistribute(placements=[Replicate()]).to_local()
+        parameters, buffers = dict(layer._parameters), dict(layer._buffers)
+        self._own.append((parameters, buffers))
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                whole = nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
-                layer._parameters[name] = whole
-        layer._buffers.update({n: None if b is None else local_part(b) for n, b in buffers.items()})
-        yield
-    finally:
-        layer._parameters.update(parameters)
-        layer._buffers.update(buffers)
+                layer._parameters[name] = nn.Parameter(_whole(parameter), requires_grad=False)
+        # Buffers are equal on all ranks.
+        layer._buffers.update({name: None if b is None else local_part(b) for name, b in buffers.items()})
+        return (whole, *others), kwargs
+
+    def _share_out(self, layer: Any, args: Any, y: Tensor | None) -> Tensor | None:
+        self._restore()
+        return None if y is None else DTensor.from_local(y, layer.weight.device_mesh, [Replicate()], run_check=False)
+
+    def _restore(self) -> None:
+        while self._own:
+            parameters, buffers = self._own.pop()
+            self._layer._parameters.update(parameters)
+            self._layer._buffers.update(buffers)
+
+
+def _whole(parameter: DTensor) -> Tensor:
+    return parameter.full_tensor().detach()

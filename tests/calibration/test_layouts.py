@@ -205,6 +205,14 @@ def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
         net(mine[0]).square().sum().backward()
 
 
+def _failing_inside_of_the_last_layer(net: Any, batch: Tensor) -> None:
+    def fail(module: nn.Module, args: Any) -> None:
+        raise ValueError("the ninth token")
+
+    with net[0].experts[0].w2.register_forward_pre_hook(fail):  # behind the hook that gathers
+        net(batch)
+
+
 def _controls_of_tensor_parallelism(rank: int) -> None:
     """Where layers are multiplied in parts, what later ones are given differs. Teams must have the same batches."""
     expected: Any = alone("fp8-current", "max", FEW, tokens=4)
@@ -221,6 +229,12 @@ def _controls_of_tensor_parallelism(rank: int) -> None:
         assert same(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"
     with pytest.raises(CalibrationError, match=r"ranks \[2, 3\] share out.*rank 2 has a batch of 4 .* rank 3 has 3:"):
         calibrated([batch[: 3 if rank == 3 else 4] for batch in mine])
+    net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
+    before = {name: id(value) for name, value in net.named_parameters()}
+    with pytest.raises(CalibrationError, match="the ninth token"):
+        lpq.calibrate(net, mine, forward=_failing_inside_of_the_last_layer)
+    assert {name: id(value) for name, value in net.named_parameters()} == before, "no layer keeps whole parameters"
+    assert not any(m._forward_hooks_always_called for m in net.modules())
     narrow = lpq.convert(model(width=96, experts=1), "nvfp4")
     with pytest.raises(CalibrationError, match=r"0\.attn\.q_proj.*cannot be shared out over 4 ranks"):
         lpq.calibrate(parallel(narrow, 1, 4), data(1, width=96))
