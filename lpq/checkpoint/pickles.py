@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 import zipfile
-from mmap import mmap
+from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -48,7 +48,7 @@ def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
         ) from error
 
 
-def check_archive(file: IO[bytes] | mmap, size: int) -> None:
+def check_archive(file: IO[bytes] | RawIOBase, size: int) -> None:
     """Refuse a file, of this size, that takes more memory or time than it has bytes."""
     try:
         archive = zipfile.ZipFile(cast("IO[bytes]", file))

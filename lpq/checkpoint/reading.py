@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
+from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -19,12 +19,39 @@ from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.index import read_index
 from lpq.checkpoint.pickles import check_archive
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
-class _Map(mmap):
-    """A part of a file, as ``zipfile`` reads it."""
+
+class _Part(RawIOBase):
+    """A part of a file, as a file of its own: ``zipfile`` of some versions takes no archive that begins later."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._at = file, start, size, 0
 
     def seekable(self) -> bool:
         return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._size}[whence]
+        if at < 0:
+            raise OSError(f"no file has a byte {at}")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer)[: max(self._size - self._at, 0)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(into)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
 
 
 class Reader(FileSystemReader):
@@ -57,10 +84,7 @@ class Reader(FileSystemReader):
                 raise CheckpointError(found)
         for index, piece in pieces.items():
             with self._naming(index), (self._folder / piece.relative_path).open("rb") as file:
-                before = piece.offset % ALLOCATIONGRANULARITY
-                size, start = before + piece.length, piece.offset - before
-                with _Map(file.fileno(), size, access=ACCESS_READ, offset=start) as piece_of_file:
-                    check_archive(piece_of_file, size)
+                check_archive(_Part(file, piece.offset, piece.length), piece.length)
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
