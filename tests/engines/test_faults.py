@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.checkpoint import CheckpointError
-from lpq.engines.tensorfile import Shown, Writer
+from lpq.engines.tensorfile import Reader, Shown, Writer
 
 UP = "blocks.0.mlp.up_proj"
 
@@ -82,18 +82,27 @@ def with_group(**entries: Any) -> Callable[[Path], None]:
     return with_json("config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"].update(entries))
 
 
-def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """Edit what the file says of its tensors, and leave their bytes."""
+def with_text(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Edit the text of a file's header, and leave the bytes of its tensors."""
 
     def apply(path: Path) -> None:
         data = (path / "model.safetensors").read_bytes()
         end = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:end])
-        change(header)
-        text = json.dumps(header).encode()
+        text = change(data[8:end].rstrip())
         (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
 
     return apply
+
+
+def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Edit what the file says of its tensors."""
+
+    def edited(text: bytes) -> bytes:
+        header = json.loads(text)
+        change(header)
+        return json.dumps(header).encode()
+
+    return with_text(edited)
 
 
 def truncated(path: Path) -> None:
@@ -136,13 +145,17 @@ def with_large_header(path: Path) -> None:
 INDEX = "model.safetensors.index.json"
 ONE = r"model\.safetensors"
 FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "truncated": ("one", truncated, rf"{ONE} is truncated: .* ends 100 bytes behind its end"),
-    "empty": ("one", lambda p: (p / "model.safetensors").write_bytes(b""), rf"{ONE}: it is no safetensors, or trunc"),
+    "truncated": ("one", truncated, rf"{ONE} is no safetensors, was cut off or changed: .*not fully covered"),
+    "empty": (
+        "one",
+        lambda p: (p / "model.safetensors").write_bytes(b""),
+        rf"{ONE} is no safetensors, was cut off or changed: .*too small",
+    ),
     "no file": ("one", lambda p: (p / "model.safetensors").unlink(), rf"neither {ONE} nor {ONE}\.index\.json"),
     "more behind": (
         "one",
         lambda p: (p / "model.safetensors").open("ab").write(b"more"),
-        rf"{ONE} has 4 bytes behind its last",
+        rf"{ONE} is no safetensors, was cut off or changed: .*not fully covered",
     ),
     "pickle": ("one", pickled, rf"{ONE}: it is a pickle.* are not read"),
     "torch.save": ("one", saved_by_torch, rf"{ONE}: it is a pickle, as torch\.save writes them"),
@@ -150,19 +163,38 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "header": (
         "one",
         with_header(lambda h: h[f"{UP}.weight"].update(shape=[128, 128])),
-        rf"{ONE}: '{UP}\.weight' is F8_E4M3 \[128, 128\], of 16384 bytes, and its header gives it 32768",
+        rf"{ONE} is no safetensors, was cut off or changed: .*invalid shape, data type, or offset",
     ),
     "overlap": (
         "one",
         with_header(lambda h: h[f"{UP}.weight"].update(data_offsets=[0, 32768])),
-        rf"{ONE}: .* does not begin where",
+        rf"{ONE} is no safetensors, was cut off or changed: .*invalid offset for tensor",
     ),
     "negative": (
         "one",
         with_header(lambda h: h[f"{UP}.weight"].update(data_offsets=[-5, 32763])),
-        "nothing that is a tensor",
+        rf"{ONE} is no safetensors, was cut off or changed: .*invalid value: integer `-5`",
     ),
-    "dtype": ("one", with_header(lambda h: h[f"{UP}.weight"].update(dtype="F4")), rf"'{UP}\.weight' is of dtype 'F4'"),
+    "dtype": (
+        "one",
+        with_header(lambda h: h[f"{UP}.weight"].update(dtype="F8_E4M3FNUZ")),
+        rf"{ONE}: '{UP}\.weight' is of dtype 'F8_E4M3FNUZ', which is none",
+    ),
+    "no dtype": (
+        "one",
+        with_header(lambda h: h[f"{UP}.weight"].update(dtype="F3")),
+        rf"{ONE} is no safetensors, was cut off or changed: .*unknown variant `F3`",
+    ),
+    "a name twice": (
+        "one",
+        with_text(lambda text: re.sub(rb'("[^"]*":\{"dtype"[^}]*\})', rb"\1,\1", text, count=1)),
+        rf"{ONE} is no safetensors, was cut off or changed: its header has a name twice",
+    ),
+    "deep": (
+        "one",
+        with_text(lambda text: b'{"a":' * 10**5 + text + b"}" * 10**5),
+        rf"{ONE} is no safetensors, was cut off or changed: .*recursion limit",
+    ),
     "missing scale": (
         "one",
         with_tensors(lambda t: t.pop(f"{UP}.weight_scale")),
@@ -342,6 +374,17 @@ def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_
     with pytest.raises(CheckpointError, match=f"{folder} cannot be loaded: .*(?:{words})"):
         lpq.load_quantized(folder, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """If its bytes were mapped to memory the process would end by a signal."""
+    file = tmp_path / "model.safetensors"
+    write(tmp_path, {"weight": torch.ones(1 << 20)})
+    reader = Reader(file)
+    assert torch.equal(reader.read("weight"), torch.ones(1 << 20))
+    os.truncate(file, 1000)
+    with pytest.raises(CheckpointError, match=rf"{ONE} was changed while it was read: .*weight"):
+        reader.read("weight")
 
 
 HEADERS = [
