@@ -49,7 +49,10 @@ def assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda v: targets[id(v)][0] if id(v) in targets else v, out)
 
 
-AVERAGE = " An average, as AveragedModel keeps one, is to be of the masters: see lpq.optim.MasterWeights.masters"
+AVERAGE = (
+    ". An average of stored weights, as AveragedModel keeps one, would be rounded at each update: average the masters, "
+    "see lpq.optim.MasterWeights.masters"
+)
 
 
 def _refuse(func: Any, target: QuantizedTensor) -> NoReturn:
@@ -60,7 +63,7 @@ def _refuse(func: Any, target: QuantizedTensor) -> NoReturn:
         f"{target.whose}{name} would compute in place in this {list(target.shape)} tensor, which is stored as "
         f"{target.quantizer} and would be rounded at each such operation. Step it with "
         "lpq.optim.MasterWeights(optimizer), or MasterWeights(optimizer, keep=False) which keeps no fp32 copy between "
-        "steps; by hand, compute with value = weight.dequantize(), then weight.copy_(value)."
+        "steps; by hand, compute with value = weight.dequantize(), then weight.copy_(value)"
         f"{AVERAGE if 'lerp' in name else ''}"
     )
 

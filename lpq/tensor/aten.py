@@ -21,7 +21,7 @@ from lpq.formats.joined import cat
 from lpq.formats.stacks import along, matrices, narrowed
 from lpq.operations.operands import DTYPES, as_matrix
 from lpq.registry.warning import warn
-from lpq.tensor.assigning import assign, copy_
+from lpq.tensor.assigning import AVERAGE, assign, copy_
 from lpq.tensor.input_checks import GIVE_RANKS, check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
 from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
@@ -362,25 +362,29 @@ def _joins(first: Any, other: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- everything else
 
 
+AVERAGING = (aten.sub.Tensor, aten.mul.Tensor, aten.lerp.Scalar, aten.lerp.Tensor)
+"""The first operators of an average, as ``AveragedModel`` and functions for it compute one."""
+
+
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on decoded tensors."""
     for tensor in tree_leaves(args[:1]):
         if isinstance(tensor, QuantizedTensor):
             check_received(func, tensor)
-    quantizers: list[str] = []
+    found: list[QuantizedTensor] = []
 
     def decode(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        quantizers.append(str(value.quantizer))
+        found.append(value)
         return value.dequantize()
 
     args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
     copy = ", and writing to the result does not change the tensor" if func.is_view else ""
     warn(  # Python shows the same text from the same place once
-        f"{func} has no form on the buffers of {quantizers[0] if quantizers else 'a quantized tensor'}: "
+        f"{func} has no form on the buffers of {found[0].quantizer if found else 'a quantized tensor'}: "
         f"it runs on the decoded tensor, in high precision{copy}. Where that is meant, call it on "
-        "dequantize()",
+        f"dequantize(){AVERAGE if found and found[0].place and func in AVERAGING else ''}",
         PrecisionWarning,
     )
     return cast("Any", func(*args, **kwargs))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import lpq
 from lpq.tensor import PrecisionWarning
@@ -110,15 +111,25 @@ def test_an_average_of_stored_weights_is_refused_in_place_and_rounded_where_it_i
     model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights="quantized")
     in_place = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     in_place.update_parameters(model)  # the first update copies
-    with pytest.raises(
-        RuntimeError, match=r"0\.weight: _foreach_lerp_ would compute in place.* is to be of the masters"
-    ):
+    with pytest.raises(RuntimeError, match=r"0\.weight: _foreach_lerp_ would compute in place.* average the masters"):
         in_place.update_parameters(model)
     assigned = AveragedModel(model, avg_fn=lambda average, _weight, _count: average + 1)
     assigned.update_parameters(model)
-    with pytest.warns(PrecisionWarning, match="runs on the decoded tensor"):
+    with pytest.warns(PrecisionWarning, match=r"aten\.add\.Tensor .* runs on the decoded tensor"):
         assigned.update_parameters(model)
     exact = model[0].weight.dequantize() + 1
     rounded = lpq.quantizer("mxfp8").quantize(exact).dequantize()
     assert torch.equal(assigned.module[0].weight.dequantize(), rounded)
     assert not torch.equal(rounded, exact)
+
+
+@pytest.mark.filterwarnings("always::lpq.core.PrecisionWarning")
+@pytest.mark.parametrize("avg_fn", [None, get_ema_avg_fn(0.9)], ids=["average", "moving"])
+def test_an_average_that_is_assigned_leads_to_the_masters(avg_fn: Any) -> None:
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    average = AveragedModel(model, avg_fn=avg_fn)
+    average.update_parameters(model)
+    with pytest.warns(PrecisionWarning, match=r"average the masters, see lpq\.optim\.MasterWeights\.masters"):
+        average.update_parameters(model)
+    with pytest.warns(PrecisionWarning, match=r"dequantize\(\)$"):
+        lpq.quantizer("mxfp8").quantize(normal(64, 64)) * 2  # which is no weight
