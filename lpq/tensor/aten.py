@@ -22,7 +22,14 @@ from lpq.formats.stacks import along, matrices, narrowed
 from lpq.operations.operands import DTYPES, as_matrix
 from lpq.registry.warning import warn
 from lpq.tensor.assigning import AVERAGE, assign, copy_
-from lpq.tensor.input_checks import GIVE_RANKS, check_flattened, check_received, check_shard
+from lpq.tensor.input_checks import (
+    GIVE_RANKS,
+    GRADIENTS,
+    check_flattened,
+    check_gradient,
+    check_received,
+    check_shard,
+)
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
 from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
 from lpq.torch_private.operators import canonicalize_dim, pin_memory, to_copy, unsafe_view
@@ -45,6 +52,8 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that got a QuantizedTensor. A handler returns NotImplemented where buffers cannot express the
     result."""
+    if func in GRADIENTS:
+        check_gradient(func, args)
     handler = _HANDLERS.get(func)
     result = handler(*args, **kwargs) if handler is not None else NotImplemented
     if result is not NotImplemented:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lpq.tensor.quantized_tensor import REMEDY, QuantizedTensor
+from lpq.torch_private import autograd
+from lpq.torch_private.callers import engine_calls
 from lpq.torch_private.dispatch import schema_of
+from lpq.torch_private.pytree import tree_iter
 
 GIVE_RANKS = (
     "give lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
@@ -35,6 +40,30 @@ def check_flattened(tensor: QuantizedTensor) -> None:
             "DistributedDataParallel, composable replicate and FullyShardedDataParallel (FSDP1) do it, which decode it "
             f"and encode it anew or not at all: {REMEDY}. To read it, join what dequantize() gives"
         )
+
+
+def check_gradient(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a gradient that arrives encoded where autograd, by ``func``, adds it to another one or keeps it for a
+    leaf: a sum would be of rounded values without a word, and optimizers take ordinary gradients."""
+    if autograd.graph_task() == -1:
+        return
+    keeps = autograd.keeps_gradient()
+    if not (keeps or func is ADD) or not engine_calls():
+        return
+    gradient = next(t for t in tree_iter(args) if isinstance(t, QuantizedTensor))
+    what = "keeps it as the .grad of a leaf" if keeps else "adds it to another one"
+    raise TypeError(
+        f"a gradient of {list(gradient.shape)} arrived encoded as {gradient.quantizer} where autograd {what}: return "
+        "gradient.dequantize() from the backward that encoded it. Where it is of the results of experts, use them "
+        "once, or take dispatch='high_precision'"
+    )
+
+
+ADD = torch.ops.aten.add.Tensor
+GRADIENTS = frozenset(
+    (ADD, torch.ops.aten.add_.Tensor, torch.ops.aten.detach.default, torch.ops.aten.new_empty_strided.default)
+)
+"""The operators by which autograd adds gradients and keeps them."""
 
 
 def check_shard(t: QuantizedTensor, rows: int) -> None:

@@ -10,6 +10,13 @@ import torch
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """A number of the backward that runs in this thread; -1 outside of any."""
 
+
+def keeps_gradient() -> bool:
+    """Whether the node that runs in this thread keeps the gradient of a leaf."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether this backward will run a node. Raises where ``torch.autograd.grad`` returns the gradient that the node
 accumulates."""

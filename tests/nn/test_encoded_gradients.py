@@ -63,3 +63,52 @@ def test_a_grouped_layer_takes_that_of_its_recipe_alone() -> None:
     with_bias = lpq.nn.GroupedLinear(2, 64, 96, recipe=ROWS)  # whose gradient is a sum in high precision
     with pytest.raises(TypeError, match=r"GroupedLinear\(2, 64, 96\): the gradient of its output"):
         backward(with_bias(x, [20, 12]), layer.recipe.dy)
+
+
+class Encoded(torch.autograd.Function):
+    """Returns its gradient encoded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return lpq.quantizer("mxfp8").quantize(dy)
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_no_leaf_gets_it(has_one: bool, differentiated: bool) -> None:
+    leaf = torch.randn(32, 64, requires_grad=True)
+    leaf.grad = torch.ones(32, 64) if has_one else None
+    with pytest.raises(
+        TypeError, match=r"of \[32, 64\] arrived encoded as mxfp8 where autograd keeps it as the \.grad"
+    ):
+        Encoded.apply(leaf).sum().backward(create_graph=differentiated)
+    assert (leaf.grad is not None) == has_one
+    assert leaf.grad is None or bool((leaf.grad == 1).all())
+
+
+@pytest.mark.parametrize("uses", [(True, False), (False, True), (True, True)])
+def test_it_is_added_to_no_other(uses: tuple[bool, bool]) -> None:
+    h = torch.randn(32, 64, requires_grad=True) * 2
+    with pytest.raises(TypeError, match="where autograd adds it to another one: return"):
+        sum(Encoded.apply(h).sum() if encoded else h.sum() for encoded in uses).backward()
+
+
+def test_code_that_knows_it_and_stored_weights_are_left_alone() -> None:
+    """Code of a user in a backward may read and add what is encoded; weights may be stored so."""
+    x = torch.randn(32, 64, requires_grad=True)
+    h = x * 2
+    h.register_hook(lambda dy: dy.detach() + 1)
+    with pytest.warns(lpq.core.PrecisionWarning):
+        Encoded.apply(h).sum().backward()
+    assert x.grad is not None
+    assert bool((x.grad == 4).all())
+    net: Any = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    found: list[Tensor] = []
+    net[0].weight.register_post_accumulate_grad_hook(lambda weight: found.append(weight.detach()))
+    net(torch.randn(32, 64)).sum().backward()
+    assert len(found) == 1

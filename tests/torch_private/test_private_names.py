@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lpq.torch_private import autograd, compiling, cuda, dispatch, memory, operators, optimizers, pytree, tensors
+from lpq.torch_private import (
+    autograd,
+    callers,
+    compiling,
+    cuda,
+    dispatch,
+    memory,
+    operators,
+    optimizers,
+    pytree,
+    tensors,
+)
 
 CPU = torch.device("cpu")
 
@@ -242,6 +253,33 @@ def test_a_backward_is_seen_and_what_it_will_run() -> None:
     assert Asking.found == [(True, True, True), (True, False, False)]
     with pytest.raises(RuntimeError, match=r"autograd\.grad\(\)"):
         torch.autograd.grad(Asking.apply(x, weight).sum(), [weight])
+
+
+def test_a_node_that_keeps_a_gradient_is_seen() -> None:
+    found: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    between = leaf * 2
+    between.register_hook(lambda _: found.append(autograd.keeps_gradient()))
+    leaf.register_post_accumulate_grad_hook(lambda _: found.append(autograd.keeps_gradient()))
+    between.sum().backward()
+    assert found == [False, True]
+    assert not autograd.keeps_gradient()
+
+
+def test_who_calls_is_seen() -> None:
+    """An operator of lpq that autograd's engine calls itself is in tests/nn/test_encoded_gradients.py."""
+    assert torch.autograd.graph._engine_run_backward.__module__ == callers.ENGINE
+    assert not callers.engine_calls()
+    found: list[Any] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self) -> None:
+            found.append(callers.running_module())
+
+    inner = Inner()
+    inner()
+    inner.forward()
+    assert found == [inner, None]
 
 
 def test_hooks_of_saved_tensors_are_seen() -> None:
