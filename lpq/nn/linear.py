@@ -19,11 +19,12 @@ from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
 from lpq.nn.multiply import Call, Multiplication
-from lpq.nn.plan import Plan, Shapes, bind_few
+from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory, check_names
 from lpq.nn.remembering import states_of
 from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs, StaticValues
+from lpq.nn.step import Shapes, bind_few
 from lpq.operations import encode_operands, remember
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
@@ -266,9 +267,7 @@ class Layer(Saved):
         plan, shapes, step = call[:3]
         if self.accumulate is not None:
             check_accumulation(self, weight)
-        seeds: dict[str, Tensor] = {}
-        if plan.stochastic:
-            seeds = dict(zip(TENSORS, draw_seeds(input, weight, len(TENSORS)).unbind(), strict=True))
+        seeds = draw_seeds(input, weight, len(TENSORS)) if plan.stochastic else None
         states = states_of(self, plan.memories) if plan.memories else {}
         if plan.moving:
             moving = {tensor: states[tensor] for tensor in plan.moving}

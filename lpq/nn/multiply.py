@@ -20,8 +20,9 @@ from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward, check_gradient
-from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
+from lpq.nn.plan import Plan
 from lpq.nn.siblings import Inputs
+from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import on_device
@@ -42,7 +43,8 @@ class Call(NamedTuple):
     """The plan bound to the shapes; None: through the dispatcher."""
     states: Mapping[str, State] = {}
     """The statistics that quantizers remember, by tensor."""
-    seeds: Mapping[str, Tensor] = {}
+    seeds: Tensor | None = None
+    """Those of x, w and dy."""
     weight: Buffers | None = None
     """The buffers of the operands of the weight, if it is encoded already."""
     measured: Sequence[Tensor] = ()
@@ -69,27 +71,31 @@ class Multiplication(torch.autograd.Function):
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
+        of_x, of_w = states.get("x"), states.get("w")
+        if step.exchange is not None:
+            of_x, of_w, seeds = step.exchange(x, weight, of_x, of_w, seeds)
+        x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if step.x is None:
             assert given is not None
             x_row, x_col = given
         elif inputs is None:
-            x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
+            x_row, x_col, x_stats = step.x.encode(x, of_x, x_seed)
         else:
-            x_row, x_col, x_stats = inputs.encode(step.x, x, states.get("x"), static, layer)
+            x_row, x_col, x_stats = inputs.encode(step.x, x, of_x, static, layer)
         if step.w is not None:
-            w_row, w_col, w_stats = step.w.encode(weight, states.get("w"), seeds.get("w"))
+            w_row, w_col, w_stats = step.w.encode(weight, of_w, w_seed)
         else:
             assert encoded is not None
             w_row, w_col = encoded
             if call.step is not None:
                 check_there(w_row[0])
         y = step.fprop(x_row, w_row, bias)
-        rest: tuple[Tensor, ...] = () if "dy" not in seeds else (seeds["dy"],)
+        rest: tuple[Tensor, ...] = () if dy_seed is None else (dy_seed,)
         seen = recomputed.seen(states) if states else None
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
         ctx.seen = None if seen is None else seen.tolist()
         ctx.moves, ctx.dy_state = bool(plan.moving), None
-        ctx.call, ctx.counts = call, (len(x_col), len(w_col), len(x_stats), len(w_stats))
+        ctx.call, ctx.x_shape, ctx.counts = call, x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
@@ -125,7 +131,7 @@ class Multiplication(torch.autograd.Function):
         summed = shapes.weight if sum_so_far is None else sum_so_far.dtype
         if shapes.needs_dx != needs_dx or shapes.needs_dw != needs_dw or shapes.summed is not summed:
             shapes = shapes._replace(needs_dx=needs_dx, needs_dw=needs_dw, summed=summed)
-            step = None if step is None else bind_few(plan, shapes)
+            step = None if step is None else bind_few(plan, shapes)  # with the same parts, as shapes know these
         if step is None or not can_bypass_dispatcher(dy):
             check_gradient(title, dy)
             step = through_dispatcher(plan, shapes)
@@ -162,6 +168,9 @@ def _gradients(
     fourth += third
     seed = saved[fourth] if plan.stochastic else None
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
+    x_col: Any = saved[:first]
+    if step.wgrad is not None and step.x is not None and step.x.begin is not None:
+        x_col = step.x.begin(x_col)
     dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed)
     dx = dw = None
     if step.dgrad is not None:
@@ -169,14 +178,20 @@ def _gradients(
             check_there(saved[first])
         w_col = saved[first:second] if step.w is None or step.w.later is None else step.w.later(saved[first:second])
         dx = step.dgrad(dy_row, w_col, None)
-        if dy.dim() != 2:
-            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if step.wgrad is not None:
-        x_col = saved[:first] if step.x is None or step.x.later is None else step.x.later(saved[:first])
+        if step.dy.later is not None:
+            dy_col = step.dy.later(dy_col)
+        if step.x is not None and step.x.later is not None:
+            x_col = step.x.later(x_col)
         dw = step.wgrad(dy_col, x_col, None)
         if sum_so_far is not None:
             sum_so_far.add_(dw)
             dw = None
+    if dx is not None:
+        if step.finish_dx is not None:
+            dx = step.finish_dx(dx)
+        if dy.dim() != 2:
+            dx = dx.view(ctx.x_shape)
     if not moves:
         return dx, dw
     if torch.compiler.is_compiling():

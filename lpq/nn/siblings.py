@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lpq.operations.binding import Encoded, Operand
-from lpq.operations.bound import Encoder
+from lpq.operations.encoder import Encoder
 from lpq.operations.operands import State
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part, version_of

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.shard import plain
-from lpq.nn import linear, multiply, plan
+from lpq.nn import linear, multiply, step
 from lpq.operations.binding import Multiply, Product
-from lpq.operations.bound import Encoder, Wanted
+from lpq.operations.encoder import Encoder, Wanted
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
@@ -32,7 +32,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
         return noted
 
     for name in ("bind_product", "product_through_operators"):
-        monkeypatch.setattr(plan, name, noting(getattr(plan, name)))
+        monkeypatch.setattr(step, name, noting(getattr(step, name)))
     _bind_anew(monkeypatch)
     return made
 
@@ -54,14 +54,14 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
         return noted
 
     for name in ("bind_encoder", "through_operators"):
-        monkeypatch.setattr(plan, name, noting(getattr(plan, name)))
+        monkeypatch.setattr(step, name, noting(getattr(step, name)))
     _bind_anew(monkeypatch)
     return made
 
 
 def _bind_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, multiply):
-        monkeypatch.setattr(module, "bind_few", plan.bind)
+        monkeypatch.setattr(module, "bind_few", step.bind)
 
 
 def kept_for_backward(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:

@@ -127,11 +127,11 @@ def test_weights_that_inference_mode_made_are_held() -> None:
 
 
 def test_inside_of_another_hold_weights_the_outer_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lpq.nn import linear, plan
+    from lpq.nn import linear, step
 
     model, x = nn.Sequential(layer("mxfp8"), nn.Linear(32, 64), layer("mxfp8")), torch.randn(4, 64)
     calls: list[Any] = []
-    original, bind = linear.encode_operands, plan.bind_encoder
+    original, bind = linear.encode_operands, step.bind_encoder
 
     def encoder(wanted: Any) -> Any:
         made = bind(wanted)
@@ -139,8 +139,8 @@ def test_inside_of_another_hold_weights_the_outer_one_holds(monkeypatch: pytest.
         return made._replace(encode=lambda *a: ([calls.append(1)] if weight else [], made.encode(*a))[1])
 
     monkeypatch.setattr(linear, "encode_operands", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
-    monkeypatch.setattr(plan, "bind_encoder", encoder)
-    monkeypatch.setattr(linear, "bind_few", plan.bind)
+    monkeypatch.setattr(step, "bind_encoder", encoder)
+    monkeypatch.setattr(linear, "bind_few", step.bind)
     with lpq.hold_weights(model[2]):
         for _ in range(2):
             with lpq.hold_weights(model):

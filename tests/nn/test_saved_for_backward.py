@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lpq
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.operations import quantizing
-from lpq.operations.bound import Wanted, bind_encoder, in_two_steps, through_operators
+from lpq.operations.encoder import Wanted, bind_encoder, in_two_steps, through_operators
 from lpq.operations.measuring import measure_reference
 from lpq.registry import FormatSpec, hookimpl, refresh, register
 from lpq.registry.errors import LpqError

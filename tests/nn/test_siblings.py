@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lpq
 from lpq.nn.linear import Layer
 from lpq.nn.siblings import MOST, Inputs
-from lpq.operations.bound import Wanted
+from lpq.operations.encoder import Wanted
 
 ROWS, WIDTH, OUT = 48, 64, (96, 32, 32)
 RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "mxfp8-fwd-bf16-bwd")

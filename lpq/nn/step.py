@@ -1,0 +1,144 @@
+"""A step of a layer: a plan bound to inputs of one shape on one device. It is three encoders and three products, so
+that a layer decides nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.emulation.bf16_gemm import multiplied_exactly
+from lpq.nn.plan import Plan
+from lpq.operations.binding import Multiply, Product
+from lpq.operations.bound import bind_product, product_through_operators
+from lpq.operations.compiled_calls import spare_the_dispatcher
+from lpq.operations.encoder import Encoder, Known, Wanted, bind_encoder, in_two_steps, operands_of, through_operators
+from lpq.operations.operands import Moving, State, bind_remember
+
+BindEncoder = Callable[[Wanted], Encoder]
+BindProduct = Callable[[Product], Multiply]
+
+Exchange = Callable[[Tensor, Tensor, State | None, State | None, Tensor | None], tuple[Known, Known, Tensor | None]]
+"""``exchange(x, w, state_x, state_w, seeds)``: with what to encode x and w, and the seeds that all ranks have."""
+
+
+class Parts(Protocol):
+    """How x, w and dy are shared out, where a step has parts of them. It is hashable, as a step is bound to it: bound
+    anew, for other gradients or by operators, the step has the same parts."""
+
+    def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
+        """Bind a step by these functions."""
+
+
+class Shapes(NamedTuple):
+    """The properties of a pass that a step is bound to."""
+
+    rows: int
+    features: int
+    """The input is a matrix ``[rows, features]``."""
+    outputs: int
+    x: torch.dtype
+    weight: torch.dtype
+    dtype: torch.dtype
+    """The dtype of the result."""
+    summed: torch.dtype
+    """The dtype of the gradient of the weight."""
+    device: torch.device
+    needs_dx: bool
+    needs_dw: bool
+    encoded: bool
+    """Whether the operands of the weight are given, so that none is encoded."""
+    given: bool = False
+    """Whether the operands of the input are given."""
+    kernels: object = None
+    """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
+    compiled: bool = False
+    """Whether a compiler traces this step, and decides what is kept for backward."""
+    parts: Parts | None = None
+    """How x, w and dy are shared out; None: each is one whole matrix."""
+
+
+class Step(NamedTuple):
+    """A plan bound to shapes.
+
+    A product takes the buffers that encoders return. What travels between ranks arrives in the product that needs it.
+    """
+
+    x: Encoder | None
+    """None: the input is encoded already; ``w`` likewise."""
+    w: Encoder | None
+    dy: Encoder
+    fprop: Multiply
+    dgrad: Multiply | None
+    """None: that gradient is not wanted."""
+    wgrad: Multiply | None
+    exchange: Exchange | None = None
+    """Measures x and w and reduces their statistics over ranks, together, before they are encoded; None: encoders
+    measure for themselves."""
+    finish_dx: Callable[[Tensor], Tensor] | None = None
+    """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
+    remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
+    """Moves the states of all tensors by the measured statistics; None: each is moved by itself, or there are none."""
+
+
+def bind(plan: Plan, shapes: Shapes) -> Step:
+    """Decide now all that a step of these shapes does."""
+    step = step_of(plan, shapes, bind_encoder, bind_product, exact=True)
+    if not plan.moving:
+        return step
+    dx, dw = shapes.needs_dx, shapes.needs_dw
+    every = Moving("x", plan.x, True, dw), Moving("w", plan.w, True, dx), Moving("dy", plan.dy, dx, dw)
+    moving = [m for m in every if m.tensor in plan.moving]
+    return step._replace(remember=bind_remember(moving, shapes.device))
+
+
+bind_few = registry.cached_few(bind)
+"""``bind`` for all layers of a model that have the same plan and shapes."""
+
+
+def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
+    """Bind by operators, for tracers and dispatch modes. Under all but a compiler every operand is encoded."""
+    exact = torch.compiler.is_dynamo_compiling()
+    if exact:
+        spare_the_dispatcher()
+    return step_of(plan, shapes, through_operators, product_through_operators, exact=exact)
+
+
+def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct, *, exact: bool = False) -> Step:
+    """Bind a step by these functions; ``exact``: operands may be made in their exact forms."""
+    if shapes.parts is not None:
+        return shapes.parts.step(plan, shapes, encoder, product)
+    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, given = shapes[:12]
+    states, later = [memory.tensor for memory in plan.memories], shapes.compiled
+    fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
+    forward = (fprop, False)
+    draws = not encoded and not plan.w.side("row").plain
+    of_x = Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, forward, later, not draws)
+    x = None if given else _encoder(encoder, of_x, plan.keeps_input)
+    wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
+    wanted = wanted._replace(at_hand=True)
+    w = None if encoded else _encoder(encoder, wanted, plan.keeps_weight)
+    also = needs_dx and dgrad, needs_dw and wgrad
+    dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))
+    x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
+    w_row, w_col = operands_of(wanted) if w is None else (w.row, w.col)
+    assert x_row is not None
+    assert w_row is not None
+    multiply, into_dx, into_dw = product(Product(x_row, w_row, dtype, device, plan.fast[0])), None, None
+    if dy.row is not None and w_col is not None:
+        into_dx = product(Product(dy.row, w_col, x_dtype, device, plan.fast[1]))
+    if dy.col is not None and x_col is not None:
+        into_dw = product(Product(dy.col, x_col, summed, device, plan.fast[2]))
+    return Step(x, w, dy, multiply, into_dx, into_dw)
+
+
+def _encoder(encoder: BindEncoder, wanted: Wanted, keeps: bool) -> Encoder:
+    """The encoder of the input or the weight; ``keeps``: the tensor is kept for backward, not its column operand.
+
+    A compiler decides that by itself, and would copy in backward the state that forward is to copy.
+    """
+    return in_two_steps(encoder, wanted) if keeps and wanted.col and not wanted.later else encoder(wanted)

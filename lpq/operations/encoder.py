@@ -1,0 +1,232 @@
+"""Encoders of tensors of one shape, which a layer makes once and calls at every step.
+
+A bound one has its kernels, launches and memory decided beforehand, and bypasses PyTorch's dispatcher. Where a compiler
+traces or a mode watches, operators take its place; both give the same bytes. Which of the two operands is made of the
+other, and what is kept for backward, is the encoder's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer
+from lpq.operations import fused_pair
+from lpq.operations.binding import Encoded, Encoding, Operand
+from lpq.operations.bound import bind_run
+from lpq.operations.exact_form import Form
+from lpq.operations.operands import as_matrix, bind_recall, encode_operands, moves, recalls
+from lpq.operations.quantizing import quantize
+from lpq.operations.sides import declared, shared
+
+State = Mapping[str, Tensor]
+Known = Any
+"""The statistics that an encoder is given: a state, in which it finds them; a sequence of them; or None."""
+
+
+class Encoder(NamedTuple):
+    """Encodes tensors of one shape."""
+
+    row: Operand | None
+    col: Operand | None
+    """The operands that it makes."""
+    encode: Callable[[Tensor, Known, Tensor | None], Encoded]
+    """``encode(x, known, seed)``: the buffers of both operands, and the statistics where they are measured for later
+    use. The matrix is ``x`` with all leading dimensions as rows. The device is the current one."""
+    later: Callable[[Any], Sequence[Tensor]] | None = None
+    """Makes the buffers of the column operand from the tensors that ``encode`` returned in their place; None:
+    ``encode`` returned the buffers."""
+    derived: bool = False
+    """Whether the column operand is made of the row operand."""
+    begin: Callable[[Sequence[Tensor]], Any] | None = None
+    """Begins, with the tensors that ``encode`` returned in place of the column operand, what ``later`` finishes: it
+    travels meanwhile."""
+
+
+class Wanted(NamedTuple):
+    """How a layer has tensors of one kind encoded."""
+
+    quantizer: Quantizer
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    row: bool = True
+    col: bool = True
+    remembers: bool = False
+    """Whether there is a state."""
+    exact: tuple[bool, bool] = (False, False)
+    """Whether the row operand, and the column operand, may be made in its exact form: it is multiplied at once."""
+    later: bool = False
+    """Whether the column operand is made when it is multiplied, so that a compiler decides what is kept until then."""
+    draws: bool = False
+    """Whether the operator that makes the row operand is given the seed in any case. A compiler would draw in backward
+    what forward has no use for."""
+    measures: bool = False
+    """Whether the statistics are returned though there is no state."""
+    given: bool = False
+    """Whether all statistics are given, and there is no state."""
+    at_hand: bool = False
+    """Whether the tensor is there before a step begins, as a weight is: no pass of a compiled graph makes it."""
+
+
+def bind_encoder(wanted: Wanted) -> Encoder:
+    """Choose and bind the kernels of an encoding on this device."""
+    quantizer, shape, dtype, device, _, col, remembers = wanted[:7]
+    if col and quantizer.col_source == "row":
+        return through_operators(wanted)  # one operand is made of the other: there is little to decide beforehand
+    sides, forms = _sides(wanted), _forms(wanted)
+    e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers and moves(quantizer, *sides))
+    if forms != (None, None):
+        e = e._replace(exact=wanted.exact)
+    if remembers:
+        e = e._replace(given=recalls(quantizer, *sides))
+    elif wanted.measures or wanted.given:
+        e = e._replace(given=(wanted.given,) * len(declared(*sides)), measure=wanted.measures)
+    run = bind_run(e)
+    find = bind_recall(quantizer, *sides) if remembers else None
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        if find is None or known is None:
+            return run(x, known if wanted.given else (), seed)
+        return run(x, [None if k is None else k.contiguous() for k in find(known)], seed)
+
+    return Encoder(*operands_of(wanted, forms), encode)
+
+
+def through_operators(wanted: Wanted) -> Encoder:
+    """Make the same encoder from operators, for a tracer or a mode."""
+    quantizer, _, _, _, row, col = wanted[:6]
+    if wanted.later and _can_be_later(wanted):
+        return _in_two_parts(wanted)
+    forms = _forms(wanted)
+    # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
+    exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
+
+    is_view = wanted.later and col and quantizer.side("col").plain
+
+    def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
+        x = x.clone() if is_view else x  # as in ``_in_two_parts``
+        made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
+        first, second = made.row, made.col
+        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured
+
+    def encode_with(x: Tensor, stats: Known, seed: Tensor | None) -> Encoded:
+        given = stats if wanted.given else None
+        first, second, measured = quantize(as_matrix(x), given, *_sides(wanted), seed, measure=wanted.measures)
+        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), measured
+
+    run = encode_with if wanted.measures or wanted.given else encode
+    return Encoder(*operands_of(wanted, forms), run, derived=col and quantizer.col_source == "row")
+
+
+def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
+    """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
+    with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
+    present state, which another backward may move meanwhile."""
+    row, col = _sides(wanted)
+    assert col is not None
+    turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
+    keys = tuple(wanted.quantizer.new_state("meta")) if wanted.remembers else ()
+    wanted = wanted._replace(later=False, exact=(False, False))
+    once = not keys and wanted.quantizer.col_source == "original" and _measured_once(row, col)
+    # Where there is a state, the statistics of both operands are measured now.
+    first = encoder(wanted if keys else wanted._replace(col=False, measures=once))
+    second = encoder(wanted._replace(row=turned, given=once))
+    count = len(keys) or (len(col.stats) if once else 0)
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        of_row, _, stats = first.encode(x, known, seed)
+        then = [known[key].clone() for key in keys] if keys else stats
+        kept = (x, *then) if seed is None else (x, *then, seed)
+        return of_row, kept, stats if keys else ()
+
+    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        then, seed = kept[1 : 1 + count], kept[1 + count :]
+        known = dict(zip(keys, then, strict=True)) if keys else then if once else None
+        return second.encode(kept[0], known, seed[0] if seed else None)[1]
+
+    return Encoder(first.row, second.col, encode, later, second.derived)
+
+
+def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether both operands have the same statistics, which are values of the whole tensor."""
+    stats = col.stats if col is not None and shared(row, col) else []
+    return len(stats) > 0 and all(stat.block == (None, None) for stat in stats)
+
+
+def _can_be_later(wanted: Wanted) -> bool:
+    """Whether there is a column operand that an operator of its own can make, from the tensor alone."""
+    row, col = _sides(wanted)
+    if col is None or col.plain or wanted.remembers or wanted.quantizer.col_source == "row":
+        return False
+    return not (shared(row, col) and col.stochastic)  # those random bits are the row operand's
+
+
+def _in_two_parts(wanted: Wanted) -> Encoder:
+    """Encode the row operand now, and the column operand later.
+
+    Forward would need an operator that makes both. A compiler's partitioner, which decides what is kept for backward,
+    never makes again the results of a custom operator that forward needs, so it would keep the column operand, always.
+    An operator that only backward needs goes where the fewest bytes are kept: into backward, where the tensor, or the
+    tensors that it is computed from, are kept anyway, or else into forward.
+    """
+    row, col = _sides(wanted)
+    assert col is not None
+    both = _measured_once(row, col)
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        # Equal operators are merged, those that are given other seeds are not.
+        of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
+        made, _, measured = quantize(as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand)
+        # Else backward would read what a later write to x leaves, if that is traced too. Inductor takes the copy away.
+        same = x.clone()
+        kept = (same, *measured) if not col.stochastic or seed is None else (same, *measured, seed)
+        return () if made is None else made.tensors(), kept, ()
+
+    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, stats, seed = as_matrix(kept[0]), kept[1:], None
+        if col.stochastic:
+            stats, seed = stats[:-1], stats[-1]
+        # All of it, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
+        # nothing again that others read in backward.
+        _, made, _ = quantize(x.chunk(1, dim=1)[0], stats, None, col, seed)
+        assert made is not None
+        return made.tensors()
+
+    return Encoder(*operands_of(wanted), encode, later)
+
+
+def _sides(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
+    quantizer = wanted.quantizer
+    return quantizer.side("row") if wanted.row else None, quantizer.side("col") if wanted.col else None
+
+
+def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
+    """The exact forms in which the operands are made."""
+    row, col = _sides(wanted)
+    rows, cols = wanted.shape
+    if wanted.exact == (False, False) or wanted.remembers or row is None or col is None:
+        return None, None
+    if (
+        rows % fused_pair.ALIGNED
+        or cols % fused_pair.ALIGNED
+        or rows * cols == 0
+        or wanted.quantizer.col_source == "row"
+    ):
+        return None, None
+    return fused_pair.exact_forms(row.text, col.text, *wanted.exact, wanted.device) or (None, None)
+
+
+def operands_of(
+    wanted: Wanted, forms: tuple[Form | None, Form | None] = (None, None)
+) -> tuple[Operand | None, Operand | None]:
+    """Return the operands of a tensor, by this encoder."""
+    (rows, cols), dtype = wanted.shape, wanted.dtype
+    row, col = _sides(wanted)
+    return (
+        Operand(row, (rows, cols), dtype, forms[0]) if row is not None else None,
+        Operand(col, (cols, rows), dtype, forms[1]) if col is not None else None,
+    )
