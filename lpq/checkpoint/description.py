@@ -17,8 +17,8 @@ from lpq.recipes import Policy, Steps, policy
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief, listed, pip
 
-VERSION = 1
-"""The version of this file. A file of a later version is refused, in words."""
+VERSION = 2
+"""The version of a checkpoint: from 2 on it has an ``index.json``. One of a later version is refused, in words."""
 FIELDS: dict[str, tuple[type, ...]] = {
     "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
     "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
@@ -78,9 +78,9 @@ class Description:
     def read(cls, data: Any) -> Description:
         """Make a description from such data; refuse data that is none."""
         version = data.get("version", VERSION) if isinstance(data, Mapping) else VERSION
-        if type(version) is int and version != VERSION:
+        if type(version) is int and version > VERSION:
             raise CheckpointError(
-                f"it is written in version {version} of the format, and this lpq reads version {VERSION}: "
+                f"it is written in version {version} of the format, and this lpq reads versions up to {VERSION}: "
                 "pip install --upgrade lpq"
             )
         data = {**LATER, **data} if isinstance(data, Mapping) else data

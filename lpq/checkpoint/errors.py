@@ -8,6 +8,9 @@ from __future__ import annotations
 from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.showing import printable
 
+TRUST = "do not trust it"
+"""The advice about a file that was changed."""
+
 
 class CheckpointError(LpqError):
     """A checkpoint that could not be saved or cannot be loaded."""
@@ -32,3 +35,9 @@ class CheckpointWarning(UserWarning):
 def shown(name: str) -> str:
     """The name that a tensor of a checkpoint has in its model or optimizer."""
     return printable(name.removeprefix("model."))
+
+
+def expect(so: bool, otherwise: str) -> None:
+    """Refuse a file that is as nobody honest writes it, unless it is ``so``."""
+    if not so:
+        raise CheckpointError(f"{otherwise}: {TRUST}")

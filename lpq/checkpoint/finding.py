@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint
 from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.index import INDEX
+from lpq.checkpoint.index import PICKLE
 from lpq.checkpoint.manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from lpq.checkpoint.ranks import Ranks
 from lpq.registry.showing import listed
@@ -120,7 +120,7 @@ def _candidates(path: Path) -> list[Path]:
             f"{path} is a file, and a checkpoint is a directory: give that, or load a file of one model with "
             "lpq.checkpoint.import_file"
         )
-    if path.is_dir() and not any((path / name).exists() for name in (MANIFEST, INDEX)):
+    if path.is_dir() and not any((path / name).exists() for name in (MANIFEST, PICKLE)):
         return _newest_first(path)
     beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
     return [p for p in beside if p.exists()][:1]

@@ -12,7 +12,7 @@ from lpq.checkpoint import files
 from lpq.checkpoint.claim import LOCK
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.index import INDEX
+from lpq.checkpoint.index import PICKLE
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
@@ -54,7 +54,7 @@ def read_manifest(path: Path) -> Manifest | str:
         if type(found.written) is int and all(
             type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in found.files.values()
         ):
-            lacking = [name for name in (INDEX, DESCRIPTION, EXTRA) if name not in found.files]
+            lacking = [name for name in (PICKLE, DESCRIPTION, EXTRA) if name not in found.files]
             return f"its {MANIFEST} does not list {listed(lacking)}" if lacking else found
     except FileNotFoundError:
         return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"

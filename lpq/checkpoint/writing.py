@@ -23,7 +23,7 @@ from lpq.checkpoint.claim import LOCK, Claim, left_behind
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
-from lpq.checkpoint.index import INDEX
+from lpq.checkpoint.index import INDEX, PICKLE, as_json
 from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole, remove
 from lpq.checkpoint.ranks import as_checkpoint_error
 from lpq.registry.showing import listed
@@ -73,9 +73,10 @@ class Writer(FileSystemWriter):
         try:
             super().finish(metadata, results)
             entries = {name: entry for written in results for name, entry in written.entries.items()}  # type: ignore[attr-defined]
+            self._small[INDEX] = as_json(metadata, [result for written in results for result in written])
             for name, data in self._small.items():
                 files.write(self._partial / name, data)
-            entries.update(self._entries([*self._small, INDEX]))
+            entries.update(self._entries([*self._small, PICKLE]))
             files.write(self._partial / MANIFEST, self._manifest(entries))
             self._publish()
         except Exception as error:

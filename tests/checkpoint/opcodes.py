@@ -86,6 +86,14 @@ def listed(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> No
     (path / MANIFEST).write_text(json.dumps(said))
 
 
+def as_version_1(path: Path) -> Path:
+    """Make a checkpoint one that an lpq wrote which had DCP's index alone."""
+    put(path, "lpq.json", json.dumps({**json.loads((path / "lpq.json").read_text()), "version": 1}).encode())
+    (path / "index.json").unlink()
+    listed(path, lambda found: {name: said for name, said in found.items() if name != "index.json"})
+    return path
+
+
 def two_faced(path: Path, marker: Path) -> bytes:
     """An index in which a tensor is one in the first reading, and bytes that run code in the second.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import resource
@@ -26,11 +27,12 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata
 
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, index
+from lpq.checkpoint import CheckpointError, index, version_1
 from lpq.tensor.quantized_tensor import rebuild
 
 CLASSES = [
-    *(getattr(metadata, name) for name in index.KNOWN[index.METADATA]), filesystem._StorageInfo, index.Record,
+    *(getattr(metadata, name) for name in version_1.KNOWN[version_1.METADATA]), filesystem._StorageInfo,
+    version_1.Record,
     rebuild, nn.Parameter,
 ]  # fmt: skip
 """Modules that a file refers to, or could."""
@@ -38,8 +40,14 @@ CLASSES = [
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint whose every value is 10."""
-    return checkpoint.save(tmp_path / "saved", model(10.0))
+    """A checkpoint of version 1, whose index is a pickle; every value is 10."""
+    return opcodes.as_version_1(checkpoint.save(tmp_path / "saved", model(10.0)))
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> Path:
+    """A checkpoint with an index in JSON; every value is 10."""
+    return checkpoint.save(tmp_path / "later", model(10.0))
 
 
 def refused(path: Path, words: str) -> None:
@@ -342,13 +350,14 @@ WRONG: list[tuple[Callable[[Any], object], str]] = [
     (_place(relative_path="/etc/hostname"), "the file '/etc/hostname', which the manifest does not list"),
     (_place(relative_path="unlisted"), "the file 'unlisted', which the manifest does not list"),
     (_place(offset=10**6), r"beyond the end of __0_0\.distcp"),
-    (_place(offset=-1), "the place of a piece is not as"),
-    (_place(length=True), "the place of a piece is not as"),
+    (_place(offset=-1), "a size or a place is not as"),
+    (_place(length=True), "a size or a place is not as"),
     (_place(length=7), r"a piece of 0\.weight is not in its files"),
     (_place(transform_descriptors=["zstd"]), "files that are compressed"),
     (_piece((0, 0), (32, 64)), r"the pieces of 0\.weight do not cover it"),
-    (_piece((32, 0), (64, 64)), r"a piece of 0\.weight lies outside of it"),
-    (_piece((0,), (64,)), r"a piece of 0\.weight lies outside of it"),
+    (_piece((32, 0), (64, 64)), r"a piece of 0\.weight is not in its files"),
+    (_piece((0,), (64,)), r"a piece of 0\.weight is not in its files"),
+    (_piece((0, 0), (64, 65)), r"a piece of 0\.weight lies outside of it"),
     (lambda found: found.storage_data.clear(), r"a piece of 0\.weight is not in its files"),
     (lambda found: found.state_dict_metadata.update({NAME: metadata.BytesStorageMetadata()}), "0.weight is no tensor"),
     (lambda found: found.state_dict_metadata.update({7: found.state_dict_metadata[NAME]}), "the name of a tensor"),
@@ -370,6 +379,65 @@ def test_what_is_wrong_in_it_is_refused_before_anything_is_overwritten(path: Pat
     put(path, ".metadata", raw)
     checkpoint.load(path, net := model(0.0))
     assert net[0].weight[0, 0] == 10.0
+
+
+IN_JSON: list[tuple[Callable[[Any], object], str]] = [
+    (lambda tensors: tensors[NAME].update(dtype="load"), r"the dtype of 0\.weight is none"),
+    (lambda tensors: tensors[NAME].update(shape=[64, -64]), "a size or a place is not as"),
+    (lambda tensors: tensors[NAME].update(shape=[64, 64.0]), "a size or a place is not as"),
+    (lambda tensors: tensors[NAME].update(shape=[2**70, 64]), r"the pieces of 0\.weight do not cover it"),
+    (lambda tensors: tensors[NAME].pop("pieces"), r"its entry of 0\.weight lacks 'pieces'"),
+    (lambda tensors: tensors[NAME]["pieces"].clear(), r"the pieces of 0\.weight do not cover it"),
+    (lambda tensors: tensors[NAME]["pieces"].append([]), r"a piece of 0\.weight is of type list"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(at=[1, 0]), r"a piece of 0\.weight lies outside of it"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(at=[0]), r"a piece of 0\.weight lies outside of it"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(file="../../beside"), r"'\.\./\.\./beside', which the manifest"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(file=["a"]), "has 'file' of type list"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(bytes=True), "a size or a place is not as"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(bytes=7), r"a piece of 0\.weight is not in its files"),
+    (lambda tensors: tensors[NAME]["pieces"][0].update(begin=10**6), r"lies beyond the end of __0_0\.distcp"),
+    (lambda tensors: tensors[NAME]["pieces"].extend(tensors[NAME]["pieces"]), r"a piece of 0\.weight is there twice"),
+    (lambda tensors: tensors.update({f"x{i}": tensors[NAME] for i in range(9)}), r"more bytes than __0_0\.distcp"),
+]
+
+
+def test_an_index_in_json_is_judged(later: Path) -> None:
+    (later.parent / "beside").write_bytes((later / "__0_0.distcp").read_bytes())
+    raw = (later / "index.json").read_bytes()
+    for change, words in IN_JSON:
+        found = json.loads(raw)
+        change(found["tensors"])
+        put(later, "index.json", json.dumps(found).encode())
+        refused(later, rf"its index \(index\.json\) is refused: .*{words}")
+    for text in (b"[]", b"{", b"\xff", b'{"tensors": []}', b"[" * 10**6, b"9" * 10**6):
+        put(later, "index.json", text)
+        refused(later, r"its index \(index\.json\) is refused: it ")
+    put(later, "index.json", raw)
+    checkpoint.load(later, net := model(0.0))
+    assert net[0].weight[0, 0] == 10.0
+
+
+def test_the_pickle_beside_an_index_in_json_is_not_read(later: Path, path: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    for evil in (pickle.dumps(Evil(Path.touch, marker)), b"no pickle"):
+        put(later, ".metadata", evil)
+        checkpoint.load(later, net := model(0.0))
+        assert all((parameter == 10.0).all() for parameter in net.parameters())
+        put(path, ".metadata", evil)
+        refused(path, r"its index \(\.metadata\) is refused")
+    assert not marker.exists()
+
+
+def test_both_indexes_say_the_same(later: Path) -> None:
+    files = {name: (later / name).stat().st_size for name in ("__0_0.distcp", "index.json", ".metadata")}
+    found = index.read_index(later, files)
+    files.pop("index.json")
+    theirs = index.read_index(later, files)
+    assert found == theirs
+    assert found.state_dict_metadata.keys() == opcodes.index_of(later).state_dict_metadata.keys()
+    assert {key: place.offset for key, place in found.storage_data.items()} == {
+        key: place.offset for key, place in opcodes.index_of(later).storage_data.items()
+    }
 
 
 def test_a_piece_that_is_there_twice_is_refused(path: Path) -> None:

@@ -285,7 +285,7 @@ def _ranks_are_given_different_paths(rank: int, folder: Path) -> None:
 def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
     """Each rank digests some of the files and reads others, and all of them raise in any case."""
     here = Path.cwd()
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "extra.pt", "lpq.json"):
+    for name in ("index.json", "__0_0.distcp", "__1_0.distcp", "extra.pt", "lpq.json"):
         path = _own_disks(rank, folder, name, lambda at: (at / name).unlink())  # noqa: B023
         net = _net(2)
         with pytest.raises(CheckpointError) as raised:

@@ -70,7 +70,7 @@ def test_a_link_to_a_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -
     assert checkpoint.load(archived, model(0.0)).step == 1
 
 
-FILES = ("__0_0.distcp", ".metadata", "lpq.json", "extra.pt")
+FILES = ("__0_0.distcp", "index.json", ".metadata", "lpq.json", "extra.pt")
 DAMAGE: list[tuple[Callable[[Path], None], str, str]] = [
     *((truncate, name, "so it is truncated") for name in FILES),
     *((flip, name, "SHA-256") for name in FILES),

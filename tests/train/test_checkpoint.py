@@ -168,7 +168,8 @@ def test_what_another_program_saved_is_not_gone_on_from(trainer: Trainer, tmp_pa
 
 
 def test_going_on_from_a_file_that_would_run_code_is_refused(trainer: Trainer, tmp_path: Path) -> None:
-    opcodes.put(path := with_two(trainer, tmp_path / "c"), ".metadata", opcodes.two_faced(path, tmp_path / "ran"))
+    path = opcodes.as_version_1(with_two(trainer, tmp_path / "c"))
+    opcodes.put(path, ".metadata", opcodes.two_faced(path, tmp_path / "ran"))
     trainer.step = 0
     with pytest.raises(CheckpointError, match=r"its index \(\.metadata\) is refused"):
         trainer.resume(tmp_path / "c", silent)
