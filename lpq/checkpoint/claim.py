@@ -2,7 +2,7 @@
 
 The directory is lpq's by a lock on a file in it. The system releases a lock when its process ends, however it ends. So
 files that a killed process left behind can be distinguished from those that another process is writing, and a
-directory without the file is somebody else's. Not on a file system without locks (``flock``): there all count as left
+directory without the file is somebody else's. Not on a file system without locks: there all count as left
 behind.
 """
 
@@ -16,16 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import lock_descriptor, unlock_descriptor
+
 from lpq.checkpoint import files
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = "lpq.lock"
 """The file with the lock. Its first line names the job that writes, each other line one that was refused meanwhile."""
@@ -110,9 +107,8 @@ class Claim:
                 except OSError as error:
                     why = error.strerror or error
                     warn(f"{self.partial} is not finished, and cannot be removed: {why}", CheckpointWarning)
-            if fcntl is not None:
-                with suppress(OSError):
-                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # processes that were forked have it, too
+            with suppress(OSError):
+                unlock_descriptor(self._descriptor)  # processes that were forked have it, too
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -161,15 +157,10 @@ def _empty(partial: Path) -> None:
 
 def _locked(descriptor: int) -> bool:
     """Whether this process has the lock now."""
-    if fcntl is None:
-        return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return lock_descriptor(descriptor, blocking=False)
     except OSError:  # the file system has none
         return True
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
