@@ -85,10 +85,11 @@ def bind_amaxes(sections: Sections) -> Find:
     zeros = bind_zeros(sections, sections.number)
     shape, index = TALL, sections.device.index or 0
     launch = AMAXES[shape].bind(index, sections.macros(shape), sections.tiles(shape))
+    tail = *sections.arguments(0)[1:], sections.rows, sections.cols
 
     def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
         (found,) = zeros()
-        launch(at, found.data_ptr(), *sections.arguments(ends), sections.rows, sections.cols)
+        launch(at, found.data_ptr(), ends, *tail)
         return found, None
 
     return find

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from lpq import recipes, registry
+from lpq.kernels.table import kernels_allowed
 from lpq.nn.cached_weight import weight_operands
 from lpq.nn.encoded_inputs import row_buffers
+from lpq.nn.grouped_step import Shapes, bind_few
 from lpq.nn.input_checks import check_transforms
 from lpq.nn.multiply_groups import GroupedCall, GroupedMultiplication
 from lpq.nn.plan import Plan
+from lpq.operations import groups as in_groups
 from lpq.operations.binding import on_device
 from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import DTYPES, State
+from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
@@ -95,9 +99,17 @@ def grouped_linear_of(
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     if casts:
         dtype = torch.get_autocast_dtype(device)
-    operands = weight_operands(plan, weight, held, needs_dx)
-    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given, states or {}, title)
+    operands, first = weight_operands(plan, weight, held, needs_dx), x if given is None else given[0]
+    (rows, features), (groups, outputs, _) = x.shape, weight.shape
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
+        watched = not can_bypass_dispatcher(first)
+        shapes = Shapes(
+            rows, features, outputs, groups, x.dtype, weight.dtype, dtype, weight.dtype, x.device,
+            in_groups.at_once(first, offs), needs_dx, needs_dw, operands is not None, given is not None, watched,
+            kernels=kernels_allowed(),
+        )  # fmt: skip
+        step = None if watched else bind_few(plan, shapes)
+        call = GroupedCall(plan, shapes, step, operands, accumulate, given, states or {}, title)
         y: Tensor = multiply(x, weight, bias, offs, seeds, call)
     return y
 

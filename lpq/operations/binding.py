@@ -74,7 +74,8 @@ class Operand(NamedTuple):
 
     quantizer: Any
     """A quantizer of the format that binds."""
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    """That of a matrix, or of a stack."""
     dtype: torch.dtype
     form: Form | None = None
     """The exact form in which it was made, in place of being encoded."""
@@ -158,8 +159,7 @@ def operand_like(storage: Storage) -> Operand:
     form = None
     if isinstance(storage, Multiplicand):
         form = Form(storage.form.factor is not None, storage.form.constant)
-    rows, cols = storage.shape
-    return Operand(storage.quantizer, (rows, cols), storage.dtype, form)
+    return Operand(storage.quantizer, storage.shape, storage.dtype, form)
 
 
 def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:

@@ -7,25 +7,26 @@ Both are products of the same numbers, summed exactly unless a recipe allows les
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer
 from lpq.formats.groups import unit
-from lpq.kernels import choose
+from lpq.kernels import Choice, choose
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.fused_pair import ALIGNED
 from lpq.operations.sectioned import decodable
 
 
-def kernel_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Callable[..., Any] | None:
+def choice_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Choice | None:
     """The kernel that multiplies codes of such operands; None where decoded values are multiplied in bf16."""
     if a.plain or b.plain or rows == 0:
         return None
-    return choose("grouped_gemm", (a.text, b.text), device).impl
+    choice = choose("grouped_gemm", (a.text, b.text), device)
+    return choice if choice.impl is not None else None
 
 
 class OfProduct(NamedTuple):
@@ -51,7 +52,7 @@ def decoded_at_once(a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int]
     for side, direction, stack in (a, b):
         if not side.plain and not decodable(side.text, direction, device, stack, allowed):
             return False
-    return kernel_of(a.side, b.side, rows, device) is None
+    return choice_of(a.side, b.side, rows, device) is None
 
 
 def why_decoded(a: Quantizer, b: Quantizer) -> str | None:

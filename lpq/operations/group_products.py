@@ -5,23 +5,109 @@ The references compute a group at a time, as separate layers do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer, Storage, check_there
-from lpq.formats.groups import Grouped, bounds, starts, unit
+from lpq.formats.groups import Grouped, GroupedOperand, bounds, starts, unit
 from lpq.formats.stacks import matrices
+from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, groups
-from lpq.operations.exact_form import Multiplicand
-from lpq.operations.group_choice import kernel_of
+from lpq.operations.binding import Multiply, Operand, on_device, operand_like
+from lpq.operations.group_choice import choice_of
 from lpq.operations.groups import without_the_host
 from lpq.operations.multiplying import gemm
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define
+
+
+class GroupedProduct(NamedTuple):
+    """How rows in groups are multiplied: each group by its matrix of the stack ``b``, ``[groups, N, K]``, or its
+    columns by those of ``b``. Rows of no group, and the products of empty groups, are zero."""
+
+    a: GroupedOperand
+    b: Operand | GroupedOperand
+    groups: int
+    at_once: bool
+    """Whether the device computes all groups at once."""
+    dtype: torch.dtype
+    device: torch.device
+    fast_accumulate: bool = False
+    dispatched: bool = False
+    """Whether the result is allocated where modes see it: an operator returns it."""
+    watched: bool = False
+    """Whether an operator multiplies, for a tracer or a mode."""
+
+
+Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""``run(a, b)`` of the buffers of two operands, to bf16; what belongs to no group has any values."""
+
+
+def bind(p: GroupedProduct) -> Multiply:
+    """Bind a product; ``bias`` has a row for each group."""
+    is_decoded = isinstance(p.b, GroupedOperand) and (p.a.decoded or p.b.decoded)
+    if p.watched and not is_decoded:
+        return _by_operator(p)
+    columns, (*_, wide, deep) = isinstance(p.b, GroupedOperand), p.b.shape
+    why = group_tiles.why_not_multiplied(*((p.a.shape[0], wide) if columns else (wide, deep))) if p.at_once else None
+    run = (_by_kernel(p) or group_tiles.bind_product(p.a, p.b, p.groups, p.device)) if p.at_once else None
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        if run is None or (why is not None and not without_the_host(why)):
+            return _reference(p, left, right, bias)
+        made, offs = run(left, right), left[-1]
+        if columns:
+            return group_tiles.of_groups(made, offs, p.dtype)
+        return group_tiles.in_rows(made, offs, bias, p.dtype)
+
+    return multiply
+
+
+def _by_kernel(p: GroupedProduct) -> Run | None:
+    """The product by a kernel of these formats; None if there is none, or it does not take these sizes."""
+    a, b, fast = p.a, p.b, p.fast_accumulate
+    if a.decoded or (b.decoded if isinstance(b, GroupedOperand) else b.form is not None):
+        return None
+    choice = choice_of(a.quantizer, b.quantizer, a.shape[a.dim], p.device)
+    if choice is None or choice.impl is None:
+        return None
+    if choice.bind is not None:
+        bound: Run | None = choice.bind(p)
+        return bound
+    impl, otherwise = choice.impl, group_tiles.bind_product(a, b, p.groups, p.device)
+
+    def run(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        made: Tensor | None = impl(a.over(left), b.over(right), left[-1], fast)
+        return otherwise(left, right) if made is None else made
+
+    return run
+
+
+def _reference(p: GroupedProduct, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    a, b = p.a.over(left), p.b.over(right)
+    if isinstance(b, Grouped):
+        return multiply_columns_reference(a, b, left[-1], p.dtype, p.fast_accumulate)
+    return multiply_rows_reference(a, b, left[-1], bias, p.dtype, p.fast_accumulate)
+
+
+def _by_operator(p: GroupedProduct) -> Multiply:
+    a, b = p.a, p.b
+    how = a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, p.dtype, p.fast_accumulate
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        *first, offs = left
+        if isinstance(b, GroupedOperand):
+            return cast("Tensor", torch.ops.lpq.multiply_columns(first, [*right[:-1]], offs, *how))
+        return cast("Tensor", torch.ops.lpq.multiply_rows(first, b.over(right).tensors(), offs, bias, *how))
+
+    return multiply
+
+
+_bound = registry.cached_few(lambda p, kernels: bind(p))
 
 
 def multiply_rows(
@@ -29,46 +115,48 @@ def multiply_rows(
 ) -> Tensor:
     """Multiply the rows of each group by its matrix of the stack ``b``, ``[groups, N, K]``, and add its row of
     ``bias``. Rows of no group are zero."""
-    first, second = list(a.tensors), b.tensors()
-    if can_call_directly(first[0]):
-        check_there(second[0])
-        return _rows_product(a, b, offs, bias, dtype, fast_accumulate)
-    return cast(
-        "Tensor",
-        torch.ops.lpq.multiply_rows(
-            first, second, offs, bias, a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, dtype,
-            fast_accumulate,
-        ),
-    )  # fmt: skip
+    check_there(b.tensors()[0])
+    return _multiply(a, b, offs, bias, dtype, fast_accumulate)
 
 
-def _rows_product(
-    a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Multiply, for each group, its columns of ``a``, ``[N, rows]``, by those of ``b``, ``[K, rows]``: a stack
+    ``[groups, N, K]``. The product of an empty group is zero."""
+    return _multiply(a, b, offs, None, dtype, fast_accumulate)
+
+
+def _multiply(
+    a: Grouped, b: Storage | Grouped, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
-    sizes = b.shape[1], b.shape[2]
-    if not groups.at_once(offs, offs) or not without_the_host(group_tiles.why_not_multiplied(*sizes)):
-        return multiply_rows_reference(a, b, offs, bias, dtype, fast_accumulate)
-    made = _by_kernel(a, b, offs, fast_accumulate)
-    made = group_tiles.multiply_rows(a, b, offs) if made is None else made
-    return group_tiles.in_rows(made, offs, bias, dtype)
+    p, left, right = _described(a, b, offs, dtype, fast_accumulate)
+    multiply: Multiply = _bound(p, kernels_allowed())
+    with on_device(offs.device):
+        return multiply(left, right, bias)
 
 
-def _by_kernel(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
-    """The product by a kernel of these formats; None if there is none, or it does not take these sizes."""
-    if a.decoded or isinstance(b, Multiplicand) or (isinstance(b, Grouped) and b.decoded):
-        return None
-    impl = kernel_of(a.quantizer, b.quantizer, a.shape[a.dim], offs.device)
-    made: Tensor | None = impl(a, b, offs, fast_accumulate) if impl is not None else None
-    return made
+def _described(
+    a: Grouped, b: Storage | Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool
+) -> tuple[GroupedProduct, list[Tensor], list[Tensor]]:
+    """The product of these operands, and their buffers."""
+    of_b = b.operand() if isinstance(b, Grouped) else operand_like(b)
+    right = [*b.tensors, offs] if isinstance(b, Grouped) else b.tensors()
+    at_once = groups.at_once(offs, offs)
+    p = GroupedProduct(a.operand(), of_b, len(offs), at_once, dtype, offs.device, fast_accumulate, dispatched=True)
+    return p, [*a.tensors, offs], right
 
 
-def _columns_product(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    sizes = a.shape[0], b.shape[0]
-    if not groups.at_once(offs, offs) or not without_the_host(group_tiles.why_not_multiplied(*sizes)):
-        return multiply_columns_reference(a, b, offs, dtype, fast_accumulate)
-    made = _by_kernel(a, b, offs, fast_accumulate)
-    made = group_tiles.multiply_columns(a, b, offs) if made is None else made
-    return group_tiles.of_groups(made, offs, dtype)
+def unbound(bind: Callable[[GroupedProduct], Run | None]) -> Callable[..., Tensor | None]:
+    """Make the ``impl`` of a ``grouped_gemm`` that binds. The bound functions of the last few shapes are kept."""
+    bound = registry.cached_few(lambda p, kernels: bind(p))
+
+    def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
+        """The rows of each group of ``a`` times its matrix of the stack ``b``; or for each group the product of its
+        columns of both. None where the kernel does not take such sizes."""
+        p, left, right = _described(a, b, offs, torch.bfloat16, fast_accumulate)
+        run: Run | None = bound(p, kernels_allowed())
+        return None if run is None else run(left, right)
+
+    return grouped_gemm
 
 
 def multiply_rows_reference(
@@ -84,21 +172,6 @@ def multiply_rows_reference(
             added = None if bias is None else bias[group]
             out[start:stop] = gemm(left, matrix, bias=added, dtype=dtype, fast_accumulate=fast_accumulate)
     return out
-
-
-def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Multiply, for each group, its columns of ``a``, ``[N, rows]``, by those of ``b``, ``[K, rows]``: a stack
-    ``[groups, N, K]``. The product of an empty group is zero."""
-    first, second = list(a.tensors), list(b.tensors)
-    if a.decoded or b.decoded or can_call_directly(first[0]):
-        return _columns_product(a, b, offs, dtype, fast_accumulate)
-    return cast(
-        "Tensor",
-        torch.ops.lpq.multiply_columns(
-            first, second, offs, a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, dtype,
-            fast_accumulate,
-        ),
-    )  # fmt: skip
 
 
 def multiply_columns_reference(
@@ -126,7 +199,7 @@ def _rows(
 ) -> Tensor:  # fmt: skip
     side: Quantizer = registry.quantizer(qb)
     stack = side.storage.wrap(b, side, tuple(shape_b), dtype_b)
-    return _rows_product(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
+    return multiply_rows(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
 
 
 def _rows_fake(
@@ -149,7 +222,7 @@ def _columns(
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
     left, right = _grouped(a, qa, shape_a, dtype_a, 1), _grouped(b, qb, shape_b, dtype_b, 1)
-    return _columns_product(left, right, offs, dtype, fast_accumulate)
+    return multiply_columns(left, right, offs, dtype, fast_accumulate)
 
 
 def _columns_fake(

@@ -9,7 +9,8 @@ product leaves whatever lies there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.groups import Grouped, capacity, unit
+from lpq.formats.groups import Grouped, GroupedOperand, capacity, unit
 from lpq.formats.layout import Buffer, Covering, bytes_of
 from lpq.formats.random_bits import RandomBits, bytes_at
 from lpq.formats.stacks import matrices
+from lpq.kernels import choose
 from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
+from lpq.operations.binding import Operand
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by, transposed_by
@@ -309,14 +312,39 @@ def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dty
 
 def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
     """Multiply, for each group, its columns of both operands, likewise."""
-    lines = _lines_in_bf16(a), _lines_in_bf16(b)
-    if lines[0] is not None and lines[1] is not None and unit(a.quantizer, 1) == unit(b.quantizer, 1):
-        return grouped_mm(lines[0], lines[1].t(), offs=padded_ends(offs, unit(a.quantizer, 1)))
     common = torch.bfloat16
     if a.quantizer.plain and b.quantizer.plain:
         common = torch.promote_types(a.tensors[0].dtype, b.tensors[0].dtype)
     left, right = (dense(operand, offs, common, rotated=False) for operand in (a, b))
     return grouped_mm(left.t(), right, offs=offs)
+
+
+def bind_product(
+    a: GroupedOperand, b: Operand | GroupedOperand, groups: int, device: torch.device
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]:
+    """Bind the product of the buffers of two operands: ``multiply_rows``, or ``multiply_columns`` if both are columns.
+    Where matrices are decoded already, nothing is left to do but to multiply them."""
+    if isinstance(b, GroupedOperand):
+        step, first, second = unit(a.quantizer, 1), _bind_lines(a, groups, device), _bind_lines(b, groups, device)
+        if first is None or second is None or step != unit(b.quantizer, 1):
+            return lambda left, right: multiply_columns(a.over(left), b.over(right), left[-1])
+        return lambda left, right: grouped_mm(first(left), second(right).t(), offs=padded_ends(left[-1], step))
+    if a.decoded and b.form is not None:
+        return lambda left, right: grouped_mm(left[0], right[0].transpose(-2, -1), offs=left[-1])
+    return lambda left, right: multiply_rows(a.over(left), b.over(right), left[-1])
+
+
+def _bind_lines(a: GroupedOperand, groups: int, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """Bind the decoded values, in bf16, of a column operand in its own layout, ``[cols, padded rows]``; None if it is
+    decoded group by group."""
+    side = a.quantizer
+    if a.decoded:
+        return itemgetter(0)
+    if side.plain or spans(side, 1) or side.rotation is not None:
+        return None
+    shape, impl = (a.shape[0], capacity(a.shape[1], groups, unit(side, 1))), choose("decode", (side.text,), device).impl
+    decoded: Callable[[Storage, torch.dtype], Tensor] = decode if impl is None else impl
+    return lambda tensors: decoded(side.storage.wrap(tensors[:-1], side, shape, a.dtype), torch.bfloat16)
 
 
 def padded_ends(offs: Tensor, unit: int) -> Tensor:
@@ -325,18 +353,6 @@ def padded_ends(offs: Tensor, unit: int) -> Tensor:
         return pad_ends(offs, unit)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     return ((sizes + (unit - 1)) // unit * unit).cumsum(0, dtype=torch.int32)
-
-
-def _lines_in_bf16(a: Grouped) -> Tensor | None:
-    """The decoded values of a column operand in its own layout, ``[cols, padded rows]``; None if it is decoded group by
-    group."""
-    side = a.quantizer
-    if a.decoded:
-        return a.tensors[0]
-    if side.plain or spans(side, 1) or side.rotation is not None:
-        return None
-    count = next(t.shape[1] * b.block[1] for b, t in zip(side.layout, a.tensors, strict=True) if b.block[1])
-    return decode(side.storage.wrap(a.tensors, side, (a.shape[0], count), a.dtype), torch.bfloat16)
 
 
 def of_groups(product: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:

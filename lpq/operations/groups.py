@@ -7,15 +7,19 @@ the rows; its values grow, and rows behind the last one belong to no group.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
+from lpq.formats.groups import Grouped, GroupedOperand, bounds, grid, piece, starts, unit
 from lpq.formats.layout import as_bytes, row_major
+from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, sectioned
-from lpq.operations.decoding import decode
+from lpq.operations.binding import Encoded, on_device
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.offsets import read
 from lpq.operations.operands import State, encode_operands, state_names
@@ -23,7 +27,116 @@ from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
-# ---------------------------------------------------------------------------------------------- encoding
+
+class Encoding(NamedTuple):
+    """How rows in groups are encoded, described by all but the tensors."""
+
+    quantizer: Quantizer
+    row: bool
+    col: bool
+    """The operands that are wanted."""
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    groups: int
+    at_once: bool
+    """Whether all groups are computed at once."""
+    static: bool = False
+    """Whether there are static statistics, with one for each group along their first dimension."""
+    decoded: tuple[bool, bool] = (False, False)
+    """Whether only the decoded values of the row operand, and of the column operand, are wanted."""
+    dispatched: bool = False
+    """Whether the buffers are allocated through the dispatcher, for modes: an operator returns them."""
+    watched: bool = False
+    """Whether an operator encodes, for a tracer or a mode."""
+
+
+Pair = tuple[GroupedOperand | None, GroupedOperand | None]
+Run = Callable[[Tensor, State | None, Tensor | None, Tensor], Encoded]
+"""``run(x, state, seeds, offs)``: the buffers of both operands; ``seeds`` has one for each group."""
+
+
+def bind(e: Encoding) -> tuple[Pair, Run]:
+    """Bind the encoding of rows into the wanted operands: the bytes of each group are those of its rows alone. An
+    operand that is an ordinary matrix is a view or a cast of the rows."""
+    quantizer, (rows, cols) = e.quantizer, e.shape
+    of_row, of_col = quantizer.side("row"), quantizer.side("col")
+    plain = e.row and of_row.plain, e.col and of_col.plain and quantizer.col_source == "original"
+    e = e._replace(row=e.row and not plain[0], col=e.col and not plain[1])
+    decoded, run = _bind(e) if e.row or e.col else ((False, False), None)
+    first = GroupedOperand(of_row, (rows, cols), e.dtype, 0, decoded[0]) if e.row or plain[0] else None
+    second = GroupedOperand(of_col, (cols, rows), e.dtype, 1, decoded[1]) if e.col or plain[1] else None
+    if run is not None and plain == (False, False):
+        return (first, second), run
+
+    def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
+        row, col, _ = run(x, state, seeds, offs) if run is not None else ((), (), ())
+        if plain[0]:
+            row = *encoded_by(of_row, x, {}, None).tensors(), offs
+        if plain[1]:
+            col = *encoded_by(of_col, x.t(), {}, None).tensors(), offs
+        return row, col, ()
+
+    return (first, second), encode
+
+
+def _bind(e: Encoding) -> tuple[tuple[bool, bool], Run]:
+    """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
+    row, col = e.quantizer.side("row") if e.row else None, e.quantizer.side("col") if e.col else None
+    made = None
+    if e.at_once and (True in e.decoded or not e.watched):
+        in_sections = sectioned.InSections(
+            row, col, *e.shape, e.groups, False, (e.decoded[0] and e.row, e.decoded[1] and e.col), e.dtype, e.device,
+            dispatched=e.dispatched,
+        )  # fmt: skip
+        made = sectioned.bind_any(e.quantizer, in_sections, e.static)
+    if made is not None and (True in made[1] or not e.watched):
+        by_kernel, decoded = made
+
+        def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
+            first, second, _ = by_kernel(x, offs, state, seeds)
+            if row is not None:
+                first.append(offs)
+            if col is not None:
+                second.append(offs)
+            return first, second, ()
+
+        return decoded, encode
+    at = len(row.layout) if row is not None else 0
+    many = _by_operator(e) if e.watched else _without_kernels(e)
+
+    def encode_many(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
+        out = many(x, offs, seeds, state)
+        return (*out[:at], offs) if e.row else (), (*out[at:], offs) if e.col else (), ()
+
+    return (False, False), encode_many
+
+
+def _by_operator(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
+    quantizer, names = e.quantizer, state_names(e.quantizer)
+    layouts = layout_hash(quantizer.side("row").text, quantizer.side("col").text)
+
+    def encode(x: Tensor, offs: Tensor, seeds: Tensor | None, state: State | None) -> Sequence[Tensor]:
+        values = [] if state is None else [state[name] for name in names]
+        out: list[Tensor] = torch.ops.lpq.encode_groups(x, offs, quantizer.text, e.row, e.col, seeds, values, layouts)
+        return out
+
+    return encode
+
+
+def _without_kernels(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
+    quantizer, row, col = e.quantizer, e.row, e.col
+    why = _why_not(quantizer, row, col) if e.at_once else None
+
+    def encode(x: Tensor, offs: Tensor, seeds: Tensor | None, state: State | None) -> Sequence[Tensor]:
+        if e.at_once and without_the_host(why):
+            return group_tiles.encode(x, offs, quantizer, row, col, seeds, state)
+        return encode_groups_reference(x, offs, quantizer, row, col, seeds, state)
+
+    return encode
+
+
+_bound = registry.cached_few(lambda e, kernels: bind(e))
 
 
 def encode_groups(
@@ -34,57 +147,20 @@ def encode_groups(
     row: bool,
     col: bool,
     seeds: Tensor | None = None,
-    decoded: tuple[bool, bool] = (False, False),
     state: State | None = None,
+    dispatched: bool = False,
 ) -> tuple[Grouped | None, Grouped | None]:
-    """Encode the rows ``x`` in groups into the wanted operands: the bytes of each group are those of its rows alone.
-    ``seeds`` has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``. ``decoded``:
-    whether only the decoded values of the row operand, and of the column operand, are wanted (``decoded_at_once``).
-    ``state``: the static statistics, with one for each group along their first dimension."""
-    of_row, of_col = quantizer.side("row"), quantizer.side("col")
-    (rows, cols), from_x = x.shape, quantizer.col_source == "original"
-    first = _plain(of_row, x, 0) if row and of_row.plain else None
-    second = _plain(of_col, x, 1) if col and of_col.plain and from_x else None
-    row, col = row and first is None, col and second is None
-    if not row and not col:
-        return first, second
-    decoded = decoded[0] and row, decoded[1] and col
-    if True in decoded and from_x:
-        sides = of_row if row else None, of_col if col else None
-        given = sectioned.given_of(quantizer, *sides, state)
-        if (made := sectioned.encode(x, offs, *sides, seeds, decoded, given)) is not None:
-            return (
-                Grouped(of_row, made[0], (rows, cols), x.dtype, 0, decoded[0]) if row else first,
-                Grouped(of_col, made[1], (cols, rows), x.dtype, 1, decoded[1]) if col else second,
-            )
-    if can_call_directly(x):
-        out = _encoded(x, offs, quantizer, row, col, seeds, state)
-    else:
-        layouts = layout_hash(of_row.text, of_col.text)
-        values = [] if state is None else [state[name] for name in state_names(quantizer)]
-        out = torch.ops.lpq.encode_groups(x, offs, quantizer.text, row, col, seeds, values, layouts)
-    at = len(of_row.layout) if row else 0
-    if row:
-        first = Grouped(of_row, out[:at], (rows, cols), x.dtype, 0)
-    if col:
-        second = Grouped(of_col, out[at:], (cols, rows), x.dtype, 1)
+    """Encode the rows ``x`` in groups; the arguments are as in ``Encoding`` and ``Run``."""
+    rows, cols = x.shape
+    e = Encoding(
+        quantizer, row, col, (rows, cols), x.dtype, x.device, len(offs), at_once(x, offs), state is not None,
+        dispatched=dispatched, watched=not dispatched and not can_call_directly(x),
+    )  # fmt: skip
+    operands, run = bind(e) if e.watched else _bound(e, kernels_allowed())
+    with on_device(x.device):
+        made = run(x, state, seeds, offs)
+    first, second = (None if o is None else o.over(tensors) for o, tensors in zip(operands, made, strict=False))
     return first, second
-
-
-def derive_columns(quantizer: Quantizer, row: Grouped, offs: Tensor, seeds: Tensor | None) -> Grouped:
-    """Make the column operand of rows that have only a row operand (``why_not_row_by_row``)."""
-    values = decode(row.quantizer.storage.wrap(row.tensors, row.quantizer, row.shape, row.dtype), torch.float32)
-    _, col = encode_groups(quantizer.side("col"), values, offs, row=False, col=True, seeds=seeds)
-    assert col is not None
-    pairs = zip(col.quantizer.layout, col.tensors, strict=True)
-    tensors = [t.to(row.dtype) if b.dtype is None else t for b, t in pairs]
-    return col._replace(tensors=tensors, dtype=row.dtype)  # it stands for the rows, not for what was decoded
-
-
-def _plain(side: Quantizer, x: Tensor, dim: int) -> Grouped:
-    made = encoded_by(side, x if dim == 0 else x.t(), {}, None)
-    rows, cols = made.shape
-    return Grouped(side, made.tensors(), (rows, cols), x.dtype, dim)
 
 
 def encode_groups_reference(
@@ -124,29 +200,6 @@ def _empty(x: Tensor, groups: int, quantizer: Quantizer, row: bool, col: bool) -
             size = grid(buffer, *shape, groups, dim, unit(side, dim))
             out.append(x.new_empty(size, dtype=buffer.dtype or x.dtype))
     return out
-
-
-def _encoded(
-    x: Tensor,
-    offs: Tensor,
-    quantizer: Quantizer,
-    row: bool,
-    col: bool,
-    seeds: Tensor | None,
-    state: State | None = None,
-    *,
-    dispatched: bool = False,
-) -> list[Tensor]:
-    if at_once(x, offs):
-        if quantizer.col_source == "original":
-            sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
-            given = sectioned.given_of(quantizer, *sides, state)
-            made = sectioned.encode(x, offs, *sides, seeds, given=given, dispatched=dispatched)
-            if made is not None:
-                return [*made[0], *made[1]]
-        if without_the_host(_why_not(quantizer, row, col)):
-            return group_tiles.encode(x, offs, quantizer, row, col, seeds, state)
-    return encode_groups_reference(x, offs, quantizer, row, col, seeds, state)
 
 
 def at_once(x: Tensor, offs: Tensor) -> bool:
@@ -202,8 +255,8 @@ def _encode(
 ) -> list[Tensor]:  # fmt: skip
     of: Quantizer = registry.quantizer(quantizer)
     named = dict(zip(state_names(of), state, strict=True)) if state else None
-    made = _encoded(x, offs, of, row, col, seeds, named, dispatched=True)
-    return [row_major(t) for t in made]
+    made = encode_groups(of, x, offs, row=row, col=col, seeds=seeds, state=named, dispatched=True)
+    return [row_major(t) for operand in made if operand is not None for t in operand.tensors]
 
 
 def _encode_fake(

@@ -8,7 +8,8 @@ product of these. Other operands are encoded elsewhere, to the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +19,10 @@ from lpq.formats.groups import capacity, grid, unit
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import SECTIONS, Find, Sections, bind_amaxes
-from lpq.kernels.table import kernels_allowed
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
-from lpq.operations.binding import on_device
 from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
-from lpq.operations.operands import State, recall
+from lpq.operations.operands import State, recall, recalls
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction, Quantizer
@@ -37,6 +36,8 @@ Made = tuple[Buffers, Buffers, Given]
 """The buffers of the row operand and of the column operand, and the amaxes with which they were made."""
 Encode = Callable[..., Made]
 """``encode(x, offs, seeds, given)``."""
+Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], Made]
+"""``run(x, offs, known, seeds)`` for any tensor; ``known`` is a state, or amaxes of sections."""
 
 
 class InSections(NamedTuple):
@@ -54,7 +55,7 @@ class InSections(NamedTuple):
     """Whether the row operand, and the column operand, is made decoded."""
     dtype: torch.dtype
     device: torch.device
-    aligned: bool
+    aligned: bool = True
     """Whether the matrix begins at a multiple of 16 bytes."""
     dispatched: bool = False
     """Whether the results are allocated where modes see it: an operator returns them."""
@@ -62,35 +63,28 @@ class InSections(NamedTuple):
     """Whether the amaxes of sections are given, for the row operand and for the column operand."""
 
 
-def encode(
-    x: Tensor,
-    offs: Tensor | None,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seeds: Tensor | None,
-    decoded: tuple[bool, bool] = (False, False),
-    given: Given = (None, None),
-    *,
-    dispatched: bool = False,
-) -> Made | None:
-    """Encode rows in groups that end at ``offs``, or a stack ``x`` if that is None; None where kernels do not make the
-    wanted operands. An operand that is ``decoded`` has one buffer, its matrix. ``given``: the amaxes of sections, where
-    they are static or were found before. ``dispatched``: whether the buffers are allocated
-    through the dispatcher, for modes: an operator returns them."""
-    x = x.contiguous()
-    *count, rows, cols = x.shape
-    groups = len(offs) if offs is not None else count[0]
-    if (x.numel() == 0 and not (offs is not None and cols)) or not groups:
+def bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tuple[bool, bool]] | None:
+    """Bind an encoding of any tensors of one shape, and tell which operands it makes decoded: those that ``e`` has so,
+    or none. None where kernels do not make the wanted operands. ``state``: whether there are static statistics."""
+    if quantizer.col_source != "original" or 0 in (e.number, e.cols) or (e.stack and not e.rows):
         return None
-    e = InSections(
-        row, col, rows if offs is not None else groups * rows, cols, groups, offs is None, decoded, x.dtype, x.device,
-        x.data_ptr() % ALIGNED_BYTES == 0, dispatched, (given[0] is not None, given[1] is not None),
-    )  # fmt: skip
-    run = _bound(e, kernels_allowed())
-    if run is None:
-        return None
-    with on_device(x.device):
-        return run(x, offs, seeds, given)
+    if state:
+        row = e.row is not None and True in recalls(quantizer, e.row, None)
+        e = e._replace(given=(row, e.col is not None and True in recalls(quantizer, None, e.col)))
+    encode = bind(e)
+    if encode is None:
+        return bind_any(quantizer, e._replace(decoded=(False, False)), state) if True in e.decoded else None
+    misaligned = cache(lambda: bind(e._replace(aligned=False)) or encode)
+    is_given = True in e.given
+
+    def run(x: Tensor, offs: Tensor | None, known: Any, seeds: Tensor | None) -> Made:
+        x = x if x.is_contiguous() else x.contiguous()
+        how = misaligned() if x.data_ptr() % ALIGNED_BYTES else encode
+        if not is_given:
+            return how(x, offs, seeds)
+        return how(x, offs, seeds, given_of(quantizer, e.row, e.col, known) if state else known)
+
+    return run, e.decoded
 
 
 def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State | None) -> Given:
@@ -125,9 +119,6 @@ def bind(e: InSections) -> Encode | None:
             return None
         sides.append(side)
     return bind_sides(e, sides[0], sides[1])
-
-
-_bound = registry.cached_few(lambda e, kernels: bind(e))
 
 
 def why_not(e: InSections) -> str | None:
@@ -187,11 +178,11 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     count = sections.tiles(shape)
     launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *macros), count)
     find = _bind_finding(sections, *(None if known else side for side, known in zip(both, e.given, strict=True)))
-    tail = count, e.rows, e.cols
+    tail = *sections.arguments(0)[1:], count, e.rows, e.cols
 
     def encode(x: Tensor, offs: Tensor | None, seeds: Tensor | None, given: Given = (None, None)) -> Made:
         at, ends = x.data_ptr(), 0 if offs is None else offs.data_ptr()
-        first, second = find(at, ends)
+        first, second = (None, None) if find is None else find(at, ends)
         found = first if given[0] is None else given[0], second if given[1] is None else given[1]
         seeds = None if seeds is None else seeds.contiguous()
         parameters: list[float] = []
@@ -203,7 +194,7 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
                 parameters.append(0)
             else:
                 parameters += make(stats, stat, seeds, buffers).parameters
-        launch(at, *parameters, *sections.arguments(ends), *tail)
+        launch(at, *parameters, ends, *tail)
         return out[0], out[1], found
 
     return encode
@@ -244,8 +235,9 @@ def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Sect
 
 def _bind_finding(
     sections: Sections, row: TileSide | None, col: TileSide | None
-) -> Callable[[int, int], tuple[Tensor | None, Tensor | None]]:
-    """A function that finds the amaxes of both operands before the first element is encoded, in few reads."""
+) -> Callable[[int, int], tuple[Tensor | None, Tensor | None]] | None:
+    """A function that finds the amaxes of both operands before the first element is encoded, in few reads; None where
+    it has none to find."""
     finds: list[Find | None] = [None, None]
     shared: int | None = None  # the operand whose find serves both
     both = row, col
@@ -262,6 +254,9 @@ def _bind_finding(
         elif side.amax:
             finds[i] = bind_amaxes(sections)
             shared = i if other is not None and other.amax else None
+
+    if finds == [None, None]:
+        return None
 
     def find(at: int, ends: int) -> tuple[Tensor | None, Tensor | None]:
         found: list[Tensor | None] = [None, None]

@@ -29,8 +29,9 @@ KERNELS = (
         min_sm=90, max_sm=100, note="for rows in groups; contraction and columns in multiples of 16",
     ),
     KernelSpec.cuda(
-        "grouped_gemm", "lpq_fp8.groups_hopper:grouped_gemm", why_not="lpq_fp8.groups_hopper:why_not", min_sm=90,
-        max_sm=90, note="for rows in groups; contraction and columns in multiples of 16",
+        "grouped_gemm", "lpq_fp8.groups_hopper:grouped_gemm", bind="lpq_fp8.groups_hopper:bind",
+        why_not="lpq_fp8.groups_hopper:why_not", min_sm=90, max_sm=90,
+        note="for rows in groups; contraction and columns in multiples of 16",
     ),
     KernelSpec(op="exact", impl="lpq_fp8.gemm:exact", why_not="lpq_fp8.gemm:exact_why_not", backend="torch", min_sm=80),
 )  # fmt: skip

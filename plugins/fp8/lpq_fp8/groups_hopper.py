@@ -6,16 +6,18 @@ may allow, would save next to nothing here.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from lpq.core import Storage
-from lpq.formats.groups import Grouped, unit
+from lpq.formats.groups import GroupedOperand, capacity, unit
 from lpq.kernels import tensor_maps
 from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import multiprocessors
+from lpq.operations.group_products import GroupedProduct, Run, unbound
 from lpq.operations.group_tiles import padded_ends
 from lpq_fp8.quantizer import FP8Quantizer
 
@@ -47,56 +49,55 @@ def why_not(*quantizers: FP8Quantizer) -> str | None:
     return None
 
 
-class _Operand(NamedTuple):
-    """One operand, as the kernel takes it."""
-
-    quantizer: FP8Quantizer
-    data: Tensor
-    scale: Tensor
-    stack: bool = False
-    columns: bool = False
-    """Whether groups lie along the contraction."""
-
-    @property
-    def lines(self) -> Tensor:
-        """All lines one below the other."""
-        return self.data.view(-1, self.data.shape[-1])
-
-    @property
-    def scales(self) -> tuple[int, ...]:
-        """Where the scales lie, and how far apart those of groups, of lines and of steps are."""
-        strides, at = self.scale.stride(), self.scale.data_ptr()
-        if self.quantizer.scaling == "block":
-            return (at, *strides) if self.stack else (at, 0, *strides)
-        if self.quantizer.scaling != "row":
-            return at, strides[0], 0, 0
-        group, line = strides[:2] if self.stack else (strides[1] if self.columns else 0, strides[0])
-        return at, group, line, 0
-
-
-def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
-    """The rows of each group of ``a`` times its matrix of the stack ``b``; or for each group the product of its columns
-    of both. None where tiles cannot be fetched from matrices of such sizes."""
-    columns = isinstance(b, Grouped)
-    of_a, of_b = cast("FP8Quantizer", a.quantizer), cast("FP8Quantizer", b.quantizer)
-    data, scale = a.tensors
-    left = _Operand(of_a, data, scale, columns=columns)
-    data, scale = b.tensors if isinstance(b, Grouped) else b.tensors()
-    right = _Operand(of_b, data, scale, stack=not columns, columns=columns)
-    tall, wide, deep = a.shape[0], right.data.shape[-2], left.data.shape[1]
-    if wide % ALIGNED or deep % ALIGNED or 0 in (len(offs), tall, wide, deep):
+def bind(p: GroupedProduct) -> Run | None:
+    """Bind the products of the rows of each group of ``a`` by its matrix of the stack ``b``, or for each group of its
+    columns of both. None where tiles cannot be fetched from matrices of such sizes."""
+    columns, of_a, of_b = isinstance(p.b, GroupedOperand), p.a.quantizer, p.b.quantizer
+    assert isinstance(of_a, FP8Quantizer)
+    assert isinstance(of_b, FP8Quantizer)
+    step, tall, (*_, wide, deep) = unit(of_a, 1), p.a.shape[0], p.b.shape
+    deep = capacity(deep, p.groups, step) if columns else deep
+    if wide % ALIGNED or deep % ALIGNED or 0 in (p.groups, tall, wide, deep):
         return None
     blocks = BLOCKS[of_b.block if of_b.scaling == "block" else None]
-    high = 128 if blocks == 1 or (tall if columns else tall // len(offs)) <= FEW else 256
-    ends = padded_ends(offs, unit(of_a, 1)) if columns else offs
-    made = offs.new_empty((len(offs), tall, wide) if columns else (tall, wide), dtype=torch.bfloat16)
-    device = made.get_device()
-    KERNELS[high].launch(
-        device, macros(high, columns, blocks, of_a.dtype == "e5m2", of_b.dtype == "e5m2"), multiprocessors(device),
-        *tensor_maps.of_matrix(left.lines, high, DEEP), *tensor_maps.of_matrix(right.lines, WIDE, DEEP),
-        made.data_ptr(), ends.data_ptr(), *left.scales, *right.scales, len(offs), tall, wide, deep,
-    )  # fmt: skip
-    return made
+    high = 128 if blocks == 1 or (tall if columns else tall // p.groups) <= FEW else 256
+    size, lines = ((p.groups, tall, wide), wide) if columns else ((tall, wide), p.groups * wide)
+    index, empty = p.device.index or 0, allocator(p.device, dispatched=p.dispatched)
+    how = macros(high, columns, blocks, of_a.dtype == "e5m2", of_b.dtype == "e5m2")
+    launch = KERNELS[high].bind(index, how, multiprocessors(index))
+    result, tail = fresh(size, torch.bfloat16), (p.groups, tall, wide, deep)
+    left, right = _apart(of_a, columns=columns), _apart(of_b, stack=not columns, columns=columns)
+
+    def run(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        data, scale, offs = a
+        others, scales = b[0].contiguous(), b[1]
+        ends, made = padded_ends(offs, step) if columns else offs, empty(*result)
+        launch(
+            *tensor_maps.of_bytes(data.data_ptr(), tall, deep, data.stride(0), high, DEEP),
+            *tensor_maps.of_bytes(others.data_ptr(), lines, deep, others.stride(-2), WIDE, DEEP),
+            made.data_ptr(), ends.data_ptr(), scale.data_ptr(), *left((*scale.stride(), 0)),
+            scales.data_ptr(), *right((*scales.stride(), 0)), *tail,
+        )  # fmt: skip
+        return made
+
+    return run
+
+
+grouped_gemm = unbound(bind)
+
+
+def _apart(
+    quantizer: FP8Quantizer, *, stack: bool = False, columns: bool = False
+) -> Callable[[Sequence[int]], tuple[int, int, int]]:
+    """How far apart the scales of groups, of lines and of steps are, of the strides of the scales and a last one of 0.
+    ``stack``: of a stack; ``columns``: of groups that lie along the contraction."""
+    if quantizer.scaling == "block":
+        return itemgetter(0, 1, 2) if stack else itemgetter(-1, 0, 1)
+    if quantizer.scaling != "row":
+        return itemgetter(0, -1, -1)
+    if stack:
+        return itemgetter(0, 1, -1)
+    return itemgetter(1 if columns else -1, 0, -1)
 
 
 def macros(high: int, columns: bool, blocks: int, a_e5m2: bool, b_e5m2: bool) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIqq")[LOW]
 
 def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
     """Choose the tiles of a transpose."""
-    launch = bind_transpose_bytes(*operand.shape, operand.quantizer.scaling == "block", device)
+    rows, cols = operand.shape
+    launch = bind_transpose_bytes(rows, cols, operand.quantizer.scaling == "block", device)
 
     def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         (data, scale), (turned, its_scale) = buffers, out

@@ -19,7 +19,8 @@ DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
 
 def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
     """Choose the tiles of a transpose."""
-    launch = bind_transpose_nibbles(*operand.shape, device)
+    rows, cols = operand.shape
+    launch = bind_transpose_nibbles(rows, cols, device)
 
     def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         launch(*(t.data_ptr() for pair in zip(buffers, out, strict=True) for t in pair))
