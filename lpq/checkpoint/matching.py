@@ -21,7 +21,7 @@ from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, s
 from lpq.operations.operands import DTYPES
 from lpq.registry.showing import listed
 
-BY_VALUE = "or move its values with lpq.checkpoint.export_file(…, decode=True) and import_file"
+BY_VALUE = 'or move its values: lpq.export(…, layout="lpq", decode=True), then lpq.checkpoint.import_file'
 """The remedy where a checkpoint and a model store a tensor in ways that do not fit."""
 
 
@@ -154,7 +154,7 @@ def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:
     if exact and dtype != target.dtype:
         raise CheckpointError(
             f"{shown(name)} was saved in {dtype} and is {target.dtype} in the model, and a checkpoint is loaded bit "
-            "for bit: give the model the dtype that it had, or use lpq.checkpoint.export_file and import_file"
+            f"for bit: give the model the dtype that it had, {BY_VALUE}"
         )
 
 

@@ -26,18 +26,13 @@ from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
+from lpq.registry.warning import warn
 
 
-def export_file(
-    path: str | Path, model: nn.Module, *, decode: bool = False, process_group: dist.ProcessGroup | None = None
-) -> Path:
-    """Write the whole model into one file, on the first rank; all ranks call it, or those of ``process_group``. If
-    ranks do not share the model, rank 0 calls it alone.
-
-    ``decode``: for models without lpq, which load ``torch.load(path, weights_only=True)["model"]`` as any state dict:
-    with quantized weights as tensors of their own dtype and without what quantizers remember. Otherwise the file has
-    all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
-    """
+def write_file(
+    path: str | Path, model: nn.Module, decode: bool, process_group: dist.ProcessGroup | None
+) -> tuple[Path, Description]:
+    """Write the whole model into one file, as ``lpq.export(model, path, layout="lpq")`` describes it."""
     ranks = ranks_of(process_group, is_shared(model), "exports")
     with ranks.saying("nothing is exported"):
         target = ranks.each(lambda: place(path))
@@ -52,11 +47,20 @@ def export_file(
             complete[name] = gathered.cpu()
     with ranks.saying(f"nothing is exported to {target}"):
         ranks.first(lambda: _write(target, complete, other, description))
-    return target
+    return target, description
+
+
+def export_file(
+    path: str | Path, model: nn.Module, *, decode: bool = False, process_group: dist.ProcessGroup | None = None
+) -> Path:
+    """Deprecated: call ``lpq.export(model, path, layout="lpq")``, which writes the same file."""
+    call = f'lpq.export(model, path, layout="lpq"{", decode=True" if decode else ""})'
+    warn(f"lpq.checkpoint.export_file will be removed in the next version: call {call}", DeprecationWarning)
+    return write_file(path, model, decode, process_group)[0]
 
 
 def import_file(path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> Info:
-    """Load a file of ``export_file``, or any file with a state dict, into the model, however it is sharded.
+    """Load a file of ``lpq.export(…, layout="lpq")``, or any with a state dict, into the model, however it is sharded.
 
     All ranks call it, or those of ``process_group``. A weight that is stored quantized takes one that was saved
     by the same quantizer, or encodes one that was saved in high precision. A weight in high precision takes the decoded
@@ -131,7 +135,7 @@ def _opened(source: Path, ranks: Ranks) -> dict[str, Any]:
     if source.is_dir():
         raise CheckpointError("it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it")
     if not source.exists():
-        raise CheckpointError("there is no such file; lpq.checkpoint.export_file writes one")
+        raise CheckpointError('there is no such file; lpq.export(model, path, layout="lpq") writes one')
     content = pickles.load(source, share=slice(ranks.rank, None, ranks.size), mmap=True)
     if not isinstance(content, dict):
         raise CheckpointError("it holds no state dict")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lpq.checkpoint.agreeing import Meshes, check_one_model
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.files import place
 from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.single import write_file
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
 from lpq.engines.entries import Entry
 from lpq.engines.experts import are_fused, left_stacks, notes_of, stacks
@@ -34,6 +35,8 @@ from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9
 """Bytes of a file, as Hugging Face has them."""
+ONE_FILE = "lpq"
+"""The layout of one file that holds a whole model for lpq, or for PyTorch alone."""
 NO_MODEL = (
     "config.json has no architecture, by which engines build the model: give base=…, the directory of the model that "
     "was trained (lpq export --base)"
@@ -83,6 +86,7 @@ class Export:
         leave: Sequence[str] = (),
         siblings: Siblings = "alike",
         shard_bytes: int = SHARD,
+        decode: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> Exported:
         """Write a model into the directory ``path`` for inference engines; return a record.
@@ -94,7 +98,7 @@ class Export:
 
         Weights have the codes that the layers multiply, bit for bit: those that are stored quantized as they are, those
         in high precision encoded once as their recipe does it in forward. ``layout`` is ``"compressed-tensors"``,
-        ``"modelopt"``, or one that a plugin brings: ``lpq export --help`` lists them.
+        ``"modelopt"``, or one that a plugin brings (``lpq export --help`` lists them), or ``"lpq"``.
 
         ``base``: the directory of the model that was trained, whose tokenizer, templates and other small files are
         copied, and whose configuration is taken where the model has none. Without it they are those of the directory
@@ -105,7 +109,21 @@ class Export:
         patterns of layers whose weights stay in high precision. ``siblings``: layers that engines fuse, as ``q_proj``,
         ``k_proj`` and ``v_proj``, must lie ``"alike"``; with ``"any"`` they need not, for engines that fuse none.
         ``shard_bytes``: the most bytes of one file.
+
+        ``layout="lpq"`` writes the whole model into one file, ``path``, for ``lpq.checkpoint.import_file``: all tensors
+        bit for bit, whatever their names. With ``decode`` it is for programs without lpq, which load
+        ``torch.load(path, weights_only=True)["model"]`` as any state dict: quantized weights are tensors of their own
+        dtype, and what quantizers remember is left out. The other arguments are for engines. The first rank has the
+        whole model in the CPU's memory on the way.
         """
+        if layout == ONE_FILE or decode:
+            for_engines = {
+                "base": base is not None, "dtype": dtype is not None, "input_amax": input_amax is not None,
+                "leave": bool(leave), "siblings": siblings != "alike", "shard_bytes": shard_bytes != SHARD,
+            }  # fmt: skip
+            return _one_file(
+                model, path, layout, decode, [n for n, given in for_engines.items() if given], process_group
+            )
         ranks = ranks_of(process_group, is_shared(model), "exports")
         with ranks.saying("nothing is exported"):
             target = ranks.each(lambda: place(path))
@@ -184,6 +202,28 @@ def _planned(
     shown = [f"{name} {kind}" for tensor in plan.tensors for name, kind in tensor.shown().items()]
     ranks.alike(lambda: shown, "the ranks hold different models, and an engine gets one")
     return plan, source
+
+
+def _one_file(
+    model: nn.Module | str | Path,
+    path: str | Path,
+    layout: str,
+    decode: bool,
+    for_engines: Sequence[str],
+    process_group: dist.ProcessGroup | None,
+) -> Exported:
+    """Write a whole model into one file. ``for_engines``: the arguments that were given and mean nothing here."""
+    if layout != ONE_FILE:
+        raise CheckpointError(f'decode=True is for layout="{ONE_FILE}", and engines read layout={layout!r} quantized')
+    if for_engines:
+        raise CheckpointError(f'layout="{ONE_FILE}" writes a model as it is, and takes no {listed(for_engines)}')
+    if isinstance(model, str | Path):
+        raise CheckpointError(f'layout="{ONE_FILE}" is of a model: load {model} into one, and export that')
+    written, description = write_file(path, model, decode, process_group)
+    layers: dict[str, tuple[str, ...]] = {}
+    for name, entry in description.quantized.items():
+        layers[entry["quantizer"]] = (*layers.get(entry["quantizer"], ()), shown(name))
+    return Exported(written, layout, layers, (), ())
 
 
 def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:

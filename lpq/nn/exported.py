@@ -35,8 +35,9 @@ def forward_of(multiply: Any, title: str, weight: Tensor) -> Callable[..., Tenso
     if isinstance(weight, QuantizedTensor):
         raise RuntimeError(
             f"{title}: torch.export takes no weight that is stored quantized. Write what weights decode to by "
-            "lpq.checkpoint.export_file(path, model, decode=True), load it by import_file into a model that was "
-            "converted without weights=, and export that; or write the codes for an inference engine by lpq.export"
+            'lpq.export(model, path, layout="lpq", decode=True), load it by lpq.checkpoint.import_file into a model '
+            "that was converted without weights=, and export that; or write the codes for an inference engine by "
+            "lpq.export"
         )
     return partial(_forward, multiply)
 

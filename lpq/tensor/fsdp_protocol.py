@@ -83,7 +83,7 @@ class Gathered:
         assert isinstance(self, Tensor)
         raise TypeError(
             f"{getattr(self, 'whose', '')}this {list(self.shape)} {type(self).__name__} has no storage of its own: "
-            "write the model with lpq.checkpoint.export_file(path, model, decode=True), or what dequantize() of a "
+            'write the model with lpq.export(model, path, layout="lpq", decode=True), or what dequantize() of a '
             "QuantizedTensor gives, and load it with model.load_state_dict; before save_pretrained, call "
             "lpq.integrations.transformers.attach(model)"
         )

@@ -16,6 +16,7 @@ from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import lpq
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
 from lpq.checkpoint.agreeing import check_one_model
@@ -67,7 +68,7 @@ def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module]) -> None
         lambda: checkpoint.save(folder / "mixed", net, step=1),
         lambda: checkpoint.save_async(folder / "mixed", net, step=1),
         lambda: checkpoint.load(folder / "whole", net),
-        lambda: checkpoint.export_file(folder / "mixed.pt", net),
+        lambda: lpq.export(net, folder / "mixed.pt", layout="lpq"),
         lambda: checkpoint.import_file(folder / "whole.pt", net),
     ):
         _refused(None, function, words)
@@ -88,7 +89,7 @@ def _each_by_itself(
     saving = checkpoint.save_async(own, net, optimizer, step=2, process_group=writers)
     checkpoint.save(own, net, optimizer, step=3, process_group=writers)  # which waits for the other one
     assert saving.wait() == own / "step-00000002"
-    checkpoint.export_file(own / "one.pt", net, process_group=group)
+    lpq.export(net, own / "one.pt", layout="lpq", process_group=group)
     assert checkpoint.info(own, process_group=group).step == 3
     for number in (1, 2, 3):
         fresh = shard(Net(9, 64, SMALL), mesh)
@@ -134,7 +135,7 @@ def _within_the_pair(rank: int, folder: Path, group: dist.ProcessGroup, mesh: De
 def _all(rank: int, folder: Path) -> None:
     everyone = dist.group.WORLD
     checkpoint.save(folder / "whole", Net(1, 64, SMALL), process_group=everyone)
-    checkpoint.export_file(folder / "whole.pt", Net(1, 64, SMALL), process_group=everyone)
+    lpq.export(Net(1, 64, SMALL), folder / "whole.pt", layout="lpq", process_group=everyone)
     groups = [dist.new_group(ranks) for ranks in (ALONE, PAIR)]
     writers = [dist.new_group(ranks, backend="gloo") for ranks in (ALONE, PAIR)]
     lone = dist.new_group([1])

@@ -97,7 +97,7 @@ WORDS = (
 
 def test_it_says_which_plugin_to_install(acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path / "stored", stored())
-    checkpoint.export_file(tmp_path / "stored.pt", stored())
+    lpq.export(stored(), tmp_path / "stored.pt", layout="lpq")
     converted = lpq.convert(nn.Sequential(nn.Linear(32, 64)), "fprop=acme, dgrad=mxfp8, wgrad=bf16")
     checkpoint.save(tmp_path / "converted", converted)
     acme.remove()

@@ -122,7 +122,7 @@ def _one_rank_finds_damage(rank: int, folder: Path) -> None:
 
 def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
     """Each rank reads a share of its records only."""
-    path = checkpoint.export_file(folder / "one.pt", _net(1))
+    path = lpq.export(_net(1), folder / "one.pt", layout="lpq").path
     raw = path.read_bytes()
     content = torch.load(path, weights_only=True)["model"]
     large = [as_bytes(tensor).numpy().tobytes() for tensor in content.values() if tensor.nbytes >= 100]
@@ -309,14 +309,14 @@ def _one_rank_encodes(rank: int, folder: Path) -> None:
         return shard(net, mesh)
 
     for name, made in (("plain", plain()), ("stored", stored())):
-        checkpoint.export_file(folder / f"{name}.pt", made)
+        lpq.export(made, folder / f"{name}.pt", layout="lpq")
     dist.barrier()
     with pytest.raises(CheckpointError) as raised:
         checkpoint.import_file(folder / f"{('plain', 'stored')[rank]}.pt", stored())
     assert "cannot be imported: the ranks read different files, or hold different models" in str(raised.value)
     _agreed(CheckpointError("imported on no rank"))
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.export_file(folder / "mixed.pt", plain() if rank else stored())
+        lpq.export(plain() if rank else stored(), folder / "mixed.pt", layout="lpq")
     assert "the ranks hold different models, and the file is of one" in _agreed(raised.value)
     assert not (folder / "mixed.pt").exists()
     checkpoint.save(folder / "unstored", plain())

@@ -91,8 +91,8 @@ def _on_two(rank: int, folder: Path) -> None:
         net = shard(_net(OTHER, formats), mesh)
         _loaded(folder / source, net, formats=formats)
         _save(folder / f"{source}-two", net)
-    checkpoint.export_file(folder / "two.pt", net)
-    checkpoint.export_file(folder / "two-decoded.pt", net, decode=True)
+    lpq.export(net, folder / "two.pt", layout="lpq")
+    lpq.export(net, folder / "two-decoded.pt", layout="lpq", decode=True)
     _loaded(folder / "odd", shard(Net(OTHER, 510, ODD), mesh), 510, ODD)
 
 
@@ -144,8 +144,8 @@ def test_four_two_one_four(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "tiles", tiles)
     assert model_differences(tiles, _weight(1.0)) == {}
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
-    checkpoint.export_file(tmp_path / "one.pt", net)
-    checkpoint.export_file(tmp_path / "one-decoded.pt", net, decode=True)
+    lpq.export(net, tmp_path / "one.pt", layout="lpq")
+    lpq.export(net, tmp_path / "one-decoded.pt", layout="lpq", decode=True)
     for kind in ("", "-decoded"):
         one, two = (torch.load(tmp_path / f"{ranks}{kind}.pt", weights_only=True) for ranks in ("one", "two"))
         assert one["lpq"] == two["lpq"]

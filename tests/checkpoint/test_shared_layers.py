@@ -32,7 +32,7 @@ def test_memories_come_and_go(tmp_path: Path) -> None:
     remembers(torch.randn(8, 64)).sum().backward()
     checkpoint.save(tmp_path / "with", remembers)
     checkpoint.load(tmp_path / "with", twice("fp8-current"), any_policy=True)
-    checkpoint.export_file(tmp_path / "decoded.pt", remembers, decode=True)
+    lpq.export(remembers, tmp_path / "decoded.pt", layout="lpq", decode=True)
     names = torch.load(tmp_path / "decoded.pt", weights_only=True)["model"]
     assert list(names) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 

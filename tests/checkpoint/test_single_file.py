@@ -19,7 +19,7 @@ from lpq.core import QuantizedTensor
 
 
 def test_bit_for_bit(tmp_path: Path) -> None:
-    path = checkpoint.export_file(tmp_path / "new" / "model.pt", net := Net(1))
+    path = lpq.export(net := Net(1), tmp_path / "new" / "model.pt", layout="lpq").path
     content = torch.load(path, weights_only=True)
     assert all(type(tensor) is torch.Tensor for tensor in content["model"].values())
     assert content["lpq"]["quantized"]["model.stored.mx.weight"]["quantizer"] == "mxfp8"
@@ -30,9 +30,46 @@ def test_bit_for_bit(tmp_path: Path) -> None:
     assert info.policy == lpq.policy(content["lpq"]["conversions"][""]["policy"])
 
 
+def test_the_earlier_name_names_the_new_call(tmp_path: Path) -> None:
+    net = Net(1)
+    with pytest.warns(
+        DeprecationWarning, match=r'removed .*: call lpq\.export\(model, path, layout="lpq", decode=True\)$'
+    ):
+        path = checkpoint.export_file(tmp_path / "earlier.pt", net, decode=True)
+    now = lpq.export(net, tmp_path / "now.pt", layout="lpq", decode=True)
+    assert (path, now.path) == (tmp_path / "earlier.pt", tmp_path / "now.pt")
+    found, expected = (torch.load(one, weights_only=True) for one in (path, now.path))
+    assert found["lpq"] == expected["lpq"]
+    assert all(torch.equal(value, expected["model"][name]) for name, value in found["model"].items())
+    with pytest.warns(DeprecationWarning, match=r'call lpq\.export\(model, path, layout="lpq"\)$'):
+        checkpoint.export_file(tmp_path / "earlier.pt", net)
+
+
+def test_the_record_names_what_is_stored_quantized(tmp_path: Path) -> None:
+    made = lpq.export(Net(1), tmp_path / "model.pt", layout="lpq")
+    assert (made.layout, made.left, made.notes) == ("lpq", (), ())
+    assert made.layers["mxfp8"] == ("stored.mx.weight",)
+    assert sorted(sum(made.layers.values(), ())) == sorted(f"stored.{name}.weight" for name in FORMATS)
+    assert not lpq.export(Net(1), tmp_path / "model.pt", layout="lpq", decode=True).layers
+
+
+def test_what_is_for_engines_is_refused_with_one_file(tmp_path: Path) -> None:
+    engines: dict[str, Any] = {
+        "base": tmp_path, "dtype": torch.float16, "input_amax": {}, "leave": ["0"], "siblings": "any", "shard_bytes": 1,
+    }  # fmt: skip
+    for name, value in engines.items():
+        with pytest.raises(CheckpointError, match=f'layout="lpq" writes a model as it is, and takes no {name}$'):
+            lpq.export(Net(1), tmp_path / "x", layout="lpq", **{name: value})
+    with pytest.raises(CheckpointError, match=r'decode=True is for layout="lpq", and .*layout=.modelopt. quantized'):
+        lpq.export(Net(1), tmp_path / "x", layout="modelopt", decode=True)
+    with pytest.raises(CheckpointError, match=r'layout="lpq" is of a model: load run into one, and export that'):
+        lpq.export("run", tmp_path / "x", layout="lpq")
+    assert not (tmp_path / "x").exists()
+
+
 def test_decoded_it_is_an_ordinary_state_dict(tmp_path: Path) -> None:
     net = Net(1)
-    content = torch.load(checkpoint.export_file(tmp_path / "model.pt", net, decode=True), weights_only=True)
+    content = torch.load(lpq.export(net, tmp_path / "model.pt", layout="lpq", decode=True).path, weights_only=True)
     ordinary = nn.ModuleDict({name: nn.Linear(96, 512, bias=False) for name in FORMATS})
     ordinary.load_state_dict({k.removeprefix("stored."): v for k, v in content["model"].items() if "stored" in k})
     for name, layer in ordinary.items():
@@ -44,7 +81,7 @@ def test_decoded_a_plain_model_loads_it(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
     lpq.convert(net, "mxfp8", weights="quantized")
     path = tmp_path / "model.pt"
-    checkpoint.export_file(path, net, decode=True)
+    lpq.export(net, path, layout="lpq", decode=True)
     plain = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
     plain.load_state_dict(torch.load(path, weights_only=True)["model"])
     assert torch.equal(plain[0].weight, net[0].weight.dequantize())
@@ -55,7 +92,7 @@ def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     """Quantized into high precision: decoded. High precision into quantized: encoded. Other dtypes: cast."""
     stored = nn.Sequential(nn.Linear(32, 64))
     stored[0].weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.randn(64, 32)), requires_grad=False)
-    checkpoint.export_file(tmp_path / "stored.pt", stored)
+    lpq.export(stored, tmp_path / "stored.pt", layout="lpq")
     plain = nn.Sequential(nn.Linear(32, 64, dtype=torch.bfloat16))
     checkpoint.import_file(tmp_path / "stored.pt", plain)
     assert torch.equal(plain[0].weight, stored[0].weight.dequantize().bfloat16())
@@ -81,14 +118,14 @@ def test_a_stack_is_decoded(tmp_path: Path) -> None:
     stack = lpq.quantizer("mxfp8").quantize(torch.randn(3, 64, 32), stack=True)
     stored.experts = nn.Parameter(stack, requires_grad=False)
     plain.experts = nn.Parameter(torch.zeros(3, 64, 32))
-    checkpoint.import_file(checkpoint.export_file(tmp_path / "stored.pt", stored), plain)
+    checkpoint.import_file(lpq.export(stored, tmp_path / "stored.pt", layout="lpq").path, plain)
     assert torch.equal(plain.experts, stack.dequantize())
-    content = torch.load(checkpoint.export_file(tmp_path / "decoded.pt", stored, decode=True), weights_only=True)
+    content = torch.load(lpq.export(stored, tmp_path / "decoded.pt", layout="lpq", decode=True).path, weights_only=True)
     assert torch.equal(content["model"]["experts"], stack.dequantize())
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.export_file(tmp_path / "model.pt", nn.Sequential(nn.Linear(4, 4)))
+    path = lpq.export(nn.Sequential(nn.Linear(4, 4)), tmp_path / "model.pt", layout="lpq").path
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: 0.weight was saved with shape \[4, 4\]"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 8)))
     path.write_bytes(path.read_bytes()[:-100])
@@ -120,7 +157,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
     """Ours and anybody's; unless it was saved without checksums, of which nobody can know."""
     path, net, other = tmp_path / "model.pt", Net(1), Net(2)
     for changed in ("mx", "fp4_square"):
-        for save in (lambda: checkpoint.export_file(path, net), lambda: torch.save(net.state_dict(), path)):
+        for save in (lambda: lpq.export(net, path, layout="lpq"), lambda: torch.save(net.state_dict(), path)):
             save()
             _changed(path, net.stored[changed].weight.row.data)
             with pytest.raises(
@@ -131,7 +168,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
     computed = get_crc32_options()
     try:
         set_crc32_options(False)
-        checkpoint.export_file(path, net)
+        lpq.export(net, path, layout="lpq")
     finally:
         set_crc32_options(computed)
     checkpoint.import_file(path, other)
@@ -159,7 +196,7 @@ def test_what_is_incomplete_is_refused_in_words(
     change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
 ) -> None:
     model = lpq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", weights="quantized")
-    path = checkpoint.export_file(tmp_path / "model.pt", model)
+    path = lpq.export(model, tmp_path / "model.pt", layout="lpq").path
     content = torch.load(path, weights_only=True)
     torch.save({**content, "mine": 1}, path)  # what is beside it is nobody's business
     checkpoint.import_file(path, model)

@@ -30,7 +30,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "save": lambda path: checkpoint.save(path, model(1.0)),
     "save_async": lambda path: checkpoint.save_async(path, model(1.0)).wait(),
     "export": lambda path: lpq.export(converted(), path),
-    "export_file": lambda path: checkpoint.export_file(path, model(1.0)),
+    "one file": lambda path: lpq.export(model(1.0), path, layout="lpq"),
     "calibrate": calibrated,
 }
 """All that writes something that is whole or does not count."""

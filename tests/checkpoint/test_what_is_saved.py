@@ -212,7 +212,7 @@ def test_buffers_of_users_are_no_memories(tmp_path: Path) -> None:
     assert other[0].temperature == 1
     checkpoint.load(checkpoint.save(tmp_path / "with", net), other)
     assert other[0].temperature == 3
-    checkpoint.export_file(tmp_path / "decoded.pt", net, decode=True)
+    lpq.export(net, tmp_path / "decoded.pt", layout="lpq", decode=True)
     assert torch.load(tmp_path / "decoded.pt", weights_only=True)["model"]["0.temperature"] == 3
 
 

@@ -40,7 +40,7 @@ def _actions(folder: Path) -> dict[str, Callable[..., object]]:
     return {
         "save": lambda **group: checkpoint.save(folder / "saved", net, **group),
         "save_async": lambda **group: checkpoint.save_async(folder / "later", net, **group).wait(),
-        "export_file": lambda **group: checkpoint.export_file(folder / "one.pt", net, **group),
+        "one file": lambda **group: lpq.export(net, folder / "one.pt", layout="lpq", **group),
         "export": lambda **group: lpq.export(layers, folder / "files", layout="compressed-tensors", **group),
         "export of a path": lambda **group: lpq.export(folder / "layers", folder / "again", **group),
         "calibrate": lambda **group: lpq.calibrate(_layers(), [torch.ones(2, 64)], **group),
@@ -95,7 +95,7 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
         (lambda: checkpoint.save(path, net), "rank 1: directory is of type int"),
         (lambda: checkpoint.load(path, net), "rank 1: path is of type int"),
         (lambda: checkpoint.info(path), "rank 1: path is of type int"),
-        (lambda: checkpoint.export_file(path, net), "rank 1: path is of type int"),
+        (lambda: lpq.export(net, path, layout="lpq"), "rank 1: path is of type int"),
         (lambda: checkpoint.import_file(path, net), "rank 1: path is of type int"),
         (lambda: checkpoint.save(folder / "y", 3 if bad else net), "rank 1: model is to be a torch.nn.Module, not int"),
         (lambda: lpq.export(layers, path), "rank 1: path is of type int"),

@@ -81,7 +81,7 @@ def _made(run: dict[str, Any], name: str, **options: Any) -> tuple[How, nn.Modul
 
 def _write_down(folder: Path, name: str, number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """All there is of a run after a step; of the optimizer, without lpq, each rank writes what it has."""
-    checkpoint.export_file(folder / f"{name}-{number}.pt", net)
+    lpq.export(net, folder / f"{name}-{number}.pt", layout="lpq")
     shards = {key: _local(tensor).cpu() for key, tensor in _state(optimizer).items()}
     assert any(key.endswith(".master") for key in shards) == (name == "masters")
     torch.save(shards, folder / f"{name}-{number}-rank{dist.get_rank()}.pt")

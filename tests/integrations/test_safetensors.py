@@ -58,7 +58,7 @@ def _emptied(module: nn.Module) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_a_weight_that_is_stored_quantized_is_refused_in_words(recipe: str, tmp_path: Path) -> None:
     model = lpq.convert(net(), recipe, weights="quantized")
-    words = r"0\.weight: this \[64, 64\] QuantizedTensor has no storage .*lpq\.checkpoint\.export_file\(path, model"
+    words = r"0\.weight: this \[64, 64\] QuantizedTensor has no storage .*lpq\.export\(model, path, layout=.lpq."
     for write in (
         lambda: safetensors.save_model(model, tmp_path / "x"),
         lambda: safetensors.save_file(model.state_dict(), tmp_path / "x"),
@@ -67,7 +67,7 @@ def test_a_weight_that_is_stored_quantized_is_refused_in_words(recipe: str, tmp_
         with pytest.raises(TypeError, match=words):
             write()
     assert not (tmp_path / "x").exists()
-    lpq.checkpoint.export_file(tmp_path / "y", model, decode=True)  # the remedy
+    lpq.export(model, tmp_path / "y", layout="lpq", decode=True)  # the remedy
     ordinary = net()
     ordinary.load_state_dict(torch.load(tmp_path / "y", weights_only=True)["model"])
     assert torch.equal(ordinary[0].weight, model[0].weight.dequantize())

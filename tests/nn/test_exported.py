@@ -94,7 +94,7 @@ def test_a_weight_that_is_stored_quantized_is_refused(strict: bool, tmp_path: Pa
     words = r"layer 0, lpq\.nn\.Linear\(48, 32\): torch\.export takes no weight that is stored quantized\. .*import"
     with pytest.raises(RuntimeError, match=words):
         torch.export.export(model, (x,), strict=strict)
-    lpq.checkpoint.export_file(tmp_path / "model.pt", model, decode=True)
+    lpq.export(model, tmp_path / "model.pt", layout="lpq", decode=True)
     lpq.checkpoint.import_file(tmp_path / "model.pt", lpq.convert(plain, "mxfp8"))
     assert torch.equal(torch.export.export(plain, (x,), strict=strict).module()(x), model(x))
 
