@@ -1,7 +1,10 @@
 """Regular expressions of others' files, matched in time that is known beforehand.
 
-Python's ``re`` tries one way after the other, which takes exponential time for some patterns. Here all ways are
-followed at once: a set of places in the name, as the bits of a number, goes through the pattern. ``re`` parses it.
+Python's ``re`` tries one way after the other, which takes exponential time for some patterns, and a high power of the
+length of a name for patterns of many ``.*``. RE2, whose binding would be one more compiled dependency, has no (?!…), by
+which such files leave layers out. Here all ways are followed at once: a set of places in the name, as the bits of a
+number, goes through the pattern. ``re`` parses it. Patterns that begin alike share these steps, so that thousands of
+them cost a name little where they differ in the numbers of layers.
 """
 
 from __future__ import annotations
@@ -35,45 +38,68 @@ class Step(NamedTuple):
     inner: tuple[tuple[Step, ...], ...] = ()
 
 
+Rest = dict[Step | None, "Rest"]
+"""The next steps of patterns, each with what comes after it; None: the end of one."""
+
+
 class Patterns:
     """Regular expressions, of which each matches the beginning of a name, as ``re.match`` does."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         known = [*texts]
-        self._read = [_read(text) for text in known]
+        self._all: Rest = {}
+        for text in known:
+            rest = self._all
+            for step in _read(text):
+                rest = rest.setdefault(step, {})
+            rest[None] = {}
         self._once = sum(map(len, known))
         self._left = STEPS
 
     def match(self, text: str) -> bool:
         """Whether one of them matches."""
         self._left = min(STEPS, self._left + self._once)
-        name = _Name(text)
-        return any(self._through(steps, 1, name) for steps in self._read)
+        name, ways = _Name(text), [(self._all, 1)]
+        while ways:
+            rest, places = ways.pop()
+            self._take(len(rest))
+            for step, after in rest.items():
+                if step is None:
+                    return True
+                if reached := self._after(step, places, name):
+                    ways.append((after, reached))
+        return False
+
+    def _take(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise LayoutError("config.json: matching its patterns with the names of layers takes too long")
 
     def _through(self, steps: Sequence[Step], places: int, name: _Name) -> int:
         """The places that can be reached from these: one before each character, and one behind the last."""
-        self._left -= len(steps)
-        if self._left < 0:
-            raise LayoutError("config.json: matching its patterns with the names of layers takes too long")
+        self._take(len(steps))
         for step in steps:
-            if step.kind in CHARACTERS:
-                places = (places & name.where(step)) << 1
-            elif step.kind == "AT":
-                places &= 1 if "BEGINNING" in step.argument else name.ends(step.argument)
-            elif step.kind == "REPEAT":
-                places = self._repeated(step, places, name)
-            elif step.kind == "BRANCH":
-                reached = 0
-                for branch in step.inner:
-                    reached |= self._through(branch, places, name)
-                places = reached
-            else:
-                ahead = (1 << i for i in range(places.bit_length()) if places >> i & 1)
-                wanted = step.kind == "ASSERT"
-                places = sum(i for i in ahead if bool(self._through(step.inner[0], i, name)) == wanted)
+            places = self._after(step, places, name)
             if not places:
                 break
         return places
+
+    def _after(self, step: Step, places: int, name: _Name) -> int:
+        """The places that one step reaches from these."""
+        if step.kind in CHARACTERS:
+            return (places & name.where(step)) << 1
+        if step.kind == "AT":
+            return places & (1 if "BEGINNING" in step.argument else name.ends(step.argument))
+        if step.kind == "REPEAT":
+            return self._repeated(step, places, name)
+        if step.kind == "BRANCH":
+            reached = 0
+            for branch in step.inner:
+                reached |= self._through(branch, places, name)
+            return reached
+        ahead = (1 << i for i in range(places.bit_length()) if places >> i & 1)
+        wanted = step.kind == "ASSERT"
+        return sum(i for i in ahead if bool(self._through(step.inner[0], i, name)) == wanted)
 
     def _repeated(self, step: Step, places: int, name: _Name) -> int:
         least, most = step.argument
@@ -102,13 +128,14 @@ class _Name:
         self._of: dict[str, int] = {}
         for i, character in enumerate(text):
             self._of[character] = self._of.get(character, 0) | 1 << i
-        self._where: dict[int, int] = {}
+        self._where: dict[Step, int] = {}
 
     def where(self, step: Step) -> int:
-        if id(step) not in self._where:
-            fitting = (bits for character, bits in self._of.items() if _is(step.kind, step.argument, character))
-            self._where[id(step)] = sum(fitting)
-        return self._where[id(step)]
+        if (known := self._where.get(step)) is not None:
+            return known
+        fitting = sum(bits for character, bits in self._of.items() if _is(step.kind, step.argument, character))
+        self._where[step] = fitting
+        return fitting
 
     def ends(self, kind: str) -> int:
         before_newline = 1 << len(self.text) - 1 if kind == "AT_END" and self.text.endswith("\n") else 0
@@ -133,7 +160,7 @@ def _steps(tree: Any) -> tuple[Step, ...]:
     for op, argument in tree:
         kind = str(op)
         if kind in CHARACTERS:
-            found.append(Step(kind, argument))
+            found.append(Step(kind, tuple(argument) if kind == "IN" else argument))
         elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
             found.append(Step("REPEAT", (int(argument[0]), int(argument[1])), (_steps(argument[2]),)))
         elif kind == "SUBPATTERN" and not argument[1] and not argument[2]:

@@ -49,6 +49,15 @@ def test_no_pattern_takes_long(pattern: str) -> None:
     assert time.process_time() - before < 1
 
 
+def test_thousands_of_patterns_take_little_time() -> None:
+    """Beyond the time in which ``re`` parses them."""
+    patterns = Patterns(rf"model\.layers\.{i}\.mlp\.(up|down)_proj" for i in range(3000))
+    before = time.process_time()
+    assert patterns.match("model.layers.2999.mlp.down_proj")
+    assert not any(patterns.match(f"model.layers.{i}.self_attn.{n}_proj") for i in range(25) for n in "qkvo")
+    assert time.process_time() - before < 1
+
+
 def test_what_would_take_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpq.engines.patterns.STEPS", 10_000)
     patterns = Patterns(["(?:[ab]" + "c?" * 300 + ")*!"])
