@@ -1,4 +1,4 @@
-"""Converted layers that no pass has called, while it called others.
+"""Converted layers that no pass has called, while it called others; and those whose weight a pass has read past them.
 
 A module may read the weight of a layer and multiply by it itself, as the attention of some models does, and fused code.
 Its products are in high precision then, whatever recipe the layer has.
@@ -14,6 +14,8 @@ from lpq.nn.names import plain_name
 
 UNCALLED = "; no pass has called it so far, while others were called: code that reads its weight multiplies as before"
 """The end of a note in the report."""
+READ = "; a pass has read its weight, too: what code beside the layer multiplies by it is in high precision"
+"""The end of another note."""
 
 
 def uncalled(model: nn.Module) -> set[str]:
@@ -23,6 +25,12 @@ def uncalled(model: nn.Module) -> set[str]:
     if any(layer.traced for layer in layers.values()) or not any(layer.called for layer in layers.values()):
         return set()
     return {plain_name(name) for name, layer in layers.items() if not (layer.called or _waits(layer))}
+
+
+def read_past(model: nn.Module) -> set[str]:
+    """The names of layers with a recipe whose weight the pass of another module has read."""
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, Layer) and m.recipe is not None)
+    return {plain_name(name) for name, layer in layers if layer.read_past}
 
 
 def _waits(layer: Layer | Experts) -> bool:

@@ -12,7 +12,7 @@ from lpq import recipes, registry
 from lpq.distributed.compared import Compared
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
-from lpq.nn.called import UNCALLED, uncalled
+from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.expert_notes import expert_notes
 from lpq.nn.experts import Experts, adopt_experts, check_experts, holds_experts
@@ -332,18 +332,20 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
 
     The text begins with how much of the model is converted. Modules with equal lines share one; ``full=True`` gives
     each its own. Once a pass has called some layers, those that it did not call are named, and count as not converted.
+    Those that it called and whose weight another module has read besides are named, and count as converted.
     """
     parts = conversions(model)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     idle = uncalled(model)
+    read = read_past(model) - idle
 
     def named(part: str, entries: tuple[Entry, ...]) -> Iterator[Entry]:
         for entry in entries:
             yield replace(entry, name=plain_name(f"{part}.{entry.name}".strip(".")))
 
     def given(entry: Entry) -> Entry:
-        unused = UNCALLED if entry.name in idle else ""
-        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)) + unused)
+        past = UNCALLED if entry.name in idle else READ if entry.name in read else ""
+        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)) + past)
 
     def now(entry: Entry) -> Iterator[Entry]:
         """Find a converted module again: it may be gone since, or inside of another one, as with adapters."""
@@ -371,6 +373,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         parallel=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in parallel_notes(model)),
         experts=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in expert_notes(model)),
         uncalled=tuple(entry.name for entry in converted if entry.name in idle),
+        read=tuple(entry.name for entry in converted if entry.name in read),
         coverage=coverage(model, {e.name for e in converted if _is_converted(modules.get(e.name))} - idle),
         full=full,
     )

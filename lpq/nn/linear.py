@@ -126,7 +126,7 @@ class Layer(Saved):
 
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
-        fresh = {"_calls": (None, {}), "_static_input": StaticValues(), "_ran": False}
+        fresh = {"_calls": (None, {}), "_static_input": StaticValues(), "_ran": False, "read_past": False}
         return {**self.__dict__, "_held": None, "stages": None, "gather": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ class Report:
     """How the products of experts are computed, and from how many rows on that takes less time than bf16."""
     uncalled: tuple[str, ...] = ()
     """The names of converted layers that no pass has called, though others: they count as not converted."""
+    read: tuple[str, ...] = ()
+    """The names of the others whose weight the pass of another module has read, as it does to multiply by it."""
     coverage: Coverage = field(default_factory=Coverage)
     """How much of the model's matrices is converted."""
     full: bool = field(default=False, compare=False)
@@ -48,6 +50,7 @@ class Report:
 
     def __str__(self) -> str:
         idle = f"; {len(self.uncalled)} of the converted were not called so far" if self.uncalled else ""
+        idle += f"; a pass has read the weights of {len(self.read)} past them" if self.read else ""
         lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone{idle}"]
         for title, entries in (
             ("converted", self.converted),

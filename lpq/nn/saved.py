@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
+from lpq.nn.read_past import Weight
 from lpq.nn.remembering import Remembering
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 class Saved(Remembering):
     """A module with a weight, which FSDP2 may gather quantized, and with memories."""
 
-    weight: Tensor
+    if TYPE_CHECKING:
+        weight: Tensor
+    else:
+        weight = Weight()
+    read_past: bool = False
+    """Whether the pass of another module has read the weight."""
     in_features: int
     out_features: int
     kind: ClassVar[str] = "lpq.nn.Linear"

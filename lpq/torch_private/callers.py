@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import sys
-from types import FrameType
+from functools import lru_cache
+from types import CodeType, FrameType
 
 from torch import nn
 
+LOOKS = frozenset({"device", "dtype", "ndim", "requires_grad", "shape"})
+"""Attributes of a tensor that tell nothing of its values."""
 ENGINE = "torch.autograd.graph"
 """The module of the function that starts autograd's engine; the engine's own threads begin without a frame."""
 
@@ -19,12 +23,27 @@ def engine_calls() -> bool:
     return frame is None or _module(frame) == ENGINE
 
 
-def running_module() -> nn.Module | None:
-    """The module whose pass runs now, the innermost one; None if none was called."""
-    frame: FrameType | None = sys._getframe(1)
+def another_pass_reads(module: nn.Module) -> bool:
+    """Whether what reads an attribute of this module, two frames up, is in the pass of another one, and reads more of a
+    tensor there than its dtype and the like. Code of lpq and of torch is none of a model's, but for torch's modules: it
+    shards models, copies them and loads them."""
+    reader = sys._getframe(2)
+    name = _module(reader)
+    if name.startswith(("lpq.", "lpq_", "torch.")) and not name.startswith("torch.nn.modules."):
+        return False
+    frame: FrameType | None = reader
     while frame is not None and frame.f_code is not nn.Module.__call__.__code__:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    if frame is None or frame.f_locals["self"] is module:
+        return False
+    return _next_attribute(reader.f_code, reader.f_lasti) not in LOOKS
+
+
+@lru_cache(256)
+def _next_attribute(code: CodeType, at: int) -> str | None:
+    """The attribute that the instruction after this one takes of its result."""
+    following = next((i for i in dis.get_instructions(code) if i.offset > at), None)
+    return following.argval if following is not None and following.opname == "LOAD_ATTR" else None
 
 
 def _module(frame: FrameType) -> str:

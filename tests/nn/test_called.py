@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -50,6 +51,83 @@ def test_a_layer_whose_weight_is_read_and_that_is_not_called_is_named(how: Any) 
     assert "2 converted, 0 left alone; 1 of the converted were not called so far" in str(lpq.report(model))
     model.read(torch.randn(4, 32))
     assert uncalled(model) == []
+
+
+class Shared(nn.Module):
+    """A module that calls a layer, and reads more of it."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.used, self.other, self.read = nn.Linear(32, 32), nn.Linear(32, 32), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.other(self.used(x))
+        return y + self.read(self, x)
+
+
+@pytest.mark.parametrize("how", [{}, {"weights": "high_precision"}, {"weights": "quantized"}])
+@pytest.mark.filterwarnings("ignore::lpq.core.PrecisionWarning")
+def test_a_layer_that_is_called_and_whose_weight_is_read_past_it_is_named(how: Any) -> None:
+    model = nn.Sequential(Shared(lambda m, x: functional.linear(x, m.used.weight)))
+    lpq.convert(model, "mxfp8", **how)
+    assert lpq.report(model).read == ()
+    model(torch.randn(4, 32))
+    report = lpq.report(model)
+    assert (report.read, report.uncalled, report.coverage.work) == (("0.used",), (), 1)
+    assert "2 converted, 0 left alone; a pass has read the weights of 1 past them" in str(report)
+    notes = {entry.name: entry.note for entry in report.converted}
+    assert "; a pass has read its weight, too: what code beside the layer multiplies" in notes["0.used"]
+    assert "has read" not in notes["0.other"]
+    assert lpq.report(copy.deepcopy(model)).read == ()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m, x: x.to(m.used.weight.dtype) * m.other.weight.shape[0],
+        lambda m, x: m.used(x) * len([*m.parameters()]),
+        lambda m, x: functional.linear(x, m.used.bias[None].expand(32, 32)),
+    ],
+    ids=["dtype", "parameters", "bias"],
+)
+def test_what_multiplies_nothing_by_a_weight_is_not_named(read: Any) -> None:
+    """Nor are reads outside of a pass, in a hook of the layer, and of the layer itself."""
+    model = lpq.convert(nn.Sequential(Shared(read)), "fp8-current")
+    layer: Any = model[0].used
+    layer.register_forward_hook(lambda layer, _args, _y: layer.weight.norm() and None)
+    with lpq.hold_weights(model):
+        model(torch.randn(4, 32))
+    model(torch.randn(4, 32)).sum().backward()
+    (layer.weight.square().sum() + layer.weight.grad.sum()).item()
+    layer.recipe = None
+    model(torch.randn(4, 32))
+    layer.recipe = "mxfp8"
+    assert lpq.report(model).read == ()
+
+
+def test_weights_that_are_computed_or_absent_are_as_torch_has_them() -> None:
+    layer: Any = lpq.nn.Linear(32, 32, recipe="mxfp8")
+    x, values = torch.randn(4, 32), layer.weight
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    layer(x)
+    parametrize.remove_parametrizations(layer, "weight")
+    prune.l1_unstructured(layer, "weight", 0.5)
+    layer(x)
+    assert int((layer.weight == 0).sum()) == 512
+    prune.remove(layer, "weight")
+    del layer.weight
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        layer.weight.sum()
+    layer.weight = values
+    layer(x)
+    assert layer.weight is values
+
+
+def test_a_weight_that_is_read_in_compiled_code_breaks_no_graph() -> None:
+    model = lpq.convert(nn.Sequential(Shared(lambda m, x: functional.linear(x, m.used.weight))), "mxfp8")
+    x = torch.randn(4, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(compiled, model(x))
 
 
 def test_what_ran_stays_so_and_a_copy_begins_anew() -> None:

@@ -267,19 +267,27 @@ def test_a_node_that_keeps_a_gradient_is_seen() -> None:
 
 
 def test_who_calls_is_seen() -> None:
-    """An operator of lpq that autograd's engine calls itself is in tests/nn/test_encoded_gradients.py."""
+    """An operator that autograd's engine calls is in tests/nn/test_encoded_gradients.py, other reads of a weight in
+    tests/nn/test_called.py."""
     assert torch.autograd.graph._engine_run_backward.__module__ == callers.ENGINE
     assert not callers.engine_calls()
-    found: list[Any] = []
+    assert all(hasattr(torch.zeros(2), name) for name in callers.LOOKS)
+    found: list[bool] = []
 
-    class Inner(torch.nn.Module):
-        def forward(self) -> None:
-            found.append(callers.running_module())
+    class Read(torch.nn.Module):
+        @property
+        def value(self) -> Tensor:
+            found.append(callers.another_pass_reads(self))
+            return torch.zeros(2)
 
-    inner = Inner()
-    inner()
-    inner.forward()
-    assert found == [inner, None]
+        def forward(self, other: Any) -> Tensor:
+            (other.value.shape, self.value + 1)
+            return other.value + 1
+
+    module, other = Read(), Read()
+    module(other)
+    module.forward(other)
+    assert found == [False, False, True, False, False, False]
 
 
 def test_hooks_of_saved_tensors_are_seen() -> None:

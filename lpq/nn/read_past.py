@@ -1,0 +1,29 @@
+"""Reads of a layer's weight by the pass of another module, which may multiply by it without the layer.
+
+The layer takes its weight from its parameters, so that what reads the attribute is other code, and the layer's own pass
+has nothing to do for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lpq.torch_private.callers import another_pass_reads
+
+
+class Weight:
+    """The attribute ``weight`` of a class of layers. It notes the first such read as ``read_past`` of the layer; a read
+    that a compiler traces is not noted."""
+
+    def __get__(self, layer: Any, owner: Any = None) -> Any:
+        if layer is None:
+            return self
+        try:
+            weight = layer.__dict__["_parameters"]["weight"]
+        except KeyError:
+            raise AttributeError("weight") from None  # so that torch looks elsewhere, and says so
+        if not (layer.read_past or torch.compiler.is_compiling()) and another_pass_reads(layer):
+            layer.read_past = True
+        return weight
