@@ -166,3 +166,10 @@ def groups_of(parameters: Iterable[Tensor], others: Iterable[ProcessGroup] = ())
         if group.size() > 1:
             found.setdefault(same_ranks(group), group)
     return list(found.values())
+
+
+def circles_of(parameters: Iterable[Tensor], others: Iterable[ProcessGroup] = ()) -> tuple[tuple[int, ...], ...]:
+    """The ranks of all meshes over which these parameters lie, and of each other group: some for each set of ranks."""
+    meshes = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    found = [*(tuple(mesh.mesh.flatten().tolist()) for mesh in meshes.values()), *map(same_ranks, others)]
+    return tuple(ranks for ranks in dict.fromkeys(found) if len(ranks) > 1)

@@ -1,8 +1,8 @@
 """A check that the ranks which share a model have the same one: different recipes would be mixed in silence.
 
 Which ranks share a layer follows from where its weight lies: over all dimensions of its device mesh, and over the
-replicas of a DistributedDataParallel. They compare one hash, in a collective of a few words, before weights or operands
-travel, when a recipe has changed, and again and again while a later step may change one. Where it differs, they
+replicas of a DistributedDataParallel. They compare one hash before weights or operands travel, and when a recipe has
+changed; and again and again, in a collective of a few words, while a later step may change one. Where it differs, they
 exchange descriptions of their models, and all raise.
 """
 
@@ -12,17 +12,20 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from threading import Timer
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.agree import exchange, groups_of
+from lpq.distributed import meeting
+from lpq.distributed.agree import circles_of, exchange, groups_of
 from lpq.operations.reduce_statistics import same_ranks
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.collectives import all_reduce
 from lpq.torch_private.dispatch import modes
+from lpq.torch_private.distributed import is_imitated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,8 +37,8 @@ WORDS = 4
 BITS = 30
 LIMIT = (1 << BITS) - 1
 """The largest word of the hash. With each word goes its complement, so that a MAX shows whether all are equal."""
-PATIENCE = 30.0
-"""Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""
+OFTEN = 1.0
+"""Seconds between two looks whether another rank has changed a recipe."""
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
@@ -56,6 +59,8 @@ class Joined(NamedTuple):
     """The names of the groups that join them, one for each dimension of a mesh. A group itself would be kept alive."""
     device: torch.device
     """Where the weight is."""
+    circles: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each mesh, and of each other group."""
 
 
 class Comparison:
@@ -66,42 +71,84 @@ class Comparison:
         """Whether there is nothing to compare until a recipe changes."""
         self.moving = False
         """Whether later steps might change a recipe, on all ranks: so all compare their steps at this place again."""
-        self._joined: list[Joined] = []
+        self.began = False
+        """Whether ranks have compared before."""
+        self.joined: list[Joined] = []
         self._stages: list[Stages] = []
+        self._about = ""
+        self._waited, self._looked = 0.0, 0.0
+        """How long this rank has waited in vain, and when it looked last, in seconds."""
 
-    def compare(self, part: nn.Module, replicas: Replicas | None = None) -> None:
+    def compare(self, part: nn.Module, replicas: Replicas | None = None, seconds: float | None = None) -> None:
         """Compare the model around ``part``, unless its steps alone can differ, and are equal. Raise on all ranks if
-        models differ. With ``replicas``, those of a DistributedDataParallel are compared as well."""
+        models differ. With ``replicas``, those of a DistributedDataParallel are compared as well. ``seconds``: others
+        that have not come by then are not waited for: this rank goes on, as they do, and compares later."""
         from lpq.torch_private import fsdp  # which imports FSDP2
 
         steps = f"{self.alike}, steps {[stages.step for stages in self._stages]}"
-        if self.moving and are_equal(steps, self._joined) and self.alike:
+        if self.moving and are_equal(steps, self.joined) and self.alike:
             return
         around = fsdp.outermost(part)  # a part of a model may have been converted, and the whole sharded
-        self._joined = check_alike(around, replicas)
+        if replicas is not None:  # ranks may come for another model
+            self._about = f"{digest(' '.join(name for name, _ in around.named_modules())):x}"
+        found = check_alike(around, replicas, self._about, seconds)
+        if found is None:
+            self._wait_on(seconds or 0.0)
+            return
+        self.joined, self.began, self._waited = found, True, 0.0
         stages = {id(found): found for m in around.modules() if (found := getattr(m, "stages", None)) is not None}
         self._stages = [*stages.values()]
-        self.moving = bool(self._joined) and any(found.moving for found in self._stages)
+        self.moving = bool(self.joined) and any(found.moving for found in self._stages)
         self.alike = True
 
+    def _wait_on(self, seconds: float) -> None:
+        self._waited += seconds
+        if self._waited > meeting.limit():
+            raise _in_vain(self._waited)
 
-def check_alike(root: nn.Module, replicas: Replicas | None = None) -> list[Joined]:
-    """Raise on all ranks if those that share a layer of this model have different ones. It takes a collective for each
-    dimension of each set of ranks, and where there are several sets another one; return the sets."""
+    def forget(self) -> bool:
+        """Compare again, since a recipe has changed. Return whether that is new."""
+        was, self.alike = self.alike, False
+        return was
+
+    def tell(self) -> None:
+        """Have the other ranks, whose recipes may be as they were, find that this one wants to compare."""
+        for ranks in self._circles():
+            meeting.tell(ranks, self._about)
+
+    def is_told(self, now: bool) -> bool:
+        """Whether another rank wants to compare; ``now``: look even if this one has just looked."""
+        if not now and monotonic() < self._looked + OFTEN:
+            return False
+        self._looked = monotonic()
+        return any(meeting.is_told(ranks, self._about) for ranks in self._circles())
+
+    def _circles(self) -> list[tuple[int, ...]]:
+        return [*dict.fromkeys(ranks for joined in self.joined for ranks in joined.circles)]
+
+
+def check_alike(
+    root: nn.Module, replicas: Replicas | None = None, about: str = "", seconds: float | None = None
+) -> list[Joined] | None:
+    """Raise on all ranks if those that share a layer of this model have different ones; return the sets of ranks. They
+    meet for each set, and where there are several once more. None, on all of them, if not all came in so many
+    ``seconds``; without these, all are waited for."""
     shared: dict[tuple[tuple[int, ...], ...], tuple[Joined, list[ProcessGroup], list[str]]] = {}
     for text, params, device in _layers(root):
-        groups = groups_of(params, () if replicas is None else replicas.of(params))
-        if groups:
-            joined = Joined(tuple(group.group_name for group in groups), device)
+        others = () if replicas is None else replicas.of(params)
+        if groups := groups_of(params, others):
+            joined = Joined(tuple(group.group_name for group in groups), device, circles_of(params, others))
             shared.setdefault(tuple(map(same_ranks, groups)), (joined, groups, []))[2].append(text)
-    faults = [
-        _first_difference(exchange(texts, groups))
-        for joined, groups, texts in shared.values()
-        if not are_equal("\n".join(texts), [joined])
-    ]
+    faults: list[str] = []
+    for joined, groups, texts in shared.values():
+        equal = _meet(joined, "\n".join(texts), about, seconds)
+        if equal is None:
+            return None
+        if not equal:
+            faults.append(_first_difference(exchange(texts, groups)))
     every = [joined for joined, _, _ in shared.values()]
-    heard = len(every) > 1 and not are_equal(str(bool(faults)), every)  # nobody leaves before all have compared
-    if faults or heard:
+    told = len(every) > 1 and not are_equal(str(bool(faults)), every)  # nobody leaves before all have compared
+    if faults or told:
         difference = (
             faults[0] if faults else "other ranks, with which this one shares other layers, say where they differ"
         )
@@ -109,13 +156,28 @@ def check_alike(root: nn.Module, replicas: Replicas | None = None) -> list[Joine
     return every
 
 
+def _meet(joined: Joined, text: str, about: str, seconds: float | None) -> bool | None:
+    """Whether all of these ranks have the same text; None if not all came in time."""
+    if is_imitated():
+        return True
+    word: str | None = f"{digest(text):x}"
+    for ranks in joined.circles:
+        equal = meeting.meet(ranks, about, word or "differs", seconds, _waiting())
+        if equal is None and seconds is None:
+            raise _in_vain(meeting.limit())
+        if equal is None:
+            return None
+        word = word if equal else None
+    return word is not None
+
+
 def are_equal(text: str, joined: Sequence[Joined]) -> bool:
-    """Whether all of these ranks pass the same text; a collective for each dimension of each set of them."""
+    """Whether all of these ranks, all of which ask, pass the same text; a collective for each dimension of each set."""
     number = digest(text)
     words = [number >> (BITS * i) & LIMIT for i in range(WORDS)]
     words += [LIMIT - word for word in words]
     both = torch.tensor(words, dtype=torch.int32, device=joined[0].device if joined else None)
-    waits = Timer(PATIENCE, _warn_of_waiting)
+    waits = Timer(meeting.PATIENCE, lambda: warn(_waiting()))
     waits.daemon = True
     waits.start()
     try:
@@ -206,11 +268,19 @@ def _described(
     return f"{text}, at step {stages.step} of ({schedule})" if at_step else f"{text}, before lpq.set_step"
 
 
-def _warn_of_waiting() -> None:
-    warn(
+def _waiting() -> str:
+    return (
         f"ranks compare their models before weights or operands travel or, with weights=None, before an optimizer "
-        f"writes to weights, and another rank has not for {PATIENCE:.0f} s. It is late, or it never will: with another "
-        f"weights= it compares at another time, and if its model was not converted, never. {REMEDY}"
+        f"writes to weights, and another rank has not for {meeting.PATIENCE:.0f} s. It is late, or it never will: if a "
+        "recipe was changed on this rank alone, with another weights=, or if its model was not converted. " + REMEDY
+    )
+
+
+def _in_vain(seconds: float) -> RuntimeError:
+    return RuntimeError(
+        f"this rank has waited {seconds:.0f} s to compare its model with the other ranks', and not all of them have "
+        "come: a recipe or a step was changed on this rank alone, or others have another weights= or a model that was "
+        f"not converted. {REMEDY}"
     )
 
 

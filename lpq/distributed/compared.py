@@ -1,8 +1,9 @@
 """The check that ranks which share out a model have the same one, where lpq gathers none of its weights.
 
-Layers that share their work with other ranks, under tensor parallelism, call it before their passes. Nothing of lpq
-runs before FSDP2 gathers weights in high precision, or where a DistributedDataParallel holds replicas: so ranks compare
-before an optimizer writes to weights, too.
+Layers that share their work with other ranks, under tensor parallelism, call it before their passes. Where FSDP2
+gathers weights in high precision, or a DistributedDataParallel holds replicas, ranks compare in the first forward, and
+before an optimizer writes to weights. Nothing of lpq travels there, so that a rank which alone has changed a recipe
+goes on until the others have seen that it wants to compare.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpq.distributed.meeting import PATIENCE
 from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.torch_private.distributed import active_replica
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 FREE = ("cpu",)
 """Devices that the host need not wait for."""
+SOON = 5.0
+"""Seconds within which ranks that share a model meet, if all of them come to the same place."""
 MOST = 1024
 """The number of different inputs that are remembered."""
 
@@ -60,20 +65,26 @@ class Given(NamedTuple):
 
 
 class Compared(Watcher):
-    """Compares a model before the first pass of a layer that ranks share and before the first step of its optimizer,
-    before the first ones after a recipe has changed, and, while recipes may change by step, before each: a rank cannot
-    see that another one alone was given a step."""
+    """Compares a model in the first forward that trains it, before the first pass of a layer that ranks share out, and
+    before a step of its optimizer where some ranks had no pass to compare in; and again after a recipe has changed.
+    While recipes may change by step it does so each time: a rank cannot see that another one alone was given a step."""
+
+    open = True
+    """Whether passes are to look for ranks that share the model."""
 
     def __init__(self, model: nn.Module) -> None:
         from lpq.distributed.alike import Comparison
+        from lpq.distributed.replicas import Replicas
 
         self._model = weakref.ref(model)
-        self._passes, self._steps = Comparison(), Comparison()
+        self._passes, self._steps, self._replicas = Comparison(), Comparison(), Replicas()
         self._first = 0
         """The ``id`` of the layer before whose pass ranks compared last."""
         self._known: set[Given] = set()
         """Inputs that ranks have compared."""
         self._memories: Memories | None = None
+        self._remembers, self._sought = False, False
+        """Whether ranks have reduced what layers remember, and whether they sought those that share the model."""
         steps().call(self)
 
     @classmethod
@@ -88,7 +99,30 @@ class Compared(Watcher):
 
     def forget(self) -> None:
         """Compare again, since a recipe has changed."""
-        self._passes.alike = self._steps.alike = False
+        self._passes.forget()
+        if self._steps.forget() and not self._steps.moving:
+            self._steps.tell()
+
+    def in_pass(self) -> None:
+        """Compare in a pass that trains a layer, the first one in which ranks share the model. Not all ranks may run
+        this layer now; then they compare before the optimizer's step."""
+        if not self.open or (model := self._model()) is None or not _has_ranks():
+            return
+        wrapper = active_replica()
+        if wrapper is None and self._sought:
+            return
+        self._sought = True
+        if wrapper is not None and self._replicas.note(wrapper):
+            self._steps.alike = False
+        if not self._steps.alike:
+            self._steps.compare(model, self._replicas, SOON)
+        self.open = not self._steps.joined and wrapper is None
+
+    def before_trace(self) -> None:
+        """Compare before a compiler traces a pass in which ranks send each other operands: it does so anew after a
+        recipe has changed. What it makes compares nothing."""
+        if not self._passes.alike and not self._passes.moving and (model := self._model()) is not None and _has_ranks():
+            self._passes.compare(model)
 
     def before_pass(self, layer: Layer, input: Tensor, mesh: DeviceMesh, trains: bool) -> None:
         """Raise on all ranks of a mesh unless they have the same model, and call this layer with equal inputs;
@@ -101,7 +135,9 @@ class Compared(Watcher):
         placements = input.placements if isinstance(input, DTensor) else None
         given = Given(mesh, input.shape, input.dtype, placements, grad and input.requires_grad, grad and trains)
         due = passes.moving and id(layer) == self._first
-        if passes.alike and not due and given in self._known and mesh.device_type not in FREE:
+        if given in self._known and mesh.device_type not in FREE and not due:
+            if not passes.alike:  # since a recipe has changed, on this rank at least
+                passes.compare(self._model() or cast("nn.Module", layer))
             return
         from lpq.distributed.agree import exchange
         from lpq.distributed.alike import REMEDY, Joined, are_equal, differing
@@ -132,9 +168,15 @@ class Compared(Watcher):
 
     def before_step(self, optimizer: Optimizer) -> None:
         model, comparison = self._model(), self._steps
-        if model is None or (comparison.alike and not comparison.moving) or not _has_ranks():
+        if model is None or not _has_ranks():
             return
-        comparison.compare(model, steps().replicas)
+        self.open = self.open and not self._sought
+        if comparison.alike and not comparison.moving:
+            if not comparison.is_told(self._remembers):
+                return
+            comparison.alike = False
+        seconds = SOON if comparison.began else SOON + PATIENCE
+        comparison.compare(model, self._replicas, None if self._remembers else seconds)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Make equal what layers remember. Those with a ``gathering`` leave that to it."""
@@ -143,8 +185,8 @@ class Compared(Watcher):
         if self._memories is None:
             from lpq.distributed.memories import Memories
 
-            self._memories = Memories(model, lambda layer: layer.gathering is None)
-        self._memories.reduce(optimizer, reductions)
+            self._memories = Memories(model, lambda layer: layer.gathering is None, self._replicas)
+        self._remembers |= self._memories.reduce(optimizer, reductions)
 
 
 def _has_ranks() -> bool:

@@ -37,11 +37,11 @@ class _Kept(NamedTuple):
 class Memories:
     """The layers of a model that may remember something, and the ranks that share them, as they are when it is made."""
 
-    def __init__(self, root: nn.Module, mine: Callable[[Any], bool]) -> None:
+    def __init__(self, root: nn.Module, mine: Callable[[Any], bool], replicas: Replicas | None = None) -> None:
         """``mine``: whether it is to serve a layer of ``root``."""
         sharded = fsdp.sites(fsdp.outermost(root), "weight")
         self._kept: list[_Kept] = []
-        self._replicas = Replicas()
+        self._replicas = replicas or Replicas()
         for module in root.modules():
             if hasattr(module, "kept") and hasattr(module, "gathering") and mine(module):
                 weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
@@ -49,11 +49,12 @@ class Memories:
                     mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0
                     self._kept.append(_Kept(weakref.ref(module), weight, mesh))
 
-    def reduce(self, optimizer: Optimizer, reductions: Reductions) -> None:
+    def reduce(self, optimizer: Optimizer, reductions: Reductions) -> bool:
         """Add the memories of the layers whose weight this optimizer has to ``reductions``; those, too, whose weight is
-        frozen: no optimizer has it."""
+        frozen: no optimizer has it. Return whether there are any that ranks share."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         over: dict[int, list[ProcessGroup]] = {}
+        shared = False
         for ref, weight, mesh in self._kept:
             layer: Any = ref()
             if layer is None or (weight.requires_grad and id(weight) not in params):
@@ -70,3 +71,5 @@ class Memories:
                 groups = over[mesh] = groups_of([weight])
             for group in groups:
                 reductions.add(moving, group)
+            shared = shared or bool(groups)
+        return shared

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lpq.distributed.replicas import Replicas
 from lpq.operations.reduce_statistics import Reductions
 
 
@@ -62,8 +61,6 @@ class Steps:
         """Optimizers whose steps are at present parts of the step of another one."""
         self._done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers for whose present step the watchers have been called already."""
-        self.replicas = Replicas()
-        """The replicas of parameters, for the watchers of the step that begins."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
 
@@ -96,7 +93,6 @@ class Steps:
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         if (concerned := self._concerned(optimizer)) and not self._is_part(optimizer):
             self._done.discard(optimizer)  # a step that raised may have left it
-            self.replicas = Replicas()
             for watcher in concerned:
                 watcher.before_step(optimizer)
 

@@ -209,7 +209,7 @@ class Layer(Saved):
         """Note that a pass runs. Check the static values, of which this rank may have a part, once for each change of
         them."""
         if torch.compiler.is_compiling():
-            self.note_pass(traced=True)
+            self.note_pass(traced=True, shared=True)
         elif self._static_checked is not self._calls[1]:
             self.note_pass(traced=False)
             check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
@@ -231,6 +231,8 @@ class Layer(Saved):
         except (AttributeError, RuntimeError):  # it has no shape
             check(self, input, weight)
             raise
+        if self.compared is not None and self.compared.open and grad:
+            self.compared.in_pass()
         epoch, calls = self._calls
         if epoch is not registry.epoch():
             calls = {}

@@ -5,14 +5,17 @@ They also note that they ran."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from lpq.nn.quantizer_state import Memory
 from lpq.recipes.gemms import TENSORS
-from lpq.torch_private.compiling import once_when_traced
+from lpq.torch_private.compiling import is_exporting, once_when_traced
+
+if TYPE_CHECKING:
+    from lpq.distributed.compared import Compared
 
 
 class Remembering(nn.Module):
@@ -25,15 +28,24 @@ class Remembering(nn.Module):
     """Whether a compiler has traced a pass. What it compiled notes nothing when it runs."""
     _ran: bool = False
 
+    compared: Compared | None = None
+    """The check that ranks have the same model, if lpq gathers none of its weights."""
+
     @property
     def called(self) -> bool:
         """Whether a pass ran outside of compiled code."""
         return self._ran
 
     @once_when_traced
-    def note_pass(self, traced: bool) -> bool:
-        """Note that a pass runs, or that a compiler traces one, which takes the answer as a constant."""
+    def note_pass(self, traced: bool, shared: bool = False) -> bool:
+        """Note that a pass runs, or that a compiler traces one, which takes the answer as a constant. In a ``shared``
+        one ranks send each other operands."""
         self.__dict__["traced" if traced else "_ran"] = True
+        if self.compared is not None and not is_exporting():
+            if traced and shared:
+                self.compared.before_trace()
+            if torch.is_grad_enabled():
+                self.compared.in_pass()
         return True
 
     def kept(self) -> tuple[Memory, ...]:

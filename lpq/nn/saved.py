@@ -13,7 +13,6 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 
 if TYPE_CHECKING:
-    from lpq.distributed.compared import Compared
     from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.tensor_parallel import Layouts
     from lpq.distributed.weight_gather import Gather
@@ -43,8 +42,6 @@ class Saved(Remembering):
     """Whether ``lpq.convert`` stored its weight quantized, and dropped the values that the weight had."""
     gather: Gather | None
     """How its weight is gathered, once FSDP2 has sharded it. Compiled layers read it here, and so share code."""
-    compared: Compared | None
-    """The check that ranks have the same model, if lpq gathers none of its weights."""
     accumulate: Accumulate | None
     """The tensor to which backward adds the gradient of the weight in place: ``weight.grad``, if it is there, or
     ``weight.main_grad``, in its dtype. None: autograd gets the gradient, as it always does under

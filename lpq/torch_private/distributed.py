@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["COLLECTIVES", "KINDS", "SILENT", "CheckpointWrapper", "active_replica", "device_types"]
+__all__ = [
+    "COLLECTIVES", "KINDS", "SILENT", "CheckpointWrapper", "Store", "active_replica", "device_types", "is_imitated",
+    "job_store", "timeout_of",
+]  # fmt: skip
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of the operators that collectives run, at once and when they are waited for."""
@@ -46,3 +52,18 @@ active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_
 def device_types(group: ProcessGroup) -> list[torch.device]:
     """Return the kinds of devices for which a group has a backend."""
     return group._device_types
+
+
+job_store: Callable[[], Store] = _get_default_store
+"""The store by which the processes of the job found each other."""
+
+
+def timeout_of(store: Store) -> float:
+    """How long a process waits for what another one is to put into the store, in seconds."""
+    waits: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+    return waits.total_seconds()
+
+
+def is_imitated() -> bool:
+    """Whether this process has the ranks to itself: torch's backend ``fake``, for trials, sends nothing."""
+    return dist.get_backend() == "fake"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lpq.observe import Collective
 
 COMPARED = Collective("all_reduce", 32)
-"""By which ranks see, before the first gather, that all have the same model."""
+"""By which ranks see that all have the same input, or are at the same step of a policy."""
 SOON = 30
 """Seconds: a fraction of the timeout of the process group."""
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from agreed import COMPARED
 from ranks import spawn
 from sharded import How, batch, built, train, whole
 from torch import nn
@@ -187,7 +186,7 @@ def every_collective_of_a_step(rank: int, recipes: Iterable[str] = TRAVELS, devi
                 changes = [4] * len(SHAPES) if weights == "quantized" else []
                 assert step.update == _reduction(measured + remembered + changes), (about, step.update)
                 # what was initialised is measured when it is gathered first; what is stored quantized has been
-                begun = [COMPARED, *_reduction(measured if weights == "high_precision" else [])]
+                begun = _reduction(measured if weights == "high_precision" else [])
                 assert first == Step(begun + step.forward, step.backward, step.update), (about, first)
                 seen[recipe, reshard] = step
                 assert _reported(net) == _in_words(gathered, again[::-1] or [0, 0]), about

@@ -107,8 +107,6 @@ def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bo
         between = tuple(dist.get_process_group_ranks(replicas))
         assert len(among) == len(between) == 2
         assert everywhere not in seen
-        if not step:  # they compare their models
-            assert [seen.pop(0), seen.pop(0)] == [between, among]
         if step and masters and recipe != DELAYED:
             assert seen == [among] * (recipe != "mxfp8"), (recipe, seen)
         if recipe == DELAYED:  # its layers saw other inputs on other replicas, too

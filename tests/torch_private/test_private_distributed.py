@@ -53,6 +53,11 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _behaves(rank: int) -> None:
+    store = distributed.job_store()
+    store.add("came", 1)
+    dist.barrier()
+    assert isinstance(store, distributed.Store)
+    assert (store.add("came", 0), distributed.timeout_of(store) > 1, distributed.is_imitated()) == (2, True, False)
     mesh = init_device_mesh("cpu", (2,))
     mine = torch.full((2, 3), float(rank))
     whole = dtensor.dtensor_over(mine, mesh, (Shard(0),), (4, 3))

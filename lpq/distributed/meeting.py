@@ -1,0 +1,90 @@
+"""Ranks that meet in the store of the job, and not in a collective: where not all come, none is left in one.
+
+A rank may be the only one that has something to compare, such as a recipe that it alone changed. The others then wait
+for it in other collectives, or it for them. So a meeting has an end, and whether all had come by then is decided once,
+for all of them alike. What a rank tells the others lies in the store until they look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from lpq.registry.warning import warn
+from lpq.torch_private.distributed import job_store, timeout_of
+
+if TYPE_CHECKING:
+    from lpq.torch_private.distributed import Store
+
+PATIENCE = 30.0
+"""Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""
+KEYS = ("text", "other", "came", "ends", "over")
+"""The keys of a meeting: the text of the first rank, whether another one brought another text, how many came,
+how many wanted to end it, and how it ended."""
+
+
+def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, waiting: str) -> bool | None:
+    """Whether all of these ranks brought the same text; None, on all of them, if not all came within the ``seconds`` of
+    one of them. None: as long as a rank waits in a collective. ``about``: ranks meet about one thing. ``waiting``: the
+    warning of a rank that waits long."""
+    store, place = job_store(), _place(ranks, about)
+    end = monotonic() + (limit() if seconds is None else seconds)
+    while True:
+        number = store.add(f"{place}/number", 0)
+        at = f"{place}/{number}"
+        if store.compare_set(f"{at}/text", "", text) != text.encode():
+            store.set(f"{at}/other", "1")
+        everybody = store.add(f"{at}/came", 1) == len(ranks)
+        if (everybody or not _is_over(store, at, end, waiting)) and store.add(f"{at}/ends", 1) == 1:
+            if everybody:  # and so nobody reads what was before
+                store.delete_key(f"{place}/told")
+                _remove(store, place, number)
+            store.add(f"{place}/number", 1)
+            store.set(f"{at}/over", "all" if everybody else "some")
+        if store.get(f"{at}/over") == b"all":
+            return not store.check([f"{at}/other"])
+        if seconds is not None or monotonic() >= end:
+            return None
+
+
+def limit() -> float:
+    """How long a rank waits for others, in seconds: the timeout of the job."""
+    return timeout_of(job_store())
+
+
+def tell(ranks: Sequence[int], about: str) -> None:
+    """Tell these ranks to meet."""
+    job_store().set(f"{_place(ranks, about)}/told", "1")
+
+
+def is_told(ranks: Sequence[int], about: str) -> bool:
+    """Whether one of these ranks wants to meet, and not all have met since."""
+    return job_store().check([f"{_place(ranks, about)}/told"])
+
+
+def _place(ranks: Sequence[int], about: str) -> str:
+    return f"lpq/{hashlib.sha256(repr(([*ranks], about)).encode()).hexdigest()[:32]}"
+
+
+def _is_over(store: Store, at: str, end: float, waiting: str) -> bool:
+    """Whether another rank ended the meeting before this one has waited long enough."""
+    for left in (min(PATIENCE, end - monotonic()), None):
+        if left is None:
+            if (left := end - monotonic()) <= 0:
+                return False
+            warn(waiting)
+        with suppress(RuntimeError):  # a store of files does not raise a class of its own
+            store.wait([f"{at}/over"], timedelta(seconds=max(left, 0.001)))
+            return True
+    return False
+
+
+def _remove(store: Store, place: str, number: int) -> None:
+    """Remove the meetings before this one."""
+    while number and store.check([f"{place}/{(number := number - 1)}/came"]):
+        for key in KEYS:
+            store.delete_key(f"{place}/{number}/{key}")
