@@ -26,6 +26,7 @@ SETTLED = 2 * 10**9
 """A file of this age, in nanoseconds, would get another time if it were written again. Clocks of files tick slowly."""
 
 
+@functools.cache
 def csrc() -> Path:
     """The folder of lpq's own CUDA sources: inside the package where it is installed, beside it in a checkout."""
     package = Path(__file__).parents[1]

@@ -69,6 +69,7 @@ MANY_TILES = 512
 """From so many tiles on larger ones pay."""
 
 
+@cache  # a kernel keeps what it loaded, which no other one of the same source would know
 def tile_kernels(source: str, name: str, arguments: str) -> Mapping[Shape, CudaKernel]:
     """A kernel of which each block of threads takes a tile, for each shape of tiles. Its last arguments, and macros of
     ``covering``, give the sizes of the matrix and of the tiles. It calls ``wait_for_the_one_before`` first."""
