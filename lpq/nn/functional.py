@@ -13,10 +13,11 @@ from lpq import recipes, registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.cached_weight import weight_operands
 from lpq.nn.encoded_inputs import row_buffers
-from lpq.nn.grouped_step import Shapes, bind_few
+from lpq.nn.grouped_step import Groups, row_given
 from lpq.nn.input_checks import check_transforms
-from lpq.nn.multiply_groups import GroupedCall, GroupedMultiplication
+from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan
+from lpq.nn.step import Shapes, bind_few
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import on_device
 from lpq.operations.offsets import as_offsets
@@ -94,7 +95,7 @@ def grouped_linear_of(
         drawn = draw_seeds(x if given is None else given[0], weight, weight.shape[0] * len(TENSORS))
         seeds = drawn.view(-1, len(TENSORS)).t().contiguous()  # by tensors, and drawn by groups
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
-    multiply: Any = GroupedMultiplication.apply
+    multiply: Any = Multiplication.apply
     device = x.device.type
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     if casts:
@@ -103,14 +104,17 @@ def grouped_linear_of(
     (rows, features), (groups, outputs, _) = x.shape, weight.shape
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         watched = not can_bypass_dispatcher(first)
+        parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
-            rows, features, outputs, groups, x.dtype, weight.dtype, dtype, weight.dtype, x.device,
-            in_groups.at_once(first, offs), needs_dx, needs_dw, operands is not None, given is not None, watched,
-            kernels=kernels_allowed(),
+            rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
+            operands is not None, given is not None, kernels_allowed(), parts=parts,
         )  # fmt: skip
-        step = None if watched else bind_few(plan, shapes)
-        call = GroupedCall(plan, shapes, step, operands, accumulate, given, states or {}, title)
-        y: Tensor = multiply(x, weight, bias, offs, seeds, call)
+        step, rows_given = None if watched else bind_few(plan, shapes), None
+        if given is not None:
+            rows_given = row_given(given, offs, None if seeds is None else seeds[0])
+        own = states or {}, seeds, operands, (), accumulate
+        call = Call(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title)
+        y: Tensor = multiply(x, weight, bias, call)
     return y
 
 

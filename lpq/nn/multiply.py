@@ -26,6 +26,7 @@ from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import on_device
+from lpq.operations.group_products import sum_rows
 from lpq.operations.operands import State
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
@@ -56,6 +57,8 @@ class Call(NamedTuple):
     """The values of the state of the input, if no step moves it and other layers may share it."""
     input: Buffers | None = None
     """The buffers of the operands of the input, if it is encoded already."""
+    ends: tuple[Tensor] | tuple[()] = ()
+    """Where groups of rows end, if x and dy are divided into groups."""
     layer: int = 0
     """``id(layer)``, by which ``inputs`` find that it runs again."""
     title: str = ""
@@ -67,21 +70,21 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, layer, _ = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, _ = call
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
+        x_encoder: Any = step.x
         of_x, of_w = states.get("x"), states.get("w")
         if step.exchange is not None:
             of_x, of_w, seeds = step.exchange(x, weight, of_x, of_w, seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
-        if step.x is None:
-            assert given is not None
+        if given is not None:
             x_row, x_col = given
         elif inputs is None:
-            x_row, x_col, x_stats = step.x.encode(x, of_x, x_seed)
+            x_row, x_col, x_stats = x_encoder.encode(x, of_x, x_seed, *ends)
         else:
-            x_row, x_col, x_stats = inputs.encode(step.x, x, of_x, static, layer)
+            x_row, x_col, x_stats = inputs.encode(x_encoder, x, of_x, static, layer)
         if step.w is not None:
             w_row, w_col, w_stats = step.w.encode(weight, of_w, w_seed)
         else:
@@ -90,7 +93,7 @@ class Multiplication(torch.autograd.Function):
             if call.step is not None:
                 check_there(w_row[0])
         y = step.fprop(x_row, w_row, bias)
-        rest: tuple[Tensor, ...] = () if dy_seed is None else (dy_seed,)
+        rest: tuple[Tensor, ...] = ends if dy_seed is None else (dy_seed, *ends)
         seen = recomputed.seen(states) if states else None
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
         ctx.seen = None if seen is None else seen.tolist()
@@ -99,10 +102,12 @@ class Multiplication(torch.autograd.Function):
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
-        watched = step.x is None or isinstance(weight, QuantizedTensor)
+        watched = given is not None or isinstance(weight, QuantizedTensor)
         ctx.watched = _as_they_are(x, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
         if accumulate is not None:
             ctx.weight = weight
+        if step.takes is not None:  # but sums of gradients are in high precision
+            ctx.encoded_gradient = None if bias is not None and bias.requires_grad else step.takes
         if x.dim() == 2:
             return y
         # Not a view to autograd: what a module returns may be changed in place.
@@ -116,7 +121,7 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise written_since(tensor, what)
-        plan, shapes, step, *_, inputs, _, _, _, title = ctx.call
+        plan, shapes, step, *_, inputs, _, _, ends, _, title = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -132,20 +137,32 @@ class Multiplication(torch.autograd.Function):
         if shapes.needs_dx != needs_dx or shapes.needs_dw != needs_dw or shapes.summed is not summed:
             shapes = shapes._replace(needs_dx=needs_dx, needs_dw=needs_dw, summed=summed)
             step = None if step is None else bind_few(plan, shapes)  # with the same parts, as shapes know these
-        if step is None or not can_bypass_dispatcher(dy):
-            check_gradient(title, dy)
+        first = dy
+        if isinstance(dy, QuantizedTensor):
+            check_gradient(title, dy, getattr(ctx, "encoded_gradient", None))
+            first, shapes = dy.operand("row").tensors()[0], shapes._replace(arrived=True)
+            step = None if step is None else bind_few(plan, shapes)
+        if step is None or not can_bypass_dispatcher(first):
             step = through_dispatcher(plan, shapes)
-        elif not has_storage(dy):
+        elif not has_storage(first):
             check_backward(dy)
         if needs_dx and not makes_dx:
             step = step._replace(dgrad=None)
         dx = dw = db = None
+        saved = ctx.saved_tensors if needs_dx or needs_dw or ends else ()
         if needs_dx or needs_dw:
             with on_device(shapes.device):
-                dx, dw = _gradients(ctx, dy, shapes, step, moves, sum_so_far)
+                dx, dw = _gradients(ctx, saved, dy, shapes, step, moves, sum_so_far)
         if needs_db:
-            db = dy.reshape(-1, shapes.outputs).sum(0).to(ctx.bias)
+            sums = sum_rows(dy, *_ends(ctx, saved)) if ends else dy.reshape(-1, shapes.outputs).sum(0)
+            db = sums.to(ctx.bias)
         return dx, dw, db, None
+
+
+def _ends(ctx: Any, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Where groups of rows end, among the saved tensors; nothing where there are no groups."""
+    at = sum(ctx.counts) + ctx.call.plan.stochastic
+    return saved[at : at + len(ctx.call.ends)]
 
 
 def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, QuantizedTensor, tuple[object, ...]]]:
@@ -155,9 +172,8 @@ def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, Q
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, shapes: Shapes, step: Step, moves: bool, sum_so_far: Tensor | None
+    ctx: Any, saved: Sequence[Tensor], dy: Tensor, shapes: Shapes, step: Step, moves: bool, sum_so_far: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    saved = ctx.saved_tensors
     if ctx.seen is not None:
         recomputed.compare(ctx.call.title, ctx.seen, saved[-1])
     call: Call = ctx.call
@@ -171,7 +187,7 @@ def _gradients(
     x_col: Any = saved[:first]
     if step.wgrad is not None and step.x is not None and step.x.begin is not None:
         x_col = step.x.begin(x_col)
-    dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed)
+    dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed, *(_ends(ctx, saved) if call.ends else ()))
     dx = dw = None
     if step.dgrad is not None:
         if step.w is None and call.step is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.emulation.bf16_gemm import multiplied_exactly
+from lpq.formats.format import Quantizer
 from lpq.nn.plan import Plan
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.bound import bind_product, product_through_operators
@@ -27,8 +28,8 @@ Exchange = Callable[[Tensor, Tensor, State | None, State | None, Tensor | None],
 
 
 class Parts(Protocol):
-    """How x, w and dy are shared out, where a step has parts of them. It is hashable, as a step is bound to it: bound
-    anew, for other gradients or by operators, the step has the same parts."""
+    """How x, w and dy are shared out or divided, where a step has parts of them. It is hashable, as a step is bound to
+    it: bound anew, for other gradients or by operators, the step has the same parts."""
 
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
@@ -59,7 +60,11 @@ class Shapes(NamedTuple):
     compiled: bool = False
     """Whether a compiler traces this step, and decides what is kept for backward."""
     parts: Parts | None = None
-    """How x, w and dy are shared out; None: each is one whole matrix."""
+    """How x, w and dy are shared out, or divided into groups; None: each is one whole matrix."""
+    watched: bool = False
+    """Whether a tracer or a mode watches, so that operators encode and multiply."""
+    arrived: bool = False
+    """Whether the gradient of the result arrives encoded."""
 
 
 class Step(NamedTuple):
@@ -81,6 +86,8 @@ class Step(NamedTuple):
     measure for themselves."""
     finish_dx: Callable[[Tensor], Tensor] | None = None
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
+    takes: Quantizer | None = None
+    """The quantizer of gradients of the result that may arrive encoded; None: they may not."""
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
     """Moves the states of all tensors by the measured statistics; None: each is moved by itself, or there are none."""
 
@@ -105,6 +112,7 @@ def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
     exact = torch.compiler.is_dynamo_compiling()
     if exact:
         spare_the_dispatcher()
+    shapes = shapes._replace(watched=True)
     return step_of(plan, shapes, through_operators, product_through_operators, exact=exact)
 
 

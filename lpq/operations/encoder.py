@@ -33,9 +33,10 @@ class Encoder(NamedTuple):
     row: Operand | None
     col: Operand | None
     """The operands that it makes."""
-    encode: Callable[[Tensor, Known, Tensor | None], Encoded]
-    """``encode(x, known, seed)``: the buffers of both operands, and the statistics where they are measured for later
-    use. The matrix is ``x`` with all leading dimensions as rows. The device is the current one."""
+    encode: Callable[..., Encoded]
+    """``encode(x, known, seed)``, for rows in groups also where these end: the buffers of both operands, and the
+    statistics where they are measured for later use. The matrix is ``x`` with all leading dimensions as rows. The
+    device is the current one."""
     later: Callable[[Any], Sequence[Tensor]] | None = None
     """Makes the buffers of the column operand from the tensors that ``encode`` returned in their place; None:
     ``encode`` returned the buffers."""

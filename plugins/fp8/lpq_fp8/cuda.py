@@ -248,11 +248,12 @@ def find_in_sections(sections: Sections, direction: Direction, amax: bool, both:
     wanted = (direction, other) if both else (direction,)
     zeros = bind_zeros(sections, *(sizes[d] for d in wanted))
     launch = LINES_IN_SECTIONS.bind(sections.device.index or 0, sections.macros(TALL), sections.tiles(TALL))
+    tail = *sections.arguments(0)[1:], sections.rows, sections.cols
 
     def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
         found = dict(zip(wanted, zeros(), strict=True))
-        to = pointer(found.get("row")), pointer(found.get("col"))
-        launch(at, *to, *sections.arguments(ends), sections.rows, sections.cols)
+        to = [found[d].data_ptr() if d in found else 0 for d in ("row", "col")]
+        launch(at, *to, ends, *tail)
         return found[direction], found.get(other)
 
     return find, both
