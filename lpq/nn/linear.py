@@ -34,6 +34,7 @@ from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting
 from lpq.torch_private.dispatch import autocasts
+from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -273,10 +274,11 @@ class Layer(Saved):
         states = states_of(self, plan.memories) if plan.memories else {}
         if plan.moving:
             moving = {tensor: states[tensor] for tensor in plan.moving}
-            check_memories(self, moving)
+            if active_replica() is not None or torch.compiler.is_compiling():
+                check_memories(self, moving)
             recomputed.check(self, moving)
-        measured = self._gathered("w" in states)
-        operands = weight_operands(plan, weight, held, shapes.needs_dx)
+        measured = self._gathered("w" in states) if self.gather is not None else ()
+        operands = weight_operands(plan, weight, held, shapes.needs_dx) if shapes.encoded else None
         static = self._static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
         own = states, seeds, operands, measured, self.accumulate
         return Call(plan, shapes, step, *own, call.inputs, static, layer=call.layer, title=call.title)

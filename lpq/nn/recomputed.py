@@ -26,7 +26,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 def runs_again() -> bool:
     """Whether this forward is one of activation checkpointing, which runs it again in backward."""
-    return not torch.is_grad_enabled() or autograd.saves_to_hooks()
+    return not torch.is_grad_enabled() or autograd.hooks_that_save() is not None
 
 
 def check(layer: Saved, states: States) -> None:
@@ -36,7 +36,7 @@ def check(layer: Saved, states: States) -> None:
     found = _counts(states)
     if autograd.graph_task() == -1:  # outside of backward
         layer.__dict__["_seen"] = found
-    elif not autograd.saves_to_hooks():
+    elif autograd.hooks_that_save() is None:
         raise RuntimeError(
             f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "
             "state that delayed scaling had when it ran first is lost: pass use_reentrant=False, or give it a recipe "
@@ -48,7 +48,7 @@ def check(layer: Saved, states: States) -> None:
 
 def seen(states: States) -> Tensor | None:
     """The write counts of the states that a run reads, to be saved among its tensors; None if it is not recomputed."""
-    if torch.compiler.is_compiling() or not autograd.saves_to_hooks():
+    if torch.compiler.is_compiling() or autograd.hooks_that_save() is None:
         return None
     return torch.tensor(_counts(states))
 

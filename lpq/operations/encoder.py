@@ -87,12 +87,11 @@ def bind_encoder(wanted: Wanted) -> Encoder:
     elif wanted.measures or wanted.given:
         e = e._replace(given=(wanted.given,) * len(declared(*sides)), measure=wanted.measures)
     run = bind_run(e)
-    find = bind_recall(quantizer, *sides) if remembers else None
+    if remembers:
+        return Encoder(*operands_of(wanted, forms), bind_recall(quantizer, *sides, run))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        if find is None or known is None:
-            return run(x, known if wanted.given else (), seed)
-        return run(x, [None if k is None else k.contiguous() for k in find(known)], seed)
+        return run(x, known if wanted.given else (), seed)
 
     return Encoder(*operands_of(wanted, forms), encode)
 

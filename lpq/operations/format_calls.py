@@ -7,8 +7,8 @@ dtype and device; from then on the check is a lookup in a set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
 
 Shape = tuple[int, int]
+Made = TypeVar("Made")
 Fault = tuple[str, str]
 """The fault, and its remedy."""
 AS_DECLARED = "return it as declared, or declare what is returned"
@@ -54,13 +55,31 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, 
     return measured
 
 
-def recalled_by(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """The statistics that the format's ``recall`` takes from a state, in the order of ``stats``."""
-    found = quantizer.recall(state)
-    try:
-        return [found[stat.name] for stat in quantizer.stats]
-    except KeyError as error:
-        raise _lacking(quantizer, "recall", error) from None
+def recalling(
+    branches: Iterable[tuple[Quantizer, Sequence[tuple[str, str]]]],
+    run: Callable[[Any, list[Tensor | None], Any], Made],
+) -> Callable[[Any, Mapping[str, Tensor], Any], Made]:
+    """Return ``run(x, stats, seed)`` as a function of ``x``, a state and the seed: the statistics are those that the
+    formats' ``recall`` takes from the state, in the order of ``stats``. Each of ``branches`` is a quantizer and the
+    names in its state, with their names in this one; a quantizer without any remembers nothing, and None stands for its
+    statistics. All of it is one call, as each step makes it for each tensor."""
+    bound = [(branch, branch.recall, names, [s.name for s in branch.stats]) for branch, names in branches]
+
+    def recall(x: Tensor, state: Mapping[str, Tensor], seed: Tensor | None) -> Made:
+        stats: list[Tensor | None] = []
+        for branch, recalled_by, names, wanted in bound:
+            if not names:
+                stats += [None] * len(wanted)
+                continue
+            found = recalled_by({own: state[name] for own, name in names})
+            try:
+                known = [found[name] for name in wanted]
+            except KeyError as error:
+                raise _lacking(branch, "recall", error) from None
+            stats += [None if stat is None else stat.contiguous() for stat in known]
+        return run(x, stats, seed)
+
+    return recall
 
 
 def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from lpq.formats.format import Storage
 from lpq.kernels import choose
 from lpq.operations import fused_pair
 from lpq.operations.decoding import decode
-from lpq.operations.format_calls import recalled_by
+from lpq.operations.format_calls import Made, recalling
 from lpq.operations.measuring import measure, measure_again
 from lpq.operations.operators import ORDINARY, can_call_directly
 from lpq.operations.quantizing import quantize
@@ -119,25 +119,20 @@ def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
 
 def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
     """The statistics to encode with, from the state; None where a direction remembers nothing."""
-    return bind_recall(quantizer, row, col)(state)
+    return bind_recall(quantizer, row, col, lambda x, stats, seed: stats)(None, state, None)
 
 
 def bind_recall(
-    quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
-) -> Callable[[State], list[Tensor | None]]:
-    """``recall`` for these operands."""
+    quantizer: Quantizer,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    run: Callable[[Any, list[Tensor | None], Any], Made],
+) -> Callable[[Any, State, Any], Made]:
+    """Return ``run``, which encodes these operands by given statistics, as a function of a state."""
     branches = [
-        (branch, [(s.name, prefix + s.name) for s in branch.state], [None] * len(branch.stats))
-        for prefix, branch in _branches(quantizer, row, col)
+        (branch, [(s.name, prefix + s.name) for s in branch.state]) for prefix, branch in _branches(quantizer, row, col)
     ]
-
-    def known(state: State) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for branch, names, nothing in branches:
-            found += recalled_by(branch, {own: state[name] for own, name in names}) if names else nothing
-        return found
-
-    return known
+    return recalling(branches, run)
 
 
 def state_names(quantizer: Quantizer) -> list[str]:

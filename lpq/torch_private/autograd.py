@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,5 @@ runs_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_ch
 ``torch.autograd.grad`` or with ``inputs=``."""
 
 
-def saves_to_hooks() -> bool:
-    """Whether hooks for saved tensors are in force, as activation checkpointing sets them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+hooks_that_save: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""The hooks for saved tensors that are in force, as activation checkpointing sets them; None: there are none."""
