@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.parallel import Team
 from lpq.calibration.reducing import Axes, Place, everywhere
-from lpq.calibration.stacks import Holder, Observe, is_shared_out, sending_nothing, watching
+from lpq.calibration.stacks import is_shared_out, sending_nothing
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
+from lpq.nn.observing import observing
 from lpq.registry.errors import words
-from lpq.tensor import QuantizedTensor
+from lpq.tensor.observed import Observed
 from lpq.torch_private.pytree import tree_leaves
-from lpq.torch_private.tensors import local_part
 
 Forward = Callable[[nn.Module, Any], object]
 NO_BATCH = object()
@@ -189,6 +189,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+class _Taking:
+    """Takes statistics of the inputs of layers, and of the rows that their experts are given."""
+
+    def __init__(self, targets: Iterable[Target], how: Pass, found: Statistics) -> None:
+        self._targets = {(id(target.layer), target.stack, target.expert): target for target in targets}
+        self._how, self._found = how, found
+
+    def observe(self, seen: Observed) -> None:
+        """Take the statistics of an input."""
+        if seen.name == "x":
+            for part in seen.groups():
+                _take(self._targets[id(part.layer), part.stack, part.group], self._how, self._found, part.value)
+
+
 @contextmanager
 def _taking(
     model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Team, seen: Seen
@@ -198,41 +212,23 @@ def _taking(
     A layer that ranks of a team share out is multiplied whole on each of them, and one of them takes its input. Experts
     that ranks share out are given the rows of all, and so none of a batch that does not count.
     """
-    experts: dict[int, dict[tuple[str, int], Target]] = {}
-    holders: dict[int, Holder] = {}
     with ExitStack() as stack:
-        for target in targets:
-            layer = target.layer
-            if target.expert is not None:
-                if target.names("x") and (seen.counted or is_shared_out(layer)):
-                    assert isinstance(layer, Holder)
-                    holders[id(layer)] = layer
-                    experts.setdefault(id(layer), {})[target.stack, target.expert] = target
-            elif seen.leads if layer in team.layers else seen.counted:
-                hook = layer.register_forward_pre_hook(_hook(target, how, found), with_kwargs=True)
-                stack.callback(hook.remove)
-
-        def observe(holder: Holder) -> Observe:
-            own = experts[id(holder)]
-            return lambda key, number, rows: _take(own[key, number], how, found, rows)
-
-        stack.enter_context(watching(holders.values(), observe))
+        chosen = [target for target in targets if target.names("x") and _is_taken(target, team, seen)]
+        stack.enter_context(observing([target.layer for target in chosen], _Taking(chosen, how, found)))
         if not seen.counted:
             stack.enter_context(sending_nothing(model))
         yield
 
 
-def _hook(target: Target, how: Pass, found: Statistics) -> Callable[..., None]:
-    def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = local_part(args[0] if args else kwargs["input"])
-        _take(target, how, found, x.dequantize() if isinstance(x, QuantizedTensor) else x.detach())
-
-    return take
+def _is_taken(target: Target, team: Team, seen: Seen) -> bool:
+    if target.layer in team.layers:
+        return seen.leads
+    return seen.counted or (target.expert is not None and is_shared_out(target.layer))
 
 
 def _take(target: Target, how: Pass, found: Statistics, x: Tensor) -> None:
     rows = x.numel() // max(x.shape[-1], 1)
-    if rows and target.names("x"):
+    if rows:
         found.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
         how.take(found, target, x)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +13,18 @@ from torch import Tensor, nn
 
 from lpq.calibration.collecting import Forward, evaluating, through
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import Stack, bias_of, matrix_of, stacks_in, watching_products, weight_of
+from lpq.calibration.stacks import ONLY, Stack, stacks_in, weight_of
 from lpq.checkpoint.model import Model
 from lpq.distributed.shard import plain
 from lpq.engines.experts import states_of
 from lpq.formats import Quantizer
 from lpq.nn import GroupedLinear, Layer
 from lpq.nn.experts import Experts, is_transposed
+from lpq.nn.observing import observing
 from lpq.operations.decoding import decode
 from lpq.operations.operands import as_matrix, encode_operands
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.observed import Observed
 
 Sums = dict[str, list[float]]
 """The squares of outputs and of their noise, by the name of the layer."""
@@ -57,7 +58,10 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
             raise CalibrationError(f"{name} is sharded: measure the noise of the model before it is")
     if not weights:
         raise CalibrationError("no layer has a recipe, whose noise could be measured: convert the model, lpq.convert")
-    with _watching(layers, stacks, sums), evaluating(model):
+    names = {(id(layer), ONLY): name for name, layer in layers.items()}
+    names |= {(id(stack.holder), stack.key): name for name, stack in stacks.items()}
+    watched = [*layers.values(), *(stack.holder for stack in stacks.values())]
+    with observing(watched, _Comparing(names, sums)), evaluating(model):
         for batch in batches:
             forward(model, batch)
     if not sums:
@@ -68,50 +72,33 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
     return sorted(found, key=lambda noise: (noise.output, noise.layer))
 
 
-@contextmanager
-def _watching(layers: Mapping[str, Layer], stacks: Mapping[str, Stack], sums: Sums) -> Iterator[None]:
-    with ExitStack() as within:
-        for name, layer in layers.items():
-            within.callback(layer.register_forward_hook(_hook(name, sums), with_kwargs=True).remove)
-        for name, stack in stacks.items():
-            within.enter_context(watching_products(stack, _adding(name, stack, sums)))
-        yield
+class _Comparing:
+    """Compares each output with the product in high precision of the same input."""
 
+    def __init__(self, names: Mapping[tuple[int, str], str], sums: Sums) -> None:
+        """``names``: of each layer or stack, by the ``id`` of its module and its name in that."""
+        self._names, self._sums = names, sums
+        self._seen: dict[str, Observed] = {}
 
-def _adding(name: str, stack: Stack, sums: Sums) -> Callable[[Tensor, Tensor, Tensor], None]:
-    def compare(x: Tensor, ends: Tensor, y: Tensor) -> None:
-        start = 0
-        bias = bias_of(stack)
-        for expert, stop in enumerate(ends.tolist()):
-            if stop > start:
-                weight = matrix_of(weight_of(stack), stack.holder, expert)
-                assert weight is not None
-                added = None if bias is None else bias[expert]
-                _add(sums, name, x[start:stop], _high(weight), added, y[start:stop])
-            start = stop
-
-    return compare
-
-
-def _hook(name: str, sums: Sums) -> Callable[..., None]:
-    def compare(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-        x, weight = _high(args[0] if args else kwargs["input"]), _high(layer.weight)
-        _add(sums, name, x, weight.t() if layer.transposed else weight, layer.bias, y)
-
-    return compare
-
-
-def _high(tensor: Tensor) -> Tensor:
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else plain(tensor)
+    def observe(self, seen: Observed) -> None:
+        """Take the tensors of a pass, of which the output is the last."""
+        self._seen[seen.name] = seen
+        if seen.name == "y":
+            name, (x, w, y) = self._names[id(seen.layer), seen.stack], (self._seen.pop(key) for key in ("x", "w", "y"))
+            weights = {part.group: part.value for part in w.groups()}
+            biases: Any = getattr(seen.layer, f"{seen.stack}_bias" if seen.stack else "bias", None)
+            for part, output in zip(x.groups(), y.groups(), strict=True):
+                bias = biases if biases is None or part.group is None else biases[part.group]
+                _add(self._sums, name, part.value, weights[part.group], bias, output.value)
 
 
 def _add(sums: Sums, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Add the squares of one product and of its noise."""
     with torch.autocast(x.device.type, enabled=False):
-        exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).double().view_as(y)
     total = sums.setdefault(name, [0.0, 0.0])
-    total[0] += exact.double().square().sum().item()
-    total[1] += (y.double() - exact.double()).square().sum().item()
+    total[0] += exact.square().sum().item()
+    total[1] += (y.double() - exact).square().sum().item()
 
 
 def _of_weight(layer: Layer) -> float:

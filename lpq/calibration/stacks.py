@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,13 +16,10 @@ from lpq.nn.expert_names import counted, numbered
 from lpq.nn.experts import Experts, is_transposed, stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
-from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
 
 Holder = GroupedLinear | Experts
 """A module with stacks: it has one recipe."""
-Observe = Callable[[str, int, Tensor], None]
-"""``observe(stack, expert, rows)``: the rows that an expert is given."""
 ONLY = ""
 """The name of the stack of a module that has but one."""
 
@@ -61,12 +58,6 @@ def weight_of(stack: Stack) -> Tensor:
     return found
 
 
-def bias_of(stack: Stack) -> Tensor | None:
-    """Its biases, ``[experts, out]``, if it has some."""
-    found: Tensor | None = getattr(stack.holder, f"{stack.key}_bias" if stack.key else "bias", None)
-    return found
-
-
 def is_shared_out(holder: nn.Module) -> bool:
     """Whether ranks share its experts out, so that each gets the rows of all ranks for its own."""
     return isinstance(holder, Holder) and holder.dispatched is not None
@@ -79,44 +70,6 @@ def matrix_of(weight: Tensor, holder: nn.Module, expert: int) -> Tensor | None:
         return None
     found = plain(local_part(weight.detach()))[expert - first]
     return found.t() if isinstance(holder, Experts) and is_transposed(holder) else found
-
-
-@contextmanager
-def watching(holders: Iterable[Holder], observe: Callable[[Holder], Observe]) -> Iterator[None]:
-    """Have ``observe(holder)`` called, inside, with the rows that each expert of a holder is given, if any."""
-    with ExitStack() as stack:
-        for holder in holders:
-            if isinstance(holder, GroupedLinear):
-                stack.callback(holder.register_forward_pre_hook(_hook(observe(holder)), with_kwargs=True).remove)
-            else:
-                holder.observer = _observer(observe(holder), holder.own_groups().start)
-                stack.callback(holder.__dict__.pop, "observer")
-        yield
-
-
-@contextmanager
-def watching_products(stack: Stack, observe: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-    """Have ``observe(rows, ends, y)`` called, inside, with each product of a stack; for models that are not sharded."""
-    holder = stack.holder
-    with ExitStack() as within:
-        if isinstance(holder, GroupedLinear):
-
-            def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-                observe(*_given(layer, args, kwargs), y)
-
-            within.callback(holder.register_forward_hook(note, with_kwargs=True).remove)
-        else:
-            before = holder.observer
-
-            def both(key: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
-                if key == stack.key:
-                    observe(rows, ends, y)
-                if before is not None:
-                    before(key, rows, ends, y)
-
-            holder.observer = both
-            within.callback(setattr, holder, "observer", before)
-        yield
 
 
 @contextmanager
@@ -135,29 +88,3 @@ def sending_nothing(model: nn.Module) -> Iterator[None]:
                 module.sends_rows = False
                 stack.callback(module.__dict__.pop, "sends_rows")
         yield
-
-
-def _hook(observe: Observe) -> Callable[..., None]:
-    def take(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _each(observe, ONLY, layer.own_groups().start, *_given(layer, args, kwargs))
-
-    return take
-
-
-def _given(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The rows that a layer is called with, and where those of each of its groups end."""
-    given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
-    own = layer.own_groups()
-    return given["input"], as_offsets(layer.title, given["offs"], own.stop - own.start, given["input"])
-
-
-def _observer(observe: Observe, first: int) -> Callable[[str, Tensor, Tensor, Tensor], None]:
-    return lambda key, rows, ends, _: _each(observe, key, first, rows, ends)
-
-
-def _each(observe: Observe, key: str, first: int, x: Tensor, ends: Tensor) -> None:
-    start = 0
-    for number, stop in enumerate(ends.tolist()):
-        if stop > start:
-            observe(key, first + number, x[start:stop].detach())
-        start = stop

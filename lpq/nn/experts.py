@@ -9,7 +9,6 @@ subclass of its former one, and its parameters keep their names, shapes and valu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from lpq.distributed.expert_rows import combine, dispatch, own_experts, own_numbers
 from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_static
+from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory
 from lpq.nn.remembering import Remembering
@@ -56,8 +56,6 @@ class Experts(Remembering):
     routes_tokens: ClassVar[bool] = True
     """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
-    observer: Callable[[str, Tensor, Tensor, Tensor], None] | None = None
-    """Called for each product with the name of the stack, the rows, the end of each expert's rows, and the result."""
     _recipe: Recipe | None = None
     _plan: Plan | None = None
     _checked: bool = False
@@ -116,14 +114,12 @@ class Experts(Remembering):
         if plan.memories:
             own = self.own_groups()
             states = {t: {k: local_part(v)[own] for k, v in kept.items()} for t, kept in self.states(stack).items()}
-        y = grouped_linear_of(title, plan, rows, weight, bias, ends, states=states)
-        if self.observer is not None:
-            self.observer(stack, rows, ends, y)
-        return y
+        observed = watch(self, stack, self.own_groups().start) if self.observers else None
+        return grouped_linear_of(title, plan, rows, weight, bias, ends, states=states, watch=observed)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the class before the conversion: no module has this one."""
-        return _empty, (self.base,), self.__getstate__()  # type: ignore[no-untyped-call]
+        return _empty, (self.base,), self.__getstate__()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the class before the conversion does."""

@@ -32,6 +32,7 @@ from lpq.torch_private.compiling import once_when_traced
 if TYPE_CHECKING:
     from lpq.nn.accumulation import Accumulate
     from lpq.nn.cached_weight import HeldWeight
+    from lpq.nn.observing import Watch
     from lpq.recipes import Recipe, RecipeLike
 
 
@@ -84,9 +85,10 @@ def grouped_linear_of(
     held: HeldWeight | None = None,
     accumulate: Accumulate | None = None,
     states: Mapping[str, State] | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     """``grouped_linear`` by a plan; ``held`` is the weight where it is held encoded, ``states`` static statistics of
-    each tensor, with one for each group."""
+    each tensor, with one for each group, ``watch`` the observers of the layer."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
     given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
@@ -113,7 +115,7 @@ def grouped_linear_of(
         if given is not None:
             rows_given = row_given(given, offs, None if seeds is None else seeds[0])
         own = states or {}, seeds, operands, (), accumulate
-        call = Call(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title)
+        call = Call(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title, watch=watch)
         y: Tensor = multiply(x, weight, bias, call)
     return y
 

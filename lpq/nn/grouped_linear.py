@@ -18,6 +18,7 @@ from lpq.distributed.expert_rows import own_experts, own_numbers
 from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation
 from lpq.nn.linear import Layer
+from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
@@ -108,8 +109,9 @@ class GroupedLinear(Layer):
             self.note_pass(torch.compiler.is_dynamo_compiling())
         plan = self._plan if self._plan is not None else high_precision()
         states = self._of_own_groups() if plan.memories else None
+        observed = watch(self, first=self.own_groups().start) if self.observers else None
         return grouped_linear_of(
-            title, plan, input, weight, bias, ends, held=held, accumulate=self.accumulate, states=states
+            title, plan, input, weight, bias, ends, held=held, accumulate=self.accumulate, states=states, watch=observed
         )
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
 from lpq.nn.multiply import Call, Multiplication
+from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory, check_names
 from lpq.nn.remembering import states_of
@@ -128,7 +129,7 @@ class Layer(Saved):
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
         fresh = {"_calls": (None, {}), "_static_input": StaticValues(), "_ran": False, "read_past": False}
-        return {**self.__dict__, "_held": None, "stages": None, "gather": None, **fresh}
+        return {**super().__getstate__(), "_held": None, "stages": None, "gather": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""
@@ -201,6 +202,8 @@ class Layer(Saved):
             call = self._with_all(call, first, weight, held)
         if given is not None:
             call = call._replace(input=given)
+        if self.observers:
+            call = call._replace(watch=watch(self))
         multiply: Any = forward_of(Multiplication, self.title, weight) if is_exporting() else Multiplication.apply
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)

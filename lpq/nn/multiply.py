@@ -20,6 +20,7 @@ from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward, check_gradient
+from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.siblings import Inputs
 from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
@@ -63,6 +64,8 @@ class Call(NamedTuple):
     """``id(layer)``, by which ``inputs`` find that it runs again."""
     title: str = ""
     """The layer's name in messages; none where a compiler traces, which would compile each layer anew."""
+    watch: Watch | None = None
+    """The observers of this pass."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -70,7 +73,23 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, _ = call
+        (
+            plan,
+            shapes,
+            step,
+            states,
+            seeds,
+            encoded,
+            w_stats,
+            accumulate,
+            inputs,
+            static,
+            given,
+            ends,
+            layer,
+            _,
+            watch,
+        ) = call
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
@@ -79,6 +98,9 @@ class Multiplication(torch.autograd.Function):
         if step.exchange is not None:
             of_x, of_w, seeds = step.exchange(x, weight, of_x, of_w, seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
+        if watch is not None:
+            watch.tell("x", x, plan.x, states.get("x"), x_seed, ends)
+            watch.tell("w", weight, plan.w, states.get("w"), w_seed)
         if given is not None:
             x_row, x_col = given
         elif inputs is None:
@@ -93,6 +115,8 @@ class Multiplication(torch.autograd.Function):
             if call.step is not None:
                 check_there(w_row[0])
         y = step.fprop(x_row, w_row, bias)
+        if watch is not None:
+            watch.result(y, ends)
         rest: tuple[Tensor, ...] = ends if dy_seed is None else (dy_seed, *ends)
         seen = recomputed.seen(states) if states else None
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
@@ -121,7 +145,7 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise written_since(tensor, what)
-        plan, shapes, step, *_, inputs, _, _, ends, _, title = ctx.call
+        plan, shapes, step, *_, inputs, _, _, ends, _, title, _ = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -184,6 +208,8 @@ def _gradients(
     fourth += third
     seed = saved[fourth] if plan.stochastic else None
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
+    if call.watch is not None:
+        call.watch.tell("dy", dy, plan.dy, state, seed, _ends(ctx, saved))
     x_col: Any = saved[:first]
     if step.wgrad is not None and step.x is not None and step.x.begin is not None:
         x_col = step.x.begin(x_col)

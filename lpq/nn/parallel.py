@@ -22,6 +22,7 @@ from lpq.distributed.overlapped import can_overlap, multiply_arriving
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_parallel, check_parallel_input
+from lpq.nn.observing import Watch, watch
 from lpq.nn.parallel_multiply import Call, Given, Kept, Multiplication, Operands, Spread
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derives_col
@@ -188,6 +189,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     overlaps = made is None and cut is not None and way.overlaps(cut, x)
     with torch.no_grad(), on_device(x.device):
         x_stats, w_stats, seeds = _measured(way, of_w, weight, None if made is not None else _sent(of_x), x)
+        watched = _watched(way, of_x, x, of_w, weight, seeds) if layer.observers else None
         encoded = None if made is not None else _encoded_input(way, of_x, x, x_stats, seeds.get("x"), not overlaps)
         w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)  # while the input travels
         row = None if encoded is None else encoded.finish()
@@ -206,7 +208,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     assert made is not None
     call = Call(
         way.plan, way.group, way.dtype, of_dy, cut, sums_dx=shared is None, states=way.states, shared=made.shared,
-        inputs=shared, title=way.title,
+        inputs=shared, title=way.title, watch=watched,
     )  # fmt: skip
     operands = Operands(made.row, made.kept, w_row, w_col, made.stats, w_stats, seeds.get("dy"), y)
     y = _multiply(made.tensor, weight.to_local(), own, call, operands)
@@ -239,11 +241,13 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
         of_dy = of_dy._replace(cut=None)
     with torch.no_grad(), on_device(x.device):
         x_stats, w_stats, seeds = _measured(way, of_w, weight, of_x, x)
+        watched = _watched(way, of_x, x, of_w, weight, seeds) if layer.observers else None
         w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)
         encoded = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
     call = Call(
-        way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), states=way.states, title=way.title
-    )
+        way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), states=way.states,
+        title=way.title, watch=watched,
+    )  # fmt: skip
     operands = Operands(_given(encoded.finish()), encoded.kept, w_row, w_col, encoded.stats, w_stats, seeds.get("dy"))
     y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
     if bias is not None:  # once, and not on each rank before they are summed
@@ -252,6 +256,14 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
             own = own - own.detach()  # zero, and its gradient is that of the bias
         y = y + (own if cut is None else _spread(own, None, own.shape, way.group)).to(y.dtype)
     return DTensor.from_local(y, way.mesh, [into], run_check=False)
+
+
+def _watched(way: _Pass, of_x: Part, x: Tensor, of_w: Part, weight: DTensor, seeds: Mapping[str, Tensor]) -> Watch:
+    """The observers of the pass, which are told of its input and its weight."""
+    watched = watch(way.layer)
+    watched.tell_part("x", x, of_x, way.states.get("x"), seeds.get("x"), way.group)
+    watched.tell_part("w", local_part(weight), of_w, way.states.get("w"), seeds.get("w"), way.group)
+    return watched
 
 
 # ---------------------------------------------------------------------------------------------- the input

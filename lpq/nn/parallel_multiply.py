@@ -25,6 +25,7 @@ from lpq.distributed.cuts import (
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_backward, check_gradient
+from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
@@ -81,6 +82,8 @@ class Call(NamedTuple):
     """The inputs that are dropped when a gradient comes."""
     title: str = ""
     """The layer's name in messages; none where a compiler traces."""
+    watch: Watch | None = None
+    """The observers of this pass."""
 
 
 class Operands(NamedTuple):
@@ -158,12 +161,15 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
     moves = ctx.moves and (needs_dw or not static_dw)  # states take the statistics of all operands
     part, cut = call.dy._replace(row=needs_dx or (moves and static_dx), col=needs_dw), call.gathers_dy
     x_arriving = _column_operand_begun(call, ctx.of_x.over(kept)) if needs_dw and call.gathers_x is not None else None
+    wanted = part
     if call.gathers_high:
         assert cut is not None
         dy, cut = gather_rows(dy, cut, group), None
     elif cut is not None and derives_col(part.quantizer):
         part = part._replace(row=True, col=False)
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
+    if call.watch is not None:
+        call.watch.tell_part("dy", dy, wanted, state, seed[0] if seed else None, group)
     (dy_stats,), _ = measure_parts([(part, dy, state)], None, group)
     encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
     row, col, col_arriving = encoded.row, encoded.col, None

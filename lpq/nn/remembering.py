@@ -17,10 +17,15 @@ from lpq.torch_private.compiling import is_exporting, once_when_traced
 if TYPE_CHECKING:
     from lpq.distributed.compared import Compared
 
+if TYPE_CHECKING:
+    from lpq.tensor.observed import Observer
+
 
 class Remembering(nn.Module):
     """A module with such buffers. They are fp32 whatever the weights are cast to."""
 
+    observers: tuple[Observer, ...] = ()
+    """Those that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
     owners: ClassVar[tuple[str, ...]] = TENSORS
     """The beginnings of the names of all buffers that recipes add to this module."""
 
@@ -63,6 +68,10 @@ class Remembering(nn.Module):
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
         return {memory.name: getattr(self, memory.name) for memory in self.kept() if not memory.moves}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, which nobody observes."""
+        return {key: value for key, value in self.__dict__.items() if key != "observers"}
 
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""

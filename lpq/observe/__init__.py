@@ -1,7 +1,12 @@
-"""Measurements of a model: its collectives, the bytes of its weights, and the operations of its products."""
+"""Measurements of a model: what it encodes, its collectives, the bytes of its weights, its operations."""
 
+from lpq.nn.observing import observing
 from lpq.observe.collectives import Collective, collectives, gathered_bytes
 from lpq.observe.flops import FLOPS
 from lpq.observe.footprint import Memory, held_bytes, memory
+from lpq.tensor.observed import Observed, Observer
 
-__all__ = ["FLOPS", "Collective", "Memory", "collectives", "gathered_bytes", "held_bytes", "memory"]
+__all__ = [
+    "FLOPS", "Collective", "Memory", "Observed", "Observer", "collectives", "gathered_bytes", "held_bytes", "memory",
+    "observing",
+]  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.calibration import CalibrationError, CalibrationWarning, layer_noise
 from lpq.nn import GroupedLinear
+from lpq.observe import Observed, observing
 
 COUNT, WIDTH, INNER = 4, 64, 48
 LEAVES = ("w1", "w3", "w2")
@@ -122,8 +123,7 @@ def test_a_batch_that_fails_leaves_no_measurement_of_noise_behind(name: str) -> 
 
     with pytest.raises(ValueError, match="no forward"):
         layer_noise(model, [0], forward=fail)
-    assert not any(module._forward_hooks for module in model.modules())
-    assert not any(getattr(module, "observer", None) for module in model.modules())
+    assert not any("observers" in vars(module) for module in model.modules())
 
 
 def test_static_stacks_stay_fp32_and_are_saved_copied_and_refused_when_empty() -> None:
@@ -167,15 +167,15 @@ def test_experts_of_hugging_face_models(name: str) -> None:
     tokens = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     given: dict[tuple[str, int], list[Tensor]] = {}
 
-    def note(stack: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
-        for i, (start, stop) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
-            given.setdefault((stack, i), []).append(rows[start:stop].detach().flatten())
+    class Note:
+        def observe(self, seen: Observed) -> None:
+            for part in seen.groups() if seen.name == "x" else ():
+                assert part.group is not None
+                given.setdefault((part.stack, part.group), []).append(part.value.flatten())
 
-    experts.observer = note  # type: ignore[assignment]
-    with torch.no_grad():
+    with torch.no_grad(), observing(experts, Note()):
         for batch in tokens:
             model.eval()(batch)
-    del experts.observer
     seen = {key: torch.cat(rows).abs().amax() for key, rows in given.items()}
     done = lpq.calibrate(model, tokens)
     assert len(seen) == 2 * COUNT

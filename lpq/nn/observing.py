@@ -1,0 +1,158 @@
+"""Observers of layers: a block in which each pass of these layers has one, and how the pass tells it.
+
+A layer lists its observers, and none are listed outside of such a block: then a pass looks at an empty tuple and has no
+call more. A pass keeps the observers that it began with, so that its backward tells the same ones of ``dy``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lpq.distributed.cuts import Part, encode_part, measure_parts
+from lpq.distributed.shard import plain
+from lpq.nn.remembering import Remembering
+from lpq.operations.operands import State, as_matrix
+from lpq.recipes import recipe_sources
+from lpq.tensor.observed import Name, Observed, Observer
+from lpq.torch_private import autograd
+
+if TYPE_CHECKING:
+    from lpq.formats import Quantizer, Storage
+
+O = TypeVar("O", bound=Observer)
+_CHANGING = threading.Lock()
+"""Held while the observers of layers change: other threads may begin or end a block of theirs."""
+
+
+@contextmanager
+def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[O]:
+    """Have ``observer`` told of each tensor that ``layers`` encode in the passes inside.
+
+    ``layers``: a converted model, or some of its layers. Blocks may be nested, and threads may have blocks of their
+    own: each observer is told of the passes of all. Behind the block, left by an error or not, the layers have the
+    observers that they had before. A backward tells those of its forward, also behind the block.
+    """
+    chosen = _layers(layers)
+    with _CHANGING:
+        for layer in chosen:
+            layer.observers = (*layer.observers, observer)
+    try:
+        yield observer
+    finally:
+        with _CHANGING:
+            for layer in chosen:
+                _forget(layer, observer)
+
+
+def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[Remembering]:
+    modules = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
+    found = [module for module in modules if isinstance(module, Remembering)]
+    if isinstance(layers, nn.Module):
+        if not found:
+            raise ValueError(f"{type(layers).__name__} has no layer of lpq to observe: convert it first, lpq.convert")
+    elif others := [type(module).__name__ for module in modules if not isinstance(module, Remembering)]:
+        raise ValueError(f"{others[0]} is no layer of lpq: pass the converted model, or layers of it")
+    return list({id(layer): layer for layer in found}.values())
+
+
+def _forget(layer: Remembering, observer: Observer) -> None:
+    """Take the observer off the layer once: another block may have put it there, too."""
+    left = list(layer.observers)
+    last = max(i for i, other in enumerate(left) if other is observer)
+    del left[last]
+    if left:
+        layer.observers = tuple(left)
+    else:
+        del layer.observers  # the class has none
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class ObservedPart(Observed):
+    """One tensor of a pass over the ranks of a mesh: this rank's part, or the whole, which all of them have."""
+
+    part: Part
+    """How the ranks share it out, and the operands that the pass needs."""
+    among: str
+    """The name of the process group of these ranks."""
+
+    @property
+    def is_part(self) -> bool:
+        return self.part.cut is not None
+
+    def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+        part = self.part._replace(row=row is not None, col=col is not None)
+        return measure_parts([(part, as_matrix(self.value), {})], None, self.among)[0][0]
+
+    def _encoded(self) -> tuple[Storage | None, Storage | None]:
+        x = as_matrix(self.given)
+        stats = measure_parts([(self.part, x, self.state)], None, self.among)[0][0]
+        return encode_part(self.part, x, stats, self.state, self.seed, self.among)[:2]
+
+
+class Watch(NamedTuple):
+    """The observers of one pass of a layer."""
+
+    layer: Any
+    observers: tuple[Observer, ...]
+    title: str
+    stack: str = ""
+    first: int = 0
+    """The number of the first group of this rank."""
+
+    def result(self, y: Tensor, ends: Sequence[Tensor]) -> None:
+        """Tell of the output."""
+        self.tell("y", y, recipe_sources.high_precision().x, None, None, ends)
+
+    def tell(
+        self, name: Name, given: Tensor, quantizer: Quantizer, state: State | None, seed: Tensor | None,
+        ends: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        """Tell all observers of a tensor; ``ends``: where the groups of its rows end, if it has some."""
+        offs = ends[0] if ends else None
+        self._tell(Observed, name, given, quantizer=quantizer, state=state, seed=seed, offs=offs)
+
+    def tell_part(
+        self, name: Name, given: Tensor, part: Part, state: State | None, seed: Tensor | None, among: str
+    ) -> None:
+        """Tell all observers of a tensor, or of this rank's part of one, in a pass of the process group ``among``."""
+        kind = partial(ObservedPart, part=part, among=among, row=part.row, col=part.col)
+        self._tell(kind, name, given, quantizer=part.quantizer, state=state, seed=seed)
+
+    def _tell(self, kind: Callable[..., Observed], name: Name, given: Tensor, **others: Any) -> None:
+        if is_recorded(given):
+            raise RuntimeError(
+                f"{self.title}: a CUDA graph is recorded while an observer is told of its passes, and would run the "
+                "observer never again: record it outside of observing(…), and observe passes that no graph replays"
+            )
+        again = name != "dy" and autograd.graph_task() != -1
+        seen = kind(
+            layer=self.layer, name=name, given=plain(given.detach()), stack=self.stack, first=self.first, again=again,
+            **others,
+        )  # fmt: skip
+        for observer in self.observers:
+            observer.observe(seen)
+
+
+def is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is recorded."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def watch(layer: Any, stack: str = "", first: int = 0) -> Watch:
+    """Return the observers of a pass that begins; refuse one that a compiler or an exporter traces."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "a compiler or an exporter traces a layer that is observed, and would leave the observer out: run what is "
+            'compiled eagerly meanwhile, with torch.compiler.set_stance("force_eager"), and export outside of '
+            "observing(…)"
+        )
+    title = layer.title if not stack else f"{layer.base.__name__}.{stack}"
+    return Watch(layer, layer.observers, title, stack, first)

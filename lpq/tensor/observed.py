@@ -1,0 +1,130 @@
+"""Observers: told of each tensor that a layer encodes, beside the pass that encodes it.
+
+The pass goes on as without them. What an observer asks for is made for it alone: statistics are measured once more, and
+operands are made by an encoder of its own, from the same statistics, state and seed, so they are those of the pass to
+the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lpq.formats.format import Quantizer, Storage
+from lpq.formats.groups import bounds
+from lpq.operations.decoding import decode
+from lpq.operations.measuring import measure
+from lpq.operations.offsets import read
+from lpq.operations.operands import State, as_matrix, encode_operands
+from lpq.tensor.quantized_tensor import QuantizedTensor
+
+Name = Literal["x", "w", "dy", "y"]
+"""The input, the weight, the gradient of the output, and the output, which is not encoded. Under tensor parallelism no
+output is told of."""
+
+
+class Observer(Protocol):
+    """Is told of each tensor of each pass of the layers that it observes; see ``lpq.observe.observing``."""
+
+    def observe(self, seen: Observed) -> None:
+        """Take what is wanted of a tensor. Autograd is off. What this raises, the pass raises."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Observed:
+    """One tensor of one pass of a layer. It is used before ``observe`` returns: later the tensor may be written to."""
+
+    layer: nn.Module
+    name: Name
+    given: Tensor
+    """The tensor as the pass has it, or this rank's part of it: a ``QuantizedTensor`` where it came encoded."""
+    quantizer: Quantizer
+    """The quantizer that the recipe has for it; for an output, that of high precision."""
+    state: State | None = None
+    """The state of its quantizer, before this pass moves it."""
+    seed: Tensor | None = None
+    stack: str = ""
+    """The name of the stack of weights, in a module that has several, as Hugging Face's experts do."""
+    group: int | None = None
+    """The number of its group among all groups of the layer, or of its expert."""
+    offs: Tensor | None = None
+    """Where the groups of its rows end, in a layer that multiplies groups of rows."""
+    first: int = 0
+    """The number of the first group that this rank has."""
+    again: bool = False
+    """Whether activation checkpointing runs a forward that was observed already."""
+    row: bool = True
+    col: bool = True
+    """Whether it has these operands. A part that ranks share out may have none that the pass does not need."""
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor in high precision, decoded where it came encoded."""
+        return self.given.dequantize() if isinstance(self.given, QuantizedTensor) else self.given
+
+    @property
+    def is_part(self) -> bool:
+        """Whether ranks share the tensor out, so that this is a part of it."""
+        return False
+
+    def groups(self) -> Iterator[Observed]:
+        """Yield each group's tensor, if it has rows; of a layer without groups, the tensor itself.
+
+        For groups of rows the host waits until it knows where they end.
+        """
+        value = self.value
+        if self.offs is not None:
+            each = [value[start:stop] for start, stop in bounds(read(self.offs, len(value)))]
+        elif value.dim() == 3 and self.name == "w":
+            each = [*value]
+        else:
+            yield self
+            return
+        for i, own in enumerate(each):
+            if len(own):
+                state = None if self.state is None else {key: values[i] for key, values in self.state.items()}
+                seed = None if self.seed is None else self.seed[i]
+                yield replace(self, given=own, state=state, seed=seed, group=self.first + i, offs=None)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Measure the statistics with which the tensor is encoded, those of the whole where ranks share it out.
+
+        They have the names in the format, with ``row_`` and ``col_`` before where the operands have other ones. Those
+        of a column operand that is made of the row operand are left out. All ranks that share the tensor call this.
+        """
+        self._refuse_groups("statistics")
+        derived = self.quantizer.col_source == "row"
+        branches = dict(self.quantizer.state_branches())
+        if derived or not self.col:
+            branches.pop("col_", None)
+        if not (self.row or derived):
+            branches.pop("row_", None)
+        row, col = branches.get("", branches.get("row_")), branches.get("col_")
+        names = [prefix + stat.name for prefix, branch in branches.items() for stat in branch.stats]
+        return dict(zip(names, self._measured(row, col), strict=True))
+
+    def decoded(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the fp32 matrices that the row and the column operand stand for, both laid out as the tensor is, with
+        all leading dimensions as rows.
+
+        None for an operand that it does not have. All ranks that share the tensor call this.
+        """
+        self._refuse_groups("operands")
+        row, col = self.given.stored if isinstance(self.given, QuantizedTensor) else self._encoded()
+        of_row, of_col = (None if made is None else decode(made, torch.float32) for made in (row, col))
+        return of_row, None if of_col is None else of_col.t()
+
+    def _refuse_groups(self, what: str) -> None:
+        if self.offs is not None or (self.given.dim() == 3 and self.name == "w"):
+            raise ValueError(f"{self.name} of a layer with groups has {what} for each of them: use groups()")
+
+    def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+        return measure(as_matrix(self.value), row, col)
+
+    def _encoded(self) -> tuple[Storage | None, Storage | None]:
+        made = encode_operands(self.quantizer, as_matrix(self.given), state=self.state, seed=self.seed)
+        return made.row, made.col

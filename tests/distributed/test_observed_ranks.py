@@ -1,0 +1,170 @@
+"""Observers where ranks share a model out: they are told of parts, with the statistics of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_one, spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import lpq
+from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lpq.nn import GroupedLinear
+from lpq.observe import Observed, observing
+from lpq.torch_private.tensors import local_part
+
+WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 192, 2, 64, 2
+Found = dict[str, tuple[dict[str, Tensor], list[Tensor], bool]]
+
+
+class Take:
+    """Statistics and decoded operands of each tensor, and whether it is a part."""
+
+    def __init__(self) -> None:
+        self.found: Found = {}
+
+    def observe(self, seen: Observed) -> None:
+        layer: Any = seen.layer
+        if seen.name != "y":
+            for part in seen.groups():
+                name = ".".join(str(n) for n in (layer.place, seen.name, part.group) if n is not None)
+                operands = [operand for operand in part.decoded() if operand is not None]
+                self.found[name] = part.statistics(), operands, part.is_part
+
+
+class Gated(nn.Module):
+    """As the feed-forward block of a Llama, with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        y: Tensor = self.down(nn.functional.silu(self.left(normed)) * self.right(normed))
+        return y
+
+
+def model(recipe: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return lpq.convert(Gated(), recipe, **options)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, TOKENS, WIDTH, generator=draw)
+    x[1, TOKENS - 1, 3] = 500.0  # on the last rank only, where the sequence is shared out
+    return x, torch.randn(BATCH, TOKENS, WIDTH, generator=draw)
+
+
+def seen_in(net: Any, x: Tensor, dy: Tensor) -> Found:
+    with observing(net, Take()) as take:
+        net(x).backward(dy)
+    return take.found
+
+
+def _alone(recipe: str) -> Found:
+    return seen_in(model(recipe), *data())
+
+
+def own(whole: Tensor, part: Tensor, rank: int) -> Tensor:
+    """This rank's part of a matrix, as ranks share out features, or the tokens of each sequence."""
+    if whole.shape == part.shape:
+        return whole
+    if whole.shape[1] != part.shape[1]:
+        return whole.chunk(RANKS, 1)[rank]
+    if whole.shape[0] == BATCH * TOKENS:
+        return whole.view(BATCH, TOKENS, -1).chunk(RANKS, 1)[rank].flatten(0, 1)
+    return whole.chunk(RANKS, 0)[rank]
+
+
+def _tensor_parallel(rank: int, recipe: str, sequence: bool) -> None:
+    expected: Found = on_one(_alone, recipe)
+    column, row = (
+        (ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1)))
+        if sequence
+        else (ColwiseParallel(), RowwiseParallel())
+    )
+    plan: dict[str, Any] = {"left": column, "right": column, "down": row}
+    if sequence:
+        plan["norm"] = SequenceParallel(use_local_output=True)
+    net = parallelize_module(model(recipe), init_device_mesh("cpu", (RANKS,)), plan)
+    x, dy = (t.chunk(RANKS, 1)[rank] if sequence else t for t in data())
+    found = seen_in(net, x, dy)
+    assert found.keys() == expected.keys()
+    assert len(found) == 9
+    for name, (statistics, operands, is_part) in found.items():
+        of_whole, decoded, _ = expected[name]
+        for key, value in statistics.items():
+            if value.numel() == 1:
+                assert torch.equal(value, of_whole[key]), (name, key)
+        assert len(operands) == 2
+        for operand, whole in zip(operands, decoded, strict=True):
+            assert torch.equal(operand, own(whole, operand, rank)), name
+            assert is_part == (operand.shape != whole.shape)
+    assert found["left.w"][2]
+    assert found["left.x"][2] == found["down.dy"][2] == sequence
+    assert not any("observers" in vars(m) for m in net.modules())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
+def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(recipe: str, sequence: bool) -> None:
+    spawn(_tensor_parallel, RANKS, recipe, sequence)
+
+
+def _fully_sharded(rank: int, recipe: str, weights: Any) -> None:
+    net = model(recipe, weights=weights, ranks=None if weights is None else RANKS)
+    fully_shard(net)
+    alone = model(recipe, weights=None)
+    x, dy = data()[0][rank : rank + 1], data()[1][rank : rank + 1]
+    expected, found = seen_in(alone, x, dy), seen_in(net, x, dy)
+    assert found.keys() == expected.keys()
+    assert len(found) == 9
+    for name, (statistics, operands, _) in found.items():
+        if weights is None or ".w" not in name:
+            assert {k: v.tolist() for k, v in statistics.items()} == {
+                k: v.tolist() for k, v in expected[name][0].items()
+            }
+        for operand, same in zip(operands, expected[name][1], strict=False):
+            assert torch.equal(operand, same), name
+        assert operands
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+def test_ranks_of_fsdp2_see_what_one_process_sees(recipe: str, weights: Any) -> None:
+    spawn(_fully_sharded, RANKS, recipe, weights)
+
+
+def _expert_parallel(rank: int) -> None:
+    """Each rank is told of its own experts, by their numbers among all, with the rows of all ranks."""
+    torch.manual_seed(0)
+    alone, net = (GroupedLinear(4, WIDTH, INNER, recipe="fp8-current") for _ in range(2))
+    net.load_state_dict(alone.state_dict())
+    x, counts = torch.randn(24, WIDTH), [6, 2, 0, 4]
+    with observing(alone, Take()) as one:
+        rows = [torch.cat([half.split(counts)[i] for half in x.chunk(2)]) for i in range(4)]
+        alone(torch.cat(rows), [2 * count for count in counts]).sum().backward()
+    parallelize_module(net, init_device_mesh("cpu", (RANKS,)), ExpertParallel())
+    with observing(net, Take()) as take:
+        net(x.chunk(2)[rank], counts).sum().backward()
+    mine = {name: found for name, found in one.found.items() if int(name[-1]) // 2 == rank}
+    assert take.found.keys() == mine.keys() != set()
+    for name, (statistics, operands, _) in take.found.items():
+        assert statistics == mine[name][0], name
+        assert all(torch.equal(a, b) for a, b in zip(operands, mine[name][1], strict=True))
+    assert local_part(net.weight).shape[0] == 2
+
+
+def test_ranks_with_experts_see_their_own() -> None:
+    spawn(_expert_parallel, RANKS)
