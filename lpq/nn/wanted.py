@@ -22,6 +22,7 @@ from torch import Tensor
 from lpq.operations.operands import State
 from lpq.operations.operators import define
 from lpq.torch_private import autograd
+from lpq.torch_private.compiling import call_in_place_of, once_when_traced
 
 
 def asked(ctx: Any) -> tuple[bool, bool, bool]:
@@ -47,7 +48,13 @@ def computes(node: Any, returned: bool = True) -> bool:
 
 def refuse_parts(states: Mapping[str, State]) -> None:
     """Have a compiled backward, which moves these states each time, refuse to be asked for some gradients alone."""
+    _spare_the_dispatcher()
     torch.ops.lpq.refuse_parts(next(memory for state in states.values() for memory in state.values()))
+
+
+@once_when_traced
+def _spare_the_dispatcher() -> None:
+    call_in_place_of("lpq::refuse_parts", refuse_a_part)
 
 
 def refuse_part_of(title: str) -> None:
@@ -56,7 +63,8 @@ def refuse_part_of(title: str) -> None:
         raise _cannot_tell(f"{title}: its weight is frozen, and its recipe", "")
 
 
-def _refuse_parts(memory: Tensor) -> None:
+def refuse_a_part(memory: Tensor) -> None:
+    """Refuse, in a compiled backward that runs, to be asked for some gradients alone."""
     if not autograd.runs_whole():
         raise _cannot_tell("a compiled layer whose recipe", "leave the layer uncompiled, or ")
 
@@ -75,4 +83,4 @@ def _refuse_parts_fake(memory: Tensor) -> None:
 
 
 # Said to write to the state, so that a compiler keeps it.
-define("refuse_parts(Tensor(a!) memory) -> ()", _refuse_parts, _refuse_parts_fake)
+define("refuse_parts(Tensor(a!) memory) -> ()", refuse_a_part, _refuse_parts_fake)

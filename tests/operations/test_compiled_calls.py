@@ -63,7 +63,7 @@ def test_a_product_is_that_of_the_operator(text: str, autocast: bool) -> None:
         assert torch.equal(compiled_calls.gemm(*how), torch.ops.lpq.gemm.default(*how))
 
 
-def test_compiled_layers_call_no_operator_that_computes() -> None:
+def test_compiled_layers_call_no_operator() -> None:
     """By Inductor, whose code has the bytes of eager execution: with random bits, with formats of each product's own,
     and with state."""
     torch.manual_seed(0)
@@ -85,6 +85,5 @@ def test_compiled_layers_call_no_operator_that_computes() -> None:
                     y = run(x)
                     y.backward(dy)
             found.append((y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()))
-    called = {event.name for event in seen.events() if event.name.startswith("lpq::")}
-    assert called == {"lpq::refuse_parts"}, "which has no result, and writes nothing"
+    assert not {event.name for event in seen.events() if event.name.startswith("lpq::")}
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*found, strict=True))
