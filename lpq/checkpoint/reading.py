@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -55,8 +56,8 @@ class _Part(RawIOBase):
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads. DCP would read bytes in another
-    way, and an index that was judged has none."""
+    """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads. DCP would cast a piece that has
+    another dtype than its index says, and read bytes in another way; an index that was judged has none."""
 
     def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
         """``sizes``: of the files, as the manifest has them."""
@@ -92,10 +93,28 @@ class Reader(FileSystemReader):
         self.begun = True
         for item in plan.items:
             with self._naming(item.storage_index):
-                super().read_data(LoadPlan([item]), planner).wait()
+                piece = self._piece(item.storage_index)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    piece = piece.narrow(dim, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(piece)
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _piece(self, index: MetadataIndex) -> Tensor:
+        """A piece of a tensor, of the dtype and the shape that the index has."""
+        place = self.storage_data[index]
+        with (self._folder / place.relative_path).open("rb") as file:
+            part: Any = _Part(file, place.offset, place.length)
+            piece: Tensor = torch.load(part, map_location="cpu", weights_only=True)
+        entry: Any = self._index.state_dict_metadata[index.fqn]
+        if piece.dtype != entry.properties.dtype or piece.shape not in [
+            chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset
+        ]:
+            raise ValueError
+        return piece
 
     @contextmanager
     def _naming(self, index: MetadataIndex) -> Iterator[None]:

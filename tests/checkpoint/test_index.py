@@ -259,6 +259,13 @@ def test_no_tuple_is_hashed_for_ever(path: Path, tmp_path: Path) -> None:
     assert checkpoint.info(saved).extra == kept
 
 
+@pytest.mark.parametrize("name", ["index.json", "lpq.json", "manifest.json"])
+def test_json_that_nests_without_end_is_refused(later: Path, name: str) -> None:
+    deep = b"[" * 100_000
+    put(later, name, deep) if name != "manifest.json" else (later / name).write_bytes(deep)
+    refused(later, r"RecursionError|its manifest\.json is damaged")
+
+
 def _deflated(raw: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as archive, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
@@ -290,7 +297,8 @@ def test_a_piece_that_is_another_one_is_named(path: Path) -> None:
     """Its file has its digest, so whoever changed it changed that, too."""
     found, data = opcodes.index_of(path), (path / "__0_0.distcp").read_bytes()
     place = next(place for key, place in found.storage_data.items() if key.fqn == NAME)
-    for wrong in (torch.zeros(64), [1], torch.zeros(3, 3)):
+    whole = model(1.0)[0].weight.detach()
+    for wrong in (torch.zeros(64), [1], torch.zeros(3, 3), whole.bfloat16(), whole.to(torch.int32), whole[:, :-1]):
         buffer = io.BytesIO()
         torch.save(wrong, buffer)
         piece = b"\0" * (place.length - len(buffer.getvalue())) + buffer.getvalue()

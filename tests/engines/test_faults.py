@@ -330,6 +330,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         r"no format that is installed has .*64",
     ),
     "config": ("one", lambda p: (p / "config.json").write_text("{"), r"config\.json cannot be read"),
+    "config that nests": (
+        "one",
+        lambda p: (p / "config.json").write_text("[" * 100_000),
+        r"config\.json cannot be read: .*recursion",
+    ),
     "config of a list": ("one", lambda p: (p / "config.json").write_text("[]"), r"config\.json is \[\], and no table"),
     "no config": ("one", lambda p: (p / "config.json").unlink(), r"it has no config\.json"),
     "outside": (
