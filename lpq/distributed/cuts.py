@@ -58,7 +58,8 @@ class Cut(NamedTuple):
 
     def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:
         """Why these operands cannot be encoded part by part; None if they can. It is the same on all ranks."""
-        sides = [(quantizer.side("row"), self.dim)] if row else []
+        derived = col and quantizer.col_source == "row"  # the column operand is made of the row operand
+        sides = [(quantizer.side("row"), self.dim)] if row or derived else []
         sides += [(quantizer.side("col"), 1 - self.dim)] if col else []
         return why_cut(sides, self.size, "rows" if self.dim == 0 else "columns")
 
@@ -162,7 +163,8 @@ def encode_part(
     (found,), _ = _measured([(part, decoded, None, side, state)], None, group)
     second = _encoded(part, decoded, None, side, found, state, seed)
     assert second.col is not None
-    return Encoded(first.row if part.row else None, second.col.astype(x.dtype), [*first.measured, *second.measured])
+    row_operand, measured = (first.row, first.measured) if part.row else (None, [])
+    return Encoded(row_operand, second.col.astype(x.dtype), [*measured, *second.measured])
 
 
 def _encoded(

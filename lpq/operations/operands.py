@@ -162,7 +162,9 @@ def remember(
     """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
     sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
     if group is not None and moves(quantizer, *sides):
-        reduce_stats([(declared(*sides), measured)], group)
+        apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too
+        along = declared(sides[0], None) + declared(None, sides[1]) if apart else declared(*sides)
+        reduce_stats([(along, measured)], group)
     rest = iter(measured)
     for prefix, branch in _branches(quantizer, *sides):
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere

@@ -272,6 +272,12 @@ def _refuses(rank: int) -> None:
         x = torch.ones(64, 64 if columns else size // 2)
         with pytest.raises(ValueError, match=f"layer 0, .*{error}"):
             parallelize_module(net, mesh, {"0": style})(x)
+    derived = "hybrid(row=nvfp4(), col=fp8, col_source=row)"  # no dx is wanted: of dy the column operand alone
+    net = lpq.convert(nn.Sequential(nn.Linear(64, 80)), f"x=fp8, w=fp8, dy={derived}")
+    with pytest.raises(
+        ValueError, match=r"layer 0, .*: the gradient .* shards of 40 columns cut the blocks of 16 of nvf"
+    ):
+        parallelize_module(net, mesh, {"0": tp.ColwiseParallel()})(torch.ones(64, 64))
     columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel()
     for first, second, words in (
         (
