@@ -19,7 +19,7 @@ from lpq.operations import fused_pair as pairs_of_any
 from lpq.operations.exact_form import Multiplicand
 from lpq.registry import KernelSpec
 from lpq.testing.calls import calls, fresh, of_operands, on, parts
-from lpq.testing.expect import equal, relative_error, same, there
+from lpq.testing.expect import equal, one_nan, relative_error, same, there
 from lpq.testing.operands import SEED, encode
 from lpq.testing.options import partners
 from lpq.testing.table import DTYPES
@@ -111,8 +111,8 @@ def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[An
     check_apart(kernel, there, got, what)
     check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if one.dtype in DTYPES and other.dtype in DTYPES:  # which NaN it is, processors differ in
-            one, other = (torch.where(t.isnan(), torch.nan, t) for t in (one, other))
+        if one.dtype in DTYPES and other.dtype in DTYPES:
+            one, other = one_nan(one), one_nan(other)
         same(one.cpu(), other.cpu(), f"{what}, output {i}")
     return bool(expected)
 

@@ -64,6 +64,17 @@ def same_operand(actual: Storage, expected: Storage, what: str) -> None:
         same(actual.buffers()[name], tensor, f"{what}, buffer {name!r}")
 
 
+def same_decoded(actual: Storage, expected: Storage, what: str) -> None:
+    """Both operands decode to the same numbers. Of a NaN nothing else is certain: the integer to which it is cast may
+    depend on where it lies."""
+    same(one_nan(actual.decode()), one_nan(expected.decode()), f"{what}, decoded")
+
+
+def one_nan(tensor: Tensor) -> Tensor:
+    """The tensor with the same NaN in place of each: processors differ in which one it is, and so do places."""
+    return torch.where(tensor.isnan(), torch.nan, tensor) if tensor.is_floating_point() else tensor
+
+
 def same_quantized(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both are quantized tensors that hold the same operands."""
     expected = quantized_still(expected, f"{what}: what is expected")

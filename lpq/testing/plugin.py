@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lpq.testing.options import Family
 
 KIT = "lpq.testing.conformance."
-FIRST = ("encoding", "purity", "layout", "shards", "directions", "products", "rounding", "state", "kernels")
+FIRST = ("encoding", "purity", "layout", "parts", "ranks", "directions", "products", "rounding", "state", "kernels")
 """The modules of the kit whose tests find most mistakes, in this order; the others follow."""
 
 pytest.register_assert_rewrite("lpq.testing.comparing", "lpq.testing.conformance", "lpq.testing.expect")

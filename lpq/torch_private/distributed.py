@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    _create_work_from_future,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "COLLECTIVES", "KINDS", "SILENT", "CheckpointWrapper", "Store", "active_replica", "device_types", "is_imitated",
-    "job_store", "timeout_of",
+    "COLLECTIVES", "KINDS", "SILENT", "CheckpointWrapper", "Store", "active_replica", "device_types", "forget_group",
+    "is_imitated", "job_store", "name_group", "timeout_of", "work_of",
 ]  # fmt: skip
 
 COLLECTIVES = ("c10d", "_c10d_functional")
@@ -47,6 +52,16 @@ KINDS = {
 
 active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_active_ddp_module")
 """The ``DistributedDataParallel`` inside of whose forward this runs; None outside of any."""
+
+
+name_group: Callable[[Any, ProcessGroup], None] = _register_process_group
+"""Give a group the name by which operators find it."""
+
+forget_group: Callable[[Any], None] = _unregister_process_group
+"""Take the name from its group."""
+
+work_of: Callable[[torch.futures.Future[Any]], Any] = _create_work_from_future
+"""The work of a collective that a group written in Python returns: it ends with the future."""
 
 
 def device_types(group: ProcessGroup) -> list[torch.device]:

@@ -360,6 +360,13 @@ class SameBits(Stochastic):
         return super().encode_stochastic(x, stats, RandomBits(bits.seed, 0, bits.offset))
 
 
+class IgnoresItsPlace(Stochastic):
+    """Rounds each part with the random bits of the first one."""
+
+    def encode_stochastic(self, x: Tensor, stats: Stats, bits: RandomBits) -> Storage:
+        return super().encode_stochastic(x, stats, RandomBits(bits.seed, bits.direction, (0, 0)))
+
+
 # ---------------------------------------------------------------------------------------------- an ordinary matrix
 
 

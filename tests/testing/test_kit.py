@@ -51,7 +51,7 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
     ),
     broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, the buffer 'data'"),
     broken.ChangesItsInput: ("test_encode_is_pure", "encode changed its input"),
-    broken.RankLocal: ("test_a_shard_is_its_piece_of_the_whole", "encoded with the reduced statistics"),
+    broken.RankLocal: ("test_parts_are_encoded_as_in_the_whole", "with statistics reduced over parts"),
     broken.HidesNaN: ("test_non_finite_is_never_silently_finite", "comes back as"),
     broken.LosesTheScale: ("test_error_is_bounded", "the relative RMS error of normal values is"),
     broken.ThreeBits: ("test_error_is_bounded", "of normal values is 0.*; 8.* bits an element allow 0.06"),

@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]
 
 def test_the_kit_reduces_counts_and_rounds(pytester: pytest.Pytester) -> None:
     counted_format.register()
-    tests = "test_statistics_of_shards or test_a_shard_is_its_piece or test_declarations or pure"
+    tests = "test_parts_are_encoded or test_ranks_encode or test_declarations or pure"
     options = ["--pyargs", "lpq.testing.conformance", "--lpq-format=counted", "-k", tests]
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *options)
     registry.refresh()

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import spawn
@@ -104,6 +105,30 @@ def _behaves(rank: int) -> None:
 
 def test_two_ranks() -> None:
     spawn(_behaves, 2)
+
+
+class Doubling(dist.ProcessGroup):
+    """A group of one rank, written in Python, whose sum is twice what it should be."""
+
+    def getBackendName(self) -> str:
+        return "doubling"
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        assert opts.reduceOp == dist.ReduceOp.SUM
+        tensors[0].mul_(2)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(tensors)
+        return distributed.work_of(future)
+
+
+def test_operators_find_a_group_in_python_by_its_name() -> None:
+    group = Doubling(0, 1)  # type: ignore[call-arg]
+    distributed.name_group("doubling", group)
+    x = torch.ones(2)
+    assert (collectives.all_reduce(x, "sum", "doubling").tolist(), x.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+    distributed.forget_group("doubling")
+    with pytest.raises(RuntimeError, match="doubling"):
+        collectives.all_reduce(x, "sum", "doubling")
 
 
 def test_memory_is_taken_and_given_back_without_a_count() -> None:

@@ -27,10 +27,11 @@ from lpq.testing.conformance.test_hybrid import *
 from lpq.testing.conformance.test_kernels import *
 from lpq.testing.conformance.test_layout import *
 from lpq.testing.conformance.test_linear import *
+from lpq.testing.conformance.test_parts import *
 from lpq.testing.conformance.test_products import *
 from lpq.testing.conformance.test_purity import *
+from lpq.testing.conformance.test_ranks import *
 from lpq.testing.conformance.test_rounding import *
-from lpq.testing.conformance.test_shards import *
 from lpq.testing.conformance.test_slices import *
 from lpq.testing.conformance.test_state import *
 from lpq.testing.conformance.test_tensor import *

@@ -1,8 +1,11 @@
-"""Groups of rows and stacks of matrices: each is encoded as if there were no other."""
+"""Sections: each group of rows, and each matrix of a stack, is encoded as if there were no other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
+from torch import Tensor
 
 from lpq.formats import Quantizer
 from lpq.formats.groups import bounds, starts, unit
@@ -10,12 +13,29 @@ from lpq.formats.stacks import matrices
 from lpq.operations.groups import encode_groups
 from lpq.operations.operands import encode_operands
 from lpq.testing.expect import same_operand, there
-from lpq.testing.operands import SEED, normal
+from lpq.testing.operands import DIRECTIONS, SEED, normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import LARGE
 
 COUNTS = (5, 0, 250)
 STATELESS = only(lambda q: not q.new_state(), "remembers nothing across steps")
+
+
+def with_states(quantizer: Quantizer, sections: int) -> Iterator[tuple[Quantizer, Mapping[str, Tensor] | None]]:
+    """Yield the quantizer, and the same with static statistics if it can have them: one of each section."""
+    yield quantizer, None
+    static = quantizer.frozen()
+    state = {
+        name: torch.stack([torch.full_like(value, 3.0 + section) for section in range(sections)])
+        for name, value in static.new_state().items()
+    }
+    if state:
+        yield static, state
+
+
+def own(state: Mapping[str, Tensor] | None, section: int) -> Mapping[str, Tensor] | None:
+    """The static statistics of one section."""
+    return None if state is None else {name: values[section] for name, values in state.items()}
 
 
 @STATELESS
@@ -27,14 +47,16 @@ def test_a_group_is_encoded_by_itself(quantizer: Quantizer) -> None:
     x[COUNTS[0] : rows] *= 1000
     ends = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
     seeds = torch.arange(SEED, SEED + len(COUNTS))
-    row, col = encode_groups(quantizer, x, ends, row=True, col=True, seeds=seeds)
-    for grouped, direction in ((there(row, "the row operand"), "row"), (there(col, "the column operand"), "col")):
-        begins = starts(ends.tolist(), unit(grouped.quantizer, grouped.dim))
-        for group, (start, stop) in enumerate(bounds(ends.tolist())):
-            alone = encode_operands(quantizer, x[start:stop], seed=seeds[group])
-            expected = there(alone.row if direction == "row" else alone.col, "an operand")
-            what = f"{quantizer}: the {direction} operand of group {group} of {list(COUNTS)} rows"
-            same_operand(grouped.matrix(group, start, stop, begins[group]), expected, what)
+    for used, state in with_states(quantizer, len(COUNTS)):
+        made = encode_groups(used, x, ends, row=True, col=True, seeds=seeds, state=state)
+        for direction, operand in zip(DIRECTIONS, made, strict=True):
+            grouped = there(operand, f"the {direction} operand")
+            begins = starts(ends.tolist(), unit(grouped.quantizer, grouped.dim))
+            for group, (start, stop) in enumerate(bounds(ends.tolist())):
+                alone = encode_operands(used, x[start:stop], seed=seeds[group], state=own(state, group))
+                expected = there(getattr(alone, direction), "an operand")
+                what = f"{used}: the {direction} operand of group {group} of {list(COUNTS)} rows"
+                same_operand(grouped.matrix(group, start, stop, begins[group]), expected, what)
 
 
 @STATELESS
@@ -52,9 +74,10 @@ def test_a_large_matrix_of_a_stack_is_encoded_by_itself(family: Family) -> None:
 def _check_stack(quantizer: Quantizer, rows: int, cols: int) -> None:
     x = torch.stack([normal(rows, cols), 1000 * normal(rows, cols, seed=1)])
     seeds = torch.tensor([SEED, SEED + 1])
-    stack = encode_operands(quantizer, x, seed=seeds)
-    for direction, operand in (("row", stack.row), ("col", stack.col)):
-        for i, matrix in enumerate(matrices(there(operand, f"the {direction} operand"))):
-            alone = encode_operands(quantizer, x[i], seed=seeds[i])
-            expected = there(alone.row if direction == "row" else alone.col, "an operand")
-            same_operand(matrix, expected, f"{quantizer}: the {direction} operand of matrix {i} of a stack of two")
+    for used, state in with_states(quantizer, len(x)):
+        made = encode_operands(used, x, seed=seeds, state=state)
+        for direction, operand in zip(DIRECTIONS, made[:2], strict=True):
+            for i, matrix in enumerate(matrices(there(operand, f"the {direction} operand"))):
+                alone = encode_operands(used, x[i], seed=seeds[i], state=own(state, i))
+                expected = there(getattr(alone, direction), "an operand")
+                same_operand(matrix, expected, f"{used}: the {direction} operand of matrix {i} of a stack of two")

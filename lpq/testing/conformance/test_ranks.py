@@ -1,0 +1,163 @@
+"""Parts of a tensor: ``encode(part) == part(encode(whole))`` for ranks that share out its rows or its columns.
+
+Ranks are threads here, and run what ranks run, collectives included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lpq.distributed.cuts import Cut, Part, begin_gather, encode_part, measure_parts
+from lpq.formats import Quantizer, Storage
+from lpq.formats.format import Direction
+from lpq.formats.joined import cat
+from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.operands import encode_operands, remember
+from lpq.testing.conformance.test_parts import part_that_differs
+from lpq.testing.expect import one_nan, same, same_decoded, same_operand, there
+from lpq.testing.operands import SEED, normal, unit
+from lpq.testing.ranks import Rank, on_ranks
+from lpq.testing.table import DTYPES
+
+WAYS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "rows": ((0, 2, 1, 1), (0, 3, 2, 1), (0, 4, 1, 1), (0, 2, 0, 1)),
+    "stretches of rows": ((0, 2, 1, 3), (0, 3, 1, 2)),
+    "columns": ((1, 2, 1, 1), (1, 3, 1, 1), (1, 4, 2, 1)),
+}
+"""The dimension that ranks share out; how many they are; the size of a stretch, in blocks that must stay whole; and how
+many stretches each has."""
+KNOWN = 7.0
+"""A statistic that does not move."""
+State = Mapping[str, Tensor]
+
+
+class Pass(NamedTuple):
+    """One time that a tensor is encoded, and the operands that are wanted."""
+
+    quantizer: Quantizer
+    row: bool
+    col: bool
+    state: State
+
+    def operands(self, dim: int) -> list[tuple[Direction, int]]:
+        """The wanted operands, and which of its dimensions ranks share out if they share out this one of the tensor."""
+        of_row: list[tuple[Direction, int]] = [("row", dim)]
+        of_col: list[tuple[Direction, int]] = [("col", 1 - dim)]
+        return of_row * self.row + of_col * self.col
+
+    def encode(self, x: Tensor, seed: Tensor, group: Rank | None = None, begin: int = 0) -> Result:
+        """Encode a tensor, or some of its rows from ``begin`` on."""
+        made = encode_operands(
+            self.quantizer, x, row=self.row, col=self.col, state=self.state or None, seed=seed, group=group,
+            offset=begin,
+        )  # fmt: skip
+        return Result({"row": made.row, "col": made.col}, self.after(made.measured, group))
+
+    def after(self, measured: list[Tensor], group: Rank | None = None) -> State:
+        """The state after a pass in which this was measured."""
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        if state:
+            remember(self.quantizer, state, measured, row=self.row, col=self.col, group=group)
+        return state
+
+
+class Result(NamedTuple):
+    """The operands that a pass makes, and the state afterwards."""
+
+    operands: dict[Direction, Storage | None]
+    state: State
+
+    def of(self, direction: Direction) -> Storage:
+        """An operand that was asked for."""
+        return there(self.operands[direction], f"the {direction} operand")
+
+
+def passes(quantizer: Quantizer, x: Tensor) -> list[Pass]:
+    """With both operands and with each alone; from a fresh state, from a used one, and with one that does not move."""
+    fresh, static = quantizer.new_state(), quantizer.frozen()
+    first = Pass(quantizer, True, True, fresh)
+    used = first.encode(x * 3, torch.tensor(SEED)).state
+    made = [first, Pass(quantizer, True, False, used), Pass(quantizer, False, True, used)]
+    known = {} if fresh else {name: torch.full_like(value, KNOWN) for name, value in static.new_state().items()}
+    return [*made, Pass(static, True, True, known)] if known else made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_encode_parts_as_in_the_whole(quantizer: Quantizer, way: str) -> None:
+    """Operands that ranks encode of their parts are parts of the operands of the whole. Gathered they are the whole
+    operands, and ranks remember what one process remembers. A cut through what must stay whole is refused."""
+    row, col = quantizer.side("row"), quantizer.side("col")
+    for number, (dim, ranks, blocks, stretches) in enumerate(WAYS[way]):
+        block = math.lcm(unit(row, dim), unit(col, 1 - dim))
+        sizes = [blocks * block, block + 1] if number == 0 and block > 1 else [blocks * block]
+        for size in sizes:
+            length = ranks * size * stretches
+            x = normal(*((length, 40) if dim == 0 else (40, length)), dtype=DTYPES[number % 3])
+            pieces = torch.split(x, size, dim) if size else (x,) * ranks
+            holds = part_that_differs(x, pieces, number)
+            mine = [torch.cat(pieces[rank::ranks], dim) for rank in range(ranks)]
+            cuts = [Cut(dim, rank, ranks, size, stretches) for rank in range(ranks)]
+            what = f"{quantizer}: {stretches} × {size} {way} of each of {ranks} ranks, in {x.dtype}, with {holds}"
+            for one in passes(quantizer, x) if number == 0 else passes(quantizer, x)[:1]:
+                _check(one, x, mine, cuts, what)
+
+
+def _check(one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str) -> None:
+    """Check one pass over a tensor of which the ranks have these parts."""
+    (dim, _, _, _, stretches), (quantizer, row, col, state) = cuts[0], one
+    random, shards = rounds_stochastically(quantizer), dim == 0 and stretches == 1
+    wanted = one.operands(dim)
+
+    def encode(cut: Cut, local: Tensor, group: Rank) -> tuple[Tensor, list[Result], list[Storage]]:
+        part, name = Part(quantizer, row, col, cut), group.group_name
+        drawn = torch.tensor([SEED + cut.rank]) if random else None
+        (stats,), common = measure_parts([(part, local, state or None)], drawn, name)
+        seed = torch.tensor(SEED) if common is None else common[0]
+        made = encode_part(part, local, stats, state or None, seed, name)
+        results = [Result({"row": made.row, "col": made.col}, one.after(made.measured))]
+        results += [one.encode(local, seed, group, cut.place(0))] if shards else []
+        gathers = [begin_gather(results[0].of(at), along, cut, name) for at, along in wanted]
+        return seed, results, [gather.finish() for gather in gathers]
+
+    def shard(local: Tensor, group: Rank) -> Result:
+        return one.encode(local, torch.tensor(SEED), group)
+
+    whole = one.encode(x, torch.tensor(SEED))
+    reason = cuts[0].why_not(quantizer, row, col)
+    if any(_part(whole.of(at), along, cut) is None for at, along in wanted for cut in cuts):
+        assert reason is not None, f"{what}: they cut what must stay whole, and Cut.why_not does not say so"
+        if shards:
+            with pytest.raises(ValueError, match="shard"):
+                on_ranks([partial(shard, local) for local in mine])
+    if reason is not None:
+        return
+    made = on_ranks([partial(encode, cut, local) for cut, local in zip(cuts, mine, strict=True)])
+    whole = one.encode(x, made[0][0]) if random else whole
+    compare = same_operand if x.isfinite().all() else same_decoded
+    for (_, results, gathered), cut in zip(made, cuts, strict=True):
+        for (at, along), operand in zip(wanted, gathered, strict=True):
+            expected = there(_part(whole.of(at), along, cut), f"{what}: a part of the {at} operand")
+            for result in results:
+                compare(result.of(at), expected, f"{what}: {at} operand of rank {cut.rank}")
+            compare(operand, whole.of(at), f"{what}: {at} operand, gathered by rank {cut.rank}")
+        for (name, value), result in itertools.product(whole.state.items(), results):
+            same(one_nan(result.state[name]), one_nan(value), f"{what}: what rank {cut.rank} remembers as {name!r}")
+
+
+def _part(operand: Storage, dim: int, cut: Cut) -> Storage | None:
+    """The part of an operand that a rank has; None where that cuts what must stay whole."""
+    pieces = []
+    for place in (cut.place(i) for i in range(cut.stretches)):
+        piece = operand.narrow(dim, place, place + cut.size)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    return cat(pieces, dim, agreed=True)
