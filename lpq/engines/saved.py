@@ -31,10 +31,10 @@ class Saved:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         """All ranks call it, and find the same one."""
         found = find(path, ranks)
-        info, _ = read(found)
-        self._description, self._path, self._sizes = info.description, found.path, found.sizes
+        self._description = read(found)[0].description
         self._description.require(self._description.formats)
-        self._saved = Reader(found.path, found.sizes).saved()
+        self._reader = Reader(found.path, found.sizes)
+        self._saved = self._reader.saved()
         self.stacks = self._found_stacks()
 
     def entries(self, dtype: torch.dtype | None) -> list[Entry]:
@@ -163,12 +163,12 @@ class Saved:
         return {part.rpartition(".")[2]: value for part, value in parts.items()}
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
-        """These tensors; the index is read anew, since a reader of DCP's serves one load."""
+        """These tensors."""
         if lacking := [shown(name) for name in names if name not in self._saved]:
             raise CheckpointError(f"it lacks {lacking[0]}")
         found = {name: torch.empty(self._saved[name][0], dtype=self._saved[name][1]) for name in names}
         with quiet():
-            dcp.load(found, storage_reader=Reader(self._path, self._sizes), no_dist=True)
+            dcp.load(found, storage_reader=self._reader, no_dist=True)
         return found
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import lpq
 from lpq.__main__ import main
-from lpq.checkpoint import CheckpointError, claim
+from lpq.checkpoint import CheckpointError, claim, reading
 from lpq.engines import plan
 from lpq.formats.elements import unpack_nibbles
 
@@ -140,6 +140,16 @@ def test_a_layer_in_two_places_is_exported_once_from_a_checkpoint_too(tmp_path: 
     found = lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
     assert same(tensors(tmp_path / "x"), dict(lpq.export.stream(model, "compressed-tensors")))
     assert found.left == ()
+
+
+def test_the_index_of_a_checkpoint_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each tensor: the index of a large model has millions of pieces."""
+    lpq.checkpoint.save(tmp_path / "run", lpq.convert(Net(), "mxfp8"))
+    read: list[Path] = []
+    read_index = reading.read_index
+    monkeypatch.setattr(reading, "read_index", lambda path, sizes: (read.append(path), read_index(path, sizes))[1])
+    lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
+    assert read == [tmp_path / "run"]
 
 
 def test_all_layers_in_high_precision_are_ignored_by_name(tmp_path: Path) -> None:
