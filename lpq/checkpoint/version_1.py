@@ -12,18 +12,9 @@ import pickletools
 from collections.abc import ItemsView
 from typing import Any, ClassVar, TypeGuard
 
-import torch
-
 from lpq.checkpoint.errors import CheckpointError, expect, shown
-from lpq.torch_private.checkpoints import IN_AN_INDEX, METADATA, STORAGE_INFO
+from lpq.torch_private.checkpoints import METADATA, STORAGE_INFO
 
-KNOWN = {
-    **IN_AN_INDEX,
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # where Python 3.13 has them
-    "builtins": {"getattr"},  # by which some releases of Python 3.11 pickle members of an Enum
-}
-"""The names to which DCP's indexes refer, beside dtypes. Any other name is an error that names it."""
 OPCODES = {
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
     "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND",
@@ -31,15 +22,16 @@ OPCODES = {
     "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
 }  # fmt: skip
 """The instructions of which ``pickle.dump`` makes an index. None of them takes more memory than it has bytes."""
+NAMES = 100
+"""More names than an index refers to: some twenty, and one for each dtype."""
 CODES = {ord(known.code) for known in pickletools.opcodes if known.name in OPCODES}
-DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class Record:
     """The record of an object in the pickle: the arguments that would make it, and the state that it would get.
 
-    There is one subclass for each name in a file, made for that file alone. A pickle can call or set nothing on it or
-    on a record but these two methods; and called on the class, ``__setstate__`` lacks its ``self``.
+    There is one subclass for each name in a file, whatever it names, made for that file alone. A pickle can call or set
+    nothing on it or on a record but these two methods; and called on the class, ``__setstate__`` lacks its ``self``.
     """
 
     __slots__ = ("args", "state")
@@ -73,9 +65,10 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> type[Record]:
         full = f"{module}.{name}"
-        known = full in DTYPES or name in KNOWN.get(module, ())
-        expect(known, f"it refers to {full[:200]!r}, which is no part of an index")
-        return self._known.setdefault(full, type(name, (Record,), {"__slots__": (), "name": full}))
+        if full not in self._known:
+            expect(len(self._known) < NAMES, f"it refers to {full[:200]!r}, and to more names than an index has")
+            self._known[full] = type("Record", (Record,), {"__slots__": (), "name": full})
+        return self._known[full]
 
 
 def _set(reader: Any, code: int, keys: slice) -> None:
@@ -145,5 +138,5 @@ def _size(value: Any) -> list[int]:
 def _dtype(properties: Any) -> str:
     state = properties.state if _is(properties, f"{METADATA}.TensorProperties") else None
     known = state[0] if type(state) is tuple and state else None
-    _like(isinstance(known, type) and issubclass(known, Record) and known.name in DTYPES, "a dtype")
+    _like(isinstance(known, type) and issubclass(known, Record), "a dtype")
     return str(getattr(known, "name", "")).removeprefix("torch.")

@@ -117,13 +117,8 @@ class Export:
         whole model in the CPU's memory on the way.
         """
         if layout == ONE_FILE or decode:
-            for_engines = {
-                "base": base is not None, "dtype": dtype is not None, "input_amax": input_amax is not None,
-                "leave": bool(leave), "siblings": siblings != "alike", "shard_bytes": shard_bytes != SHARD,
-            }  # fmt: skip
-            return _one_file(
-                model, path, layout, decode, [n for n, given in for_engines.items() if given], process_group
-            )
+            for_engines = (base, dtype, input_amax, *leave, siblings, shard_bytes)
+            return _one_file(model, path, layout, decode, for_engines, process_group)
         ranks = ranks_of(process_group, is_shared(model), "exports")
         with ranks.saying("nothing is exported"):
             target = ranks.each(lambda: place(path))
@@ -209,14 +204,14 @@ def _one_file(
     path: str | Path,
     layout: str,
     decode: bool,
-    for_engines: Sequence[str],
+    for_engines: tuple[object, ...],
     process_group: dist.ProcessGroup | None,
 ) -> Exported:
-    """Write a whole model into one file. ``for_engines``: the arguments that were given and mean nothing here."""
+    """Write a whole model into one file. ``for_engines``: the arguments that mean nothing here."""
     if layout != ONE_FILE:
         raise CheckpointError(f'decode=True is for layout="{ONE_FILE}", and engines read layout={layout!r} quantized')
-    if for_engines:
-        raise CheckpointError(f'layout="{ONE_FILE}" writes a model as it is, and takes no {listed(for_engines)}')
+    if for_engines != (None, None, None, "alike", SHARD):
+        raise CheckpointError(f'layout="{ONE_FILE}" writes a model as it is, and takes decode and process_group alone')
     if isinstance(model, str | Path):
         raise CheckpointError(f'layout="{ONE_FILE}" is of a model: load {model} into one, and export that')
     written, description = write_file(path, model, decode, process_group)

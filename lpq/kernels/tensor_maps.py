@@ -7,8 +7,6 @@ import functools
 import struct
 from typing import Any, cast
 
-from torch import Tensor
-
 from lpq.kernels.errors import KernelError
 
 LETTERS = f"({'P' * 16})"
@@ -40,12 +38,6 @@ def of_bytes(address: int, rows: int, columns: int, pitch: int, high: int, wide:
             f"for tiles [{high}, {wide}]: CUDA error {status}"
         )
     return MAP.unpack_from(room, skipped)
-
-
-def of_matrix(matrix: Tensor, high: int, wide: int) -> tuple[int, ...]:
-    """``of_bytes`` of a tensor ``[rows, columns]`` of 8-bit elements, row by row in memory."""
-    rows, columns = matrix.shape
-    return of_bytes(matrix.data_ptr(), rows, columns, matrix.stride(0), high, wide)
 
 
 @functools.cache
