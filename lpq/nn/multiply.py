@@ -73,23 +73,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        (
-            plan,
-            shapes,
-            step,
-            states,
-            seeds,
-            encoded,
-            w_stats,
-            accumulate,
-            inputs,
-            static,
-            given,
-            ends,
-            layer,
-            _,
-            watch,
-        ) = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
@@ -98,9 +82,9 @@ class Multiplication(torch.autograd.Function):
         if step.exchange is not None:
             of_x, of_w, seeds = step.exchange(x, weight, of_x, of_w, seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
-        if watch is not None:
-            watch.tell("x", x, plan.x, states.get("x"), x_seed, ends)
-            watch.tell("w", weight, plan.w, states.get("w"), w_seed)
+        if call.watch is not None:
+            call.watch.tell("x", x, plan.x, states.get("x"), x_seed, ends)
+            call.watch.tell("w", weight, plan.w, states.get("w"), w_seed)
         if given is not None:
             x_row, x_col = given
         elif inputs is None:
@@ -115,8 +99,8 @@ class Multiplication(torch.autograd.Function):
             if call.step is not None:
                 check_there(w_row[0])
         y = step.fprop(x_row, w_row, bias)
-        if watch is not None:
-            watch.result(y, ends)
+        if call.watch is not None:
+            call.watch.result(y, ends)
         rest: tuple[Tensor, ...] = ends if dy_seed is None else (dy_seed, *ends)
         seen = recomputed.seen(states) if states else None
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
