@@ -105,7 +105,7 @@ def calibrate(
     in which statistics are kept, every so many rounds (``every``); a call that finds it goes on from there, with the
     same batches on any number of ranks that they are dealt out to in turn. ``progress``: show a bar, in a terminal.
     """
-    ranks = Together.of(process_group, is_shared(model), "calibrates")
+    ranks = Together.of(process_group, is_shared(model), "calibrates", first=True)
 
     def prepare() -> tuple[list[Target], tuple[str, ...], Team, Path | None]:
         _check(method, samples, percentile, unseen, every, batches)

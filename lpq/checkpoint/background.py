@@ -83,11 +83,11 @@ def unheard() -> tuple[str, ...]:
     return tuple(failed.values())
 
 
-def ranks_of(group: dist.ProcessGroup | None, shared: bool = True, does: str | None = None) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None, shared: bool, does: str, *, first: bool = False) -> Ranks:
     """The ranks that act together (``agree.Ranks.of``), once no save in the background uses that group any more."""
     if group is not None:
         wait([saving._future for saving in [*_UNHEARD] if saving._ranks.group is group])
-    return Ranks.of(group, shared, does)
+    return Ranks.of(group, shared, does, first=first)
 
 
 @atexit.register

@@ -84,10 +84,10 @@ class Info:
 def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """Describe the checkpoint at ``path``, or, of the run there, the last one written that is whole.
 
-    All ranks call it, or those of ``process_group``. The tensors are not read; ``load`` checks their digests, this only
-    the sizes of their files.
+    Each rank reads for itself, or those of ``process_group`` together. The tensors are not read; ``load`` checks their
+    digests, this only the sizes of their files.
     """
-    ranks = ranks_of(process_group)
+    ranks = ranks_of(process_group, False, "reads")
     found = find(ranks.each(lambda: place(path)), ranks, thorough=False)
     return ranks.each(lambda: read(found)[0])
 

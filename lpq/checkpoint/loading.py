@@ -17,7 +17,7 @@ from lpq.checkpoint.files import place
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
-from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, given_optimizers, join, kind, master_name, untrained
 from lpq.checkpoint.ranks import quiet
 from lpq.checkpoint.reading import Reader
@@ -35,9 +35,9 @@ def load(
 ) -> Info:
     """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; return its info.
 
-    All ranks call it, or those of ``process_group``, over which the model then lies. ``path`` is a checkpoint, or the
-    directory of a run: then the last one written that is whole is loaded, and warnings name those that were refused and
-    those of later steps. Every file is compared with the manifest before anything is written.
+    All ranks that share the model call it, or those of ``process_group``, over which the model then lies. ``path`` is a
+    checkpoint, or the directory of a run: then the last one written that is whole is loaded, and warnings name those
+    that were refused and those of later steps. Every file is compared with the manifest before anything is written.
 
     The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
     call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember
@@ -49,7 +49,7 @@ def load(
     not have was frozen, and they take what it decodes to. Masters that have no place are left out, with a warning
     unless the checkpoint is loaded without an optimizer.
     """
-    ranks = ranks_of(process_group)
+    ranks = ranks_of(process_group, is_shared(model), "loads")
     with ranks.saying("nothing is loaded"):
         source = ranks.each(lambda: place(path))
     with ranks.saying(f"{source} cannot be loaded"):

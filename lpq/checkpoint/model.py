@@ -57,10 +57,10 @@ class Model:
             found[PREFIX + plain_name(key)] = value
         return tensors, extra
 
-    def meshes(self) -> Meshes:
-        """The ranks over which its tensors lie, and the ranks of its replicas."""
+    def meshes(self, replicas: bool = True) -> Meshes:
+        """The ranks over which its tensors lie, and the ranks of its ``replicas``."""
         over = [mesh.mesh.flatten().tolist() for mesh in self._meshes()]
-        over += [get_process_group_ranks(replicas.process_group) for replicas in self._replicas()]
+        over += [get_process_group_ranks(one.process_group) for one in self._replicas() if replicas]
         return frozenset(tuple(sorted(ranks)) for ranks in over)
 
     def groups(self, device: str) -> list[ProcessGroup]:
@@ -254,10 +254,13 @@ class Model:
             memory.zero_()
 
 
-def is_shared(model: object) -> bool:
-    """Whether ranks share a model: its parameters lie over a mesh, or it has replicas. A path is not shared. What is
-    neither counts as shared: all ranks hear of the error."""
-    return not isinstance(model, str | Path) if not isinstance(model, nn.Module) else bool(Model(model).meshes())
+def is_shared(model: object, replicas: bool = True) -> bool:
+    """Whether ranks share a model: its parameters lie over a mesh, or it has ``replicas``, of which each rank could
+    read its own, and which all are to be written to. A path is not shared. What is neither counts as shared: all ranks
+    hear of the error."""
+    if isinstance(model, nn.Module):
+        return bool(Model(model).meshes(replicas))
+    return not isinstance(model, str | Path)
 
 
 def is_extra(name: str) -> bool:

@@ -41,14 +41,14 @@ def save(
 ) -> Path:
     """Save the model, its policy and its optimizer (or several) as ``directory/step-00000100``; return that path.
 
-    All ranks call it, or those of ``process_group``, over which the model then lies. If ranks do not share the model
-    (no DTensor and no ``DistributedDataParallel`` does), rank 0 calls it alone. Without ``step``, ``directory``
-    itself is the checkpoint. ``extra`` is whatever else the run needs (a scheduler's state, the position in the data):
-    the first rank's is kept, if ``torch.load(…, weights_only=True)`` can read it. ``keep``: of this run only so many
-    whole checkpoints stay, up to this one; the others are removed. A checkpoint in the same place is replaced once the
-    new one is whole. While another job saves it, it is refused.
+    All ranks call it, or those of ``process_group``, over which the model then lies. If the model is whole on each rank
+    (no DTensor gives each a part, as with ``DistributedDataParallel``), rank 0 calls it alone. Without ``step``,
+    ``directory`` itself is the checkpoint. ``extra`` is whatever else the run needs (a scheduler's state, the position
+    in the data): the first rank's is kept, if ``torch.load(…, weights_only=True)`` can read it. ``keep``: of this run
+    only so many whole checkpoints stay, up to this one; the others are removed. A checkpoint in the same place is
+    replaced once the new one is whole. While another job saves it, it is refused.
     """
-    ranks = ranks_of(process_group, is_shared(model), "saves")
+    ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
     with ranks.saying("nothing is saved"):
         target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
     with ranks.saying(failing(target)), quiet():
@@ -77,7 +77,7 @@ def save_async(
     talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks. A
     ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
-    ranks = ranks_of(process_group, is_shared(model), "saves")
+    ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
     with ranks.saying("nothing is saved"):
         target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
     with ranks.saying(failing(target)), quiet():
@@ -162,7 +162,7 @@ def _collected(
     held = sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items())
     facts = Facts(
         place=str(target.absolute()),
-        meshes=seen.meshes(),
+        meshes=seen.meshes(replicas=ranks.many),
         optimizers=tuple(one.kind for one in optimizers),
         description=digest(description),
         tensors=digest(repr(held).encode()),

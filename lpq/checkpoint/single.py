@@ -33,11 +33,11 @@ def write_file(
     path: str | Path, model: nn.Module, decode: bool, process_group: dist.ProcessGroup | None
 ) -> tuple[Path, Description]:
     """Write the whole model into one file, as ``lpq.export(model, path, layout="lpq")`` describes it."""
-    ranks = ranks_of(process_group, is_shared(model), "exports")
+    ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
     with ranks.saying("nothing is exported"):
         target = ranks.each(lambda: place(path))
     with ranks.saying(f"nothing is exported to {target}"):
-        check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
+        check_one_model(ranks.all(lambda: Model(model).meshes(ranks.many)), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
         ranks.alike(lambda: description, "the ranks hold different models, and the file is of one")
     complete: dict[str, Tensor] = {}
@@ -62,12 +62,12 @@ def export_file(
 def import_file(path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """Load a file of ``lpq.export(…, layout="lpq")``, or any with a state dict, into the model, however it is sharded.
 
-    All ranks call it, or those of ``process_group``. A weight that is stored quantized takes one that was saved
-    by the same quantizer, or encodes one that was saved in high precision. A weight in high precision takes the decoded
-    values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not compared. A file
-    that was changed after it was saved is refused.
+    All ranks that share the model call it, or those of ``process_group``. A weight that is stored quantized takes one
+    that was saved by the same quantizer, or encodes one that was saved in high precision. A weight in high precision
+    takes the decoded values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not
+    compared. A file that was changed after it was saved is refused.
     """
-    ranks = ranks_of(process_group)
+    ranks = ranks_of(process_group, is_shared(model), "imports")
     with ranks.saying("nothing is imported"):
         source = ranks.each(lambda: place(path))
     with ranks.saying(f"{source} cannot be imported"):

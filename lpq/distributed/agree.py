@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lpq.distributed import meeting
 from lpq.operations.reduce_statistics import same_ranks
 from lpq.registry.errors import LpqError, words
+from lpq.registry.showing import listed
+from lpq.torch_private.distributed import is_imitated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,25 +78,38 @@ class Ranks:
         self.size = len(self.names)
 
     @classmethod
-    def of(cls, group: ProcessGroup | None, shared: bool, does: str | None = None) -> Self:
+    def of(cls, group: ProcessGroup | None, shared: bool, does: str, *, first: bool = False) -> Self:
         """The ranks of a group; without one all ranks, where they share the model, and this one alone where not: others
-        may never come.
+        may never come. Where they may not, this one waits for them, and says for what.
 
-        ``does``: the action in words, if one rank alone may do it on a model that is not shared. It is rank 0, for if
-        all did, they would write one file, or derive different values of different data, without a word.
+        ``does``: the action in words. ``first``: rank 0 alone may do it on a model that is not shared, for if all did,
+        they would write one file, or derive different values of different data, without a word.
         """
         ranks = cls(group)
-        if group is not None or shared or not ranks.many:
+        if not ranks.many:
             return ranks
-        if does is not None and ranks.rank:
-            raise ranks.as_error(
-                LpqError(
-                    f"rank 0 alone {does} a model that no DTensor and no DistributedDataParallel shares out between "
-                    f"ranks, and this is rank {ranks.rank}: call it under `if rank == 0:`; or, where all ranks call "
-                    "it, pass process_group=torch.distributed.group.WORLD"
+        if group is None and not shared:
+            if first and ranks.rank:
+                raise ranks.as_error(
+                    LpqError(
+                        f"rank 0 alone {does} a model that is whole on each rank, of which no DTensor gives each a "
+                        f"part, and this is rank {ranks.rank}: call it under `if rank == 0:`; or, where all ranks call "
+                        "it, pass process_group=torch.distributed.group.WORLD"
+                    )
                 )
-            )
-        return cls(alone=True)
+            return cls(alone=True)
+        ranks._wait(does)
+        return ranks
+
+    def _wait(self, does: str) -> None:
+        """Wait until all of them do the same, and not in a collective, in which nobody would hear why."""
+        names = listed([*map(str, self.names)])
+        text = (
+            f"rank {self.names[self.rank]} {does} a model that the ranks {names} share, or that process_group names, "
+            "and another one of them does not: call it on all of them alike"
+        )
+        if self.size > 1 and not is_imitated() and not meeting.meet(self.names, does, does, None, text):
+            raise self.as_error(LpqError(text))
 
     def as_error(self, raised: BaseException) -> Exception:
         """The error to raise on all ranks for this one: it can travel, since it is made from a message alone."""

@@ -119,7 +119,7 @@ class Export:
         if layout == ONE_FILE or decode:
             for_engines = (base, dtype, input_amax, *leave, siblings, shard_bytes)
             return _one_file(model, path, layout, decode, for_engines, process_group)
-        ranks = ranks_of(process_group, is_shared(model), "exports")
+        ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
         with ranks.saying("nothing is exported"):
             target = ranks.each(lambda: place(path))
 
@@ -158,7 +158,7 @@ class Export:
         those of ``process_group``, and each gets all tensors, on its device. Where ranks do not share the model, each
         goes through its own. The arguments are those of ``lpq.export``.
         """
-        ranks = ranks_of(process_group, is_shared(model))
+        ranks = ranks_of(process_group, is_shared(model, replicas=False), "streams")
         with ranks.saying("the model cannot be streamed"):
             plan, _ = _planned(model, layout, dtype, input_amax, leave, siblings, SHARD, ranks)
         return _streamed(plan)
@@ -258,7 +258,7 @@ def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
         if not isinstance(model, nn.Module | str | Path):
             kind = type(model).__name__
             raise CheckpointError(f"a model, or the directory of a checkpoint, is exported, and no {kind}")
-        return Model(model).meshes() if isinstance(model, nn.Module) else Meshes()
+        return Model(model).meshes(ranks.many) if isinstance(model, nn.Module) else Meshes()
 
     check_one_model(ranks.all(meshes), ranks)
 

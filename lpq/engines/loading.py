@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
-from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.files import place
 from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import touched
 from lpq.engines.intended import Intended, recipe_of, stored_side
 from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, static_key, store_quantized
@@ -64,7 +64,7 @@ def load_quantized(
     afterwards.
     """
     path = place(path)
-    with ranks_of(None).saying(f"{path} cannot be loaded"):
+    with Ranks(alone=True).saying(f"{path} cannot be loaded"):
         files = Files(path)
         found = files.quantized()
         if not found:

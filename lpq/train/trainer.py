@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -184,7 +185,7 @@ class Trainer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # ``say`` gets them below
-                self._check(checkpoint.info(directory).extra)
+                self._check(checkpoint.info(directory, process_group=dist.group.WORLD).extra)
                 found = checkpoint.load(directory, self.model, self.optimizer)
         except checkpoint.NoCheckpoint as none:
             if any(directory.glob("step-*")):

@@ -58,18 +58,18 @@ def _refused(group: dist.ProcessGroup | None, function: Callable[[], object], wo
     assert len(set(found)) == 1, found
 
 
-def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module]) -> None:
+def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module], **group: Any) -> None:
     """Their tensors have the same names, and one model would be made of both."""
     net = make(1)
     words = (
         r"no tensor joins the ranks \[0\] and \[1, 2\], so these have models of their own.*process_group=mesh\.get_gr"
     )
     for function in (
-        lambda: checkpoint.save(folder / "mixed", net, step=1),
-        lambda: checkpoint.save_async(folder / "mixed", net, step=1),
-        lambda: checkpoint.load(folder / "whole", net),
-        lambda: lpq.export(net, folder / "mixed.pt", layout="lpq"),
-        lambda: checkpoint.import_file(folder / "whole.pt", net),
+        lambda: checkpoint.save(folder / "mixed", net, step=1, **group),
+        *(() if group else (lambda: checkpoint.save_async(folder / "mixed", net, step=1),)),
+        lambda: checkpoint.load(folder / "whole", net, **group),
+        lambda: lpq.export(net, folder / "mixed.pt", layout="lpq", **group),
+        lambda: checkpoint.import_file(folder / "whole.pt", net, **group),
     ):
         _refused(None, function, words)
     assert not (folder / "mixed").exists()
@@ -144,7 +144,7 @@ def _all(rank: int, folder: Path) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     _models_of_their_own(folder, lambda seed: shard(Net(seed, 64, SMALL), mesh))
     replicated = nn.parallel.DistributedDataParallel(nn.Linear(3, 3), process_group=group)
-    _models_of_their_own(folder, lambda _: replicated)
+    _models_of_their_own(folder, lambda _: replicated, process_group=everyone)
     _each_by_itself(folder, mine, group, writers[mine is PAIR], mesh)
     if rank:
         _within_the_pair(rank, folder, writers[1], mesh)

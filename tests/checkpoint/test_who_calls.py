@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from checkpointed import Net, model_differences, shard
 from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import lpq
 from lpq import checkpoint
+from lpq.distributed import meeting
 from lpq.registry.errors import LpqError
 
 SMALL = {"tensor": "fp8", "mx": "mxfp8"}
@@ -68,6 +72,52 @@ def _rank_0_alone(rank: int, folder: Path) -> None:
     assert not (folder / "none").exists()
 
 
+def _replicas_are_whole_on_each(rank: int, folder: Path) -> None:
+    """Rank 0 saves and exports the wrapper alone; what writes to a model is for all of them, and says so."""
+    net = DistributedDataParallel(_layers())
+    if rank == 0:
+        checkpoint.save(folder / "saved", net)
+        checkpoint.save_async(folder / "later", net).wait()
+        lpq.export(net, folder / "one.pt", layout="lpq")
+        lpq.export(net, folder / "files", layout="compressed-tensors")
+        assert dict(lpq.export.stream(net, "compressed-tensors"))
+        for act in (
+            lambda: checkpoint.load(folder / "saved", net),
+            lambda: checkpoint.import_file(folder / "one.pt", net),
+            lambda: lpq.calibrate(net, [torch.ones(2, 64)]),
+            lambda: checkpoint.save(folder / "x", net, process_group=dist.group.WORLD),
+        ):
+            with (
+                mock.patch.object(meeting, "limit", return_value=0.1),
+                pytest.raises(LpqError, match=r"rank 0 \w+ a model that the ranks 0, 1 share"),
+            ):
+                act()
+    dist.barrier()  # which rank 0 would not reach
+    checkpoint.load(folder / "saved", net)
+    with (
+        pytest.raises(LpqError, match="rank 0 alone saves a model that is whole on each rank")
+        if rank
+        else nullcontext()
+    ):
+        checkpoint.save(folder / "again", net)
+    checkpoint.save(folder / "together", net, process_group=dist.group.WORLD)
+
+
+def _one_rank_reads(rank: int, folder: Path) -> None:
+    """A checkpoint, and into a model of its own. Where that is read which ranks share, a rank that does not says so."""
+    if rank == 0:
+        checkpoint.save(folder / "saved", Net(1, 64, SMALL))
+        lpq.export(Net(1, 64, SMALL), folder / "one.pt", layout="lpq")
+    dist.barrier()
+    if rank == 1:
+        checkpoint.info(folder / "saved")
+        checkpoint.load(folder / "saved", fresh := Net(2, 64, SMALL))
+        assert model_differences(fresh, Net(1, 64, SMALL)) == {}
+        checkpoint.import_file(folder / "one.pt", fresh := Net(2, 64, SMALL))
+        assert model_differences(fresh, Net(1, 64, SMALL)) == {}
+    dist.barrier()  # which rank 1 would not reach
+
+
 def _a_group_acts_together(rank: int, folder: Path) -> None:
     """Its ranks have the same files, and scales that cover the inputs of all of them."""
     group = dist.group.WORLD
@@ -94,7 +144,7 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
         (lambda: checkpoint.save_async(folder, net, step="1" if bad else 1), "rank 1: a step is a whole number"),
         (lambda: checkpoint.save(path, net), "rank 1: directory is of type int"),
         (lambda: checkpoint.load(path, net), "rank 1: path is of type int"),
-        (lambda: checkpoint.info(path), "rank 1: path is of type int"),
+        (lambda: checkpoint.info(path, process_group=dist.group.WORLD), "rank 1: path is of type int"),
         (lambda: lpq.export(net, path, layout="lpq"), "rank 1: path is of type int"),
         (lambda: checkpoint.import_file(path, net), "rank 1: path is of type int"),
         (lambda: checkpoint.save(folder / "y", 3 if bad else net), "rank 1: model is to be a torch.nn.Module, not int"),
@@ -108,6 +158,9 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
     assert not [*folder.iterdir()]
 
 
-@pytest.mark.parametrize("check", [_rank_0_alone, _a_group_acts_together, _bad_arguments_of_one_rank])
+@pytest.mark.parametrize(
+    "check",
+    [_rank_0_alone, _replicas_are_whole_on_each, _one_rank_reads, _a_group_acts_together, _bad_arguments_of_one_rank],
+)
 def test_two_ranks(check: Callable[[int, Path], None], tmp_path: Path) -> None:
     spawn(check, 2, tmp_path)
