@@ -17,7 +17,7 @@ from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, coll
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
 from lpq.calibration.parallel import Team
-from lpq.calibration.reducing import Axes, Together, reduce
+from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, forgotten, searches, targets
@@ -116,12 +116,11 @@ def calibrate(
         return chosen, _searched(chosen, search), Team(model), place(state, "state") if state is not None else None
 
     chosen, searched, team, file = ranks.each(prepare)
-    axes = ranks.axes()
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1
     settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
-    saved = Saved(file, settings, axes)
-    run = partial(collect, model, chosen, batches, samples=samples, forward=forward, axes=axes, team=team)
-    bar = partial(_bar, samples, shown=progress and all(axis.rank == 0 for axis in axes.values()))
+    saved = Saved(file, settings, ranks)
+    run = partial(collect, model, chosen, batches, samples=samples, forward=forward, ranks=ranks, team=team)
+    bar = partial(_bar, samples, shown=progress and ranks.rank == 0)
     with _as_collected(model, chosen), team.whole():
         found, seen = Statistics(), Progress()
         clips: dict[str, Tensor] = {}
@@ -131,10 +130,10 @@ def calibrate(
                 how = MAGNITUDES if name == "magnitudes" else collecting.take_statistics(clips)
                 own = _zeros(chosen, how, model)
                 seen = _pass(run, bar, how, own, saved, every)
-                found = reduce(own, axes)
+                found = reduce(own, ranks)
                 if name == "magnitudes":
                     clips = clipped(found, chosen, percentile)
-        found = _with_weights(found, chosen, axes)
+        found = _with_weights(found, chosen, ranks)
         values = frozen_values(found, chosen, siblings, unseen)
     freeze(model, chosen, values)
     names, frozen = tuple(target.name for target in chosen), {id(target.layer) for target in chosen}
@@ -194,12 +193,12 @@ def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
 
 
 @torch.no_grad()
-def _with_weights(found: Statistics, chosen: Sequence[Target], axes: Axes) -> Statistics:
+def _with_weights(found: Statistics, chosen: Sequence[Target], ranks: Together) -> Statistics:
     own = Statistics()
     for target in chosen:
         for name, value in target.measured_weight():
             own.take(name, value, "max")
-    for name, statistic in reduce(own, axes).items():
+    for name, statistic in reduce(own, ranks).items():
         found.take(name, statistic.value, statistic.how)
     return found
 

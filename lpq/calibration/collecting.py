@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.parallel import Team
-from lpq.calibration.reducing import Axes, Place, everywhere
+from lpq.calibration.reducing import Together
 from lpq.calibration.stacks import is_shared_out, sending_nothing
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
@@ -111,7 +111,7 @@ def collect(
     *,
     samples: int,
     forward: Forward,
-    axes: Axes,
+    ranks: Together,
     team: Team,
     found: Statistics,
     done: int,
@@ -127,7 +127,6 @@ def collect(
     """
     mine, progress, last = iter(batches), Progress(), NO_BATCH
     error: str | None = None
-    place = tuple(axis.rank for axis in axes.values())
     while progress.samples < samples:
         batch = NO_BATCH
         if error is None:
@@ -135,20 +134,20 @@ def collect(
                 batch = next(mine, NO_BATCH)
                 count = None if batch is NO_BATCH else _samples_of(batch)
             except Exception as raised:
-                if not axes:
+                if not ranks.many:
                     raise
                 error = words(raised)
-        facts = everywhere(_Facts(None if error else count, error, team.ranks, team.exchange), axes)
+        facts = ranks.exchange(_Facts(None if error else count, error, team.ranks, team.exchange))
         _check_errors(facts)
         heads = _heads(facts)
-        if all(one.samples is None for one in facts.values()):
+        if all(one.samples is None for one in facts):
             if not progress.batches:
                 raise CalibrationError("there is no batch: pass some, and a list or a DataLoader if it is used again")
             break
         _check_some(progress, facts)
         progress, number = _advanced(progress, facts, heads, team, samples)
         counted = number is not None and number >= done
-        leads = heads[team.ranks] == place
+        leads = heads[team.ranks] == ranks.rank
         own, turns = _turns(facts, team)
         last = batch if batch is not NO_BATCH else last
         if progress.batches <= done:
@@ -159,13 +158,12 @@ def collect(
                 with _taking(model, targets, how, found, team, Seen(now, now and leads)):
                     forward(model, last)
         except Exception as raised:
-            if not axes:
+            if not ranks.many:
                 raise
             error = words(raised)
             continue
         after(progress)
-    if error is not None or axes:
-        _check_errors(everywhere(_Facts(None, error), axes))
+    _check_errors(ranks.exchange(_Facts(None, error)))
     return progress
 
 
@@ -242,48 +240,47 @@ def _samples_of(batch: Any) -> int:
     return found.shape[0]
 
 
-def _check_errors(facts: Mapping[Place, _Facts]) -> None:
-    for place, one in facts.items():
+def _check_errors(facts: Sequence[_Facts]) -> None:
+    for rank, one in enumerate(facts):
         if one.error is not None:
-            who = f"rank {place[0]}: " if len(place) == 1 else f"rank {place}: " if place else ""
-            raise CalibrationError(f"{who}{one.error}")
+            raise CalibrationError(f"rank {rank}: {one.error}")
 
 
-def _turns(facts: Mapping[Place, _Facts], team: Team) -> tuple[int, int]:
+def _turns(facts: Sequence[_Facts], team: Team) -> tuple[int, int]:
     """Which turn is this rank's among those that exchange rows with it, and how many there are."""
     teams: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
-    for one in facts.values():
+    for one in facts:
         teams.setdefault(one.exchange, {})[one.team] = None
     return [*teams[team.exchange]].index(team.ranks), max(map(len, teams.values()))
 
 
-def _heads(facts: Mapping[Place, _Facts]) -> dict[tuple[int, ...], Place]:
+def _heads(facts: Sequence[_Facts]) -> dict[tuple[int, ...], int]:
     """The rank of each team that counts its batches, of which all its ranks must have the same samples."""
-    heads: dict[tuple[int, ...], Place] = {}
-    for place, one in facts.items():
-        first = heads.setdefault(one.team, place)
+    heads: dict[tuple[int, ...], int] = {}
+    for rank, one in enumerate(facts):
+        first = heads.setdefault(one.team, rank)
         if facts[first].samples != one.samples:
             raise CalibrationError(
-                f"the ranks {[*one.team]} share out layers by tensor parallelism, and rank {first[0]} has a batch of "
-                f"{facts[first].samples} samples where rank {place[0]} has {one.samples}: give them the same batches"
+                f"the ranks {[*one.team]} share out layers by tensor parallelism, and rank {first} has a batch of "
+                f"{facts[first].samples} samples where rank {rank} has {one.samples}: give them the same batches"
             )
     return heads
 
 
 def _advanced(
-    start: Progress, facts: Mapping[Place, _Facts], heads: Mapping[tuple[int, ...], Place], team: Team, samples: int
+    start: Progress, facts: Sequence[_Facts], heads: Mapping[tuple[int, ...], int], team: Team, samples: int
 ) -> tuple[Progress, int | None]:
     """How far the pass is after a round, and which number the batch of this team has; None if it does not count, as the
     team has none or there are ``samples`` without it."""
     progress, number = start, None
-    for place, one in facts.items():
-        if one.samples is not None and progress.samples < samples and heads[one.team] == place:
+    for rank, one in enumerate(facts):
+        if one.samples is not None and progress.samples < samples and heads[one.team] == rank:
             number = progress.batches if one.team == team.ranks else number
             progress = Progress(progress.batches + 1, progress.samples + one.samples)
     return progress, number
 
 
-def _check_some(start: Progress, facts: Mapping[Place, _Facts]) -> None:
-    lacking = [place for place, one in facts.items() if one.samples is None]
+def _check_some(start: Progress, facts: Sequence[_Facts]) -> None:
+    lacking = [rank for rank, one in enumerate(facts) if one.samples is None]
     if start.batches == 0 and lacking:
-        raise CalibrationError(f"rank {lacking[0][0]} has no batch at all: give each rank one at least")
+        raise CalibrationError(f"rank {lacking[0]} has no batch at all: give each rank one at least")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.reducing import Axes, everywhere, reduce
+from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.statistics import DTYPES, Statistics
 from lpq.checkpoint import pickles
 from lpq.checkpoint.claim import whole_file
@@ -27,26 +27,17 @@ CHANGED = "it was changed"
 class Saved:
     """A file with the statistics of all ranks together. Where there is none yet, nothing was collected."""
 
-    def __init__(self, path: str | Path | None, settings: Mapping[str, Any], axes: Axes) -> None:
-        self._path, self._axes = place(path, "state") if path is not None else None, axes
-        self._first = all(axis.rank == 0 for axis in axes.values())
+    def __init__(self, path: str | Path | None, settings: Mapping[str, Any], ranks: Together) -> None:
+        self._path, self._ranks = place(path, "state") if path is not None else None, ranks
         self._passes: dict[str, dict[str, Any]] = {}
         self._settings = dict(settings)
-        if self._path is None:
-            return
-        found, error = None, None
-        if self._first and self._path.exists():
-            try:
-                found = self._read(self._path)
-            except CalibrationError as wrong:
-                error = str(wrong)
-        first = next(iter(everywhere((found, error), axes).values()))
-        if first[1] is not None:
-            raise CalibrationError(first[1])
-        if first[0] is not None:
-            self._passes = first[0]["passes"]
+        if self._path is not None:
+            self._passes = ranks.first(self._read)
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
+        path = self._path
+        if path is None or not path.exists():
+            return {}
         try:
             found: dict[str, Any] = pickles.load(path)
             if isinstance(found, dict) and type(version := found.get("version")) is int and version != VERSION:
@@ -63,7 +54,8 @@ class Saved:
                     f"{path} was kept with {name}={brief(kept)}, and this is {name}={value!r}: "
                     "go on with the same, or move the file away"
                 )
-        return found
+        passes: dict[str, Any] = found["passes"]
+        return passes
 
     def restore(self, name: str, own: Statistics) -> int:
         """Take the kept statistics of a pass; return its number of batches. Only the first rank takes counts."""
@@ -76,7 +68,7 @@ class Saved:
         if mine != theirs:
             other = sorted({key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)})
             raise CalibrationError(f"{self._path} was kept of another model: it differs in {other[0]}")
-        if not self._first:
+        if self._ranks.rank:
             state = {**state, "sum": {key: torch.zeros_like(value) for key, value in state["sum"].items()}}
         own.load(state, next(own.items())[1].value.device)
         return cast("int", kept["batches"])
@@ -85,19 +77,17 @@ class Saved:
         """Write the statistics of all ranks, which call this together. The earlier file stays until it is replaced."""
         if self._path is None:
             return
-        state = reduce(own, self._axes).state_dict()
-        error = None
+        state = reduce(own, self._ranks).state_dict()
         self._passes[name] = {"statistics": state, "batches": batches}
-        if self._first:
-            made = {"version": VERSION, "settings": self._settings, "passes": self._passes}
-            try:
-                with whole_file(self._path) as path:
-                    torch.save(made, path)
-            except (CheckpointError, OSError, RuntimeError) as wrong:
-                error = f"{self._path} cannot be written: {wrong}"
-        first = next(iter(everywhere(error, self._axes).values()))
-        if first is not None:
-            raise CalibrationError(first)
+        self._ranks.first(self._write)
+
+    def _write(self) -> None:
+        assert self._path is not None
+        try:
+            with whole_file(self._path) as path:
+                torch.save({"version": VERSION, "settings": self._settings, "passes": self._passes}, path)
+        except (CheckpointError, OSError, RuntimeError) as wrong:
+            raise CalibrationError(f"{self._path} cannot be written: {wrong}") from wrong
 
 
 def _check(found: Any) -> None:

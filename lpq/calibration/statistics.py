@@ -12,8 +12,6 @@ How = Literal["max", "sum"]
 """``max``: of non-negative fp32 values, where NaN is larger than all. ``sum``: of int64 counts. Both are exact in any
 order, as no mean is."""
 DTYPES: dict[How, torch.dtype] = {"max": torch.float32, "sum": torch.int64}
-EVERYWHERE: tuple[str, ...] = ("*",)
-"""In place of the names of axes: all."""
 
 
 class Statistic(NamedTuple):
@@ -21,8 +19,6 @@ class Statistic(NamedTuple):
 
     value: Tensor
     how: How
-    over: tuple[str, ...] = EVERYWHERE
-    """The axes along which ranks have other parts of it, or the same one."""
 
 
 class Statistics:
@@ -31,14 +27,14 @@ class Statistics:
     def __init__(self) -> None:
         self._found: dict[str, Statistic] = {}
 
-    def take(self, name: str, value: Tensor, how: How, over: tuple[str, ...] = EVERYWHERE) -> None:
+    def take(self, name: str, value: Tensor, how: How) -> None:
         """Take one more value into a statistic."""
         if value.dtype != DTYPES[how]:
             raise TypeError(f"{name}: a {how} is of {DTYPES[how]}, and this is {value.dtype}")
         known = self._found.get(name)
         if known is not None:
             value = torch.maximum(known.value, value) if how == "max" else known.value + value
-        self._found[name] = Statistic(value, how, over)
+        self._found[name] = Statistic(value, how)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._found[name].value

@@ -73,7 +73,7 @@ def _the_same(rank: int, recipe: str, method: Any) -> None:
 
 def _without_the_reduction(rank: int) -> None:
     """The control of the above: some scale is another one on some rank, whichever reduction is left out."""
-    combine = reducing.Ranks.combine
+    combine = reducing.Together.combine
     for left_out, method in (("max", "max"), ("sum", "percentile")):
         expected: Any = alone("fp8-current", method)
 
@@ -81,7 +81,7 @@ def _without_the_reduction(rank: int) -> None:
             return packed if how == left_out else combine(self, packed, how)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reducing.Ranks, "combine", without)
+            patch.setattr(reducing.Together, "combine", without)
             net = sharded("fp8-current", 4)
             lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
         found: list[Any] = [None] * 4
@@ -103,7 +103,7 @@ def _resharded(rank: int, folder: str) -> None:
         assert same(exported(net), expected), ranks
         if ranks == 2:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(reducing.Ranks, "combine", lambda self, packed, how: packed)
+                patch.setattr(reducing.Together, "combine", lambda self, packed, how: packed)
                 lpq.calibrate(net, data(BATCHES)[rank::4])
             assert differs_on_some_rank(net, static)
             lpq.calibrate(net, data(BATCHES)[rank::4])
