@@ -218,6 +218,37 @@ def description(name: str, module: nn.Module) -> str:
     return "\n".join(texts) or f"{name}: {type(module).__name__}, not converted"
 
 
+class Described:
+    """The description of a part of a model, made anew once something of it has changed: ranks compare it often."""
+
+    def __init__(self, name: str, part: nn.Module) -> None:
+        self._name, self._part = name, part
+        self._layers: list[Any] = [module for module in part.modules() if _converted(module)]
+        self._was: list[tuple[object, ...]] = []
+        self._texts: dict[object, tuple[int, str]] = {}
+
+    def with_rows(self, rows: Tensor) -> tuple[int, str]:
+        """The description together with that of rows, and its hash."""
+        if (now := [*map(_state, self._layers)]) != self._was:
+            self._was = now
+            self._texts.clear()
+        kind = (rows.shape[1:], rows.dtype, rows.requires_grad)
+        if (found := self._texts.get(kind)) is None:
+            gradient = "with" if rows.requires_grad else "without"
+            text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n"
+            text += description(self._name, self._part)
+            found = self._texts[kind] = digest(text), text
+        return found
+
+
+def _state(layer: Any) -> tuple[object, ...]:
+    """All of a converted layer that its description has and that may change."""
+    stages, weight = layer.__dict__.get("stages"), next(iter(layer._parameters.values()), None)
+    step = None if stages is None else (stages.step, stages.was_set)
+    of_weight = None if weight is None else (weight.shape, weight.dtype)
+    return layer.recipe, getattr(layer, "schedule", None), step, getattr(layer, "dispatched", None), of_weight
+
+
 def differing(texts: Mapping[int, str]) -> str:
     """How the descriptions of these ranks differ, in words."""
     return _first_difference({rank: text.split("\n") for rank, text in texts.items()})

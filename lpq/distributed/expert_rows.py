@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lpq.distributed.agree import exchange, message
-from lpq.distributed.alike import REMEDY, description, differing, digest
+from lpq.distributed.alike import REMEDY, Described, differing
 from lpq.formats import Quantizer, Storage
 from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.layout import row_major
@@ -62,9 +62,11 @@ def dispatch(
     """
     ranks, group = mesh.size(), mesh.get_group()
     counts, lines, mistake = _prepared(title, rows, ends, experts, how, module)
-    gradient = "with" if rows.requires_grad else "without"
-    text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n{description(title, module)}"
-    number = digest(text) % MODELS
+    described: Described | None = vars(module).get("described")
+    if described is None:
+        described = vars(module)["described"] = Described(title, module)
+    number, text = described.with_rows(rows)
+    number %= MODELS
     own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
     each = [own.shape[1]] * ranks
     came = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)

@@ -22,6 +22,7 @@ from lpq.nn.names import plain_name
 from lpq.nn.parallel_notes import parallel_notes
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import check_names
+from lpq.nn.remembering import Remembering
 from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.nn.siblings import Inputs
@@ -289,8 +290,10 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
     inputs, compared = Inputs(), Compared.of(model) if compares else None
+    for part in model.modules():
+        if isinstance(part, Remembering):
+            part.compared = compared
     for layer in layers:
-        layer.compared = compared
         layer.accumulate = accumulate
         layer.share_inputs(inputs)
         layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None

@@ -74,6 +74,8 @@ class Experts(Remembering):
         for name in self.memories():
             delattr(self, name)
         self._recipe, self._plan, self._checked = recipe, Plan.of(recipe) if recipe is not None else None, False
+        if self.compared is not None:
+            self.compared.forget()
         for name, stack in stacks(self).items() if self._plan is not None else ():
             for tensor in TENSORS:
                 for key, memory in getattr(self._plan, tensor).new_state(stack.device).items():

@@ -21,11 +21,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import compared, meeting
+from lpq.distributed import alike, compared, meeting
 from lpq.distributed.alike import check_alike
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
+from lpq.nn.stages import Stages
 from lpq.observe import collectives
 
 E5M2 = "mxfp8(dtype=e5m2)"
@@ -180,6 +181,24 @@ def _experts(rank: int) -> None:
     _refused(lambda: model(X[0], ENDS), "rank 1 has [_Experts.up", begins=OTHER)
 
 
+def _experts_are_described_where_something_changed(rank: int) -> None:
+    model: Any = parallelize_module(_Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
+    model.up.stages = Stages(model, 2)
+
+    def times(x: Tensor) -> int:
+        with mock.patch.object(alike, "description", wraps=alike.description) as described:
+            model(x, ENDS)
+        return described.call_count
+
+    found = [times(X[0]), times(X[0]), times(X[0].bfloat16()), times(X[0])]
+    assert found == [1, 0, 1, 0], found
+    model.up.recipe = "fp8-current"
+    assert [times(X[0]), times(X[0])] == [1, 0]
+    model.up.stages.move(1)
+    assert [times(X[0]), times(X[0])] == [1, 0]
+    assert copy.deepcopy(model.described)._layers[0] is not model.up, "a copy describes itself"
+
+
 def _rows_that_one_rank_cannot_encode(rank: int) -> None:
     model = parallelize_module(
         _Experts(_mx("mxfp8")), init_device_mesh("cpu", (2,)), ExpertParallel(dispatch="encoded")
@@ -290,8 +309,8 @@ def _four_ranks(rank: int) -> None:
     "check",
     [
         _tensor_parallel, _step_on_one_rank, _other_parts, _a_gpu_is_waited_for_where_something_is_new, _before_a_step,
-        _without_a_conversion,        _experts, _rows_that_one_rank_cannot_encode, _replicas, _parts_of_a_model,
-        _models_of_their_own,
+        _without_a_conversion, _experts, _experts_are_described_where_something_changed,
+        _rows_that_one_rank_cannot_encode, _replicas, _parts_of_a_model, _models_of_their_own,
     ],
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:
