@@ -24,7 +24,6 @@ from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.checkpoint.optimizer import check_data
 from lpq.recipes import Policy, Steps
-from lpq.registry.errors import words
 from lpq.registry.showing import number
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path
 
@@ -98,7 +97,9 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
     try:
         description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        why = error if isinstance(error, CheckpointError) else f"its {DESCRIPTION} is damaged: {words(error)}"
+        why = f"its {DESCRIPTION} is not the JSON that lpq.checkpoint.save writes: do not trust it"
+        if isinstance(error, CheckpointError | OSError):
+            why = str(error)
         raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
     try:
         beside: dict[str, Any] = pickles.load(path / EXTRA)

@@ -24,6 +24,6 @@ class Weight:
             weight = layer.__dict__["_parameters"]["weight"]
         except KeyError:
             raise AttributeError("weight") from None  # so that torch looks elsewhere, and says so
-        if not (layer.read_past or torch.compiler.is_compiling()) and another_pass_reads(layer):
+        if not (torch.compiler.is_compiling() or layer.read_past) and another_pass_reads(layer):
             layer.read_past = True
         return weight
