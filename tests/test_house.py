@@ -22,9 +22,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PLUGINS: dict[str, str] = PYPROJECT["project"]["entry-points"]["lpq.plugins"]
 
 FLOORS = {
-    "importing": 1, "registry": 1, "torch_private": 1, "formats": 2, "kernels": 2, "operations": 3, "emulation": 4,
-    "tensor": 4, "core": 5, "recipes": 6, "distributed": 7, "nn": 8, "optim": 9, "checkpoint": 9, "calibration": 9,
-    "engines": 9, "observe": 9, "testing": 10, "integrations": 10, "cli": 11, "train": 11, "__main__": 12,
+    "importing": 1, "registry": 1, "torch_private": 1, "formats": 2, "kernels": 2, "files": 3, "operations": 3,
+    "emulation": 4, "tensor": 4, "core": 5, "recipes": 6, "distributed": 7, "nn": 8, "optim": 9, "checkpoint": 9,
+    "calibration": 9, "engines": 9, "observe": 9, "testing": 10, "integrations": 10, "cli": 11, "train": 11,
+    "__main__": 12,
 }  # fmt: skip
 TOP = 10
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
@@ -38,20 +39,9 @@ BESIDE = {
 """Parts of one floor of which the first may import the second."""
 FOR_PLUGINS = {"registry", "torch_private", "core", "formats", "kernels", "operations", "emulation"}
 NAMELESS = (
-    "formats",
-    "kernels",
-    "operations",
-    "emulation",
-    "tensor",
-    "core",
-    "nn",
-    "distributed",
-    "optim",
-    "checkpoint",
-    "calibration",
-    "engines",
-    "integrations",
-)
+    "formats", "kernels", "files", "operations", "emulation", "tensor", "core", "nn", "distributed", "optim",
+    "checkpoint", "calibration", "engines", "integrations",
+)  # fmt: skip
 """The parts that know no format."""
 NOT_OURS = re.compile(r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
 

@@ -21,9 +21,9 @@ from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, forgotten, searches, targets
-from lpq.checkpoint.files import place
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
+from lpq.files.disk import place
 from lpq.nn import Layer
 from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name

@@ -13,10 +13,10 @@ from lpq.calibration.errors import CalibrationError
 from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.statistics import DTYPES, Statistics
 from lpq.checkpoint import pickles
-from lpq.checkpoint.claim import whole_file
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import place
+from lpq.files.claim import whole_file
+from lpq.files.disk import place
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 

@@ -1,19 +1,17 @@
-"""The errors of checkpoints, in words that name the file or the tensor and the remedy.
-
-Each is made from its message alone, so that it travels from the rank that found it to all others.
-"""
+"""The errors of checkpoints, beside those of files, in words that name the file or the tensor and the remedy."""
 
 from __future__ import annotations
 
-from lpq.registry.errors import LpqError, OptionError
+from lpq.files.errors import CheckpointError, CheckpointWarning
+from lpq.registry.errors import OptionError
 from lpq.registry.showing import printable
+
+__all__ = [
+    "TRUST", "CheckpointError", "CheckpointWarning", "MissingPlugin", "NoCheckpoint", "UnknownName", "expect", "shown",
+]  # fmt: skip
 
 TRUST = "do not trust it"
 """The advice about a file that was changed."""
-
-
-class CheckpointError(LpqError):
-    """A checkpoint that could not be saved or cannot be loaded."""
 
 
 class UnknownName(CheckpointError, OptionError):
@@ -26,10 +24,6 @@ class NoCheckpoint(CheckpointError):
 
 class MissingPlugin(CheckpointError):
     """A checkpoint with a format whose plugin cannot be used here."""
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint was refused and an older one serves, or not all of one has a place here."""
 
 
 def shown(name: str) -> str:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint
-from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.index import PICKLE
-from lpq.checkpoint.manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from lpq.checkpoint.ranks import Ranks
+from lpq.files.disk import PARTIAL
+from lpq.files.manifest import MANIFEST, PICKLE, UNFINISHED, Manifest, read_manifest
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 

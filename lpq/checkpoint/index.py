@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lpq.checkpoint import version_1
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import TRUST, CheckpointError, expect, shown
+from lpq.files.manifest import INDEX, PICKLE
 from lpq.torch_private.checkpoints import StorageInfo
 
-INDEX, PICKLE = "index.json", ".metadata"
-"""The files of the two indexes."""
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 """The dtypes by name. A name is not looked up in ``torch``, which imports much for some."""
 TENSOR: dict[str, tuple[type, ...]] = {"dtype": (str,), "shape": (list,), "pieces": (list,)}

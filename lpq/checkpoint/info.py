@@ -19,10 +19,10 @@ from lpq.checkpoint import pickles
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import place
 from lpq.checkpoint.finding import Found, find
-from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.checkpoint.optimizer import check_data
+from lpq.files.disk import place
+from lpq.files.manifest import DESCRIPTION, EXTRA
 from lpq.recipes import Policy, Steps
 from lpq.registry.showing import number
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path

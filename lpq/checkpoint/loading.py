@@ -13,7 +13,6 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from lpq.checkpoint.agreeing import Facts, check_alike
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointWarning
-from lpq.checkpoint.files import place
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
@@ -21,6 +20,7 @@ from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, given_optimizers, join, kind, master_name, untrained
 from lpq.checkpoint.ranks import quiet
 from lpq.checkpoint.reading import Reader
+from lpq.files.disk import place
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
-from lpq.checkpoint import files
 from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.index import read_index
 from lpq.checkpoint.pickles import check_archive
+from lpq.files import disk
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -81,7 +81,7 @@ class Reader(FileSystemReader):
         """Make sure that the files from which this rank reads are here, before any rank reads."""
         pieces = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         for name in sorted({piece.relative_path for piece in pieces.values()}):
-            if (found := files.fault(self._folder, name, self._sizes[name], None)) is not None:
+            if (found := disk.fault(self._folder, name, self._sizes[name], None)) is not None:
                 raise CheckpointError(found)
         for index, piece in pieces.items():
             with self._naming(index), (self._folder / piece.relative_path).open("rb") as file:

@@ -14,17 +14,17 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors, digest
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
-from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
-from lpq.checkpoint.files import PARTIAL, place, resolved
 from lpq.checkpoint.finding import REPLACED, step_name
 from lpq.checkpoint.info import pickled
-from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
 from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
 from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import Writer
+from lpq.files.claim import Claim
+from lpq.files.disk import PARTIAL, place, resolved
+from lpq.files.manifest import DESCRIPTION, EXTRA, is_ours
 from lpq.registry.warning import warn
 from lpq.torch_private.distributed import device_types
 

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from lpq.checkpoint import pickles
 from lpq.checkpoint.agreeing import check_one_model
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.claim import whole_file
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import place
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
+from lpq.files.claim import whole_file
+from lpq.files.disk import place
 from lpq.registry.warning import warn
 
 

@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lpq.checkpoint import files
-from lpq.checkpoint.claim import LOCK, Claim, left_behind
 from lpq.checkpoint.errors import CheckpointWarning
-from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
-from lpq.checkpoint.index import INDEX, PICKLE, as_json
-from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole, remove
+from lpq.checkpoint.index import as_json
 from lpq.checkpoint.ranks import as_checkpoint_error
+from lpq.files import disk
+from lpq.files.claim import LOCK, Claim, left_behind
+from lpq.files.disk import PARTIAL
+from lpq.files.manifest import INDEX, MANIFEST, PICKLE, is_ours, is_whole, remove
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
@@ -75,16 +75,16 @@ class Writer(FileSystemWriter):
             entries = {name: entry for written in results for name, entry in written.entries.items()}  # type: ignore[attr-defined]
             self._small[INDEX] = as_json(metadata, [result for written in results for result in written])
             for name, data in self._small.items():
-                files.write(self._partial / name, data)
+                disk.write(self._partial / name, data)
             entries.update(self._entries([*self._small, PICKLE]))
-            files.write(self._partial / MANIFEST, self._manifest(entries))
+            disk.write(self._partial / MANIFEST, self._manifest(entries))
             self._publish()
         except Exception as error:
             raise as_checkpoint_error(error) from error
 
     def _entries(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         paths = {name: self._partial / name for name in sorted(names)}
-        return {n: {"bytes": p.stat().st_size, "sha256": files.digest(p)} for n, p in paths.items()}
+        return {n: {"bytes": p.stat().st_size, "sha256": disk.digest(p)} for n, p in paths.items()}
 
     def _manifest(self, entries: dict[str, dict[str, Any]]) -> bytes:
         """The list of files, with a time of writing that is later than any other of the run, whatever clocks show."""
@@ -100,12 +100,12 @@ class Writer(FileSystemWriter):
         if aside:
             if is_ours(replaced):
                 remove(replaced, self.target)
-            files.publish(self.target, replaced)  # a process that ends now leaves this one, which is whole
+            disk.publish(self.target, replaced)  # a process that ends now leaves this one, which is whole
         try:
             self._claim.publish(self.target, MANIFEST)
         except BaseException:
             if aside:
-                files.publish(replaced, self.target)
+                disk.publish(replaced, self.target)
             raise
         if is_ours(replaced):
             remove(replaced, self.target)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lpq.checkpoint.agreeing import Meshes, check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
-from lpq.checkpoint.files import place
 from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.single import write_file
@@ -29,6 +28,7 @@ from lpq.engines.plan import Assigned, Plan, planned
 from lpq.engines.saved import Saved
 from lpq.engines.siblings import Siblings, fused
 from lpq.engines.writing import Directory, shards
+from lpq.files.disk import place
 from lpq.operations.operands import DTYPES
 from lpq.registry.showing import listed, number
 from lpq.registry.warning import warn

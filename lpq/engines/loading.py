@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
-from lpq.checkpoint.files import place
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import touched
@@ -23,6 +22,7 @@ from lpq.engines.loading_experts import held_stacks, make_static, operand_of, re
 from lpq.engines.models import RECORD
 from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
+from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
 from lpq.nn.expert_names import Stack

@@ -15,7 +15,7 @@ from lpq.engines.checks import check_value
 from lpq.engines.entries import Entry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, parts_of, schemes_for
 from lpq.engines.siblings import Siblings, check_alike
-from lpq.engines.tensorfile import Shown
+from lpq.files.safetensors import Shown
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
 

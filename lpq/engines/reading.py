@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.checkpoint import files
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.manifest import DESCRIPTION
 from lpq.engines.beside import read_json
 from lpq.engines.checks import check_value
 from lpq.engines.layouts import layout_named, parts_of, schemes_in, summaries
 from lpq.engines.names import CONFIG, INDEX, JSON_FILES, ONE
-from lpq.engines.tensorfile import Reader, Shown
+from lpq.files import disk
+from lpq.files.manifest import DESCRIPTION
+from lpq.files.safetensors import Reader, Shown
 from lpq.registry import Described, Inputs, Part, Scheme
 from lpq.registry.errors import suggestion
 from lpq.registry.showing import brief, listed
@@ -142,7 +142,7 @@ def _file_names(path: Path) -> list[str]:
         found = f": {others[0]} is a pickle, which can run code, and is not read" if others else ""
         raise CheckpointError(f"it has neither {ONE} nor {INDEX}{found}")
     for name in names:
-        if not files.PLAIN.fullmatch(name):
+        if not disk.PLAIN.fullmatch(name):
             raise CheckpointError(f"{INDEX} refers to {brief(name)}, which is not the name of a file in the directory")
         if not name.endswith(".safetensors"):
             raise CheckpointError(f"{INDEX} refers to {brief(name)}, which is no safetensors, and nothing else is read")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lpq.checkpoint import files
-from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError
 from lpq.engines.beside import as_json
 from lpq.engines.names import CONFIG, INDEX, shard_name
 from lpq.engines.plan import Assigned, Plan
-from lpq.engines.tensorfile import Shown, Writer
+from lpq.files import disk
+from lpq.files.claim import Claim
+from lpq.files.safetensors import Shown, Writer
 
 
 def shards(plan: Plan, largest: int) -> list[list[Assigned]]:
@@ -36,7 +36,7 @@ class Directory:
 
     def __init__(self, target: Path, split: list[list[Assigned]], small: Mapping[str, bytes]) -> None:
         """``small``: files beside the tensors."""
-        self._target = files.resolved(target)
+        self._target = disk.resolved(target)
         if self._target.exists() and not (self._target.is_dir() and not any(self._target.iterdir())):
             raise CheckpointError(f"{target} is there already: give another directory, or remove it")
         self._claim = Claim.take(self._target)
@@ -63,7 +63,7 @@ class Directory:
         """Give it its name, once everything is there."""
         self._close()
         for name, data in self._small.items():
-            files.write(self._partial / name, data)
+            disk.write(self._partial / name, data)
         self._claim.publish(self._target, CONFIG)
 
     @contextmanager

@@ -21,7 +21,7 @@ import lpq
 from lpq.calibration import collecting, reducing
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
-from lpq.engines.tensorfile import Reader
+from lpq.files.safetensors import Reader
 from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from lpq import checkpoint
-from lpq.checkpoint import files
+from lpq.files import disk
 
 MOMENTS = {
     "tensor": (torch, "save", 3, 20),
-    "description": (files, "write", 1, 20),
-    "manifest": (files, "write", 3, 20),
-    "name": (files, "publish", 1, 20),
-    "aside": (files, "publish", 1, 10),
-    "in place": (files, "publish", 2, 10),
+    "description": (disk, "write", 1, 20),
+    "manifest": (disk, "write", 3, 20),
+    "name": (disk, "publish", 1, 20),
+    "aside": (disk, "publish", 1, 10),
+    "in place": (disk, "publish", 2, 10),
 }
 """The function that is called at a moment, at which call of it, and which step is saved: 10 is there already."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from lpq.checkpoint.manifest import MANIFEST
+from lpq.files.manifest import MANIFEST
 
 NONE, EMPTY = b"N", b")"
 END = b"."

@@ -125,7 +125,7 @@ def _within_the_pair(rank: int, folder: Path, group: dist.ProcessGroup, mesh: De
         raise OSError("the disk is full")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing.files, "digest", full if rank == 2 else writing.files.digest)
+        patch.setattr(writing.disk, "digest", full if rank == 2 else writing.disk.digest)
         saving = checkpoint.save_async(folder / "1", net, step=4, process_group=group)
         saving._future.exception()
     with pytest.warns(CheckpointWarning, match=r"step-00000004 could not be saved.*rank 2: .*the disk is full"):

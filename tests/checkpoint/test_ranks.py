@@ -59,7 +59,7 @@ def _one_rank_raises_while_it_writes(rank: int, folder: Path) -> None:
         raise Unspeakable
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing.files, "digest", refuse if rank == 1 else writing.files.digest)
+        patch.setattr(writing.disk, "digest", refuse if rank == 1 else writing.disk.digest)
         for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).wait()):
             with pytest.raises(CheckpointError) as raised:
                 save(folder, _net(2), step=2)
@@ -163,9 +163,9 @@ def _training_goes_on_while_it_is_written(rank: int, folder: Path) -> None:
     """And talks over the same group as before, at the same time."""
     net = _net(1)
     optimizer = optimizer_of(net, 1)
-    slow, real = time.sleep, writing.files.digest
+    slow, real = time.sleep, writing.disk.digest
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing.files, "digest", lambda path: (slow(0.5), real(path))[1])
+        patch.setattr(writing.disk, "digest", lambda path: (slow(0.5), real(path))[1])
         begun = checkpoint.save_async(folder / "async", net, optimizer, step=4, extra={"rank": rank})
         assert not begun.done()
         other = _net(2)
@@ -363,7 +363,7 @@ def _one_rank_is_killed(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     checkpoint.save(folder, _net(1), step=1)
     if rank == 1:
-        writing.files.digest = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        writing.disk.digest = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     try:
         checkpoint.save(folder, _net(2), step=2)
     except CheckpointError as error:

@@ -18,7 +18,8 @@ from killed import model
 from torch import nn
 
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, CheckpointWarning, claim, files, writing
+from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
+from lpq.files import claim, disk
 
 
 def value(net: nn.Module) -> float:
@@ -119,13 +120,13 @@ import sys
 from pathlib import Path
 from killed import model
 from lpq import checkpoint
-from lpq.checkpoint import files
+from lpq.files import disk
 def full(path): raise OSError("the disk is full")
 try:
     checkpoint.save(Path(sys.argv[1]), model(2.0), step=10, keep=1)
 except checkpoint.CheckpointError as error:
     print(error)
-files.digest = full
+disk.digest = full
 checkpoint.save_async(Path(sys.argv[2]), model(2.0), step=11)
 """
 """Is refused, and then leaves a save in the background to itself, which fails."""
@@ -168,7 +169,7 @@ def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_lock_of_a_save_that_failed_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for save in (checkpoint.save, lambda *args, **options: checkpoint.save_async(*args, **options).wait()):
         with monkeypatch.context() as patch:
-            patch.setattr(files, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
+            patch.setattr(disk, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
             with pytest.raises(CheckpointError, match="the disk is full"):
                 save(tmp_path, model(1.0), step=1)
         assert names(tmp_path) == []
@@ -189,7 +190,7 @@ def test_a_directory_that_is_no_directory_is_in_the_way(tmp_path: Path) -> None:
 def failed(folder: Path, number: int) -> checkpoint.Saving:
     """A save in the background that has failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
+        patch.setattr(disk, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
         saving = checkpoint.save_async(folder, model(1.0), step=number)
         saving._future.exception()
     return saving

@@ -15,7 +15,8 @@ from torch import nn
 
 import lpq
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, CheckpointWarning, claim, files, writing
+from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
+from lpq.files import claim, disk
 
 
 def converted(recipe: str = "mxfp8") -> nn.Module:
@@ -67,7 +68,7 @@ def test_what_fails_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "publish", full)
+        patch.setattr(disk, "publish", full)
         with pytest.raises(lpq.registry.errors.LpqError, match="No space left on device"):
             write(tmp_path / "a")
     assert tree(tmp_path) == []
@@ -91,7 +92,7 @@ def test_what_could_not_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(claim, "_empty", stuck)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "publish", fails)
+    monkeypatch.setattr(disk, "publish", fails)
 
     def save() -> None:
         with pytest.raises(CheckpointError, match="No space left"):

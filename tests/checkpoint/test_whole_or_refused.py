@@ -13,7 +13,8 @@ from ranks import processes
 from torch import nn
 
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, CheckpointWarning, NoCheckpoint, claim, files
+from lpq.checkpoint import CheckpointError, CheckpointWarning, NoCheckpoint
+from lpq.files import claim, disk
 
 
 def value(net: nn.Module) -> float:
@@ -214,7 +215,7 @@ def test_an_interrupt_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "digest", interrupted)
+    monkeypatch.setattr(disk, "digest", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path, model(20.0), step=20)
     monkeypatch.undo()

@@ -15,8 +15,9 @@ from torch import nn
 
 import lpq
 from lpq.__main__ import main
-from lpq.checkpoint import CheckpointError, claim, reading
+from lpq.checkpoint import CheckpointError, reading
 from lpq.engines import plan
+from lpq.files import claim
 from lpq.formats.elements import unpack_nibbles
 
 pytestmark = pytest.mark.usefixtures("mxfp4")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.checkpoint import CheckpointError
-from lpq.engines.tensorfile import Reader, Shown, Writer
+from lpq.files.safetensors import Shown, Writer
 
 UP = "blocks.0.mlp.up_proj"
 
@@ -379,17 +379,6 @@ def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_
     with pytest.raises(CheckpointError, match=f"{folder} cannot be loaded: .*(?:{words})"):
         lpq.load_quantized(folder, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    """If its bytes were mapped to memory the process would end by a signal."""
-    file = tmp_path / "model.safetensors"
-    write(tmp_path, {"weight": torch.ones(1 << 20)})
-    reader = Reader(file)
-    assert torch.equal(reader.read("weight"), torch.ones(1 << 20))
-    os.truncate(file, 1000)
-    with pytest.raises(CheckpointError, match=rf"{ONE} was changed while it was read: .*weight"):
-        reader.read("weight")
 
 
 HEADERS = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
 from lpq.core import QuantizedTensor
-from lpq.engines.tensorfile import Shown, Writer
+from lpq.files.safetensors import Shown, Writer
 from lpq.formats.inverse import preimage
 from lpq.optim import MasterWeights
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.engines.tensorfile import Reader
+from lpq.files.safetensors import Reader
 
 MIXTURE = {"rules": [{"match": "*mlp*", "recipe": "nvfp4"}, {"match": "*self_attn*", "recipe": "mxfp8"}]}
 

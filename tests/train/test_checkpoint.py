@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import MakeConfig, saved
 
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, files
+from lpq.checkpoint import CheckpointError
+from lpq.files import disk
 from lpq.train.data import load
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
@@ -124,7 +125,7 @@ def test_an_end_while_saving_leaves_the_previous_one(
 
     trainer.advance()
     with monkeypatch.context() as patched:
-        patched.setattr(files, "publish", publish)
+        patched.setattr(disk, "publish", publish)
         with pytest.raises(BaseException):  # noqa: B017, PT011 - DCP wraps what it meets
             trainer.save(directory)
     assert trainer.resume(directory, lambda line: None)

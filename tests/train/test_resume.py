@@ -17,7 +17,8 @@ from ranks import processes
 from rich.console import Console
 from training import MakeConfig, assert_same, saved, shown
 
-from lpq.checkpoint import CheckpointError, files, info
+from lpq.checkpoint import CheckpointError, info
+from lpq.files import disk
 from lpq.train import Stopped, TrainConfig, loop, run, runs
 from lpq.train.machine import baseline_on
 from lpq.train.trainer import Trainer
@@ -118,12 +119,12 @@ def killed(_: int, config: TrainConfig, moment: str) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    advance, publish = Trainer.advance, files.publish
+    advance, publish = Trainer.advance, disk.publish
     with pytest.MonkeyPatch.context() as patch:
         if moment == "in a step":
             patch.setattr(Trainer, "advance", lambda self: die() if self.step == 3 else advance(self))
         else:
-            patch.setattr(files, "publish", lambda old, new: die() if new.name == NEXT else publish(old, new))
+            patch.setattr(disk, "publish", lambda old, new: die() if new.name == NEXT else publish(old, new))
         run(config)
 
 

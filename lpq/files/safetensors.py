@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lpq.checkpoint.errors import CheckpointError
+from lpq.files.errors import CheckpointError
 from lpq.formats.layout import row_major
 from lpq.registry.showing import brief
 

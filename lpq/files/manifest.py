@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpq.checkpoint import files
-from lpq.checkpoint.claim import LOCK
-from lpq.checkpoint.errors import CheckpointWarning
-from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.index import PICKLE
+from lpq.files import disk
+from lpq.files.claim import LOCK
+from lpq.files.disk import PARTIAL
+from lpq.files.errors import CheckpointWarning
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 MANIFEST = "manifest.json"
 DESCRIPTION = "lpq.json"
 EXTRA = "extra.pt"
+INDEX, PICKLE = "index.json", ".metadata"
+"""The two indexes of a checkpoint: that of lpq, and that of ``torch.distributed.checkpoint``."""
 UNFINISHED = "it was never finished (a process ended while it was written)"
 
 
@@ -34,7 +35,7 @@ class Manifest:
         """Why one of the files differs from its entry, or None. Not ``thorough``: large files are not digested."""
         data = self.files[name]
         digested = thorough or name in (DESCRIPTION, EXTRA)
-        return files.fault(path, name, data["bytes"], data["sha256"] if digested else None)
+        return disk.fault(path, name, data["bytes"], data["sha256"] if digested else None)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -47,7 +48,7 @@ def read_manifest(path: Path) -> Manifest | str:
     if path.name.endswith(PARTIAL):
         return UNFINISHED
     try:
-        if (wrong := files.astray(path, MANIFEST)) is not None:
+        if (wrong := disk.astray(path, MANIFEST)) is not None:
             return f"{MANIFEST}: {wrong}"
         data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         found = Manifest(data["files"], data.get("written", 0))
@@ -83,7 +84,7 @@ def remove(path: Path, heir: Path | None = None) -> None:
     manifest = read_manifest(path)
     assert isinstance(manifest, Manifest)
     try:
-        for name in [*(name for name in manifest.files if files.PLAIN.fullmatch(name)), LOCK]:
+        for name in [*(name for name in manifest.files if disk.PLAIN.fullmatch(name)), LOCK]:
             if (path / name).is_symlink() or not (path / name).is_dir():
                 (path / name).unlink(missing_ok=True)
         others = {entry.name: path for entry in path.iterdir() if entry.name != MANIFEST}

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from filelock import lock_descriptor, unlock_descriptor
 
-from lpq.checkpoint import files
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
-from lpq.checkpoint.files import PARTIAL
+from lpq.files import disk
+from lpq.files.disk import PARTIAL
+from lpq.files.errors import CheckpointError, CheckpointWarning
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
@@ -79,7 +79,7 @@ class Claim:
         is: a process may stand in it.
         """
         if not target.is_dir():
-            files.publish(self.partial, target)
+            disk.publish(self.partial, target)
             (target / LOCK).unlink(missing_ok=True)
             return
         if there := sorted(entry.name for entry in target.iterdir()):
@@ -87,7 +87,7 @@ class Claim:
         for entry in sorted(self.partial.iterdir(), key=lambda entry: entry.name == last):
             if entry.name != LOCK:
                 entry.replace(target / entry.name)
-        files.flush(target)
+        disk.flush(target)
 
     def refused(self) -> list[str]:
         """List the jobs that were refused meanwhile."""
@@ -116,11 +116,11 @@ class Claim:
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """A place to write a file to, which becomes ``target`` if the code inside succeeds."""
-    target = files.resolved(target)
+    target = disk.resolved(target)
     claim = Claim.take(target)
     try:
         yield claim.partial / target.name
-        files.publish(claim.partial / target.name, target)
+        disk.publish(claim.partial / target.name, target)
     finally:
         claim.release()
 

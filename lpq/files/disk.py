@@ -8,7 +8,7 @@ import re
 import stat
 from pathlib import Path
 
-from lpq.checkpoint.errors import CheckpointError
+from lpq.files.errors import CheckpointError
 
 PARTIAL = ".partial"
 """The ending of the name of an unfinished file or directory."""
