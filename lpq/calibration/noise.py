@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,21 +12,12 @@ from torch import Tensor, nn
 
 from lpq.calibration.collecting import Forward, evaluating, through
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import ONLY, Stack, stacks_in, weight_of
+from lpq.calibration.stacks import ONLY, stacks_in
 from lpq.checkpoint.model import Model
-from lpq.distributed.shard import plain
-from lpq.engines.experts import states_of
-from lpq.formats import Quantizer
-from lpq.nn import GroupedLinear, Layer
-from lpq.nn.experts import Experts, is_transposed
+from lpq.nn import GroupedLinear
 from lpq.nn.observing import observing
-from lpq.operations.decoding import decode
-from lpq.operations.operands import as_matrix, encode_operands
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
-
-Sums = dict[str, list[float]]
-"""The squares of outputs and of their noise, by the name of the layer."""
 
 
 class Noise(NamedTuple):
@@ -47,81 +37,79 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
     A layer's output is compared with the product in fp32 of the same input, which is noisy itself where layers before
     it are. It is for models that are not sharded.
     """
-    sums: dict[str, list[float]] = {}
-    with_recipe = {name: layer for name, layer in Model(model).layers() if layer.recipe is not None}
-    layers = {name: layer for name, layer in with_recipe.items() if not isinstance(layer, GroupedLinear)}
-    stacks = {stack.weight.removesuffix(".weight"): stack for stack in stacks_in(model)}
-    weights = {name: layer.weight for name, layer in layers.items()}
-    weights |= {name: weight_of(stack) for name, stack in stacks.items()}
-    for name, weight in weights.items():
-        if hasattr(weight, "device_mesh"):
+    modules = list(_with_recipe(model))
+    for name, module, _ in modules:
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False)):
             raise CalibrationError(f"{name} is sharded: measure the noise of the model before it is")
-    if not weights:
+    if not modules:
         raise CalibrationError("no layer has a recipe, whose noise could be measured: convert the model, lpq.convert")
-    names = {(id(layer), ONLY): name for name, layer in layers.items()}
-    names |= {(id(stack.holder), stack.key): name for name, stack in stacks.items()}
-    watched = [*layers.values(), *(stack.holder for stack in stacks.values())]
-    with observing(watched, _Comparing(names, sums)), evaluating(model):
+    comparing = _Comparing({(id(module), stack): name for name, module, stack in modules})
+    with observing([module for _, module, _ in modules], comparing), evaluating(model):
         for batch in batches:
             forward(model, batch)
-    if not sums:
+    if not comparing.outputs:
         raise CalibrationError("no batch went through a layer with a recipe: pass what the model is called with")
-    of_weight = {name: partial(_of_weight, layer) for name, layer in layers.items()}
-    of_weight |= {name: partial(_of_stack, stack) for name, stack in stacks.items()}
-    found = [Noise(name, _decibels(*total), of_weight[name]()) for name, total in sums.items()]
+    found = [Noise(name, _decibels(*sums), comparing.weights[name]) for name, sums in comparing.outputs.items()]
     return sorted(found, key=lambda noise: (noise.output, noise.layer))
 
 
-class _Comparing:
-    """Compares each output with the product in high precision of the same input."""
+def _with_recipe(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The layers and stacks with a recipe: their names, their modules, and the names of stacks in these."""
+    for name, layer in Model(model).layers():
+        if layer.recipe is not None and not isinstance(layer, GroupedLinear):
+            yield name, layer, ONLY
+    for stack in stacks_in(model):
+        yield stack.weight.removesuffix(".weight"), stack.holder, stack.key
 
-    def __init__(self, names: Mapping[tuple[int, str], str], sums: Sums) -> None:
+
+class _Comparing:
+    """Compares each output with the product in high precision of the same input, and each weight with its operand."""
+
+    def __init__(self, names: Mapping[tuple[int, str], str]) -> None:
         """``names``: of each layer or stack, by the ``id`` of its module and its name in that."""
-        self._names, self._sums = names, sums
+        self._names = names
         self._seen: dict[str, Observed] = {}
+        self.outputs: dict[str, list[float]] = {}
+        """The squares of outputs and of their noise."""
+        self.weights: dict[str, float] = {}
 
     def observe(self, seen: Observed) -> None:
         """Take the tensors of a pass, of which the output is the last."""
         self._seen[seen.name] = seen
-        if seen.name == "y":
-            name, (x, w, y) = self._names[id(seen.layer), seen.stack], (self._seen.pop(key) for key in ("x", "w", "y"))
-            weights = {part.group: part.value for part in w.groups()}
-            biases: Any = getattr(seen.layer, f"{seen.stack}_bias" if seen.stack else "bias", None)
-            for part, output in zip(x.groups(), y.groups(), strict=True):
-                bias = biases if biases is None or part.group is None else biases[part.group]
-                _add(self._sums, name, part.value, weights[part.group], bias, output.value)
+        if seen.name != "y":
+            return
+        x, w, name = self._seen["x"], self._seen["w"], self._names[id(seen.layer), seen.stack]
+        self._seen.clear()
+        if name not in self.weights:
+            self.weights[name] = _of_weight(w)
+        weights = {part.group: part.value for part in w.groups()}
+        biases: Any = getattr(seen.layer, f"{seen.stack}_bias" if seen.stack else "bias", None)
+        for part, y in zip(x.groups(), seen.groups(), strict=True):
+            bias = biases if biases is None or part.group is None else biases[part.group]
+            exact = _product(part.value, weights[part.group], bias).view_as(y.value)
+            _add(self.outputs.setdefault(name, [0.0, 0.0]), exact, y.value.double())
 
 
-def _add(sums: Sums, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """Add the squares of one product and of its noise."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
-        exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).double().view_as(y)
-    total = sums.setdefault(name, [0.0, 0.0])
-    total[0] += exact.square().sum().item()
-    total[1] += (y.double() - exact).square().sum().item()
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).double()
 
 
-def _of_weight(layer: Layer) -> float:
-    weight, quantizer = plain(layer.weight.detach()), layer.weight_quantizer()
-    if isinstance(weight, QuantizedTensor) or quantizer is None:
+def _of_weight(w: Observed) -> float:
+    if isinstance(w.given, QuantizedTensor):
         return math.nan
-    return _of(as_matrix(weight.t() if layer.transposed else weight), quantizer, layer.weight_state())
+    sums = [0.0, 0.0]
+    for matrix in w.groups():
+        row, _ = matrix.decoded()
+        assert row is not None
+        _add(sums, matrix.value.double(), row.double())
+    return _decibels(*sums)
 
 
-def _of_stack(stack: Stack) -> float:
-    weight, recipe = plain(weight_of(stack).detach()), stack.holder.recipe
-    if isinstance(weight, QuantizedTensor) or recipe is None:
-        return math.nan
-    turned = isinstance(stack.holder, Experts) and is_transposed(stack.holder)
-    return _of(weight.transpose(1, 2) if turned else weight, recipe.w, states_of(stack.holder, stack.key).get("w"))
-
-
-def _of(matrix: Tensor, quantizer: Quantizer, state: Mapping[str, Tensor] | None) -> float:
-    """The signal-to-noise ratio of a matrix, or of a stack of them."""
-    made = encode_operands(quantizer, matrix, col=False, state=state).row
-    assert made is not None
-    change = decode(made, torch.float32).double() - matrix.double()
-    return _decibels(matrix.double().square().sum().item(), change.square().sum().item())
+def _add(sums: list[float], exact: Tensor, found: Tensor) -> None:
+    """Add the squares of a tensor and of its noise."""
+    sums[0] += exact.square().sum().item()
+    sums[1] += (found - exact).square().sum().item()
 
 
 def _decibels(signal: float, noise: float) -> float:

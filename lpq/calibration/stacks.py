@@ -52,12 +52,6 @@ def _names(stack: str, count: int) -> list[str]:
     return [layer for (layer,) in numbered((counted(stack),), count)]
 
 
-def weight_of(stack: Stack) -> Tensor:
-    """The parameter of a stack."""
-    found: Tensor = getattr(stack.holder, stack.key or "weight")
-    return found
-
-
 def is_shared_out(holder: nn.Module) -> bool:
     """Whether ranks share its experts out, so that each gets the rows of all ranks for its own."""
     return isinstance(holder, Holder) and holder.dispatched is not None
