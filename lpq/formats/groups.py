@@ -38,10 +38,6 @@ class Grouped(NamedTuple):
     """Whether it exists decoded only, for a product: a matrix in bf16, in the basis in which the operand is stored,
     with the groups at their places in the operand."""
 
-    def operand(self) -> GroupedOperand:
-        """The same without its buffers."""
-        return GroupedOperand(self.quantizer, self.shape, self.dtype, self.dim, self.decoded)
-
     def matrix(self, group: int, start: int, stop: int, at: int) -> Storage:
         """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""
         side, dim = self.quantizer, self.dim
@@ -52,21 +48,6 @@ class Grouped(NamedTuple):
         if not side.plain:
             pieces = [b.laid(t) for b, t in zip(side.layout, pieces, strict=True)]
         return side.storage.wrap(pieces, side, (rows, cols), self.dtype)
-
-
-class GroupedOperand(NamedTuple):
-    """An operand of rows in groups, without its buffers. These are those of its layout, and the ends of the groups."""
-
-    quantizer: Quantizer
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    dim: int
-    decoded: bool = False
-    """As ``Grouped.decoded``."""
-
-    def over(self, tensors: Sequence[Tensor]) -> Grouped:
-        """The operand that has these buffers."""
-        return Grouped(self.quantizer, tensors[:-1], self.shape, self.dtype, self.dim, self.decoded)
 
 
 def unit(side: Quantizer, dim: int) -> int:

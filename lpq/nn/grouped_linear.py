@@ -95,7 +95,8 @@ class GroupedLinear(Layer):
             self.stages.check(self)
         title = self.sized if torch.compiler.is_dynamo_compiling() else self.title
         check_rows(title, input, self.in_features)
-        weight: Tensor = self.weight
+        own = self._parameters.get("weight")
+        weight: Tensor = self.weight if own is None else own  # which a hook computes, or a parametrization
         bias: Tensor | None = self.bias
         if self.dispatched is not None:
             weight = own_experts(title, weight)

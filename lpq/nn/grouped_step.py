@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction, Quantizer
-from lpq.formats.groups import GroupedOperand, why_not_row_by_row
+from lpq.formats.groups import why_not_row_by_row
+from lpq.formats.sections import Sections
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, Step
 from lpq.operations import encoded_stacks, group_products
 from lpq.operations import groups as in_groups
-from lpq.operations.binding import Encoded, Multiply, Operand
+from lpq.operations.binding import Encoded, Multiply, Product
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Encoder
 from lpq.operations.group_choice import OfProduct, decoded_at_once
-from lpq.operations.group_products import GroupedProduct
 from lpq.operations.group_tiles import spans
 from lpq.operations.operands import State, state_names
+from lpq.operations.sectioned import Encoding
 from lpq.operations.sides import shared
 from lpq.tensor import QuantizedTensor
 
@@ -43,21 +44,6 @@ class Groups(NamedTuple):
         return _step(plan, shapes, self)
 
 
-class _Bound(NamedTuple):
-    """An encoder of rows in groups, or of a stack, and the operands that it makes."""
-
-    row: GroupedOperand | Operand | None
-    col: GroupedOperand | Operand | None
-    encode: Callable[..., Encoded]
-    """``encode(x, known, seeds)``, and for rows also where groups end; ``seeds`` has one for each group."""
-    later: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
-    """As ``Encoder.later``."""
-
-    @property
-    def encoder(self) -> Encoder:
-        return Encoder(None, None, self.encode, self.later)
-
-
 def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     needs_dx, needs_dw, static = s.needs_dx, s.needs_dw, {memory.tensor for memory in plan.memories}
     fprop, dgrad, wgrad = _decided(plan, s, groups) if groups.at_once else (False, False, False)
@@ -69,101 +55,75 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     if s.watched:  # then both operands of a product are decoded, or neither is
         dgrad, wgrad = False, x_decoded
 
-    def rows(q: Quantizer, cols: int, dtype: torch.dtype, tensor: str) -> in_groups.Encoding:
-        return in_groups.Encoding(
-            q, True, needs_dw, (s.rows, cols), dtype, s.device, groups.number, groups.at_once, tensor in static,
-            watched=s.watched,
-        )  # fmt: skip
-
-    of_x = rows(plan.x, s.features, s.x, "x")
+    rows, stack = (Sections(groups.number, is_stack, groups.at_once) for is_stack in (False, True))
+    of_x = Encoding(plan.x, True, needs_dw, (s.rows, s.features), s.x, s.device, rows, "x" in static, watched=s.watched)
     if s.given:
         x = _given(of_x)
     elif keeps_input:
-        x = _rows_in_two_steps(of_x._replace(decoded=(fprop, wgrad)))
+        x = _in_two_steps(of_x._replace(decoded=(fprop, wgrad)))
     else:
-        x = _rows(of_x._replace(decoded=(fprop, x_decoded)))
-    stack = groups.number, s.outputs, s.features
-    of_w = encoded_stacks.Encoding(
-        plan.w, True, needs_dx, stack, s.weight, s.device, groups.at_once and not s.watched, "w" in static,
-        (fprop, dgrad and keeps_weight),
+        x = _bind(of_x._replace(decoded=(fprop, x_decoded)))
+    of_w = of_x._replace(
+        quantizer=plan.w, col=needs_dx, shape=(s.outputs, s.features), dtype=s.weight, sections=stack,
+        static="w" in static, decoded=(fprop, dgrad and keeps_weight),
     )  # fmt: skip
-    w = None if s.encoded else _stack_in_two_steps(of_w) if keeps_weight else _stack(of_w)
-    w_row, w_col = _stored(plan.w, stack, s.weight) if w is None else (w.row, w.col)
-    of_dy = rows(plan.dy, s.outputs, s.dtype, "dy")._replace(row=needs_dx, decoded=(dgrad, wgrad))
-    dy = _given(of_dy) if s.arrived else _rows(of_dy)
+    w = None if s.encoded else _in_two_steps(of_w) if keeps_weight else _bind(of_w)
+    w_row, w_col = [of_w.operand(dim, decoded=False) for dim in (0, 1)] if w is None else (w.row, w.col)
+    of_dy = of_x._replace(
+        quantizer=plan.dy, row=needs_dx, shape=(s.rows, s.outputs), dtype=s.dtype, static="dy" in static,
+        decoded=(dgrad, wgrad),
+    )  # fmt: skip
+    dy = _given(of_dy) if s.arrived else _bind(of_dy)
 
     def product(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Multiply:
-        how = GroupedProduct(a, b, groups.number, groups.at_once, dtype, s.device, fast, watched=s.watched)
-        return group_products.bind(how)
+        bind = group_products.through_operators if s.watched else group_products.bind
+        return bind(Product(a, b, dtype, s.device, fast))
 
     multiply = product(x.row, w_row, s.dtype, plan.fast[0])
     into_dx = product(dy.row, w_col, s.x, plan.fast[1]) if needs_dx else None
     into_dw = product(dy.col, x.col, s.summed, plan.fast[2]) if needs_dw else None
     takes = None if why_not_row_by_row(plan.dy) is not None else plan.dy
-    encoders = x.encoder, None if w is None else w.encoder, dy.encoder
-    return Step(*encoders, multiply, into_dx, into_dw, takes=takes)
+    return Step(x, w, dy, multiply, into_dx, into_dw, takes=takes)
 
 
-def _rows(e: in_groups.Encoding) -> _Bound:
-    (row, col), encode = in_groups.bind(e)
-    return _Bound(row, col, encode)
+def _bind(e: Encoding) -> Encoder:
+    bind: Callable[[Encoding], Any] = encoded_stacks.bind if e.sections.stack else in_groups.bind
+    (row, col), encode = bind(e)
+    return Encoder(row, col, encode)
 
 
-def _stack(e: encoded_stacks.Encoding) -> _Bound:
-    (row, col), encode = encoded_stacks.bind(e)
-    return _Bound(row, col, encode)
-
-
-def _rows_in_two_steps(e: in_groups.Encoding) -> _Bound:
-    """Encode the row operand now, keep the rows, and make their column operand later."""
-    forward, backward = e.decoded
-    first, again = e._replace(col=False, decoded=(forward, False)), not backward and _turned(e.quantizer)
-    second = e._replace(row=again, decoded=(False, backward))
-    return _in_two_steps(e.quantizer, e.static, _rows(first), _rows(second))
-
-
-def _stack_in_two_steps(e: encoded_stacks.Encoding) -> _Bound:
-    """Encode the row operand now, keep the weight, and make its column operand later. Amaxes are found once where both
-    operands have the same."""
-    forward, backward = e.decoded
-    first, again = e._replace(col=False, decoded=(forward, False)), not backward and _turned(e.quantizer)
-    second = e._replace(row=again, decoded=(False, backward))
-    if e.static or again or not e.at_once:
-        return _in_two_steps(e.quantizer, e.static, _stack(first), _stack(second))
-    known = _stack(second._replace(given=True))
-    return _in_two_steps(e.quantizer, False, _stack(first._replace(measures=True)), _stack(second), known)
-
-
-def _in_two_steps(
-    quantizer: Quantizer, static: bool, first: _Bound, second: _Bound, of_known: _Bound | None = None
-) -> _Bound:
-    """Make one encoder of that of the row operand and that of the column operand. The second one has the random bits
-    and the static statistics of the first one. ``of_known`` is the same for statistics that the first one measured."""
-    keys, draws = state_names(quantizer) if static else [], rounds_stochastically(quantizer)
-    ends = 1 if isinstance(first.row, GroupedOperand) else 0
+def _in_two_steps(e: Encoding) -> Encoder:
+    """Encode the row operand now, keep the tensor, and make its column operand later, with the same random bits and
+    static statistics. The amaxes of a stack are found once where both operands have the same."""
+    (forward, backward), keys, ends = e.decoded, state_names(e.quantizer) if e.static else [], not e.sections.stack
+    row, col, draws = e.quantizer.side("row"), e.quantizer.side("col"), rounds_stochastically(e.quantizer)
+    again = not backward and shared(row, col) and col.stochastic  # those random bits are the row operand's
+    once = e.sections.stack and not (keys or again or e.watched)
+    first = _bind(e._replace(col=False, decoded=(forward, False), measures=once))
+    second = _bind(e._replace(row=again, decoded=(False, backward)))
+    known_once = _bind(e._replace(row=False, decoded=(False, backward), given=True)) if once else second
 
     def encode(x: Tensor, state: State | None, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        row, _, measured = first.encode(x, state, seeds, *offs)
+        made, _, measured = first.encode(x, state, seeds, *offs)
         drawn = (seeds,) if draws and seeds is not None else ()
-        return row, (x, *offs, *drawn, *(state[key] for key in keys if state is not None), *measured), ()
+        return made, (x, *offs, *drawn, *(state[key] for key in keys if state is not None), *measured), ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         x, offs, rest = kept[0], kept[1 : 1 + ends], kept[1 + ends :]
         seeds, known = (rest[0], rest[1:]) if draws else (None, rest)
-        if of_known is not None and known:
-            return of_known.encode(x, known, seeds, *offs)[1]
+        if once and known:
+            return known_once.encode(x, known, seeds, *offs)[1]
         return second.encode(x, dict(zip(keys, known, strict=True)) if keys else None, seeds, *offs)[1]
 
-    return _Bound(first.row, second.col, encode, later)
+    return Encoder(first.row, second.col, encode, later)
 
 
-def _given(e: in_groups.Encoding) -> _Bound:
+def _given(e: Encoding) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
     side, of_col = e.quantizer.side("row"), e.quantizer.side("col")
     values = e._replace(quantizer=of_col, row=False, col=True, dtype=torch.float32, decoded=(False, False))
-    (_, col), encode_values = in_groups.bind(values)
-    assert col is not None
+    _, encode_values = in_groups.bind(values)
 
     def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
         row, kept = row_given(x.operand("row").tensors(), offs, seeds)
@@ -177,27 +137,13 @@ def _given(e: in_groups.Encoding) -> _Bound:
         pairs = zip(of_col.layout, made, strict=False)
         return *(t.to(e.dtype) if buffer.dtype is None else t for buffer, t in pairs), offs
 
-    return _Bound(GroupedOperand(side, e.shape, e.dtype, 0), col._replace(dtype=e.dtype), encode, later)
+    return Encoder(e.operand(0, decoded=False), e.operand(1, decoded=False), encode, later)
 
 
 def row_given(buffers: Sequence[Tensor], offs: Tensor, seeds: Tensor | None) -> Buffers:
     """The buffers of the row operand of rows in groups, and what is kept of them until the column operand is made."""
     row = *buffers, offs
     return row, row if seeds is None else (*row, seeds)
-
-
-def _stored(quantizer: Quantizer, stack: tuple[int, int, int], dtype: torch.dtype) -> tuple[Operand, Operand]:
-    """The operands of a weight that is encoded already."""
-    count, high, wide = stack
-    return (
-        Operand(quantizer.side("row"), (count, high, wide), dtype),
-        Operand(quantizer.side("col"), (count, wide, high), dtype),
-    )
-
-
-def _turned(quantizer: Quantizer) -> bool:
-    """Whether the column operand has the random bits of the row operand, of which it is made."""
-    return shared(quantizer.side("row"), quantizer.side("col")) and quantizer.side("col").stochastic
 
 
 def _finds_lines(quantizer: Quantizer) -> bool:

@@ -17,6 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from lpq import registry
 from lpq.formats.format import Storage
+from lpq.formats.groups import Grouped
+from lpq.formats.sections import Sections
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.exact_form import Form, Multiplicand
 from lpq.operations.multiplying import gemm_reference
@@ -79,18 +81,32 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     form: Form | None = None
     """The exact form in which it was made, in place of being encoded."""
+    sections: Sections | None = None
+    """How it is divided; None: it is one matrix."""
+    dim: int = 0
+    """The dimension along which groups lie, if there are groups."""
 
     def over(self, tensors: Sequence[Tensor]) -> Storage:
         """The operand that has these buffers."""
-        quantizer, shape, dtype, form = self
+        quantizer, shape, dtype, form, _, _ = self
         if form is None:
             storage: Storage = quantizer.storage.wrap(tensors, quantizer, shape, dtype)
             return storage
         return Multiplicand.over(tensors, form.constant, quantizer, shape, dtype)
 
+    def grouped(self, tensors: Sequence[Tensor]) -> Grouped:
+        """The operand of rows in groups that has these buffers. The last tensor has the ends of the groups."""
+        rows, cols = self.shape
+        return Grouped(self.quantizer, tensors[:-1], (rows, cols), self.dtype, self.dim, self.form is not None)
+
 
 class Product(NamedTuple):
-    """How operands of one shape are multiplied: ``decode(a) @ decode(b)ᵀ + bias``."""
+    """How operands of one shape are multiplied: ``decode(a) @ decode(b)ᵀ + bias``.
+
+    If ``a`` has groups, each is multiplied by itself: its rows by its matrix of the stack ``b``, and ``bias`` has a row
+    for each; or, along the contraction, its columns by those of ``b``. Rows of no group, and the products of empty
+    groups, are zero.
+    """
 
     a: Operand
     b: Operand

@@ -6,55 +6,35 @@ The references compute a group at a time, as separate layers do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer, Storage, check_there
-from lpq.formats.groups import Grouped, GroupedOperand, bounds, starts, unit
+from lpq.formats.groups import Grouped, bounds, starts, unit
+from lpq.formats.sections import Sections
 from lpq.formats.stacks import matrices
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, groups
-from lpq.operations.binding import Multiply, Operand, on_device, operand_like
+from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
 from lpq.operations.group_choice import choice_of
 from lpq.operations.groups import without_the_host
 from lpq.operations.multiplying import gemm
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define
-
-
-class GroupedProduct(NamedTuple):
-    """How rows in groups are multiplied: each group by its matrix of the stack ``b``, ``[groups, N, K]``, or its
-    columns by those of ``b``. Rows of no group, and the products of empty groups, are zero."""
-
-    a: GroupedOperand
-    b: Operand | GroupedOperand
-    groups: int
-    at_once: bool
-    """Whether the device computes all groups at once."""
-    dtype: torch.dtype
-    device: torch.device
-    fast_accumulate: bool = False
-    dispatched: bool = False
-    """Whether the result is allocated where modes see it: an operator returns it."""
-    watched: bool = False
-    """Whether an operator multiplies, for a tracer or a mode."""
-
+from lpq.operations.sectioned import DECODED
 
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """``run(a, b)`` of the buffers of two operands, to bf16; what belongs to no group has any values."""
 
 
-def bind(p: GroupedProduct) -> Multiply:
-    """Bind a product; ``bias`` has a row for each group."""
-    is_decoded = isinstance(p.b, GroupedOperand) and (p.a.decoded or p.b.decoded)
-    if p.watched and not is_decoded:
-        return _by_operator(p)
-    columns, (*_, wide, deep) = isinstance(p.b, GroupedOperand), p.b.shape
-    why = group_tiles.why_not_multiplied(*((p.a.shape[0], wide) if columns else (wide, deep))) if p.at_once else None
-    run = (_by_kernel(p) or group_tiles.bind_product(p.a, p.b, p.groups, p.device)) if p.at_once else None
+def bind(p: Product) -> Multiply:
+    """Bind a product of groups."""
+    columns, (*_, wide, deep), at_once = bool(p.a.dim), p.b.shape, sections_of(p).at_once
+    why = group_tiles.why_not_multiplied(*((p.a.shape[0], wide) if columns else (wide, deep))) if at_once else None
+    run = (_by_kernel(p) or group_tiles.bind_product(p)) if at_once else None
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         if run is None or (why is not None and not without_the_host(why)):
@@ -67,10 +47,26 @@ def bind(p: GroupedProduct) -> Multiply:
     return multiply
 
 
-def _by_kernel(p: GroupedProduct) -> Run | None:
+def through_operators(p: Product) -> Multiply:
+    """Make the same product from an operator, but for columns that exist decoded only."""
+    a, b = p.a, p.b
+    if a.dim and (a.form is not None or b.form is not None):
+        return bind(p)
+    how = a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, p.dtype, p.fast_accumulate
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        *first, offs = left
+        if a.dim:
+            return cast("Tensor", torch.ops.lpq.multiply_columns(first, [*right[:-1]], offs, *how))
+        return cast("Tensor", torch.ops.lpq.multiply_rows(first, b.over(right).tensors(), offs, bias, *how))
+
+    return multiply
+
+
+def _by_kernel(p: Product) -> Run | None:
     """The product by a kernel of these formats; None if there is none, or it does not take these sizes."""
     a, b, fast = p.a, p.b, p.fast_accumulate
-    if a.decoded or (b.decoded if isinstance(b, GroupedOperand) else b.form is not None):
+    if a.form is not None or b.form is not None:
         return None
     choice = choice_of(a.quantizer, b.quantizer, a.shape[a.dim], p.device)
     if choice is None or choice.impl is None:
@@ -78,33 +74,20 @@ def _by_kernel(p: GroupedProduct) -> Run | None:
     if choice.bind is not None:
         bound: Run | None = choice.bind(p)
         return bound
-    impl, otherwise = choice.impl, group_tiles.bind_product(a, b, p.groups, p.device)
+    impl, otherwise = choice.impl, group_tiles.bind_product(p)
 
     def run(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-        made: Tensor | None = impl(a.over(left), b.over(right), left[-1], fast)
+        made: Tensor | None = impl(a.grouped(left), b.grouped(right) if a.dim else b.over(right), left[-1], fast)
         return otherwise(left, right) if made is None else made
 
     return run
 
 
-def _reference(p: GroupedProduct, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    a, b = p.a.over(left), p.b.over(right)
-    if isinstance(b, Grouped):
-        return multiply_columns_reference(a, b, left[-1], p.dtype, p.fast_accumulate)
-    return multiply_rows_reference(a, b, left[-1], bias, p.dtype, p.fast_accumulate)
-
-
-def _by_operator(p: GroupedProduct) -> Multiply:
-    a, b = p.a, p.b
-    how = a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, p.dtype, p.fast_accumulate
-
-    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        *first, offs = left
-        if isinstance(b, GroupedOperand):
-            return cast("Tensor", torch.ops.lpq.multiply_columns(first, [*right[:-1]], offs, *how))
-        return cast("Tensor", torch.ops.lpq.multiply_rows(first, b.over(right).tensors(), offs, bias, *how))
-
-    return multiply
+def _reference(p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    a, b, how = p.a.grouped(left), p.b, (p.dtype, p.fast_accumulate)
+    if a.dim:
+        return multiply_columns_reference(a, b.grouped(right), left[-1], *how)
+    return multiply_rows_reference(a, b.over(right), left[-1], bias, *how)
 
 
 _bound = registry.cached_few(lambda p, kernels: bind(p))
@@ -136,16 +119,26 @@ def _multiply(
 
 def _described(
     a: Grouped, b: Storage | Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool
-) -> tuple[GroupedProduct, list[Tensor], list[Tensor]]:
+) -> tuple[Product, list[Tensor], list[Tensor]]:
     """The product of these operands, and their buffers."""
-    of_b = b.operand() if isinstance(b, Grouped) else operand_like(b)
+    how = Sections(len(offs), False, groups.at_once(offs, offs))
+    of_b = _operand_like(b, how) if isinstance(b, Grouped) else operand_like(b)
     right = [*b.tensors, offs] if isinstance(b, Grouped) else b.tensors()
-    at_once = groups.at_once(offs, offs)
-    p = GroupedProduct(a.operand(), of_b, len(offs), at_once, dtype, offs.device, fast_accumulate, dispatched=True)
+    p = Product(_operand_like(a, how), of_b, dtype, offs.device, fast_accumulate, dispatched=True)
     return p, [*a.tensors, offs], right
 
 
-def unbound(bind: Callable[[GroupedProduct], Run | None]) -> Callable[..., Tensor | None]:
+def _operand_like(a: Grouped, sections: Sections) -> Operand:
+    return Operand(a.quantizer, a.shape, a.dtype, DECODED if a.decoded else None, sections, a.dim)
+
+
+def sections_of(p: Product) -> Sections:
+    """The groups of a product."""
+    assert p.a.sections is not None
+    return p.a.sections
+
+
+def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | None]:
     """Make the ``impl`` of a ``grouped_gemm`` that binds. The bound functions of the last few shapes are kept."""
     bound = registry.cached_few(lambda p, kernels: bind(p))
 

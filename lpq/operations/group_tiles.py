@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.groups import Grouped, GroupedOperand, capacity, unit
+from lpq.formats.groups import Grouped, capacity, unit
 from lpq.formats.layout import Buffer, Covering, bytes_of
 from lpq.formats.random_bits import RandomBits, bytes_at
 from lpq.formats.stacks import matrices
 from lpq.kernels import choose
 from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
-from lpq.operations.binding import Operand
+from lpq.operations.binding import Operand, Product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by, transposed_by
@@ -319,30 +319,30 @@ def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
     return grouped_mm(left.t(), right, offs=offs)
 
 
-def bind_product(
-    a: GroupedOperand, b: Operand | GroupedOperand, groups: int, device: torch.device
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]:
+def bind_product(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]:
     """Bind the product of the buffers of two operands: ``multiply_rows``, or ``multiply_columns`` if both are columns.
     Where matrices are decoded already, nothing is left to do but to multiply them."""
-    if isinstance(b, GroupedOperand):
-        step, first, second = unit(a.quantizer, 1), _bind_lines(a, groups, device), _bind_lines(b, groups, device)
+    a, b = p.a, p.b
+    if a.dim:
+        step, first, second = unit(a.quantizer, 1), _bind_lines(a, p.device), _bind_lines(b, p.device)
         if first is None or second is None or step != unit(b.quantizer, 1):
-            return lambda left, right: multiply_columns(a.over(left), b.over(right), left[-1])
+            return lambda left, right: multiply_columns(a.grouped(left), b.grouped(right), left[-1])
         return lambda left, right: grouped_mm(first(left), second(right).t(), offs=padded_ends(left[-1], step))
-    if a.decoded and b.form is not None:
+    if a.form is not None and b.form is not None:
         return lambda left, right: grouped_mm(left[0], right[0].transpose(-2, -1), offs=left[-1])
-    return lambda left, right: multiply_rows(a.over(left), b.over(right), left[-1])
+    return lambda left, right: multiply_rows(a.grouped(left), b.over(right), left[-1])
 
 
-def _bind_lines(a: GroupedOperand, groups: int, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
+def _bind_lines(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
     """Bind the decoded values, in bf16, of a column operand in its own layout, ``[cols, padded rows]``; None if it is
     decoded group by group."""
-    side = a.quantizer
-    if a.decoded:
+    side, sections = a.quantizer, a.sections
+    if a.form is not None:
         return itemgetter(0)
-    if side.plain or spans(side, 1) or side.rotation is not None:
+    if side.plain or spans(side, 1) or side.rotation is not None or sections is None:
         return None
-    shape, impl = (a.shape[0], capacity(a.shape[1], groups, unit(side, 1))), choose("decode", (side.text,), device).impl
+    shape = a.shape[0], capacity(a.shape[1], sections.number, unit(side, 1))
+    impl = choose("decode", (side.text,), device).impl
     decoded: Callable[[Storage, torch.dtype], Tensor] = decode if impl is None else impl
     return lambda tensors: decoded(side.storage.wrap(tensors[:-1], side, shape, a.dtype), torch.bfloat16)
 

@@ -8,15 +8,15 @@ the rows; its values grow, and rows behind the last one belong to no group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.formats.groups import Grouped, GroupedOperand, bounds, grid, piece, starts, unit
+from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
 from lpq.formats.layout import as_bytes, row_major
+from lpq.formats.sections import Sections
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, sectioned
 from lpq.operations.binding import Encoded, on_device
@@ -24,34 +24,10 @@ from lpq.operations.format_calls import encoded_by
 from lpq.operations.offsets import read
 from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
+from lpq.operations.sectioned import Encoding, Pair
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
-
-class Encoding(NamedTuple):
-    """How rows in groups are encoded, described by all but the tensors."""
-
-    quantizer: Quantizer
-    row: bool
-    col: bool
-    """The operands that are wanted."""
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    groups: int
-    at_once: bool
-    """Whether all groups are computed at once."""
-    static: bool = False
-    """Whether there are static statistics, with one for each group along their first dimension."""
-    decoded: tuple[bool, bool] = (False, False)
-    """Whether only the decoded values of the row operand, and of the column operand, are wanted."""
-    dispatched: bool = False
-    """Whether the buffers are allocated through the dispatcher, for modes: an operator returns them."""
-    watched: bool = False
-    """Whether an operator encodes, for a tracer or a mode."""
-
-
-Pair = tuple[GroupedOperand | None, GroupedOperand | None]
 Run = Callable[[Tensor, State | None, Tensor | None, Tensor], Encoded]
 """``run(x, state, seeds, offs)``: the buffers of both operands; ``seeds`` has one for each group."""
 
@@ -59,13 +35,13 @@ Run = Callable[[Tensor, State | None, Tensor | None, Tensor], Encoded]
 def bind(e: Encoding) -> tuple[Pair, Run]:
     """Bind the encoding of rows into the wanted operands: the bytes of each group are those of its rows alone. An
     operand that is an ordinary matrix is a view or a cast of the rows."""
-    quantizer, (rows, cols) = e.quantizer, e.shape
+    quantizer = e.quantizer
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
     plain = e.row and of_row.plain, e.col and of_col.plain and quantizer.col_source == "original"
     e = e._replace(row=e.row and not plain[0], col=e.col and not plain[1])
     decoded, run = _bind(e) if e.row or e.col else ((False, False), None)
-    first = GroupedOperand(of_row, (rows, cols), e.dtype, 0, decoded[0]) if e.row or plain[0] else None
-    second = GroupedOperand(of_col, (cols, rows), e.dtype, 1, decoded[1]) if e.col or plain[1] else None
+    first = e.operand(0, decoded=decoded[0]) if e.row or plain[0] else None
+    second = e.operand(1, decoded=decoded[1]) if e.col or plain[1] else None
     if run is not None and plain == (False, False):
         return (first, second), run
 
@@ -83,13 +59,7 @@ def bind(e: Encoding) -> tuple[Pair, Run]:
 def _bind(e: Encoding) -> tuple[tuple[bool, bool], Run]:
     """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
     row, col = e.quantizer.side("row") if e.row else None, e.quantizer.side("col") if e.col else None
-    made = None
-    if e.at_once and (True in e.decoded or not e.watched):
-        in_sections = sectioned.InSections(
-            row, col, *e.shape, e.groups, False, (e.decoded[0] and e.row, e.decoded[1] and e.col), e.dtype, e.device,
-            dispatched=e.dispatched,
-        )  # fmt: skip
-        made = sectioned.bind_any(e.quantizer, in_sections, e.static)
+    made = sectioned.bind_any(e, row, col) if True in e.decoded or not e.watched else None
     if made is not None and (True in made[1] or not e.watched):
         by_kernel, decoded = made
 
@@ -126,10 +96,10 @@ def _by_operator(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State 
 
 def _without_kernels(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
     quantizer, row, col = e.quantizer, e.row, e.col
-    why = _why_not(quantizer, row, col) if e.at_once else None
+    why = _why_not(quantizer, row, col) if e.sections.at_once else None
 
     def encode(x: Tensor, offs: Tensor, seeds: Tensor | None, state: State | None) -> Sequence[Tensor]:
-        if e.at_once and without_the_host(why):
+        if e.sections.at_once and without_the_host(why):
             return group_tiles.encode(x, offs, quantizer, row, col, seeds, state)
         return encode_groups_reference(x, offs, quantizer, row, col, seeds, state)
 
@@ -153,13 +123,13 @@ def encode_groups(
     """Encode the rows ``x`` in groups; the arguments are as in ``Encoding`` and ``Run``."""
     rows, cols = x.shape
     e = Encoding(
-        quantizer, row, col, (rows, cols), x.dtype, x.device, len(offs), at_once(x, offs), state is not None,
-        dispatched=dispatched, watched=not dispatched and not can_call_directly(x),
+        quantizer, row, col, (rows, cols), x.dtype, x.device, Sections(len(offs), False, at_once(x, offs)),
+        state is not None, dispatched=dispatched, watched=not dispatched and not can_call_directly(x),
     )  # fmt: skip
     operands, run = bind(e) if e.watched else _bound(e, kernels_allowed())
     with on_device(x.device):
         made = run(x, state, seeds, offs)
-    first, second = (None if o is None else o.over(tensors) for o, tensors in zip(operands, made, strict=False))
+    first, second = (None if o is None else o.grouped(tensors) for o, tensors in zip(operands, made, strict=False))
     return first, second
 
 

@@ -16,11 +16,15 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.groups import capacity, grid, unit
+from lpq.formats.sections import Sections
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.sections import SECTIONS, Find, Sections, bind_amaxes
+from lpq.kernels.sections import SECTIONS, Find, bind_amaxes
+from lpq.kernels.sections import Sections as Bound
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
+from lpq.operations.binding import Operand
+from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
 from lpq.operations.operands import State, recall, recalls
 
@@ -38,6 +42,44 @@ Encode = Callable[..., Made]
 """``encode(x, offs, seeds, given)``."""
 Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], Made]
 """``run(x, offs, known, seeds)`` for any tensor; ``known`` is a state, or amaxes of sections."""
+
+
+class Encoding(NamedTuple):
+    """How rows in groups, or stacks, are encoded, described by all but the tensors."""
+
+    quantizer: Quantizer
+    row: bool
+    col: bool
+    """The operands that are wanted."""
+    shape: tuple[int, int]
+    """Of all rows, or of a matrix of the stack."""
+    dtype: torch.dtype
+    device: torch.device
+    sections: Sections
+    static: bool = False
+    """Whether there are static statistics, with one for each section along their first dimension."""
+    decoded: tuple[bool, bool] = (False, False)
+    """Whether only the decoded values of the row operand, and of the column operand, are wanted."""
+    measures: bool = False
+    """Whether the amaxes of a stack's matrices are returned, if the column operand can be made later with them."""
+    given: bool = False
+    """Whether these amaxes are given, for a column operand alone."""
+    dispatched: bool = False
+    """As ``InSections.dispatched``."""
+    watched: bool = False
+    """Whether an operator encodes, for a tracer or a mode."""
+
+    def operand(self, dim: int, *, decoded: bool) -> Operand:
+        """Describe the row operand (0) or the column operand (1)."""
+        side, (rows, cols), sections = self.quantizer.side("col" if dim else "row"), self.shape, self.sections
+        shape = (cols, rows) if dim else (rows, cols)
+        how = self.dtype, DECODED if decoded else None, sections
+        return Operand(side, (sections.number, *shape) if sections.stack else shape, *how, dim)
+
+
+DECODED = Form()
+"""The form of what exists decoded only."""
+Pair = tuple[Operand | None, Operand | None]
 
 
 class InSections(NamedTuple):
@@ -63,9 +105,20 @@ class InSections(NamedTuple):
     """Whether the amaxes of sections are given, for the row operand and for the column operand."""
 
 
-def bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tuple[bool, bool]] | None:
-    """Bind an encoding of any tensors of one shape, and tell which operands it makes decoded: those that ``e`` has so,
-    or none. None where kernels do not make the wanted operands. ``state``: whether there are static statistics."""
+def bind_any(wanted: Encoding, row: Quantizer | None, col: Quantizer | None) -> tuple[Run, tuple[bool, bool]] | None:
+    """Bind kernels that make these of the operands, and tell which of them are made decoded: those that are wanted so,
+    or none. None where kernels do not make them."""
+    (high, wide), sections, decoded = wanted.shape, wanted.sections, wanted.decoded
+    if not sections.at_once or (row is None and col is None):
+        return None
+    return _bind_any(wanted.quantizer, InSections(
+        row, col, high * (sections.number if sections.stack else 1), wide, sections.number, sections.stack,
+        (decoded[0] and row is not None, decoded[1] and col is not None), wanted.dtype, wanted.device,
+        dispatched=wanted.dispatched, given=(False, wanted.given),
+    ), wanted.static)  # fmt: skip
+
+
+def _bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tuple[bool, bool]] | None:
     if quantizer.col_source != "original" or 0 in (e.number, e.cols) or (e.stack and not e.rows):
         return None
     if state:
@@ -73,7 +126,7 @@ def bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tup
         e = e._replace(given=(row, e.col is not None and True in recalls(quantizer, None, e.col)))
     encode = bind(e)
     if encode is None:
-        return bind_any(quantizer, e._replace(decoded=(False, False)), state) if True in e.decoded else None
+        return _bind_any(quantizer, e._replace(decoded=(False, False)), state) if True in e.decoded else None
     misaligned = cache(lambda: bind(e._replace(aligned=False)) or encode)
     is_given = True in e.given
 
@@ -156,7 +209,7 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     tall = e.rows // e.number if e.stack else None
     step = 1 if e.stack or e.col is None else unit(e.col, 1)
     line = tall if tall is not None else capacity(e.rows, e.number, step)
-    sections = Sections(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
+    sections = Bound(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
     empty = allocator(e.device, dispatched=e.dispatched)
     both = row, col
     hows = [_how(side, decoded) for side, decoded in zip(both, e.decoded, strict=True)]
@@ -207,7 +260,7 @@ def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
     return side.decoded if decoded else (side.struct, side.shape)
 
 
-def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Sections) -> list[Fresh]:
+def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Bound) -> list[Fresh]:
     """The places of an operand's buffers. Those of a stack lie like those of one matrix with all lines below each
     other; values of the lines of a column operand lie group by group."""
     if quantizer is None:
@@ -234,7 +287,7 @@ def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Sect
 
 
 def _bind_finding(
-    sections: Sections, row: TileSide | None, col: TileSide | None
+    sections: Bound, row: TileSide | None, col: TileSide | None
 ) -> Callable[[int, int], tuple[Tensor | None, Tensor | None]] | None:
     """A function that finds the amaxes of both operands before the first element is encoded, in few reads; None where
     it has none to find."""

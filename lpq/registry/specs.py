@@ -48,7 +48,7 @@ class KernelSpec:
     ``f(Encoding) -> Encode | None``; for ``gemm``: ``f(Product) -> Multiply | None``; for ``exact``:
     ``f(Operand, device) -> f(buffers) -> Exact | None``; for ``transpose``, of operands that are not empty:
     ``f(Operand, device) -> Transpose``, all of ``lpq.operations.binding``; for ``grouped_gemm``:
-    ``f(GroupedProduct) -> Run | None`` of ``lpq.operations.group_products``; for ``remember``, of all that a layer
+    ``f(Product) -> Run | None``, see ``lpq.operations.group_products``; for ``remember``, of all that a layer
     remembers at once: ``f(quantizers, device) -> f(states, stats)``. A layer calls what it returns in place of
     ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns None."""
     backend: str

@@ -12,12 +12,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from lpq.formats.groups import GroupedOperand, capacity, unit
+from lpq.formats.groups import capacity, unit
 from lpq.kernels import tensor_maps
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import multiprocessors
-from lpq.operations.group_products import GroupedProduct, Run, unbound
+from lpq.operations.binding import Product
+from lpq.operations.group_products import Run, sections_of, unbound
 from lpq.operations.group_tiles import padded_ends
 from lpq_fp8.quantizer import FP8Quantizer
 
@@ -49,23 +50,24 @@ def why_not(*quantizers: FP8Quantizer) -> str | None:
     return None
 
 
-def bind(p: GroupedProduct) -> Run | None:
+def bind(p: Product) -> Run | None:
     """Bind the products of the rows of each group of ``a`` by its matrix of the stack ``b``, or for each group of its
     columns of both. None where tiles cannot be fetched from matrices of such sizes."""
-    columns, of_a, of_b = isinstance(p.b, GroupedOperand), p.a.quantizer, p.b.quantizer
+    columns, of_a, of_b = bool(p.a.dim), p.a.quantizer, p.b.quantizer
     assert isinstance(of_a, FP8Quantizer)
     assert isinstance(of_b, FP8Quantizer)
+    groups = sections_of(p).number
     step, tall, (*_, wide, deep) = unit(of_a, 1), p.a.shape[0], p.b.shape
-    deep = capacity(deep, p.groups, step) if columns else deep
-    if wide % ALIGNED or deep % ALIGNED or 0 in (p.groups, tall, wide, deep):
+    deep = capacity(deep, groups, step) if columns else deep
+    if wide % ALIGNED or deep % ALIGNED or 0 in (groups, tall, wide, deep):
         return None
     blocks = BLOCKS[of_b.block if of_b.scaling == "block" else None]
-    high = 128 if blocks == 1 or (tall if columns else tall // p.groups) <= FEW else 256
-    size, lines = ((p.groups, tall, wide), wide) if columns else ((tall, wide), p.groups * wide)
+    high = 128 if blocks == 1 or (tall if columns else tall // groups) <= FEW else 256
+    size, lines = ((groups, tall, wide), wide) if columns else ((tall, wide), groups * wide)
     index, empty = p.device.index or 0, allocator(p.device, dispatched=p.dispatched)
     how = macros(high, columns, blocks, of_a.dtype == "e5m2", of_b.dtype == "e5m2")
     launch = KERNELS[high].bind(index, how, multiprocessors(index))
-    result, tail = fresh(size, torch.bfloat16), (p.groups, tall, wide, deep)
+    result, tail = fresh(size, torch.bfloat16), (groups, tall, wide, deep)
     left, right = _apart(of_a, columns=columns), _apart(of_b, stack=not columns, columns=columns)
 
     def run(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
