@@ -213,8 +213,12 @@ def digest(text: str) -> int:
 
 def description(name: str, module: nn.Module) -> str:
     """A description of a module, or of the converted layers in it, that must be equal on all ranks."""
-    found = ((n, m, [*m.parameters()]) for n, m in module.named_modules(prefix=name) if _converted(m))
-    texts = [_described(n, m, params) for n, m, params in found if params]
+    texts: list[str] = []
+    for place, part in module.named_modules(prefix=name):
+        if _converted(part):
+            # Experts do this in each forward: torch's walk over all parameters takes as long as all else.
+            params = [p for p in part._parameters.values() if p is not None] or [*part.parameters()]
+            texts += [_described(place, part, params)] if params else []
     return "\n".join(texts) or f"{name}: {type(module).__name__}, not converted"
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from imitated_gpu import Gpu, calls_of, imitated_gpu
 from lpq_fp8 import groups_hopper
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from lpq.distributed.alike import description, digest
 from lpq.kernels import tensor_maps, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import fresh
@@ -53,6 +54,10 @@ BY_REFERENCE = {
     "mxfp8": (Cost(303, 65, 24, 755), 257),
     "nvfp4": (Cost(431, 105, 36, 916), 294),
 }
+
+
+DESCRIBED = 17
+"""The calls of describing two layers of experts for the other ranks."""
 
 
 @pytest.fixture
@@ -150,3 +155,12 @@ def test_another_number_of_rows_loads_no_kernel(
     once = len(bound)
     cost(recipe, 4, with_kernels, rows=2 * ROWS)
     assert 0 < len(bound) == once
+
+
+def test_experts_are_described_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share experts out do so in each forward, and torch's walk over all parameters is half of the time."""
+    module = nn.ModuleDict({n: GroupedLinear(2, 32, 32, bias=False, recipe="mxfp8") for n in ("up", "down")})
+    before = description("experts", module)
+    monkeypatch.delattr(nn.Module, "parameters")
+    assert description("experts", module) == before
+    assert calls_of(lambda: digest(description("experts", module))) == DESCRIBED
