@@ -22,7 +22,7 @@ from benchmarks.grouped import Data
 from benchmarks.shapes import GROUPED, Experts
 from benchmarks.timing import Effort, Step, Timing, on_gpu
 from lpq.operations import group_choice
-from lpq.operations.group_products import multiply_columns, multiply_rows
+from lpq.operations.group_products import multiply_groups
 from lpq.operations.groups import encode_groups
 
 ROWS = (128, 512, 1024, 2048, 4096)
@@ -93,9 +93,9 @@ def _of_codes(data: Data) -> dict[str, Step]:
     assert dy_row is not None
     assert dy_col is not None
     return {
-        "fprop": lambda: multiply_rows(x_row, w.row, offs, None, bf16, False),
-        "dgrad": lambda: multiply_rows(dy_row, w.col, offs, None, bf16, False),
-        "wgrad": lambda: multiply_columns(dy_col, x_col, offs, bf16, False),
+        "fprop": lambda: multiply_groups(x_row, w.row, offs, None, bf16, False),
+        "dgrad": lambda: multiply_groups(dy_row, w.col, offs, None, bf16, False),
+        "wgrad": lambda: multiply_groups(dy_col, x_col, offs, None, bf16, False),
     }
 
 

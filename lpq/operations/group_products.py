@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Quantizer, Storage, check_there
+from lpq.formats.format import Storage, check_there
 from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.sections import Sections
-from lpq.formats.stacks import matrices
+from lpq.formats.stacks import is_stack, matrices
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, groups
 from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
@@ -55,10 +55,8 @@ def through_operators(p: Product) -> Multiply:
     how = a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, p.dtype, p.fast_accumulate
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        *first, offs = left
-        if a.dim:
-            return cast("Tensor", torch.ops.lpq.multiply_columns(first, [*right[:-1]], offs, *how))
-        return cast("Tensor", torch.ops.lpq.multiply_rows(first, b.over(right).tensors(), offs, bias, *how))
+        (*first, offs), second = left, list(right[:-1]) if a.dim else b.over(right).tensors()
+        return cast("Tensor", torch.ops.lpq.multiply_groups(first, second, offs, bias, *how))
 
     return multiply
 
@@ -93,43 +91,34 @@ def _reference(p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias
 _bound = registry.cached_few(lambda p, kernels: bind(p))
 
 
-def multiply_rows(
-    a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
-) -> Tensor:
-    """Multiply the rows of each group by its matrix of the stack ``b``, ``[groups, N, K]``, and add its row of
-    ``bias``. Rows of no group are zero."""
-    check_there(b.tensors()[0])
-    return _multiply(a, b, offs, bias, dtype, fast_accumulate)
-
-
-def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Multiply, for each group, its columns of ``a``, ``[N, rows]``, by those of ``b``, ``[K, rows]``: a stack
-    ``[groups, N, K]``. The product of an empty group is zero."""
-    return _multiply(a, b, offs, None, dtype, fast_accumulate)
-
-
-def _multiply(
+def multiply_groups(
     a: Grouped, b: Storage | Grouped, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
-    p, left, right = _described(a, b, offs, dtype, fast_accumulate)
+    """Multiply the rows of each group by its matrix of a stack, or its columns by those of another operand."""
+    p = _product(a, b, offs, dtype, fast_accumulate)
+    return _run(p, a.tensors, b.tensors if isinstance(b, Grouped) else b.tensors(), offs, bias)
+
+
+def _run(p: Product, a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, bias: Tensor | None) -> Tensor:
     multiply: Multiply = _bound(p, kernels_allowed())
-    with on_device(offs.device):
-        return multiply(left, right, bias)
+    with on_device(p.device):
+        return multiply([*a, offs], [*b, offs] if p.a.dim else b, bias)
 
 
-def _described(
-    a: Grouped, b: Storage | Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool
-) -> tuple[Product, list[Tensor], list[Tensor]]:
-    """The product of these operands, and their buffers."""
-    how = Sections(len(offs), False, groups.at_once(offs, offs))
-    of_b = _operand_like(b, how) if isinstance(b, Grouped) else operand_like(b)
-    right = [*b.tensors, offs] if isinstance(b, Grouped) else b.tensors()
-    p = Product(_operand_like(a, how), of_b, dtype, offs.device, fast_accumulate, dispatched=True)
-    return p, [*a.tensors, offs], right
+def _product(a: Grouped, b: Storage | Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Product:
+    """Describe the product of these operands."""
+    how = groups_of(offs)
+    left, right = (
+        Operand(o.quantizer, o.shape, o.dtype, DECODED if o.decoded else None, how, o.dim)
+        if isinstance(o, Grouped) else operand_like(o)
+        for o in (a, b)
+    )  # fmt: skip
+    return Product(left, right, dtype, offs.device, fast_accumulate, dispatched=True)
 
 
-def _operand_like(a: Grouped, sections: Sections) -> Operand:
-    return Operand(a.quantizer, a.shape, a.dtype, DECODED if a.decoded else None, sections, a.dim)
+def groups_of(offs: Tensor) -> Sections:
+    """The groups that end at these rows."""
+    return Sections(len(offs), False, groups.at_once(offs, offs))
 
 
 def sections_of(p: Product) -> Sections:
@@ -145,9 +134,10 @@ def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | Non
     def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
         """The rows of each group of ``a`` times its matrix of the stack ``b``; or for each group the product of its
         columns of both. None where the kernel does not take such sizes."""
-        p, left, right = _described(a, b, offs, torch.bfloat16, fast_accumulate)
-        run: Run | None = bound(p, kernels_allowed())
-        return None if run is None else run(left, right)
+        run: Run | None = bound(_product(a, b, offs, torch.bfloat16, fast_accumulate), kernels_allowed())
+        if run is None:
+            return None
+        return run([*a.tensors, offs], [*b.tensors, offs] if isinstance(b, Grouped) else b.tensors())
 
     return grouped_gemm
 
@@ -181,55 +171,30 @@ def multiply_columns_reference(
     return out
 
 
-def _grouped(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype, dim: int) -> Grouped:
-    rows, cols = shape
-    return Grouped(registry.quantizer(text), tensors, (rows, cols), dtype, dim)
-
-
-def _rows(
+def _multiply(
     a: list[Tensor], b: list[Tensor], offs: Tensor, bias: Tensor | None, qa: str, qb: str, shape_a: list[int],
     shape_b: list[int], dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    side: Quantizer = registry.quantizer(qb)
-    stack = side.storage.wrap(b, side, tuple(shape_b), dtype_b)
-    return multiply_rows(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
+    check_there(b[0])
+    stack, how = is_stack(shape_b), groups_of(offs)
+    left = Operand(registry.quantizer(qa), tuple(shape_a), dtype_a, None, how, 0 if stack else 1)
+    right = Operand(registry.quantizer(qb), tuple(shape_b), dtype_b, None, None if stack else how, left.dim)
+    return _run(Product(left, right, dtype, offs.device, fast_accumulate, dispatched=True), a, b, offs, bias)
 
 
-def _rows_fake(
+def _multiply_fake(
     a: list[Tensor], b: list[Tensor], offs: Tensor, bias: Tensor | None, qa: str, qb: str, shape_a: list[int],
     shape_b: list[int], dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    return a[0].new_empty((shape_a[0], shape_b[1]), dtype=dtype)
+    rows = shape_a[0], shape_b[-2]
+    return a[0].new_empty(rows if is_stack(shape_b) else (offs.shape[0], *rows), dtype=dtype)
 
 
 define(
-    "multiply_rows(Tensor[] a, Tensor[] b, Tensor offs, Tensor? bias, str qa, str qb, SymInt[] shape_a, "
+    "multiply_groups(Tensor[] a, Tensor[] b, Tensor offs, Tensor? bias, str qa, str qb, SymInt[] shape_a, "
     "SymInt[] shape_b, ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
-    _rows,
-    _rows_fake,
-)
-
-
-def _columns(
-    a: list[Tensor], b: list[Tensor], offs: Tensor, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
-    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
-) -> Tensor:  # fmt: skip
-    left, right = _grouped(a, qa, shape_a, dtype_a, 1), _grouped(b, qb, shape_b, dtype_b, 1)
-    return multiply_columns(left, right, offs, dtype, fast_accumulate)
-
-
-def _columns_fake(
-    a: list[Tensor], b: list[Tensor], offs: Tensor, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
-    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
-) -> Tensor:  # fmt: skip
-    return a[0].new_empty((offs.shape[0], shape_a[0], shape_b[0]), dtype=dtype)
-
-
-define(
-    "multiply_columns(Tensor[] a, Tensor[] b, Tensor offs, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
-    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
-    _columns,
-    _columns_fake,
+    _multiply,
+    _multiply_fake,
 )
 
 # ---------------------------------------------------------------------------------------------- summing
