@@ -52,7 +52,7 @@ class Encoding(NamedTuple):
     col: bool
     """The operands that are wanted."""
     shape: tuple[int, int]
-    """Of all rows, or of a matrix of the stack."""
+    """The shape of all rows, or of a matrix of the stack."""
     dtype: torch.dtype
     device: torch.device
     sections: Sections
