@@ -24,7 +24,9 @@ from lpq.formats.layout import row_major
 from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import encode_operands
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private.collectives import all_to_all
+from lpq.torch_private.autograd import at_the_end_of_backward
+from lpq.torch_private.collectives import all_to_all, arrived, begin_all_reduce
+from lpq.torch_private.distributed import group_named
 
 WRONG = -1
 """The number of rows that a rank sends in place of each of its numbers if they make no sense."""
@@ -89,8 +91,8 @@ def dispatch(
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     call = Sent(order, back, sent, received, len(rows), group.group_name)
-    arrived: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
-    return arrived, arriving.sum(0).cumsum(0, dtype=torch.int32), call
+    came_rows: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
+    return came_rows, arriving.sum(0).cumsum(0, dtype=torch.int32), call
 
 
 def _prepared(
@@ -135,7 +137,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.to_experts:
             return _returned(gradient, ctx.call), None, None, None, None
-        lines = None if ctx.quantizer is None else _lines(gradient, ctx.quantizer)
+        lines = None if ctx.quantizer is None else _lines_or_nothing(gradient, ctx.quantizer, ctx.call.group)
         return _arrived(gradient, ctx.call, lines), None, None, None, None
 
 
@@ -167,8 +169,37 @@ class Lines(NamedTuple):
 def _lines(rows: Tensor, quantizer: Quantizer) -> Lines:
     operand = encode_operands(quantizer, rows, row=True, col=False).row
     assert operand is not None
+    return _in_lines(quantizer, operand)
+
+
+def _in_lines(quantizer: Quantizer, operand: Storage) -> Lines:
     lines = torch.cat([_bytes(row_major(tensor)) for tensor in operand.tensors()], 1)
     return Lines(quantizer, operand, lines)
+
+
+def _lines_or_nothing(gradient: Tensor, quantizer: Quantizer, group: str) -> Lines:
+    """The lines of a gradient. Where a rank cannot encode it, lines of nothing travel, so that no rank waits for it,
+    and at the end of backward, where the host would wait anyway, all ranks raise."""
+    error: Exception | None = None
+    try:
+        lines = _lines(gradient, quantizer)
+    except Exception as raised:
+        error, side, (rows, features) = raised, quantizer.side("row"), gradient.shape
+        empty = side.storage.empty(side, (rows, features), gradient.dtype, gradient.device)
+        lines = _in_lines(quantizer, empty)
+        lines.bytes.zero_()
+    mine = torch.full((1,), int(error is not None), dtype=torch.int32, device=gradient.device)
+    failed = begin_all_reduce(mine, "max", group)
+
+    def check() -> None:
+        if not arrived([failed])[0].item():
+            return
+        known = exchange(None if error is None else message(error), [group_named(group)])
+        rank, fault = next((rank, fault) for rank, fault in known.items() if fault is not None)
+        raise error or RuntimeError(f"rank {rank} could not encode the gradients of the results of experts: {fault}")
+
+    at_the_end_of_backward(check)
+    return lines
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     _create_work_from_future,
     _register_process_group,
+    _resolve_process_group,
     _unregister_process_group,
 )
 from torch.distributed import ProcessGroup
@@ -67,6 +68,10 @@ work_of: Callable[[torch.futures.Future[Any]], Any] = _create_work_from_future
 def device_types(group: ProcessGroup) -> list[torch.device]:
     """Return the kinds of devices for which a group has a backend."""
     return group._device_types
+
+
+group_named: Callable[[Any], ProcessGroup] = _resolve_process_group
+"""The group of this name."""
 
 
 job_store: Callable[[], Store] = _get_default_store

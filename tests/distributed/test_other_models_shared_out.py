@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import alike, compared, meeting
+from lpq.distributed import alike, compared, expert_rows, meeting
 from lpq.distributed.alike import check_alike
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -211,6 +211,21 @@ def _rows_that_one_rank_cannot_encode(rank: int) -> None:
     assert told[1].startswith("ValueError: _Experts: rows cannot be dispatched encoded as x=mxfp8: ")
 
 
+def _a_gradient_that_one_rank_cannot_encode(rank: int) -> None:
+    """It is found in the middle of backward, in which no rank waits for that one; then all go on to work."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(_Experts(_mx("mxfp8")), mesh, ExpertParallel(dispatch="encoded"))
+    x = X[0].clone().requires_grad_()
+    y = model(x, ENDS)
+    lines, broken = expert_rows._lines, OSError("this rank's disk is on fire")
+    with mock.patch.object(expert_rows, "_lines", side_effect=broken if rank else lines):
+        found = agreed(lambda: y.sum().backward(), (OSError, RuntimeError))
+    assert found[1] == "OSError: this rank's disk is on fire"
+    begins = "RuntimeError: rank 1 could not encode the gradients of the results of experts: OSError: this rank's"
+    assert found[0].startswith(begins), found
+    model(x, ENDS).sum().backward()
+
+
 # ---------------------------------------------------------------------------------- DistributedDataParallel
 
 
@@ -310,7 +325,8 @@ def _four_ranks(rank: int) -> None:
     [
         _tensor_parallel, _step_on_one_rank, _other_parts, _a_gpu_is_waited_for_where_something_is_new, _before_a_step,
         _without_a_conversion, _experts, _experts_are_described_where_something_changed,
-        _rows_that_one_rank_cannot_encode, _replicas, _parts_of_a_model, _models_of_their_own,
+        _rows_that_one_rank_cannot_encode, _a_gradient_that_one_rank_cannot_encode, _replicas, _parts_of_a_model,
+        _models_of_their_own,
     ],
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:

@@ -54,6 +54,9 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _behaves(rank: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert distributed.group_named(world.group_name) is world
     store = distributed.job_store()
     store.add("came", 1)
     dist.barrier()

@@ -266,6 +266,22 @@ def test_a_node_that_keeps_a_gradient_is_seen() -> None:
     assert not autograd.keeps_gradient()
 
 
+def test_what_is_called_at_the_end_of_backward_comes_last_and_may_raise() -> None:
+    found: list[str] = []
+    leaf = torch.ones(2, requires_grad=True)
+    between = leaf * 2
+
+    def last() -> None:
+        found.append("end")
+        raise OSError("in words")
+
+    between.register_hook(lambda _: autograd.at_the_end_of_backward(last))
+    leaf.register_post_accumulate_grad_hook(lambda _: found.append("leaf"))
+    with pytest.raises(OSError, match="in words"):
+        between.sum().backward()
+    assert found == ["leaf", "end"]
+
+
 def test_who_calls_is_seen() -> None:
     """An operator that autograd's engine calls is in tests/nn/test_encoded_gradients.py, other reads of a weight in
     tests/nn/test_called.py."""
