@@ -72,14 +72,17 @@ def _place(ranks: Sequence[int], about: str) -> str:
 
 def _is_over(store: Store, at: str, end: float, waiting: str) -> bool:
     """Whether another rank ended the meeting before this one has waited long enough."""
-    for left in (min(PATIENCE, end - monotonic()), None):
-        if left is None:
-            if (left := end - monotonic()) <= 0:
-                return False
-            warn(waiting)
-        with suppress(RuntimeError):  # a store of files does not raise a class of its own
-            store.wait([f"{at}/over"], timedelta(seconds=max(left, 0.001)))
+    if end - monotonic() > PATIENCE:
+        if _ends(store, at, PATIENCE):
             return True
+        warn(waiting)
+    return _ends(store, at, end - monotonic())
+
+
+def _ends(store: Store, at: str, seconds: float) -> bool:
+    with suppress(RuntimeError):  # a store of files raises no class of its own
+        store.wait([f"{at}/over"], timedelta(seconds=max(seconds, 0.001)))
+        return True
     return False
 
 

@@ -236,9 +236,7 @@ def _stepped(net: nn.Module) -> None:
 
 def _replicas(rank: int) -> None:
     net = DistributedDataParallel(_net(("mxfp8", "nvfp4")[rank]))
-    before = [p.detach().clone() for p in net.parameters()]
-    _refused(lambda: _stepped(net), "[0: Linear with a weight [128, 64] of torch.float32, recipe mxfp8()]", "nvfp4")
-    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    _refused(lambda: net(X), "[0: Linear with a weight [128, 64] of torch.float32, recipe mxfp8()]", "nvfp4")
     net = DistributedDataParallel(_net(STAGED))
     for step in (0, 1):
         lpq.set_step(net, step)
