@@ -5,16 +5,19 @@ A part is an operand of its own, and its product with the other operand is some 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.cuts import Cut, joined, travelling
+from lpq.distributed.cuts import Cut
+from lpq.distributed.part_gathers import Arriving, OperandGather
 from lpq.formats import Storage
+from lpq.formats.layout import as_bytes
 from lpq.kernels.table import kernels_allowed
-from lpq.operations.binding import Product, on_device, operand_like
+from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
 from lpq.operations.bound import bind_writing
 from lpq.operations.exact_form import operand_of
 from lpq.operations.operators import can_call_directly, define
@@ -29,24 +32,26 @@ def can_overlap(cut: Cut, x: Tensor) -> bool:
     return cut.stretches == 1 and x.numel() > 0 and symmetric.serves(x.device)
 
 
-def multiply_arriving(
-    part: Storage,
-    other: Storage,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-    cut: Cut,
-    group: str,
-    whole: bool,
-) -> tuple[Tensor, Storage]:
-    """The product of the whole operand, of which this rank has ``part``; and the ``whole`` if wanted, else the part."""
-    tensors = part.tensors()
-    multiply: Any = _arriving_gemm if can_call_directly(tensors[0]) else torch.ops.lpq.arriving_gemm
-    y, *came = multiply(
-        tensors, other.tensors(), bias, part.text, other.text, part.shape, other.shape, part.dtype, other.dtype,
-        dtype, fast, cut.ranks, group, whole,
-    )  # fmt: skip
-    return y, joined(part, 0, cut, came) if whole else part
+def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Multiply:
+    """The product of a left operand of which this rank has ``part``, and no gather was begun; the ``whole`` is left in
+    it if wanted."""
+    other, gather, dtype, fast = p.b, OperandGather(part, 0, cut, group), p.dtype, p.fast_accumulate
+    texts, shapes, dtypes = (
+        (part.quantizer.text, other.quantizer.text),
+        (part.shape, other.shape),
+        (part.dtype, other.dtype),
+    )
+
+    def multiply(a: Arriving, b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        tensors = list(a.part)
+        run: Any = _arriving_gemm if can_call_directly(tensors[0]) else torch.ops.lpq.arriving_gemm
+        y: Tensor
+        y, *came = run(tensors, list(b), bias, *texts, *shapes, *dtypes, dtype, fast, cut.ranks, group, whole)
+        if whole:
+            a.whole = gather.joined(tensors, came)
+        return y
+
+    return multiply  # type: ignore[return-value]
 
 
 def _arriving_gemm(
@@ -65,7 +70,7 @@ def _arriving_gemm(
         write(buffers, b, bias, rows[rank])
 
     with on_device(y.device):
-        symmetric.gather_and_consume(travelling(part, 0), consume, came, group, whole)
+        symmetric.gather_and_consume(_sent(part), consume, came, group, whole)
     return [y, *came] if whole else [y]
 
 
@@ -77,8 +82,17 @@ def _results(
     y = a[0].new_empty((shape_a[0] * ranks, shape_b[0]), dtype=dtype)
     if not whole:
         return [y]
-    sent = travelling(operand_of(a, qa, shape_a, dtype_a), 0)
+    sent = _sent(operand_of(a, qa, shape_a, dtype_a))
     return [y, *(t.new_empty(t.numel() * ranks) for t in sent)]
+
+
+def _sent(part: Storage) -> list[Tensor]:
+    """The bytes of the buffers that are not the same for all parts of the rows."""
+    return [
+        as_bytes(t)
+        for buffer, t in zip(part.quantizer.layout, part.tensors(), strict=True)
+        if buffer.unit(0) is not None
+    ]
 
 
 define(

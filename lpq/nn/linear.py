@@ -5,6 +5,7 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -66,9 +67,10 @@ class Layer(Saved):
     _recipe: Recipe | None
     _plan: Plan | None
     _held: HeldWeight | None
-    _calls: tuple[object, dict[object, Call]]
-    """The epoch of the registry, and the calls that were bound in it, by all that they depend on."""
-    _static_checked: dict[object, Call] | None = None
+    _calls: tuple[object, dict[object, Any]]
+    """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls, or
+    ways over a mesh."""
+    _static_checked: object | None = None
     """``_calls`` at the last pass over a mesh, which binds none, that checked the static values."""
     schedule: Schedule | None
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
@@ -141,6 +143,10 @@ class Layer(Saved):
         self._inputs = inputs
         self.forget_calls()
 
+    def static_input(self) -> Sequence[float]:
+        """The values of the state of the input, which no step moves."""
+        return self._static_input.read(self.states()["x"])
+
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""
         self._ran = self.called
@@ -183,13 +189,10 @@ class Layer(Saved):
         if ordinary and can_bypass_dispatcher(first):
             call = self._bound(plan, input, weight, bias, dtype, held is not None, given is not None)
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
-            from lpq.nn.parallel import multiply_parts
+            from lpq.nn.parallel import Passes, multiply_parts
 
-            self._check_static_parts()
-            inputs = self._inputs if plan.shares and not torch.compiler.is_compiling() else None
-            states = self.states()
-            static = self._static_input.read(states["x"]) if inputs is not None and "x" in states else ()
-            return multiply_parts(self, plan, input, weight, bias, dtype, states, inputs, static)  # type: ignore[arg-type]
+            passes = Passes(self.bound_calls, self.with_all, self.static_input, self._inputs)
+            return multiply_parts(self, plan, input, weight, bias, dtype, passes)  # type: ignore[arg-type]
         else:
             check(self, input, weight)
             self.note_pass(torch.compiler.is_dynamo_compiling())
@@ -199,7 +202,7 @@ class Layer(Saved):
             title = "" if torch.compiler.is_compiling() else self.title
             call = Call(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
-            call = self._with_all(call, first, weight, held)
+            call = self.with_all(call, first, weight, held)
         if given is not None:
             call = call._replace(input=given)
         if self.observers:
@@ -238,23 +241,29 @@ class Layer(Saved):
         if self.compared is not None and self.compared.open and grad:
             self.compared.in_pass()
         epoch, calls = self._calls
-        if epoch is not registry.epoch():
-            calls = {}
-            self._calls = registry.epoch(), calls
-        call = calls.get(key)
+        call: Call | None = calls.get(key) if epoch is registry.epoch() else None
         if call is None:
+            calls = self.bound_calls()
             check(self, input, weight)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, held, given)._replace(kernels=kernels_allowed())
-            if len(calls) >= MOST_CALLS:
-                oldest, *_ = calls  # at once, as other threads change them, too
-                calls.pop(oldest, None)
             with on_device(shapes.device):
                 inputs = self._inputs if plan.shares else None
                 step = bind_few(plan, shapes)
                 call = calls[key] = Call(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call
+
+    def bound_calls(self) -> dict[object, Any]:
+        """Return what is bound for passes of one kind, with room for one more."""
+        epoch, calls = self._calls
+        if epoch is not registry.epoch():
+            calls = {}
+            self._calls = registry.epoch(), calls
+        if len(calls) >= MOST_CALLS:
+            oldest, *_ = calls  # at once, as other threads change them, too
+            calls.pop(oldest, None)
+        return calls
 
     def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool, given: bool) -> Shapes:
         grad = torch.is_grad_enabled()
@@ -268,13 +277,15 @@ class Layer(Saved):
             given,
         )  # fmt: skip
 
-    def _with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None) -> Call:
-        """The call with the values that are new in each pass: seeds, states, the operands of the weight."""
-        plan, shapes, step = call[:3]
+    def with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None = None) -> Call:
+        """Return the call with the values that are new in each pass: seeds, states, the operands of the weight."""
+        plan, shapes = call[:2]
         if self.accumulate is not None:
             check_accumulation(self, weight)
         seeds = draw_seeds(input, weight, len(TENSORS)) if plan.stochastic else None
         states = states_of(self, plan.memories) if plan.memories else {}
+        if shapes.parts is not None:
+            states = {name: {key: local_part(t) for key, t in state.items()} for name, state in states.items()}
         if plan.moving:
             moving = {tensor: states[tensor] for tensor in plan.moving}
             if active_replica() is not None or torch.compiler.is_compiling():
@@ -283,8 +294,9 @@ class Layer(Saved):
         measured = self._gathered("w" in states) if self.gather is not None else ()
         operands = weight_operands(plan, weight, held, shapes.needs_dx) if shapes.encoded else None
         static = self._static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
-        own = states, seeds, operands, measured, self.accumulate
-        return Call(plan, shapes, step, *own, call.inputs, static, layer=call.layer, title=call.title)
+        return call._replace(
+            states=states, seeds=seeds, weight=operands, measured=measured, accumulate=self.accumulate, static=static
+        )
 
     # ------------------------------------------------------------------------------ being sharded
 

@@ -22,6 +22,7 @@ from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
+from lpq.nn.shared_input import EncodedInput
 from lpq.nn.siblings import Inputs
 from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
@@ -66,6 +67,12 @@ class Call(NamedTuple):
     """The layer's name in messages; none where a compiler traces, which would compile each layer anew."""
     watch: Watch | None = None
     """The observers of this pass."""
+    values: Tensor | None = None
+    """The tensor to encode, if ``x`` stands for its gradient and its shape alone."""
+    shared: EncodedInput | None = None
+    """The input that layers share which ranks share out."""
+    shape: Sequence[int] | None = None
+    """The shape of the result, if its leading dimensions are not those of ``x``."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -74,21 +81,25 @@ class Multiplication(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
+        watch, shared = call.watch, call.shared
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
         of_x, of_w = states.get("x"), states.get("w")
+        values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
         if step.exchange is not None:
-            of_x, of_w, seeds = step.exchange(x, weight, of_x, of_w, seeds)
+            of_x, of_w, seeds = step.exchange(values, weight, of_x, of_w, seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
-        if call.watch is not None:
-            call.watch.tell("x", x, plan.x, states.get("x"), x_seed, ends)
-            call.watch.tell("w", weight, plan.w, states.get("w"), w_seed)
-        if given is not None:
-            x_row, x_col = given
+        if watch is not None:
+            watch.tell("x", values, plan.x, states.get("x"), x_seed, ends)
+            watch.tell("w", weight, plan.w, states.get("w"), w_seed)
+        if operands is not None:
+            x_row, x_col = operands
         elif inputs is None:
-            x_row, x_col, x_stats = x_encoder.encode(x, of_x, x_seed, *ends)
+            x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
+            if shared is not None:
+                shared.operands = x_row, x_col
         else:
             x_row, x_col, x_stats = inputs.encode(x_encoder, x, of_x, static, layer)
         if step.w is not None:
@@ -116,10 +127,18 @@ class Multiplication(torch.autograd.Function):
             ctx.weight = weight
         if step.takes is not None:  # but sums of gradients are in high precision
             ctx.encoded_gradient = None if bias is not None and bias.requires_grad else step.takes
-        if x.dim() == 2:
-            return y
+        ctx.column = None
+        if shared is not None:
+            ctx.call, ctx.column = call._replace(values=None, shared=None), shared.column  # not the row operand
+            if shapes.needs_dw:
+                ctx.column.used()
+        shape = call.shape
+        if shape is None:
+            if x.dim() == 2:
+                return y
+            shape = (*x.shape[:-1], shapes.outputs)
         # Not a view to autograd: what a module returns may be changed in place.
-        whole: Tensor = unsafe_view(y, (*x.shape[:-1], shapes.outputs))
+        whole: Tensor = unsafe_view(y, shape)
         return whole
 
     @staticmethod
@@ -129,9 +148,12 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise written_since(tensor, what)
-        plan, shapes, step, *_, inputs, _, _, ends, _, title, _ = ctx.call
+        call: Call = ctx.call
+        plan, shapes, step, inputs, ends, title = call.plan, call.shapes, call.step, call.inputs, call.ends, call.title
         if inputs:
             inputs.clear()
+        if ctx.column is not None:
+            ctx.column.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         if step is None or not runs_whole():
             needs_dx, needs_dw, needs_db = asked(ctx)
@@ -139,8 +161,8 @@ class Multiplication(torch.autograd.Function):
         if moves:
             needs_dx = ctx.needs_input_grad[0]  # states take the statistics of all operands
         sum_so_far = None
-        if needs_dw and ctx.call.accumulate is not None and is_summed(ctx.next_functions[1][0]):
-            sum_so_far = sum_in_place(ctx.weight, ctx.call.accumulate)
+        if needs_dw and call.accumulate is not None and is_summed(ctx.next_functions[1][0]):
+            sum_so_far = sum_in_place(ctx.weight, call.accumulate)
         summed = shapes.weight if sum_so_far is None else sum_so_far.dtype
         if shapes.needs_dx != needs_dx or shapes.needs_dw != needs_dw or shapes.summed is not summed:
             shapes = shapes._replace(needs_dx=needs_dx, needs_dw=needs_dw, summed=summed)
@@ -195,8 +217,10 @@ def _gradients(
     if call.watch is not None:
         call.watch.tell("dy", dy, plan.dy, state, seed, _ends(ctx, saved))
     x_col: Any = saved[:first]
-    if step.wgrad is not None and step.x is not None and step.x.begin is not None:
-        x_col = step.x.begin(x_col)
+    begin, later = (None, None) if step.x is None or step.wgrad is None else (step.x.begin, step.x.later)
+    column = None if begin is None else ctx.column
+    if begin is not None:
+        x_col = begin(x_col) if column is None else column.begin(begin, x_col)
     dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed, *(_ends(ctx, saved) if call.ends else ()))
     dx = dw = None
     if step.dgrad is not None:
@@ -207,8 +231,8 @@ def _gradients(
     if step.wgrad is not None:
         if step.dy.later is not None:
             dy_col = step.dy.later(dy_col)
-        if step.x is not None and step.x.later is not None:
-            x_col = step.x.later(x_col)
+        if later is not None:
+            x_col = later(x_col) if column is None else column.finish(later, x_col)
         dw = step.wgrad(dy_col, x_col, None)
         if sum_so_far is not None:
             sum_so_far.add_(dw)

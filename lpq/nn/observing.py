@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.cuts import Part, encode_part, measure_parts
+from lpq.distributed.cuts import Cut
+from lpq.distributed.part_encoders import SpanningStats, along, bind_exchange, bind_part
+from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
 from lpq.nn.remembering import Remembering
+from lpq.operations.encoder import Wanted, through_operators
+from lpq.operations.measuring import measure
 from lpq.operations.operands import State, as_matrix
 from lpq.recipes import recipe_sources
 from lpq.tensor.observed import Name, Observed, Observer
@@ -26,6 +30,7 @@ from lpq.torch_private import autograd
 
 if TYPE_CHECKING:
     from lpq.formats import Quantizer, Storage
+    from lpq.nn.parallel_step import SharedOut
 
 O = TypeVar("O", bound=Observer)
 _CHANGING = threading.Lock()
@@ -78,23 +83,29 @@ def _forget(layer: Remembering, observer: Observer) -> None:
 class ObservedPart(Observed):
     """One tensor of a pass over the ranks of a mesh: this rank's part, or the whole, which all of them have."""
 
-    part: Part
-    """How the ranks share it out, and the operands that the pass needs."""
+    cut: Cut | None
+    """How the ranks share it out."""
     among: str
     """The name of the process group of these ranks."""
 
     @property
     def is_part(self) -> bool:
-        return self.part.cut is not None
+        return self.cut is not None
 
     def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-        part = self.part._replace(row=row is not None, col=col is not None)
-        return measure_parts([(part, as_matrix(self.value), {})], None, self.among)[0][0]
+        measured = SpanningStats(partial(measure, row=row, col=col), along(self.cut, row, col), row, col)
+        (known,), _ = bind_exchange([measured], self.among)([self.value], [None], None)
+        return list(known.stats)
 
     def _encoded(self) -> tuple[Storage | None, Storage | None]:
         x = as_matrix(self.given)
-        stats = measure_parts([(self.part, x, self.state)], None, self.among)[0][0]
-        return encode_part(self.part, x, stats, self.state, self.seed, self.among)[:2]
+        rows, cols = x.shape
+        remembers = self.state is not None
+        wanted = Wanted(self.quantizer, (rows, cols), x.dtype, x.device, self.row, self.col, remembers)
+        encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among)
+        row, col, _ = encoder.encode(x, self.state, self.seed)
+        of_row = encoder.row.over(row) if encoder.row is not None else None
+        return of_row, encoder.col.over(col) if encoder.col is not None else None
 
 
 class Watch(NamedTuple):
@@ -106,25 +117,29 @@ class Watch(NamedTuple):
     stack: str = ""
     first: int = 0
     """The number of the first group of this rank."""
+    parts: SharedOut | None = None
+    """How ranks share the tensors out."""
 
     def result(self, y: Tensor, ends: Sequence[Tensor]) -> None:
-        """Tell of the output."""
-        self.tell("y", y, recipe_sources.high_precision().x, None, None, ends)
+        """Tell of the output, unless it is a part."""
+        if self.parts is None:
+            self.tell("y", y, recipe_sources.high_precision().x, None, None, ends)
 
     def tell(
         self, name: Name, given: Tensor, quantizer: Quantizer, state: State | None, seed: Tensor | None,
         ends: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """Tell all observers of a tensor; ``ends``: where the groups of its rows end, if it has some."""
-        offs = ends[0] if ends else None
-        self._tell(Observed, name, given, quantizer=quantizer, state=state, seed=seed, offs=offs)
-
-    def tell_part(
-        self, name: Name, given: Tensor, part: Part, state: State | None, seed: Tensor | None, among: str
-    ) -> None:
-        """Tell all observers of a tensor, or of this rank's part of one, in a pass of the process group ``among``."""
-        kind = partial(ObservedPart, part=part, among=among, row=part.row, col=part.col)
-        self._tell(kind, name, given, quantizer=part.quantizer, state=state, seed=seed)
+        offs, parts = ends[0] if ends else None, self.parts
+        kind: type[Observed] = Observed
+        how: dict[str, Any] = {"quantizer": quantizer, "state": state, "seed": seed, "offs": offs}
+        if parts is not None:
+            cut = parts.cut_of(name)
+            if name == "dy" and parts.high and parts.sequence is not None:
+                given = gather_rows(given, parts.sequence, parts.group)
+            row, col = (cut is None or cut.why_not(quantizer, one, not one) is None for one in (True, False))
+            kind, how = ObservedPart, {**how, "cut": cut, "among": parts.group, "row": row, "col": col}
+        self._tell(kind, name, given, **how)
 
     def _tell(self, kind: Callable[..., Observed], name: Name, given: Tensor, **others: Any) -> None:
         if is_recorded(given):

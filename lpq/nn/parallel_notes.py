@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lpq.distributed.cuts import Cut, Part, why_high
+from lpq.distributed.cuts import Cut, why_high
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.groups import why_not_row_by_row
@@ -66,7 +66,7 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
     cut = Cut(0, 0, ranks, unit * -(-TOKENS // (unit * ranks)))
     rows = cut.size * ranks
     for row, col in together:
-        reason = why_high(Part(quantizer, row, col, cut), rows, size, torch.bfloat16)
+        reason = why_high(quantizer, row, col, cut, rows, size, torch.bfloat16)
         if reason is not None:
             return f"; {what} is gathered in high precision: {reason}"
     high = rows * size * torch.bfloat16.itemsize

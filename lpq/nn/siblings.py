@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpq.nn.shared_input import LastInput
 from lpq.operations.binding import Encoded, Operand
 from lpq.operations.encoder import Encoder
 from lpq.operations.operands import State
@@ -74,8 +75,8 @@ class _Known(weakref.ref[Tensor]):
 class Inputs(list[_Known]):
     """The inputs that the layers of a model encoded last."""
 
-    whole: object | None = None
-    """The ``SharedInput`` that layers under tensor parallelism use in place of this list."""
+    whole: LastInput | None = None
+    """The input that layers under tensor parallelism keep in place of this list."""
 
     def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[float], layer: int) -> Encoded:
         """Encode ``x``, without a seed, or take the operands that another layer made of it.

@@ -14,9 +14,11 @@ from lpq import registry
 from lpq.formats.format import Storage
 from lpq.formats.stacks import is_stack
 from lpq.kernels import choose
+from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Operand, Transpose, operand_like
 from lpq.operations.decoding import decode
+from lpq.operations.operators import can_call_directly
 from lpq.operations.quantizing import quantize
 from lpq.operations.transposing import transpose
 
@@ -42,6 +44,32 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
     assert col is not None
     return col.astype(row.dtype)  # it stands for the tensor, not for what was decoded
+
+
+def bind_derive(
+    quantizer: Quantizer, row: Operand, device: torch.device
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """``derive_col`` of the buffers of a row operand; by a bound kernel, where it may be called by itself."""
+    rows, cols = row.shape
+
+    def derived(buffers: Sequence[Tensor]) -> Sequence[Tensor]:
+        return derive_col(quantizer, row.over(buffers)).tensors()
+
+    if quantizer.col_source == "row" or rows * cols == 0 or torch.compiler.is_compiling():
+        return derived
+    turn = _bound(row, device, kernels_allowed())
+    if turn is None:
+        return derived
+    memory, empty = [fresh(b.grid(cols, rows), b.dtype or row.dtype) for b in row.quantizer.layout], allocator(device)
+
+    def derive(buffers: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not can_call_directly(buffers[0]):
+            return derived(buffers)
+        out = [empty(*one) for one in memory]
+        turn([t.contiguous() for t in buffers], out)
+        return out
+
+    return derive
 
 
 def bind_derive_into(quantizer: Quantizer, row: Storage, out: Sequence[Tensor]) -> Callable[[], None]:

@@ -8,6 +8,7 @@ other, and what is kept for backward, is the encoder's alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from lpq.formats.format import Quantizer
 from lpq.operations import fused_pair
 from lpq.operations.binding import Encoded, Encoding, Operand
 from lpq.operations.bound import bind_run
+from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Form
-from lpq.operations.operands import as_matrix, bind_recall, encode_operands, moves, recalls
+from lpq.operations.measuring import bind_measure, measure
+from lpq.operations.operands import as_matrix, bind_recall, moves, recall, recalls
 from lpq.operations.quantizing import quantize
 from lpq.operations.sides import declared, shared
 
@@ -45,6 +48,15 @@ class Encoder(NamedTuple):
     begin: Callable[[Sequence[Tensor]], Any] | None = None
     """Begins, with the tensors that ``encode`` returned in place of the column operand, what ``later`` finishes: it
     travels meanwhile."""
+    measure: Callable[[Tensor], list[Tensor]] | None = None
+    """Measures a matrix for ``encode``, where that is given all statistics."""
+
+
+class KnownStats(NamedTuple):
+    """The statistics of a tensor that are known before it is encoded, and its state."""
+
+    stats: list[Tensor]
+    state: State | None
 
 
 class Wanted(NamedTuple):
@@ -67,66 +79,119 @@ class Wanted(NamedTuple):
     what forward has no use for."""
     measures: bool = False
     """Whether the statistics are returned though there is no state."""
-    given: bool = False
-    """Whether all statistics are given, and there is no state."""
+    given: tuple[bool, ...] = ()
+    """For each statistic whether it is given, where there is no state; empty: none is."""
     at_hand: bool = False
     """Whether the tensor is there before a step begins, as a weight is: no pass of a compiled graph makes it."""
+    offset: int = 0
+    """The first row of the tensor in the whole one, by which random bits are drawn; ``across`` is its first column."""
+    across: int = 0
+    apart: bool = False
+    """Whether the statistics are measured apart, by ``Encoder.measure``, before they are given."""
+    decoded: bool = False
+    """Whether the tensor is what its row operand decodes to, of which the column operand is made."""
 
 
 def bind_encoder(wanted: Wanted) -> Encoder:
     """Choose and bind the kernels of an encoding on this device."""
-    quantizer, shape, dtype, device, _, col, remembers = wanted[:7]
-    if col and quantizer.col_source == "row":
-        return through_operators(wanted)  # one operand is made of the other: there is little to decide beforehand
-    sides, forms = _sides(wanted), _forms(wanted)
-    e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers and moves(quantizer, *sides))
+    if is_made_of_row(wanted):
+        return made_of_row(bind_encoder(first_of(wanted)), bind_encoder(second_of(wanted)), wanted)
+    quantizer, shape, dtype, device, _, _, remembers = wanted[:7]
+    (row, col), forms = sides_of(wanted), _forms(wanted)
+    if wanted.across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
+        return through_operators(wanted)  # kernels begin at the first column
+    measures = wanted.measures or (remembers and moves(quantizer, row, col))
+    e = Encoding(row, col, shape, dtype, dtype, device, measure=measures, offset=wanted.offset)
     if forms != (None, None):
         e = e._replace(exact=wanted.exact)
     if remembers:
-        e = e._replace(given=recalls(quantizer, *sides))
-    elif wanted.measures or wanted.given:
-        e = e._replace(given=(wanted.given,) * len(declared(*sides)), measure=wanted.measures)
+        e = e._replace(given=recalls(quantizer, row, col))
+    elif measures or wanted.given:
+        e = e._replace(given=wanted.given or (False,) * len(declared(row, col)))
     run = bind_run(e)
     if remembers:
-        return Encoder(*operands_of(wanted, forms), bind_recall(quantizer, *sides, run))
+        return Encoder(*operands_of(wanted, forms), bind_recall(quantizer, row, col, run))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         return run(x, known if wanted.given else (), seed)
 
-    return Encoder(*operands_of(wanted, forms), encode)
+    finds = bind_measure(row, col, dtype, device) if wanted.apart else None
+    return Encoder(*operands_of(wanted, forms), encode, measure=finds)
 
 
 def through_operators(wanted: Wanted) -> Encoder:
     """Make the same encoder from operators, for a tracer or a mode."""
-    quantizer, _, _, _, row, col = wanted[:6]
+    if is_made_of_row(wanted):
+        return made_of_row(through_operators(first_of(wanted)), through_operators(second_of(wanted)), wanted)
+    quantizer, _, _, _, _, col = wanted[:6]
     if wanted.later and _can_be_later(wanted):
         return _in_two_parts(wanted)
-    forms = _forms(wanted)
+    forms, sides = _forms(wanted), sides_of(wanted)
+    row, side = sides
     # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
     exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
-
     is_view = wanted.later and col and quantizer.side("col").plain
+    measures = wanted.measures or (wanted.remembers and moves(quantizer, *sides))
 
-    def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
-        x = x.clone() if is_view else x  # as in ``_in_two_parts``
-        made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
-        first, second = made.row, made.col
-        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        x = as_matrix(x.clone() if is_view else x)  # as in ``_in_two_parts``
+        if exact != (False, False) and row is not None and side is not None:
+            made = fused_pair.multiplicands(x, row, side, seed, exact)
+            if made is not None:
+                return made[0].tensors(), made[1].tensors(), ()
+        stats = (
+            known
+            if wanted.given
+            else recall(quantizer, *sides, known)
+            if wanted.remembers and known is not None
+            else None
+        )
+        first, second, found = quantize(x, stats, *sides, seed, wanted.offset, measure=measures, across=wanted.across)
+        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), found
 
-    def encode_with(x: Tensor, stats: Known, seed: Tensor | None) -> Encoded:
-        given = stats if wanted.given else None
-        first, second, measured = quantize(as_matrix(x), given, *_sides(wanted), seed, measure=wanted.measures)
-        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), measured
+    finds = partial(measure, row=sides[0], col=sides[1]) if wanted.apart else None
+    return Encoder(*operands_of(wanted, forms), encode, measure=finds)
 
-    run = encode_with if wanted.measures or wanted.given else encode
-    return Encoder(*operands_of(wanted, forms), run, derived=col and quantizer.col_source == "row")
+
+def is_made_of_row(wanted: Wanted) -> bool:
+    return wanted.col and wanted.quantizer.col_source == "row" and not wanted.decoded
+
+
+def first_of(wanted: Wanted) -> Wanted:
+    """The row operand, of which the column operand is made. It is measured, too, if the state of either moves."""
+    row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
+    measures = wanted.remembers and moves(wanted.quantizer, row, col)
+    return wanted._replace(row=True, col=False, later=False, measures=measures)
+
+
+def second_of(wanted: Wanted) -> Wanted:
+    """The column operand, of what the row operand decodes to."""
+    return wanted._replace(row=False, dtype=torch.float32, later=False, decoded=True)
+
+
+def made_of_row(first: Encoder, second: Encoder, wanted: Wanted) -> Encoder:
+    """Make the row operand by the first encoder, and the column operand, of what that decodes to, by the second."""
+    of_row, made = first.row, second.col
+    assert of_row is not None
+    assert made is not None
+    col = made._replace(dtype=wanted.dtype)  # it stands for the tensor, and not for what was decoded
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        row, _, stats = first.encode(x, known, seed)
+        decoded = decode(of_row.over(row), torch.float32)
+        state = known.state if isinstance(known, KnownStats) else known
+        _, buffers, found = second.encode(decoded, state, seed)
+        cast = made.over(buffers).astype(wanted.dtype).tensors()
+        return (row, cast, [*stats, *found]) if wanted.row else ((), cast, found)
+
+    return Encoder(of_row if wanted.row else None, col, encode, derived=True, measure=first.measure)
 
 
 def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
     with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
     present state, which another backward may move meanwhile."""
-    row, col = _sides(wanted)
+    row, col = sides_of(wanted)
     assert col is not None
     turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
     keys = tuple(wanted.quantizer.new_state("meta")) if wanted.remembers else ()
@@ -134,7 +199,7 @@ def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encode
     once = not keys and wanted.quantizer.col_source == "original" and _measured_once(row, col)
     # Where there is a state, the statistics of both operands are measured now.
     first = encoder(wanted if keys else wanted._replace(col=False, measures=once))
-    second = encoder(wanted._replace(row=turned, given=once))
+    second = encoder(wanted._replace(row=turned, given=(True,) * len(col.stats) if once else ()))
     count = len(keys) or (len(col.stats) if once else 0)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
@@ -159,8 +224,8 @@ def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:
 
 def _can_be_later(wanted: Wanted) -> bool:
     """Whether there is a column operand that an operator of its own can make, from the tensor alone."""
-    row, col = _sides(wanted)
-    if col is None or col.plain or wanted.remembers or wanted.quantizer.col_source == "row":
+    row, col = sides_of(wanted)
+    if col is None or col.plain or wanted.remembers:
         return False
     return not (shared(row, col) and col.stochastic)  # those random bits are the row operand's
 
@@ -173,7 +238,7 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
     An operator that only backward needs goes where the fewest bytes are kept: into backward, where the tensor, or the
     tensors that it is computed from, are kept anyway, or else into forward.
     """
-    row, col = _sides(wanted)
+    row, col = sides_of(wanted)
     assert col is not None
     both = _measured_once(row, col)
 
@@ -199,23 +264,19 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
     return Encoder(*operands_of(wanted), encode, later)
 
 
-def _sides(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
+def sides_of(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
+    """The quantizers of the operands that are made of the tensor."""
     quantizer = wanted.quantizer
     return quantizer.side("row") if wanted.row else None, quantizer.side("col") if wanted.col else None
 
 
 def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
     """The exact forms in which the operands are made."""
-    row, col = _sides(wanted)
+    row, col = sides_of(wanted)
     rows, cols = wanted.shape
     if wanted.exact == (False, False) or wanted.remembers or row is None or col is None:
         return None, None
-    if (
-        rows % fused_pair.ALIGNED
-        or cols % fused_pair.ALIGNED
-        or rows * cols == 0
-        or wanted.quantizer.col_source == "row"
-    ):
+    if rows % fused_pair.ALIGNED or cols % fused_pair.ALIGNED or rows * cols == 0:
         return None, None
     return fused_pair.exact_forms(row.text, col.text, *wanted.exact, wanted.device) or (None, None)
 
@@ -225,7 +286,7 @@ def operands_of(
 ) -> tuple[Operand | None, Operand | None]:
     """Return the operands of a tensor, by this encoder."""
     (rows, cols), dtype = wanted.shape, wanted.dtype
-    row, col = _sides(wanted)
+    row, col = sides_of(wanted)
     return (
         Operand(row, (rows, cols), dtype, forms[0]) if row is not None else None,
         Operand(col, (cols, rows), dtype, forms[1]) if col is not None else None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -78,6 +79,16 @@ def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: to
     impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
     measured: list[Tensor] = impl(x, row, col)
     return measured
+
+
+def bind_measure(
+    row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], list[Tensor]]:
+    """Choose now what measures matrices of this dtype for these operands."""
+    choice = serving("measure", row, col, device)
+    if choice is None or choice.impl is None:
+        return partial(_measured, row=row, col=col, dtype=dtype)
+    return partial(choice.impl, row=row, col=col)
 
 
 def _measure(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tensor]:

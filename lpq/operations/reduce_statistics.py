@@ -32,28 +32,39 @@ def spans(declared: Declared) -> bool:
 
 
 def reduce_stats(
-    measured: Iterable[tuple[Sequence[Declared], list[Tensor]]],
-    group: ProcessGroup | str,
-    number: int = 1,
-    seeds: Tensor | None = None,
-) -> Tensor | None:
-    """Reduce the statistics of a round whose elements span ranks, of several tensors, in one collective for MAX and one
-    for sums; the lists of statistics are changed in place. Return common seeds, made in the first of the two of those
-    of all ranks: their halves are reduced apart, as any mixture of seeds is a seed."""
-    found = [
-        (stats, i, stat.reduce)
-        for declared, stats in measured
+    measured: Iterable[tuple[Sequence[Declared], list[Tensor]]], group: ProcessGroup | str, number: int = 1
+) -> None:
+    """Reduce the statistics of a round whose elements span ranks, of several tensors; the lists are changed in
+    place."""
+    pairs = list(measured)
+    bind_reduction([needed for needed, _ in pairs], group, number)([stats for _, stats in pairs], None)
+
+
+def bind_reduction(
+    needed: Sequence[Sequence[Declared]], group: ProcessGroup | str, number: int
+) -> Callable[[Sequence[list[Tensor]], Tensor | None], Tensor | None]:
+    """``reduce(stats, seeds)``: reduce the statistics of a round that span ranks, of several tensors, in one collective
+    for MAX and one for sums; the lists are changed in place. It returns common seeds, made in the first of the two of
+    those of all ranks: their halves are reduced apart, as any mixture of seeds is a seed."""
+    spanning = [
+        (tensor, i, stat.reduce)
+        for tensor, declared in enumerate(needed)
         for i, (stat, dim) in enumerate(declared)
         if spans((stat, dim)) and stat.round == number
     ]
-    largest, counts = ([(stats, i) for stats, i, how in found if how == kind] for kind in ("max", "sum"))
-    halves = [] if seeds is None else [seeds.view(torch.int32)]
-    made = reduce_max([*halves, *(stats[i] for stats, i in largest)], group)
-    common = made.pop(0).clone().view(torch.int64) if halves else None
-    made += reduce_sum([stats[i] for stats, i in counts], group)
-    for (stats, i), value in zip([*largest, *counts], made, strict=True):
-        stats[i] = value
-    return common
+    largest, counts = ([(tensor, i) for tensor, i, how in spanning if how == kind] for kind in ("max", "sum"))
+
+    def reduce(found: Sequence[list[Tensor]], seeds: Tensor | None) -> Tensor | None:
+        halves = [] if seeds is None else [seeds.view(torch.int32)]
+        made = reduce_max([*halves, *(found[tensor][i] for tensor, i in largest)], group)
+        common = made.pop(0).clone().view(torch.int64) if halves else None
+        if counts:
+            made += reduce_sum([found[tensor][i] for tensor, i in counts], group)
+        for (tensor, i), value in zip([*largest, *counts], made, strict=True):
+            found[tensor][i] = value
+        return common
+
+    return reduce
 
 
 def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: bool = False) -> list[Tensor]:

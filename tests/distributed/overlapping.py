@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from products import Products, multiplied
 from quantizers import as_bytes
 from test_tensor_parallel import whole
 from torch import Tensor, nn
@@ -16,15 +17,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
-from lpq.core import Storage
 from lpq.distributed import tensor_parallel as tp
-from lpq.nn import parallel_multiply
 from lpq.torch_private import collectives, symmetric
 
 WIDTH, OUT, TOKENS = 128, 256, 256
 POISON = 0x7E
 Consume = Callable[[list[Tensor], int], None]
-Products = list[tuple[Storage, Storage, dict[str, Any]]]
 
 
 def by_gloo(
@@ -113,18 +111,8 @@ def step(net: Any, device: str) -> dict[str, Tensor]:
 
 def noted(net: nn.Module, device: str) -> tuple[dict[str, Tensor], Products]:
     """A step, and the operands of the products that layers make of whole operands."""
-    products: Products = []
-    gemm = parallel_multiply.gemm
-
-    def noting(a: Storage, b: Storage, **options: Any) -> Tensor:
-        products.append((a, b, options))
-        return gemm(a, b, **options)
-
-    parallel_multiply.gemm = noting
-    try:
+    with multiplied(net) as products:
         return step(net, device), products
-    finally:
-        parallel_multiply.gemm = gemm
 
 
 def compare(recipe: str, bias: bool, gather: Any, device: str = "cpu", overlapped: int = 1) -> None:

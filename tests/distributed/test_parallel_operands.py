@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import value_formats
 import whole_formats
+from products import multiplied
 from quantizers import QUANTIZERS, as_bytes
 from ranks import spawn
 from torch import Tensor
@@ -22,8 +23,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from lpq.core import Storage
 from lpq.distributed import tensor_parallel as tp
-from lpq.distributed.cuts import Cut, Part, why_high
-from lpq.nn import parallel, parallel_multiply
+from lpq.distributed.cuts import Cut, why_high
+from lpq.nn import linear
 from lpq.operations import reduce_statistics
 from lpq.operations.operands import encode_operands
 
@@ -110,22 +111,12 @@ def different(text: str, mode: str) -> set[str]:
         matrix, quantizer = tensor.detach().reshape(-1, tensor.shape[-1]), getattr(recipe, name)
         seed = SEEDS[i].to(_device()) + ranks - 1  # the largest of the ranks'
         expected[name] = encode_operands(quantizer, matrix, state=states.get(name), seed=seed)
-    multiplied: list[tuple[Storage, Storage]] = []
-    gemm = parallel_multiply.gemm
-
-    def noting(a: Storage, b: Storage, **options: Any) -> Tensor:
-        multiplied.append((a, b))
-        return gemm(a, b, **options)
-
-    parallel_multiply.gemm = noting
-    try:
+    with multiplied(layer) as products:
         _step(layer, mode, 1)
-    finally:
-        parallel_multiply.gemm = gemm
     of_x, of_w, of_dy = expected["x"], expected["w"], expected["dy"]
     cut = (None, 0, 1, 1, 0, None) if mode.startswith("columns") else (1, 1, None, 0, None, 0)
     wanted = list(zip((of_x.row, of_w.row, of_dy.row, of_w.col, of_dy.col, of_x.col), cut, strict=True))
-    names, found = ("x", "w", "dy", "w", "dy", "x"), [operand for pair in multiplied for operand in pair]
+    names, found = ("x", "w", "dy", "w", "dy", "x"), [operand for pair in products for operand in pair[:2]]
     wrong = set()
     for name, operand, (whole_operand, dim) in zip(names, found, wanted, strict=True):
         for a, b in zip(operand.tensors(), _part(whole_operand, dim), strict=True):
@@ -139,11 +130,11 @@ def different(text: str, mode: str) -> set[str]:
 
 def same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
     _register()
-    draw, parallel.draw_seeds = parallel.draw_seeds, lambda *_: SEEDS.to(_device()) + rank
+    draw, linear.draw_seeds = linear.draw_seeds, lambda *_: SEEDS.to(_device()) + rank
     try:
         assert {mode: different(text, mode) for mode in modes} == {mode: set() for mode in modes}
     finally:
-        parallel.draw_seeds = draw
+        linear.draw_seeds = draw
 
 
 def _register() -> None:
@@ -185,7 +176,7 @@ def _sent_if_small(rank: int) -> None:
     ):
         quantizer = lpq.quantizer(text)
         for col, share in ((False, alone), (True, together)):
-            found = why_high(Part(quantizer, True, col, cut), TOKENS, COLS, torch.bfloat16)
+            found = why_high(quantizer, True, col, cut, TOKENS, COLS, torch.bfloat16)
             wanted = None if share is None else f"the operands that are wanted together would be {share} of that"
             assert found == wanted, (text, col, found)
 

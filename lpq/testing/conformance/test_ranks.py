@@ -15,11 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.distributed.cuts import Cut, Part, begin_gather, encode_part, measure_parts
+from lpq.distributed.cuts import Cut
+from lpq.distributed.part_encoders import bind_exchange, bind_part
+from lpq.distributed.part_gathers import Arriving, OperandGather
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.joined import cat
+from lpq.operations.binding import operand_like
 from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.operands import encode_operands, remember
 from lpq.testing.conformance.test_parts import part_that_differs
 from lpq.testing.expect import one_nan, same, same_decoded, same_operand, there
@@ -114,25 +118,31 @@ def _check(one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], wh
     """Check one pass over a tensor of which the ranks have these parts."""
     (dim, _, _, _, stretches), (quantizer, row, col, state) = cuts[0], one
     random, shards = rounds_stochastically(quantizer), dim == 0 and stretches == 1
-    wanted = one.operands(dim)
+    asked = one.operands(dim)
 
     def encode(cut: Cut, local: Tensor, group: Rank) -> tuple[Tensor, list[Result], list[Storage]]:
-        part, name = Part(quantizer, row, col, cut), group.group_name
+        name, (rows, cols), remembers = group.group_name, local.shape, bool(state)
+        wanted = Wanted(quantizer, (rows, cols), local.dtype, local.device, row, col, remembers)
+        encoder, statistics = bind_part(bind_encoder, wanted, cut, name)
         drawn = torch.tensor([SEED + cut.rank]) if random else None
-        (stats,), common = measure_parts([(part, local, state or None)], drawn, name)
+        (known,), common = bind_exchange([statistics], name)([local], [state or None], drawn)
         seed = torch.tensor(SEED) if common is None else common[0]
-        made = encode_part(part, local, stats, state or None, seed, name)
-        results = [Result({"row": made.row, "col": made.col}, one.after(made.measured))]
+        of_row, of_col, measured = encoder.encode(local, known, seed)
+        made: dict[Direction, Storage | None] = {
+            "row": None if encoder.row is None else encoder.row.over(of_row),
+            "col": None if encoder.col is None else encoder.col.over(of_col),
+        }
+        results = [Result(made, one.after([*measured]))]
         results += [one.encode(local, seed, group, cut.place(0))] if shards else []
-        gathers = [begin_gather(results[0].of(at), along, cut, name) for at, along in wanted]
-        return seed, results, [gather.finish() for gather in gathers]
+        gathered = [_gathered(results[0].of(at), along, cut, name) for at, along in asked]
+        return seed, results, gathered
 
     def shard(local: Tensor, group: Rank) -> Result:
         return one.encode(local, torch.tensor(SEED), group)
 
     whole = one.encode(x, torch.tensor(SEED))
     reason = cuts[0].why_not(quantizer, row, col)
-    if any(_part(whole.of(at), along, cut) is None for at, along in wanted for cut in cuts):
+    if any(_part(whole.of(at), along, cut) is None for at, along in asked for cut in cuts):
         assert reason is not None, f"{what}: they cut what must stay whole, and Cut.why_not does not say so"
         if shards:
             with pytest.raises(ValueError, match="shard"):
@@ -143,13 +153,19 @@ def _check(one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], wh
     whole = one.encode(x, made[0][0]) if random else whole
     compare = same_operand if x.isfinite().all() else same_decoded
     for (_, results, gathered), cut in zip(made, cuts, strict=True):
-        for (at, along), operand in zip(wanted, gathered, strict=True):
+        for (at, along), operand in zip(asked, gathered, strict=True):
             expected = there(_part(whole.of(at), along, cut), f"{what}: a part of the {at} operand")
             for result in results:
                 compare(result.of(at), expected, f"{what}: {at} operand of rank {cut.rank}")
             compare(operand, whole.of(at), f"{what}: {at} operand, gathered by rank {cut.rank}")
         for (name, value), result in itertools.product(whole.state.items(), results):
             same(one_nan(result.state[name]), one_nan(value), f"{what}: what rank {cut.rank} remembers as {name!r}")
+
+
+def _gathered(part: Storage, dim: int, cut: Cut, name: str) -> Storage:
+    """The operand of the whole, gathered of the parts of it along its rows (0) or its columns (1)."""
+    gather = OperandGather(operand_like(part), dim, cut, name)
+    return gather.whole.over(Arriving(gather, part.tensors()).now())
 
 
 def _part(operand: Storage, dim: int, cut: Cut) -> Storage | None:

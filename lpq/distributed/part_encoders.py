@@ -1,0 +1,172 @@
+"""Encoders of a rank's part of a matrix: measure, exchange with the other ranks, encode.
+
+They are bound as those of whole matrices are, by kernels or by operators, and used in the same steps. The statistics
+that span ranks may be exchanged for several tensors together, before any is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.cuts import Cut
+from lpq.formats.format import Quantizer, Storage
+from lpq.formats.joined import cat
+from lpq.operations.binding import Encoded
+from lpq.operations.encoder import (
+    Encoder,
+    Known,
+    KnownStats,
+    State,
+    Wanted,
+    first_of,
+    is_made_of_row,
+    made_of_row,
+    second_of,
+    sides_of,
+)
+from lpq.operations.measuring import measure_again
+from lpq.operations.operands import as_matrix, moves, recall, recalls
+from lpq.operations.reduce_statistics import Declared, bind_reduction, spans
+from lpq.operations.sides import declared, measures_again
+
+BindEncoder = Callable[[Wanted], Encoder]
+Seeds = Tensor | None
+
+
+class SpanningStats(NamedTuple):
+    """The statistics of a part that ranks exchange before it is encoded."""
+
+    measure: Callable[[Tensor], list[Tensor]]
+    needed: Sequence[Declared]
+    row: Quantizer | None
+    col: Quantizer | None
+    """The operands that need them."""
+
+
+class PartEncoder(NamedTuple):
+    """An encoder of a part, which is given ``KnownStats`` if there are statistics to exchange."""
+
+    encoder: Encoder
+    statistics: SpanningStats | None = None
+
+    def alone(self, group: str) -> Encoder:
+        """The encoder by itself: it measures and exchanges, and is given a state or None."""
+        encoder, statistics = self
+        if statistics is None:
+            return encoder
+        exchange = bind_exchange([statistics], group)
+
+        def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
+            (known,), _ = exchange([x], [state], None)
+            return encoder.encode(x, known, seed)
+
+        return encoder._replace(encode=encode)
+
+
+def bind_exchange(
+    parts: Sequence[SpanningStats | None], group: str
+) -> Callable[[Sequence[Tensor], Sequence[State | None], Seeds], tuple[list[Known], Seeds]]:
+    """``exchange(xs, states, seeds)``: measure these parts and reduce their statistics over the ranks, with the seeds
+    of the pass, in one collective, one more for counts, and the same again for a second round. It returns with what to
+    encode each, and the seeds that all ranks have. None for a part that has nothing to exchange."""
+    needed = [[] if part is None else part.needed for part in parts]
+    reduce, again = bind_reduction(needed, group, 1), None
+    if any(part is not None and measures_again(part.row, part.col) for part in parts):
+        again = bind_reduction(needed, group, 2)
+
+    def exchange(xs: Sequence[Tensor], states: Sequence[State | None], seeds: Seeds) -> tuple[list[Known], Seeds]:
+        matrices = [x if part is None or x.dim() == 2 else as_matrix(x) for part, x in zip(parts, xs, strict=True)]
+        found = [[] if part is None else [*part.measure(x)] for part, x in zip(parts, matrices, strict=True)]
+        seeds = reduce(found, seeds)
+        if again is not None:
+            for i, (part, x) in enumerate(zip(parts, matrices, strict=True)):
+                if part is not None and measures_again(part.row, part.col):
+                    found[i] = [*measure_again(x, part.row, part.col, found[i])]
+            again(found, None)
+        known = zip(parts, found, states, strict=True)
+        return [state if part is None else KnownStats(stats, state) for part, stats, state in known], seeds
+
+    return exchange
+
+
+def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str) -> PartEncoder:
+    """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole."""
+    if cut is None:
+        return PartEncoder(bind(wanted))
+    if is_made_of_row(wanted):
+        first = bind_part(bind, first_of(wanted), cut, group)
+        second = bind_part(bind, second_of(wanted), cut, group).alone(group)
+        return PartEncoder(made_of_row(first.encoder, second, wanted), first.statistics)
+    quantizer, (row, col) = wanted.quantizer, sides_of(wanted)
+    needed = along(cut, row, col)
+    if not wanted.remembers and not any(map(spans, needed)):
+        return PartEncoder(_placed(bind, wanted, cut))
+    recalled = recalls(quantizer, row, col) if wanted.remembers else (False,) * len(needed)
+    measures = wanted.remembers and (wanted.measures or moves(quantizer, row, col))
+    exchanged = measures or any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
+    given = (True,) * len(needed) if exchanged else recalled if True in recalled else ()
+    encoder = _placed(bind, wanted._replace(remembers=False, measures=False, given=given, apart=exchanged), cut)
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        stats, state = known if exchanged else ((), known)
+        use = stats
+        if wanted.remembers and state is not None:
+            use = [None if k is None else k.contiguous() for k in recall(quantizer, row, col, state)]
+            if exchanged:
+                use = [s if k is None else k for k, s in zip(use, stats, strict=True)]
+        of_row, of_col, _ = encoder.encode(x, use, seed)
+        return of_row, of_col, stats if measures else ()
+
+    statistics = SpanningStats(encoder.measure, needed, row, col) if encoder.measure is not None else None
+    return PartEncoder(encoder._replace(encode=encode), statistics)
+
+
+def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list[Declared]:
+    """The statistics that these operands of a part need, each with the dimension that ranks share out; without a cut
+    none."""
+    if cut is None:
+        return []
+    return [(stat, own if cut.dim == 0 else 1 - own) for stat, own in declared(row, col)]
+
+
+def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
+    """Bind an encoder that draws random bits, if it does, by the place of the part in the whole."""
+    sides = sides_of(wanted)
+    if not any(side is not None and side.stochastic for side in sides):
+        return bind(wanted)
+    if cut.dim == 1:
+        return bind(wanted._replace(across=cut.place(0)))
+    if cut.stretches == 1:
+        return bind(wanted._replace(offset=cut.place(0)))
+    (_, cols), needed = wanted.shape, declared(*sides)
+    places = [wanted._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.stretches)]
+    encoders, whole = [bind(place) for place in places], bind(wanted)
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        """Encode each stretch with the random bits of its own place."""
+        rows, cols = [], []
+        for i, (stretch, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
+            own = [_of_rows(one, s, i * cut.size, cut.size) for one, s in zip(needed, known or (), strict=bool(known))]
+            of_row, of_col, _ = encoder.encode(stretch, own or None, seed)
+            rows += [] if encoder.row is None else [encoder.row.over(of_row)]
+            cols += [] if encoder.col is None else [encoder.col.over(of_col)]
+        return _joined(rows, 0), _joined(cols, 1), ()
+
+    return whole._replace(encode=encode)
+
+
+def _joined(parts: Sequence[Storage], dim: int) -> Sequence[Tensor]:
+    joined = cat(parts, dim, agreed=True) if parts else None
+    return () if joined is None else joined.tensors()
+
+
+def _of_rows(declared: Declared, stat: Tensor | None, start: int, count: int) -> Tensor | None:
+    """A statistic of some rows of a tensor, which cut no block."""
+    step, dim = declared[0].block[declared[1]], declared[1]
+    if step is None or stat is None:
+        return stat
+    return stat.narrow(dim, start // step, count // step).contiguous()

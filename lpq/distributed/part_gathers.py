@@ -1,0 +1,162 @@
+"""Operands of which each rank has a part, gathered: begun when the part is encoded, finished where it is multiplied.
+
+A GPU does other work meanwhile: it encodes another tensor, or makes another product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.cuts import Cut
+from lpq.distributed.part_encoders import BindEncoder, PartEncoder, bind_part
+from lpq.formats.layout import as_bytes
+from lpq.operations.binding import Encoded, Multiply, Operand
+from lpq.operations.derived_operands import bind_derive, derives_col
+from lpq.operations.encoder import Encoder, Known, Wanted
+from lpq.operations.operands import as_matrix
+from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
+
+WORD = 8
+"""Bytes of the largest pieces in which buffers are put in their places."""
+
+
+class OperandGather:
+    """Gathers an operand, in one collective, of parts of one shape. Buffers that are the same for all parts stay."""
+
+    def __init__(self, part: Operand, dim: int, cut: Cut, group: str) -> None:
+        """``dim``: whether a rank has some of its rows (0) or of its columns (1)."""
+        self.dim, self.cut, self.group = dim, cut, group
+        self.moves = [buffer.unit(dim) is not None for buffer in part.quantizer.layout]
+        rows, cols = part.shape
+        self.whole = part._replace(shape=(rows * cut.ranks, cols) if dim == 0 else (rows, cols * cut.ranks))
+
+    def travelling(self, part: Sequence[Tensor]) -> list[Tensor]:
+        """The bytes that are sent."""
+        return [as_bytes(tensor) for tensor, moves in zip(part, self.moves, strict=True) if moves]
+
+    def joined(self, part: Sequence[Tensor], came: Sequence[Tensor]) -> list[Tensor]:
+        """The buffers of the whole, from the bytes that arrived, one rank's after the other's."""
+        arriving, whole = iter(came), []
+        for tensor, moves in zip(part, self.moves, strict=True):
+            if not moves:
+                whole.append(tensor)
+                continue
+            shape = list(tensor.shape)
+            placed = in_place(next(arriving), 1 if self.dim == 0 else shape[0], self.cut)
+            shape[self.dim] *= self.cut.ranks
+            whole.append(placed.view(tensor.dtype).view(shape))
+        return whole
+
+
+class Arriving:
+    """The buffers of an operand that is gathered."""
+
+    def __init__(self, gather: OperandGather, part: Sequence[Tensor], begin: bool = True) -> None:
+        self._gather, self.part = gather, part
+        self._sent = begin_all_gather(gather.travelling(part), gather.cut.ranks, gather.group) if begin else None
+        self.whole: Sequence[Tensor] | None = None
+
+    def now(self) -> Sequence[Tensor]:
+        """Wait for the whole operand."""
+        whole = self.whole
+        if whole is None:
+            gather, sent = self._gather, self._sent
+            assert sent is not None
+            whole = self.whole = gather.joined(self.part, arrived(sent))
+            self._sent = None
+        return whole
+
+
+def in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
+    """Bytes that arrived rank by rank, in the order of the whole: in so many lines, along which the stretches lie."""
+    if (lines == 1 and cut.stretches == 1) or not came.numel():
+        return came
+    size = came.numel() // (cut.ranks * lines * cut.stretches)
+    pieces = came.view(torch.int64) if size % WORD == 0 else came
+    by_rank = pieces.view(cut.ranks, lines, cut.stretches, -1)
+    return by_rank.permute(1, 2, 0, 3).reshape(-1)
+
+
+def bind_gathered(
+    bind: BindEncoder, wanted: Wanted, cut: Cut, group: str, *, at_once: bool, begin: bool = True
+) -> PartEncoder:
+    """Bind the encoder of a part of which the whole operands are gathered: the row operand at once, and the column
+    operand, if not ``at_once`` too, when ``begin`` is called. One that follows from the row operand is made of it when
+    that has arrived. ``begin``: whether the row operand is sent, and not multiplied part by part as it arrives."""
+    quantizer, derived = wanted.quantizer, derives_col(wanted.quantizer)
+    part = bind_part(bind, wanted._replace(row=wanted.row or derived, col=wanted.col and not derived), cut, group)
+    own, source = part.encoder, part.encoder.row if derived else part.encoder.col
+    of_row = OperandGather(own.row, 0, cut, group) if own.row is not None else None
+    of_col = OperandGather(source, 0 if derived else 1, cut, group) if source is not None and wanted.col else None
+    row = of_row.whole if of_row is not None and wanted.row else None
+    col = None
+    if wanted.col:
+        rows, cols = wanted.shape
+        col = Operand(quantizer.side("col"), (cols, rows * cut.ranks), wanted.dtype)
+    derive = bind_derive(quantizer, of_col.whole, wanted.device) if derived and of_col is not None else None
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        made, also, stats = own.encode(x, known, seed)
+        sent: Any = Arriving(of_row, made, begin) if of_row is not None and (wanted.row or at_once) else ()
+        kept: Any = () if of_col is None else made if derived else also
+        if at_once and of_col is not None:
+            kept = sent if derived else Arriving(of_col, kept)
+        return sent, kept, stats
+
+    def begin_column(kept: Sequence[Tensor]) -> Arriving:
+        assert of_col is not None
+        return Arriving(of_col, kept)
+
+    def later(arriving: Arriving) -> Sequence[Tensor]:
+        return arriving.now() if derive is None else derive(arriving.now())
+
+    has_col = of_col is not None
+    return part._replace(
+        encoder=Encoder(
+            row, col, encode, later if has_col else None, derived, begin_column if has_col and not at_once else None
+        )
+    )
+
+
+def bind_gathered_high(bind: BindEncoder, wanted: Wanted, cut: Cut, group: str) -> Encoder:
+    """Bind an encoder of the whole, which is gathered in high precision before it is encoded."""
+    encoder = bind(wanted._replace(shape=(wanted.shape[0] * cut.ranks, wanted.shape[1])))
+
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        return encoder.encode(gather_rows(x, cut, group), known, seed)
+
+    return encoder._replace(encode=encode)
+
+
+def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
+    """Gather the whole of a matrix of which the ranks have some rows each."""
+    part = as_matrix(x)
+    (came,) = all_gather([as_bytes(part)], cut.ranks, group)
+    return in_place(came, 1, cut).view(part.dtype).view(part.shape[0] * cut.ranks, part.shape[1])
+
+
+def of_arriving(multiply: Multiply) -> Multiply:
+    """The product of a left operand that is gathered."""
+    return lambda a, b, bias: multiply(a.now(), b, bias)  # type: ignore[attr-defined]
+
+
+def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
+    """Begin to sum the y of all ranks: all of it, or this rank's rows if there is a cut."""
+    if cut is None:
+        return begin_all_reduce(y, "sum", group)
+    if cut.stretches > 1:
+        y = y.view(cut.stretches, cut.ranks, cut.size, y.shape[-1]).transpose(0, 1).reshape(y.shape)
+    return begin_reduce_scatter(y, cut.ranks, group)
+
+
+def summed(multiply: Multiply, cut: Cut | None, group: str) -> Multiply:
+    """A product whose sum over the ranks is begun; ``finish_sum`` waits for it."""
+    return lambda a, b, bias: begin_sum(multiply(a, b, bias), cut, group)
+
+
+def finish_sum(y: Tensor) -> Tensor:
+    return arrived([y])[0]

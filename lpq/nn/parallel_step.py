@@ -1,0 +1,131 @@
+"""A step of a layer whose weight tensor parallelism shards: the encoders and products of a plain one, for parts.
+
+Each rank multiplies its own parts. A statistic that spans parts is reduced over the ranks, so every code and every
+scale is that of one process. An operand that is gathered travels encoded; a sum over the ranks is begun where its
+product is made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.cuts import Cut
+from lpq.distributed.overlapped import of_parts
+from lpq.distributed.part_encoders import PartEncoder, Seeds, SpanningStats, bind_exchange, bind_part
+from lpq.distributed.part_gathers import (
+    bind_gathered,
+    bind_gathered_high,
+    finish_sum,
+    of_arriving,
+    summed,
+)
+from lpq.nn.plan import Plan
+from lpq.nn.step import BindEncoder, BindProduct, Exchange, Shapes, Step
+from lpq.operations.binding import Multiply, Product
+from lpq.operations.encoder import Encoder, Known, State, Wanted
+
+
+class SharedOut(NamedTuple):
+    """How the ranks of a group share out a layer: the rows of its weight, and with them the columns of its output; or
+    the columns of its weight and of its input, and then the output is the sum over the ranks."""
+
+    group: str
+    weight: Cut
+    """Along rows (0) or columns (1)."""
+    sequence: Cut | None = None
+    """How they share out the rows of the input, of which the whole is gathered; or the rows of the sum."""
+    high: bool = False
+    """Whether the gradient of the sum is gathered before it is encoded."""
+    sums: bool = True
+    """Whether the sum over the ranks, of the output or of dx, is made here. Siblings sum their dx together."""
+    overlaps: bool = False
+    """Whether an input that is gathered is multiplied as its parts arrive."""
+    keeps: bool = False
+    """Whether its whole row operand is kept nevertheless, for siblings."""
+
+    def cut_of(self, tensor: str) -> Cut | None:
+        """How ranks share out x, w or dy; None: each has the whole."""
+        if self.weight.dim == 0:
+            return {"x": self.sequence, "w": self.weight, "dy": self.weight._replace(dim=1)}[tensor]
+        return {"x": self.weight, "w": self.weight, "dy": None if self.high else self.sequence}[tensor]
+
+    def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
+        """Bind a step by these functions."""
+        rows, features, outputs, x_dtype, w_dtype, dtype, _, device, dx, dw, _, given = shapes[:12]
+        group, cut, sequence, states = self.group, self.weight, self.sequence, {m.tensor for m in plan.memories}
+        by_columns = cut.dim == 0  # those of the output
+        of_rows = rows
+        if sequence is not None:
+            of_rows = rows * cut.ranks if by_columns else rows // cut.ranks
+        x = Wanted(plan.x, (rows, features), x_dtype, device, True, dw, "x" in states)
+        w = Wanted(plan.w, (outputs, features), w_dtype, device, True, dx, "w" in states, at_hand=True)
+        dy = Wanted(plan.dy, (of_rows, outputs), dtype, device, dx, dw, "dy" in states)
+        if sequence is None or not by_columns:
+            of_x = bind_part(encoder, x, None if by_columns else cut, group)
+        else:
+            of_x = bind_gathered(encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
+        of_w = bind_part(encoder, w, cut, group)
+        if by_columns:
+            of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
+        elif sequence is None or self.high:
+            of_dy = encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group)
+        else:
+            of_dy = bind_gathered(encoder, dy, sequence, group, at_once=True).alone(group)
+        if torch.compiler.is_compiling():
+            # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
+            of_x = PartEncoder(of_x.alone(group))
+        exchanged = [None if given else of_x.statistics, of_w.statistics]
+        forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy, product)
+        return Step(
+            of_x.encoder, of_w.encoder, of_dy, forward, into_dx, into_dw, self._exchange(exchanged, plan.stochastic),
+            finish_dx=finish_sum if by_columns and self.sums else None,
+        )  # fmt: skip
+
+    def _products(
+        self, plan: Plan, shapes: Shapes, x: Encoder, w: Encoder, dy: Encoder, product: BindProduct
+    ) -> tuple[Multiply, Multiply | None, Multiply | None]:
+        group, sequence, by_columns = self.group, self.sequence, self.weight.dim == 0
+        dtype, device, fast = shapes.dtype, shapes.device, plan.fast
+        assert x.row is not None
+        assert w.row is not None
+        forward, into_dx, into_dw = Product(x.row, w.row, dtype, device, fast[0]), None, None
+        if sequence is None or not by_columns:
+            multiply = product(forward)
+        elif self.overlaps and not shapes.given:
+            part = x.row._replace(shape=(shapes.rows, shapes.features))
+            multiply = of_parts(part, forward, sequence, group, self.keeps)
+        else:
+            multiply = of_arriving(product(forward))
+        if not by_columns and self.sums:
+            begun = summed(multiply, sequence, group)
+            multiply = _finished(begun)
+        if dy.row is not None and w.col is not None:
+            into_dx = product(Product(dy.row, w.col, shapes.x, device, fast[1]))
+            if sequence is not None and not by_columns and not self.high:
+                into_dx = of_arriving(into_dx)
+            if by_columns and self.sums:
+                into_dx = summed(into_dx, sequence, group)
+        if dy.col is not None and x.col is not None:
+            into_dw = product(Product(dy.col, x.col, shapes.summed, device, fast[2]))
+        return multiply, into_dx, into_dw
+
+    def _exchange(self, parts: list[SpanningStats | None], seeds: bool) -> Exchange | None:
+        """The exchange of what is measured of x and of the weight."""
+        if parts == [None, None] and not seeds:
+            return None
+        exchange_all = bind_exchange(parts, self.group)
+
+        def exchange(
+            x: Tensor, w: Tensor, of_x: State | None, of_w: State | None, seeds: Seeds
+        ) -> tuple[Known, Known, Seeds]:
+            (known_x, known_w), seeds = exchange_all((x, w), (of_x, of_w), seeds)
+            return known_x, known_w, seeds
+
+        return exchange
+
+
+def _finished(begun: Multiply) -> Multiply:
+    return lambda a, b, bias: finish_sum(begun(a, b, bias))

@@ -1,0 +1,93 @@
+"""The input that layers under tensor parallelism have in common: encoded once, and gathered once in each direction."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.torch_private.tensors import version_of
+
+Buffers = tuple[Any, Sequence[Tensor]]
+
+
+class SharedColumn:
+    """The column operand that siblings have in common, gathered once: it stays as long as one of them needs it."""
+
+    def __init__(self, inputs: LastInput) -> None:
+        self._inputs = inputs
+        self._users = 0
+        self._col: Sequence[Tensor] | None = None
+
+    def used(self) -> None:
+        """Note that one more layer needs it in backward."""
+        self._users += 1
+
+    def begin(self, begin: Callable[[Sequence[Tensor]], Any], kept: Sequence[Tensor]) -> Any:
+        """Begin to gather it, unless a sibling has."""
+        return begin(kept) if self._col is None else None
+
+    def finish(self, later: Callable[[Any], Sequence[Tensor]], begun: Any) -> Sequence[Tensor]:
+        """The operand, for one of the layers."""
+        col = self._col if begun is None else later(begun)
+        assert col is not None
+        self._users -= 1
+        self._col = col if self._users > 0 else None
+        return col
+
+    def clear(self) -> None:
+        """Drop the input, as a gradient came."""
+        self._inputs.clear()
+
+
+class EncodedInput:
+    """An input that layers have in common."""
+
+    def __init__(self, tensor: Tensor, column: SharedColumn) -> None:
+        self.tensor = tensor
+        """The tensor through which its gradient goes back: it sums those of all layers over the ranks, and has the
+        shape of the whole where the input is gathered."""
+        self.operands: Buffers | None = None
+        """The row operand, and what backward needs for the column operand."""
+        self.column = column
+
+
+class LastInput:
+    """The input that layers of a model encoded last, for layers that get the same tensor next. Only one is kept, so
+    that all ranks find it or none does. The next input replaces it, and the first gradient frees it.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._as_it_was: tuple[object, ...] = ()
+        self._made: EncodedInput | None = None
+        self._by: set[int] = set()
+        """The layers that have had it. One that asks again is in another pass, before which the tensor may have been
+        written to by other means than autograd counts."""
+
+    def find(self, x: Tensor, how: tuple[object, ...], layer: int) -> EncodedInput | None:
+        """The encoded input that was made of this very tensor in this way, if the tensor has not changed since."""
+        found = self._of is not None and self._of() is x and self._as_it_was == _as_it_is(x, how)
+        if not found or layer in self._by:
+            return None
+        self._by.add(layer)
+        return self._made
+
+    def keep(self, x: Tensor, how: tuple[object, ...], made: EncodedInput, layer: int) -> None:
+        """Keep an encoded input until its tensor dies, or another one is kept."""
+        self._of, self._as_it_was, self._made = weakref.ref(x, self._forget), _as_it_is(x, how), made
+        self._by = {layer}
+
+    def clear(self) -> None:
+        self._of, self._made = None, None
+
+    def _forget(self, of: weakref.ref[Tensor]) -> None:
+        if self._of is of:
+            self.clear()
+
+
+def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
+    return (None if x.is_inference() else version_of(x), x.data_ptr(), torch.is_grad_enabled(), *how)
