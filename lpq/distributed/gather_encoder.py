@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -27,9 +27,6 @@ from lpq.operations.sides import declared
 
 Buffers = Sequence[Tensor]
 """The buffers of an operand, in the order of its layout; none of one that is not encoded."""
-EncodeMany = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor | None]]], list[tuple[Buffers, Buffers]]]
-"""``encode(xs, stats)``: the row operand and the column operand of each tensor, with the statistics of each in the
-order of ``Sides.stats``."""
 
 
 class Sides(NamedTuple):
@@ -105,55 +102,59 @@ _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
 
 
-def encode_many(tasks: Sequence[Task], scratch: Scratch | None = None) -> EncodeMany:
-    """Bind the encodings of several matrices, all on one device, as one function.
+class Encoder:
+    """The encodings of several matrices, all on one device, each bound once.
 
     Where there are kernels for it, all matrices of one quantizer take one launch for each step, and what they are
     encoded to is valid until something else is encoded in ``scratch``. Every other matrix has launches of its own."""
-    device = tasks[0].device if tasks else torch.device("cpu")
-    together = [] if scratch is None else _together(tasks, scratch)
-    apart = [*range(len(tasks))]
-    for numbers, _, _ in together:
-        apart = [n for n in apart if n not in numbers]
-    bound = [(n, _bind(tasks[n]), _of_sides(tasks[n])) for n in apart]
 
-    def encode(xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> list[tuple[Buffers, Buffers]]:
+    def __init__(self, tasks: Sequence[Task], scratch: Scratch | None = None) -> None:
+        self._tasks, self._device = tasks, tasks[0].device if tasks else torch.device("cpu")
+        self._together = [] if scratch is None else _together(tasks, scratch)
+        apart = [*range(len(tasks))]
+        for numbers, _ in self._together:
+            apart = [n for n in apart if n not in numbers]
+        self._apart = [(n, _bind(tasks[n]), _of_sides(tasks[n])) for n in apart]
+        self.all = self._together[0][1] if self._together and len(self._together[0][0]) == len(tasks) else None
+        """The encoder of all matrices, if the same launches encode them."""
+
+    def __call__(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> list[tuple[Buffers, Buffers]]:
+        """The row operand and the column operand of each tensor, with the statistics of each in the order of
+        ``Sides.stats``."""
+        tasks = self._tasks
         if not xs or not can_bypass_dispatcher(xs[0]):
             return [
                 _dispatched(task, x, known[_of_sides(task)]) for task, x, known in zip(tasks, xs, stats, strict=True)
             ]
         made: list[tuple[Buffers, Buffers]] = [((), ())] * len(tasks)
-        with on_device(device):
-            for numbers, count, operands in together:
-                known = [[s for s in stats[n][:count] if s is not None] for n in numbers]
-                rows = operands.encode([xs[n] for n in numbers], known)
-                for n, row in zip(numbers, rows, strict=True):
+        with on_device(self._device):
+            for numbers, operands in self._together:
+                encoded = operands.encode([xs[n] for n in numbers], [stats[n] for n in numbers])
+                for n, row in zip(numbers, encoded.buffers, strict=True):
                     made[n] = row, ()
-            for n, run, of_them in bound:
+            for n, run, of_them in self._apart:
                 if run is not None:
                     made[n] = run(xs[n], stats[n][of_them], None)[:2]
                 else:
                     made[n] = _dispatched(tasks[n], xs[n], stats[n][of_them])
         return made
 
-    return encode
 
-
-def _together(tasks: Sequence[Task], scratch: Scratch) -> list[tuple[list[int], int, RowOperands]]:
-    """The matrices that are encoded together: their numbers, how many statistics each has, and their encoder."""
+def _together(tasks: Sequence[Task], scratch: Scratch) -> list[tuple[list[int], RowOperands]]:
+    """The matrices that are encoded together: their numbers, and their encoder."""
     alike: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
     for n, (sides, way, shape, held, dtype, device, given) in enumerate(tasks):
         count = len(sides.row.stats)
         if is_stack(shape) or way.sends_col or not encoded_together(sides.row, "row", given[:count], held, device):
             continue
         alike.setdefault((sides.row, dtype), []).append(n)
-    found: list[tuple[list[int], int, RowOperands]] = []
+    found: list[tuple[list[int], RowOperands]] = []
     start = 0
     for (side, dtype), numbers in alike.items():
         if len(numbers) > 1:
             shapes = [(tasks[n].shape[0], tasks[n].shape[1]) for n in numbers]
             operands = RowOperands(side, shapes, dtype, tasks[numbers[0]].device, scratch, start)
-            found.append((numbers, len(side.stats), operands))
+            found.append((numbers, operands))
             start = operands.stop
     return found
 

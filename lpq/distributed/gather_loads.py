@@ -10,22 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lpq.distributed.gather_encoder import Buffers, Task, Way, encode_many
-from lpq.distributed.gathered_operand import Whole, sent_bytes
+from lpq.distributed.gather_arrivals import Arrivals
+from lpq.distributed.gather_encoder import Buffers, Encoder, Task, Way
+from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import plain, plain_each
 from lpq.distributed.weight_gather import Gather, Operands
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
 from lpq.operations.binding import on_device
+from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private import fsdp
+from lpq.torch_private import cuda, fsdp
 from lpq.torch_private.operators import copy_each
-
-FLAT = 16 * 2**20
-"""Bytes of a whole buffer, on average, up to which the buffers of a load travel in one tensor. It takes another copy to
-put them in their places; handed to FSDP2 one by one they take the host longer than such a copy takes a GPU."""
 
 
 class Load(Protocol):
@@ -102,7 +100,7 @@ class High(_Quantized):
         sides, dtype, row, col = operands_of(gather)
         self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.layer.weight.shape)
         given = tuple(s is not None for s in gather.statistics())
-        self._encode = encode_many([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
+        self._encode = Encoder([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
         self._made = [whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if sends]
         count = shard.numel() * gather.site.group.size() * dtype.itemsize
         self._arrives = torch.empty(count, dtype=torch.uint8, device=self._device)
@@ -140,7 +138,9 @@ class Encoded(_Quantized):
         self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
         shared_out = gathers[0].site.group.size() > 1  # or nothing is sent, and operands stay until they are read
         scratch = gathers[0].model.scratch(self._device) if shared_out else None
-        self._encode = encode_many([self._task(i, shards[i]) for i in self._coded], scratch)
+        encode = self._encode = Encoder([self._task(i, shards[i]) for i in self._coded], scratch)
+        self._together = encode.all if not self._stored else None
+        """The encoder of all of them, if the same launches encode them."""
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
         """Those with statistics of earlier steps, by their number among those that are encoded, and among all."""
         self._moves = any(shards[i].device != self._device for i in self._coded)
@@ -155,8 +155,13 @@ class Encoded(_Quantized):
         self._stays = [(i, side, number) for i, side, whole in made for number in whole.stays]
         """Those that are the same on all ranks."""
         self._staying: list[Tensor] = []
-        self._arrive([whole for *_, whole in made])
-        self._stays_to = [whole.targets[number] for *_, whole in made for number in whole.stays]
+        sizes = self._together.sizes if self._together is not None else None
+        self._arrivals = Arrivals([whole for *_, whole in made], gathers[0].site.group.size(), self._device, sizes)
+        self.into = self._arrivals.into
+        self._anew = True
+        """Whether what stays was allocated for the present gather."""
+        self._streams: set[int] = set()
+        """Those on which what stays was read where it always lies in the same memory."""
 
     def _task(self, i: int, shard: Tensor) -> Task:
         gather = self.gathers[i]
@@ -164,67 +169,32 @@ class Encoded(_Quantized):
         x, given = gather.prepared(shard), tuple(s is not None for s in gather.statistics())
         return Task(sides, self._ways[i], tuple(x.shape), x.dtype, dtype, x.device, given)
 
-    def _arrive(self, wholes: Sequence[Whole]) -> None:
-        """Decide where the bytes of these operands arrive, and which are copied to their places from there."""
-        ranks = self.gathers[0].site.group.size()
-        large = [t for whole in wholes for t in whole.large]
-        sizes = [t.nbytes // ranks for t in large]
-        self._flat = ranks > 1 and len(large) > 1 and sum(sizes) * ranks <= FLAT * len(large)
-        self._from: list[Tensor] = []
-        self._to: list[Tensor] = []
-        self._allocated: list[Tensor] = []
-        """The buffers that are copied to."""
-        self._apart: list[Tensor] = []
-        """The memory of what is copied from."""
-        self._rows: list[Tensor] = []
-        """The buffers, by rank, of what arrives in one tensor, if the parts of all ranks lie in them one behind the
-        other: one launch copies them all."""
-        self._ranks, self._sizes = ranks, sizes
-        if ranks == 1:
-            self.into, self._allocated = [_nothing(self._device)], large
-            return
-        if self._flat:
-            self._apart = [torch.empty(sum(sizes) * ranks, dtype=torch.uint8, device=self._device)]
-            parts = iter(torch.split(self._apart[0].view(ranks, -1), sizes, 1))
-        self.into = [*self._apart]
-        if self._flat and all(whole.in_place for whole in wholes):
-            self._rows = [as_bytes(t.data).view(ranks, size) for t, size in zip(large, sizes, strict=True)]
-            self._allocated, wholes = large, ()
-        for whole in wholes:
-            if self._flat:
-                arrived = [next(parts) for _ in whole.large]
-            else:
-                flat = whole.arrivals()
-                self.into += flat
-                if whole.in_place:
-                    continue
-                self._apart += flat
-                arrived = [t.view(ranks, -1) for t in flat]
-            self._allocated += whole.large
-            for to, arrives in whole.places(arrived):
-                self._to.append(to)
-                self._from.append(arrives)
-        fsdp.free(self._apart)
-
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.held.clear()
-        gathers, matrices = self.gathers, self._matrices
+        gathers, matrices, stored = self.gathers, self._matrices, self._stored
+        xs = plain_each([shards[i] for i in self._coded] if stored else shards)
+        if self._moves:
+            xs = [gathers[i].prepared(x) for i, x in zip(self._coded, xs, strict=True)]
+        stats = [gathers[i].spanning for i in self._coded]
+        for n, i in self._remember:
+            stats[n] = gathers[i].statistics(matrices[i])
+        if self._together is not None and can_bypass_dispatcher(xs[0]):
+            with on_device(self._device):
+                encoded = self._together.encode(xs, stats)
+            self._staying, self._anew = encoded.staying, False
+            return (encoded.flat,) if self._arrivals.flat else tuple(encoded.spread)
         made: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
         with torch.no_grad():
-            if self._coded:
-                xs = plain_each([shards[i] for i in self._coded])
-                if self._moves:
-                    xs = [gathers[i].prepared(x) for i, x in zip(self._coded, xs, strict=True)]
-                stats = [gathers[i].spanning for i in self._coded]
-                for n, i in self._remember:
-                    stats[n] = gathers[i].statistics(matrices[i])
-                for i, operands in zip(self._coded, self._encode(xs, stats), strict=True):
-                    made[i] = operands
-            for i in self._stored:
+            for i, operands in zip(self._coded, self._encode(xs, stats), strict=True):
+                made[i] = operands
+            for i in stored:
                 made[i] = self._operands_of(i, shards[i])
+            self._anew = True
             self._staying = [made[i][side][number] for i, side, number in self._stays]
             sent = sent_bytes((whole, made[i][side][number]) for i, side, number, whole in self._sends)
-            if self._flat:
+            if self._together is not None and self._arrivals.flat:
+                sent = [nn.functional.pad(t, (0, n - len(t))) for t, n in zip(sent, self._together.sizes, strict=True)]
+            if self._arrivals.flat:
                 return (torch.cat(sent),)
         return tuple(sent) or (_nothing(self._device),)
 
@@ -238,16 +208,18 @@ class Encoded(_Quantized):
     def finish(self) -> None:
         staying, self._staying = self._staying, []
         if self._device.type == "cuda":
-            _read_on_this_stream(staying)
-        fsdp.allocate(self._allocated)
-        if self._rows:
-            torch.split_with_sizes_copy(self._apart[0].view(self._ranks, -1), self._sizes, 1, out=self._rows)
-        if self._to:
-            copy_each(self._to, self._from)
-        if staying:  # apart from the others: they are copied in one launch
-            copy_each(self._stays_to, staying)
-        fsdp.free(self._apart)
+            self._keep(staying)
+        self._arrivals.place(staying)
         self._complete()
+
+    def _keep(self, staying: Sequence[Tensor]) -> None:
+        """Keep the memory of what stays until the present stream has read it."""
+        if not self._anew:
+            stream = cuda.current_stream(self._device.index)
+            if stream in self._streams:
+                return
+            self._streams.add(stream)
+        _read_on_this_stream(staying)
 
 
 def operands_of(gather: Gather) -> Operands:

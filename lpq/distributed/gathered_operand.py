@@ -62,6 +62,10 @@ class Whole:
         """All buffers, to be filled."""
         fsdp.free(self.large)
 
+    def lines(self, buffer: Tensor) -> int:
+        """The lines of a buffer that travels of which each rank has a part."""
+        return 1 if self.in_place else buffer.shape[0]
+
     def arrivals(self) -> list[Tensor]:
         """Flat memory where the parts of all ranks may arrive, one behind the other: for each buffer that travels. It
         is that of the buffer itself, if it is ``in_place``."""
@@ -71,8 +75,7 @@ class Whole:
         """The places of what arrives, for each buffer that travels: as bytes ``[ranks, n]``."""
         for whole, parts in zip(self.large, arrived, strict=True):
             if whole.numel():
-                rows = 1 if self.in_place else whole.shape[0]
-                yield _by_rank(as_bytes(whole.data), rows, parts)
+                yield _by_rank(as_bytes(whole.data), self.lines(whole), parts)
 
     def bind_derive(self, quantizer: Quantizer, row: Whole) -> Callable[[], None]:
         """A function that makes this column operand of the row operand that it follows from."""

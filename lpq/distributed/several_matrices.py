@@ -27,7 +27,7 @@ from lpq.kernels.host_to_device import captured
 from lpq.kernels.table import kernels_allowed
 from lpq.torch_private import cuda
 
-ALIGNED = 256
+ALIGNED = 16
 """Each buffer begins at a multiple of so many bytes."""
 MOST = 64
 """Sets of matrices whose statistics are bound."""
@@ -151,19 +151,26 @@ class Scratch:
         return stream, memory
 
 
-class _Bound(NamedTuple):
-    """The launches for matrices and statistics at some places in memory."""
+class Encoded(NamedTuple):
+    """The row operands of several matrices and statistics at some places in memory, and the launches that make them."""
 
     pointers: list[int]
     memory: Tensor
     table: Tensor
     launches: Sequence[Callable[[], None]]
     buffers: list[list[Tensor]]
+    """The buffers of each operand. All are contiguous."""
+    staying: list[Tensor]
+    """Those that are the same for all shards of a weight; they lie in memory of their own."""
+    spread: list[Tensor]
+    """The bytes of the others, which lie in a ``Scratch``, and are valid until something else is encoded there on the
+    same stream."""
+    flat: Tensor
+    """All of these, one behind the other, with padding."""
 
 
 class RowOperands:
-    """The row operand of each of several matrices, whose statistics are given. Buffers that are the same for all shards
-    of a weight lie in memory of their own, and all others in a ``Scratch``."""
+    """The row operand of each of several matrices, whose statistics are given."""
 
     def __init__(
         self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, scratch: Scratch,
@@ -176,10 +183,11 @@ class RowOperands:
         self._kernels: CastKernels = kernels
         self._shapes, self._device, self._scratch, self._block = shapes, device, scratch, side.stats[-1].block
         self._macros = kernels.compiled_for(self._block, col=False, dtype=dtype)
+        self._count = len(side.stats)
         (codes,) = (buffer for buffer in side.layout if not buffer.from_stats)
         self._codes = [Grid(codes, "row", *shape) for shape in shapes]
         self._own: list[list[Tensor | None]] = []
-        self._sizes: list[list[tuple[int, torch.dtype, torch.Size]]] = []
+        self._made: list[list[tuple[int, torch.dtype, torch.Size]]] = []
         """The bytes, the dtype and the shape of each buffer."""
         meta = torch.device("meta")
         for shape in shapes:
@@ -188,26 +196,27 @@ class RowOperands:
             self._own.append(
                 [t.new_empty(t.shape, device=device) if s else None for t, s in zip(tensors, stays, strict=True)]
             )
-            self._sizes.append([(t.nbytes, t.dtype, t.shape) for t in tensors])
+            self._made.append([(t.nbytes, t.dtype, t.shape) for t in tensors])
         sizes = [
             0 if own is not None else -(-size // ALIGNED) * ALIGNED
-            for owns, spread in zip(self._own, self._sizes, strict=True)
-            for own, (size, *_) in zip(owns, spread, strict=True)
+            for owns, made in zip(self._own, self._made, strict=True)
+            for own, (size, *_) in zip(owns, made, strict=True)
         ]
         *places, self.stop = accumulate(sizes, initial=start)
-        count = len(side.layout)
+        self._start, count = start, len(side.layout)
         self._places = [places[i : i + count] for i in range(0, len(places), count)]
+        self.sizes = [n for n, own in zip(sizes, (o for owns in self._own for o in owns), strict=True) if own is None]
+        """The bytes of each buffer that lies in ``scratch``, with padding."""
         scratch.reserve(self.stop)
         self._first = [*accumulate((Grid(side.stats[-1], "row", *shape).count for shape in shapes), initial=0)]
         self._factors = torch.empty(self._first[-1], dtype=torch.float32, device=device)
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, Encoded] = {}
 
-    def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return the buffers of each operand, by the statistics of each matrix. All are contiguous. What lies in
-        ``scratch`` is valid until something else is encoded there on the same stream."""
+    def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> Encoded:
+        """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None."""
         stream, memory = self._scratch.on_this_stream()
-        pointers = [x.data_ptr() for x in xs]
-        pointers += [stat.data_ptr() for of_one in stats for stat in of_one]
+        pointers, count = [x.data_ptr() for x in xs], self._count
+        pointers += [stat.data_ptr() for of_one in stats for stat in of_one[:count] if stat is not None]
         bound = self._bound.get(stream)
         if bound is None or bound.pointers != pointers or bound.memory is not memory:
             bound = self._bind(pointers, memory)
@@ -215,20 +224,21 @@ class RowOperands:
                 self._bound[stream] = bound
         for launch in bound.launches:
             launch()
-        return bound.buffers
+        return bound
 
-    def _bind(self, pointers: list[int], memory: Tensor) -> _Bound:
-        buffers = [
-            [
-                own if own is not None else memory[at : at + size].view(dtype).view(shape)
-                for own, (size, dtype, shape), at in zip(owns, spread, places, strict=True)
-            ]
-            for owns, spread, places in zip(self._own, self._sizes, self._places, strict=True)
-        ]
+    def _bind(self, pointers: list[int], memory: Tensor) -> Encoded:
+        buffers: list[list[Tensor]] = []
+        staying: list[Tensor] = []
+        spread: list[Tensor] = []
+        for owns, made, places in zip(self._own, self._made, self._places, strict=True):
+            buffers.append([])
+            for own, (size, dtype, shape), at in zip(owns, made, places, strict=True):
+                part = memory[at : at + size]
+                (spread if own is None else staying).append(part if own is None else own)
+                buffers[-1].append(part.view(dtype).view(shape) if own is None else own)
         count = len(self._shapes)
-        each = (len(pointers) - count) // count
         rows = [
-            self._row(i, pointers[i], pointers[count + i * each : count + (i + 1) * each], buffers[i])
+            self._row(i, pointers[i], pointers[count + i * self._count : count + (i + 1) * self._count], buffers[i])
             for i in range(count)
         ]
         table = fragment_table(rows, self._block, self._device)
@@ -238,7 +248,9 @@ class RowOperands:
             )
             for kernel, which in ((self._kernels.scales, SCALES), (self._kernels.codes, CODES))
         ]
-        return _Bound(pointers, memory, table.rows, launches, buffers)
+        return Encoded(
+            pointers, memory, table.rows, launches, buffers, staying, spread, memory[self._start : self.stop]
+        )
 
     def _row(self, i: int, values: int, stats: Sequence[int], buffers: Sequence[Tensor]) -> Fragment:
         """The row of a table for one matrix."""

@@ -1,4 +1,5 @@
-"""Checks that several matrices, which are encoded or measured at once, have the bytes that each has by itself."""
+"""Checks that several matrices, which are encoded, measured or put in their places at once, have the bytes that each
+has by itself."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from lpq import operations
 from lpq.core import Quantizer
 from lpq.distributed.several_matrices import RowOperands, Scratch, ShardStatistics
 from lpq.formats.format import Direction
+from lpq.kernels.placing import Pieces, bind_places
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.expect import same
 
@@ -41,7 +43,7 @@ def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
         xs = matrices(seed, device)
         stats = [[s * 1.5 for s in operations.measure_reference(x.to(dtype), side, None)] for x in xs]
         scratch.on_this_stream()[1].fill_(0xA5)
-        for i, made in enumerate(several.encode(xs, stats)):
+        for i, made in enumerate(several.encode(xs, stats).buffers):
             expected = quantize_reference(xs[i].to(dtype), stats[i], side, None, None, 0, False)
             for k, (one, other) in enumerate(zip(made, expected, strict=True)):
                 same(one, other.contiguous(), f"{text}, matrix {i}, buffer {k}")
@@ -61,3 +63,36 @@ def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device
                 assert (one is None) == (stat.unit(int(direction == "col")) is not None)
                 if one is not None:
                     same(one, other, f"{text}, {direction}, {stat.name}")
+
+
+POISON, BEFORE = 0xA5, 64
+"""Bytes that nobody wrote, and so many of them in front of a buffer and behind it."""
+PIECES = (
+    Pieces(1, 2, 40000, 40960), Pieces(24, 3, 112, 24 * 112), Pieces(7, 4, 36, 1024), Pieces(5, 2, 3, 15),
+    Pieces(1, 1, 4, 4), Pieces(0, 2, 0, 64), Pieces(300, 8, 16, 4800), Pieces(1, 5, 13, 16),
+)  # fmt: skip
+"""Buffers of several lines and ranks: of pieces of 16 bytes, of 4 and of single ones, and without any."""
+
+
+def check_places(device: torch.device) -> None:
+    """More buffers than one launch takes, some of them from and to addresses that are not aligned."""
+    several = [piece for piece in PIECES for _ in range(3)]
+    place = bind_places(several, device)
+    generator = torch.Generator().manual_seed(0)
+    sources, buffers, expected = [], [], []
+    for i, (lines, ranks, piece, apart) in enumerate(several):
+        off = (0, 4, 1)[i % 3]
+        sent = torch.randint(256, (off + ranks * max(apart, lines * piece),), dtype=torch.uint8, generator=generator)
+        parts = [sent[off + rank * apart :][: lines * piece].view(lines, piece) for rank in range(ranks)]
+        expected.append(torch.cat(parts, 1).reshape(-1))
+        sources.append(sent.to(device)[off:])
+        buffers.append(
+            torch.full((BEFORE + off + len(expected[-1]) + BEFORE,), POISON, dtype=torch.uint8, device=device)
+        )
+    starts = [BEFORE + (0, 4, 1)[i % 3] for i in range(len(several))]
+    place([t.data_ptr() for t in sources], [t.data_ptr() + at for t, at in zip(buffers, starts, strict=True)])
+    for one, at, wanted in zip(buffers, starts, expected, strict=True):
+        made = one.cpu()
+        assert torch.equal(made[at:-BEFORE], wanted)
+        assert (made[:at] == POISON).all()
+        assert (made[-BEFORE:] == POISON).all()

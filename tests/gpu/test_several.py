@@ -1,10 +1,11 @@
-"""Several matrices that are encoded or measured at once have, on a GPU, the bytes that each has by itself."""
+"""Several matrices that are encoded, measured or put in their places at once have, on a GPU, the bytes that each has by
+itself."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_statistics
+from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_places, check_statistics
 
 from lpq.formats.format import Direction
 
@@ -19,3 +20,7 @@ def test_each_has_its_own(text: str, direction: Direction, dtype: torch.dtype) -
     if direction == "row":
         check_operands(text, dtype, device)
     check_statistics(text, direction, dtype, device)
+
+
+def test_each_is_put_in_its_place() -> None:
+    check_places(torch.device("cuda", 0))

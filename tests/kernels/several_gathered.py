@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lpq
-from lpq.distributed import several_matrices
+from lpq.distributed import gather_arrivals, several_matrices
 from lpq.kernels.cuda import CudaKernel
 from lpq.testing.expect import same
 
@@ -55,6 +55,7 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
         patch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
+        patch.setattr(gather_arrivals, "serves", lambda device, kernels: True)
         made = trained(recipe)
     assert names == wanted
     for i, (one, other) in enumerate(zip(made, expected, strict=True)):

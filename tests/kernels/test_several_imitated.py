@@ -1,4 +1,5 @@
-"""Several matrices that are encoded at once have the operands that each has by itself, where a CPU imitates the GPU."""
+"""Several matrices that are encoded, measured or put in their places at once have the bytes that each has by itself,
+where a CPU imitates the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from emulated import real
 from ranks import spawn
-from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_statistics
+from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_places, check_statistics
 from several_gathered import check
 
 from lpq.distributed import several_matrices
@@ -54,14 +55,19 @@ def test_each_has_its_own_statistics(text: str, direction: Direction, dtype: tor
     assert launched == ["measure", "measure"]
 
 
+def test_each_is_put_in_its_place(launched: list[str]) -> None:
+    check_places(CPU)
+    assert launched == ["place", "place"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "kernels"),
     [
-        ("fp8-current", {"measure", "scales", "codes"}),
-        ("fp8-delayed", {"measure", "scales", "codes"}),
-        ("fp8-row", {"measure"}),
-        ("nvfp4", {"measure"}),
-        ("mxfp8", set()),
+        ("fp8-current", {"measure", "scales", "codes", "place"}),
+        ("fp8-delayed", {"measure", "scales", "codes", "place"}),
+        ("fp8-row", {"measure", "place"}),
+        ("nvfp4", {"measure", "place"}),
+        ("mxfp8", {"place"}),
     ],
 )
 def test_gathered_weights(recipe: str, kernels: set[str]) -> None:

@@ -1,0 +1,112 @@
+"""Arrivals: the memory where the bytes of operands arrive that ranks send, and their way from there to their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.gathered_operand import Whole
+from lpq.formats.layout import as_bytes
+from lpq.kernels.placing import Pieces, Place, bind_places, serves
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.binding import on_device
+from lpq.torch_private import fsdp
+from lpq.torch_private.operators import copy_each
+
+FLAT = 16 * 2**20
+"""Bytes of a whole buffer, on average, up to which the buffers of a load travel in one tensor. It takes another copy to
+put them in their places; handed to FSDP2 one by one they take the host longer than such a copy takes a GPU."""
+
+
+class Arrivals:
+    """Where the buffers of some operands arrive, and how all of them are put in their places: in one launch, where a
+    kernel can."""
+
+    def __init__(
+        self, wholes: Sequence[Whole], ranks: int, device: torch.device, sizes: Sequence[int] | None = None
+    ) -> None:
+        """``sizes``: the bytes that a rank sends of each buffer that travels, if something may follow its bytes."""
+        self._device, large = device, [t for whole in wholes for t in whole.large]
+        shares = [t.nbytes // ranks for t in large]
+        self.flat = ranks > 1 and len(large) > 1 and sum(shares) * ranks <= FLAT * len(large)
+        """Whether all travel in one tensor."""
+        self.into: list[Tensor] = []
+        """The flat tensors in which they arrive."""
+        self._arrive: list[Tensor] = []
+        """What arrives of each buffer that is not in its place then, as bytes ``[ranks, n]``."""
+        self._apart: list[Tensor] = []
+        """The memory of these."""
+        self._belong: list[Tensor] = []
+        """The buffers where they belong."""
+        self._allocated: list[Tensor] = []
+        """The buffers for which FSDP2 does not allocate memory."""
+        self._stay = [whole.targets[number] for whole in wholes for number in whole.stays]
+        if ranks == 1:
+            self.into, self._allocated = [torch.empty(0, dtype=torch.uint8, device=device)], large
+        elif self.flat:
+            steps = shares if sizes is None else sizes
+            self.into = self._apart = [torch.empty(sum(steps) * ranks, dtype=torch.uint8, device=device)]
+            parts = [*torch.split(self._apart[0].view(ranks, -1), [*steps], 1)]
+            self._arrive = [part[:, :share] for part, share in zip(parts, shares, strict=True)]
+            self._belong = self._allocated = large
+        else:
+            for whole in wholes:
+                flat = whole.arrivals()
+                self.into += flat
+                if not whole.in_place:
+                    self._apart += flat
+                    self._arrive += [t.view(ranks, -1) for t in flat]
+                    self._belong += whole.large
+            self._allocated = self._belong
+        self._shares = shares
+        self._place: Place | None = None
+        self._with: list[Tensor] = []
+        """The buffers that did not travel and are put in place by the same launch."""
+        self._rows: list[Tensor] = []
+        """The buffers, by rank, if one operation of torch copies all that arrives."""
+        self._to: list[Tensor] = []
+        self._from: list[Tensor] = []
+        if self._arrive and serves(device, kernels_allowed()):
+            self._bind(
+                [whole.lines(t) for whole in wholes for t in whole.large if not (whole.in_place and not self.flat)]
+            )
+        elif self.flat and sizes is None and all(whole.in_place for whole in wholes):
+            self._rows = [as_bytes(t.data).view(ranks, n) for t, n in zip(large, shares, strict=True)]
+        else:
+            arrive = iter(self._arrive)
+            for whole in wholes if self._arrive else ():
+                arrived = [next(arrive) for _ in whole.large] if self.flat or not whole.in_place else []
+                for to, part in whole.places(arrived) if arrived else ():
+                    self._to.append(to)
+                    self._from.append(part)
+        fsdp.free(self._apart)
+
+    def _bind(self, lines: Sequence[int]) -> None:
+        """Choose the kernel; ``lines``: of each buffer that arrives, those of which a rank sends a piece."""
+        pieces = [
+            Pieces(high if part.numel() else 0, len(part), part.shape[1] // high if part.numel() else 0, part.stride(0))
+            for part, high in zip(self._arrive, lines, strict=True)
+        ]
+        if all(t.numel() == 1 for t in self._stay):  # or they may lie in memory in another order
+            self._with = self._stay
+            pieces += [Pieces(1, 1, t.nbytes, t.nbytes) for t in self._stay]
+        with on_device(self._device):
+            self._place = bind_places(pieces, self._device)
+
+    def place(self, staying: Sequence[Tensor]) -> None:
+        """Put in place what has arrived, and those buffers that are the same on all ranks, which did not travel."""
+        fsdp.allocate(self._allocated)
+        if self._place is not None:
+            arrived = [*self._arrive, *staying] if self._with else self._arrive
+            with on_device(self._device):
+                self._place([t.data_ptr() for t in arrived], [t.data_ptr() for t in (*self._belong, *self._with)])
+        elif self._rows:
+            whole = self._apart[0].view(len(self._rows[0]), -1)
+            torch.split_with_sizes_copy(whole, self._shares, 1, out=self._rows)
+        elif self._to:
+            copy_each(self._to, self._from)
+        if staying and not self._with:  # apart from the others: they are copied in one launch
+            copy_each(self._stay, staying)
+        fsdp.free(self._apart)

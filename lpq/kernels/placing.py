@@ -1,0 +1,77 @@
+"""What ranks sent of several buffers, put in its places by one launch.
+
+A rank sends a piece of each line of a buffer, or one piece of the whole. What it sent lies in one place, piece by
+piece; in the buffer, the pieces of all ranks follow each other line by line. The addresses are arguments of the
+launch, since memory for what arrives is allocated anew each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lpq import registry
+from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.table import ENVIRONMENT, allowed_by, why_not
+from lpq.registry import KernelSpec
+
+MOST = 16
+"""Buffers of one launch."""
+BYTES = 16384
+"""Bytes that one block of threads puts in place."""
+PLACE = CudaKernel("common/place.cu", "place", f"({MOST * 'PPqqq'})q", threads=256, waits=True)
+SPEC = KernelSpec.cuda("place", "lpq.kernels.placing:bind_places")
+FIELDS = 5
+
+Place = Callable[[Sequence[int], Sequence[int]], None]
+"""``place(sources, targets)``: addresses of what the ranks sent, that of the first rank first, and of the buffers. The
+device is the current one."""
+
+
+class Pieces(NamedTuple):
+    """How the bytes of one buffer arrive."""
+
+    lines: int
+    """The lines of the buffer of which each rank sends a piece."""
+    ranks: int
+    piece: int
+    """The bytes of a piece."""
+    apart: int
+    """The bytes from what one rank sent to what the next one did."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.lines * self.ranks * self.piece
+
+
+def serves(device: torch.device, kernels: object) -> bool:
+    """Whether the kernel may run on a device. ``kernels``: what ``kernels_allowed`` returns."""
+    return _serves(device, kernels)
+
+
+@registry.cached
+def _serves(device: torch.device, kernels: object) -> bool:
+    return why_not(SPEC, (), device, allowed_by(os.environ.get(ENVIRONMENT))) is None
+
+
+def bind_places(several: Sequence[Pieces], device: torch.device) -> Place:
+    """Decide the launches for these buffers once."""
+    bound: list[tuple[slice, list[int], Callable[..., None]]] = []
+    for first in range(0, len(several), MOST):
+        some = slice(first, first + MOST)
+        numbers = [n for p in several[some] for n in (0, 0, p.lines << 32 | p.ranks, p.piece, p.apart)]
+        numbers += [0] * (FIELDS * MOST - len(numbers)) + [len(several[some])]
+        blocks = sum(-(-p.nbytes // BYTES) for p in several[some])
+        bound.append((some, numbers, PLACE.bind(device.index or 0, (), blocks)))
+
+    def place(sources: Sequence[int], targets: Sequence[int]) -> None:
+        for some, numbers, launch in bound:
+            given = numbers.copy()
+            end = FIELDS * given[-1]
+            given[0:end:FIELDS], given[1:end:FIELDS] = sources[some], targets[some]
+            launch(*given)
+
+    return place
