@@ -96,12 +96,12 @@ class Arrivals:
             self._place = bind_places(pieces, self._device)
 
     def place(self, staying: Sequence[Tensor]) -> None:
-        """Put in place what has arrived, and those buffers that are the same on all ranks, which did not travel."""
+        """Put in place what has arrived, and those buffers that are the same on all ranks, which did not travel. The
+        device is the current one."""
         fsdp.allocate(self._allocated)
         if self._place is not None:
             arrived = [*self._arrive, *staying] if self._with else self._arrive
-            with on_device(self._device):
-                self._place([t.data_ptr() for t in arrived], [t.data_ptr() for t in (*self._belong, *self._with)])
+            self._place([t.data_ptr() for t in arrived], [t.data_ptr() for t in (*self._belong, *self._with)])
         elif self._rows:
             whole = self._apart[0].view(len(self._rows[0]), -1)
             torch.split_with_sizes_copy(whole, self._shares, 1, out=self._rows)

@@ -7,7 +7,7 @@ each weight where FSDP2 wants tensors from all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lpq.distributed.gather_arrivals import Arrivals
 from lpq.distributed.gather_encoder import Buffers, Encoder, Task, Way
 from lpq.distributed.gathered_operand import sent_bytes
-from lpq.distributed.shard import plain, plain_each
+from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.weight_gather import Gather, Operands
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
@@ -24,22 +24,6 @@ from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import cuda, fsdp
 from lpq.torch_private.operators import copy_each
-
-
-class Load(Protocol):
-    """Weights of a unit that send together, in FSDP2's hook of the first of them."""
-
-    gathers: Sequence[Gather]
-    into: list[Tensor] | None
-    """The flat tensors in which it arrives; None: FSDP2's own."""
-    held: list[Tensor]
-    """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
-
-    def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors to send of these shards, as many as there are in ``into``."""
-
-    def finish(self) -> None:
-        """Make the whole weights of what arrived."""
 
 
 class Ordinary:
@@ -82,13 +66,11 @@ class _Quantized:
                 self._unwanted += row.large
 
     def _complete(self) -> None:
-        if self._derive:
-            fsdp.allocate(self._derived)
-            with on_device(self._device):
-                for derive in self._derive:
-                    derive()
-            fsdp.free(self._unwanted)
-        self.held += self._all
+        """Derive what follows from what is there. The device is the current one."""
+        fsdp.allocate(self._derived)
+        for derive in self._derive:
+            derive()
+        fsdp.free(self._unwanted)
 
 
 class High(_Quantized):
@@ -121,7 +103,9 @@ class High(_Quantized):
         for whole in self._made:
             fsdp.allocate(whole.large)
         copy_each([t for whole in self._made for t in whole.targets], [t for buffers in operands for t in buffers])
-        self._complete()
+        with on_device(self._device):
+            self._complete()
+        self.held += self._all
         fsdp.free((self._arrives,))
 
 
@@ -171,23 +155,23 @@ class Encoded(_Quantized):
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.held.clear()
-        gathers, matrices, stored = self.gathers, self._matrices, self._stored
-        xs = plain_each([shards[i] for i in self._coded] if stored else shards)
-        if self._moves:
-            xs = [gathers[i].prepared(x) for i, x in zip(self._coded, xs, strict=True)]
-        stats = [gathers[i].spanning for i in self._coded]
+        gathers, coded = self.gathers, self._coded
+        stats = [gathers[i].spanning for i in coded]
         for n, i in self._remember:
-            stats[n] = gathers[i].statistics(matrices[i])
+            stats[n] = gathers[i].statistics(self._matrices[i])
+        xs = [cast("WeightShard", shards[i]).held for i in coded]
         if self._together is not None and can_bypass_dispatcher(xs[0]):
             with on_device(self._device):
                 encoded = self._together.encode(xs, stats)
             self._staying, self._anew = encoded.staying, False
             return (encoded.flat,) if self._arrivals.flat else tuple(encoded.spread)
+        if self._moves:
+            xs = [gathers[i].prepared(x) for i, x in zip(coded, xs, strict=True)]
         made: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
         with torch.no_grad():
-            for i, operands in zip(self._coded, self._encode(xs, stats), strict=True):
+            for i, operands in zip(coded, self._encode(xs, stats), strict=True):
                 made[i] = operands
-            for i in stored:
+            for i in self._stored:
                 made[i] = self._operands_of(i, shards[i])
             self._anew = True
             self._staying = [made[i][side][number] for i, side, number in self._stays]
@@ -209,8 +193,11 @@ class Encoded(_Quantized):
         staying, self._staying = self._staying, []
         if self._device.type == "cuda":
             self._keep(staying)
-        self._arrivals.place(staying)
-        self._complete()
+        with on_device(self._device):
+            self._arrivals.place(staying)
+            if self._derive:
+                self._complete()
+        self.held += self._all
 
     def _keep(self, staying: Sequence[Tensor]) -> None:
         """Keep the memory of what stays until the present stream has read it."""

@@ -16,16 +16,21 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.distributed.gather_encoder import Sides, Way, way_of
-from lpq.distributed.gather_loads import Encoded, High, Load, Ordinary, operands_of
+from lpq.distributed.gather_loads import Encoded, High, Ordinary, operands_of
 from lpq.distributed.shard import WeightShard
-from lpq.distributed.weight_gather import Gather, stale
+from lpq.distributed.weight_gather import Gather, Load, stale
 from lpq.kernels.table import kernels_allowed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import SIGNATURE
 from lpq.torch_private import fsdp
+from lpq.torch_private.compiling import PRINTS_GUARDED
 
 Traits = tuple["Sides | None", type, torch.dtype, torch.device]
 """The properties of a weight on which a plan depends: its operands; class, dtype and device of its shard."""
+
+
+CHECKS = PRINTS_GUARDED
+"""Whether a model is to be checked before each gather, even if there is nothing to compare."""
 
 
 class Plan(NamedTuple):
@@ -54,59 +59,48 @@ class Unit:
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors to gather for a weight, when FSDP2 asks it."""
         if gather is self.gathers[0]:
-            self.begun = None
-            plan = self._choose()
-            fsdp.gather_into(plan.places)
-            self.begun = plan.loads
+            return self.begin_all(shard)
         if self.begun is None:
             raise RuntimeError(
                 f"the weight of {gather.layer.title} is gathered together with the weight of "
                 f"{self.gathers[0].layer.title}, in whose place somebody put an ordinary tensor after fully_shard: "
                 "load weights by load_state_dict, or write to them in place"
             )
-        load = self.begun.get(gather)
-        if load is None:
-            return ()
-        return load.begin([shard] if len(load.gathers) == 1 else fsdp.shards(g.site for g in load.gathers))
+        return _sent(self.begun[gather], shard) if gather in self.begun else ()
 
-    def finish(self, gather: Gather, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """Make the whole weights of what arrived, when FSDP2 asks the weight that sent it; return the weight that it
-        asks, and the tensors to free with it."""
-        load = None
-        if self.begun is not None and (load := self.begun.get(gather)) is not None:
-            load.finish()
-            if gather is next(reversed(self.begun)):
-                self.begun = None
-        if out is not None:
-            return None
-        if gather.operands is None:
-            return outputs[0].reshape(-1), []
-        return gather.whole(), load.held if load is not None else []
-
-    def _choose(self) -> Plan:
-        """Check and measure all weights, and return their plan; the first of its kind is made."""
-        for gather in self._models:
-            gather.model.check(gather)
+    def begin_all(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """The same for the first weight, after which the others need not be looked at: check and measure all, and
+        choose the plan; the first of its kind is made."""
+        self.begun = None
+        for first in self._models:
+            if CHECKS or not first.model.comparison.alike or first.model.comparison.moving:
+                first.model.check(first)
         shards = fsdp.shards(self._sites)
         for model in {id(gather.model): gather.model for gather in stale(self.gathers, shards)}.values():
             model.refresh()
         of: list[Traits] = []
-        for gather, shard in zip(self.gathers, shards, strict=True):
+        for gather, own in zip(self.gathers, shards, strict=True):
             measured, sides = gather.measured, None
-            if isinstance(shard, QuantizedTensor):
-                sides = gather.stored_sides(shard)
+            if isinstance(own, QuantizedTensor):
+                sides = gather.stored_sides(own)
             elif measured is not None:
                 sides = measured.sides
-            of.append((sides, type(shard), shard.dtype, shard.device))
-            if type(shard) is WeightShard and "fsdp_pre_all_gather" not in vars(shard):
-                vars(shard)["fsdp_pre_all_gather"] = Hook(gather, shard)
+            of.append((sides, type(own), own.dtype, own.device))
+            if type(own) is WeightShard and "fsdp_pre_all_gather" not in vars(own):
+                vars(own)["fsdp_pre_all_gather"] = Hook(gather, own)
         again = tuple([gather.runs_again for gather in self.gathers])
         directions = self._sites[0].directions(False)
         key = (*directions, again, kernels_allowed(), registry.epoch())
         plan = self._plans.get(key)
         if plan is None or plan.of != of:
-            plan = self._plans[key] = self._make(of, shards, [(directions[0] or runs, directions[1]) for runs in again])
-        return plan
+            wanted = [(directions[0] or runs, directions[1]) for runs in again]
+            plan = self._plans[key] = self._make(of, shards, wanted)
+        fsdp.gather_into(plan.places)
+        self.begun = plan.loads
+        load = plan.loads.get(self.gathers[0])
+        if load is None:
+            return ()
+        return load.begin(shards) if len(load.gathers) == len(shards) > 1 else _sent(load, shard)
 
     def _make(self, of: Sequence[Traits], shards: Sequence[Tensor], wanted: Sequence[tuple[bool, bool]]) -> Plan:
         for gather, (sides, *_) in zip(self.gathers, of, strict=True):
@@ -136,10 +130,14 @@ class Unit:
         return Plan(of, sent, places)
 
 
+def _sent(load: Load, shard: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a load sends, when FSDP2 asks the first of its weights; ``shard``: that one's."""
+    return load.begin([shard] if len(load.gathers) == 1 else fsdp.shards(gather.site for gather in load.gathers))
+
+
 class Hook:
-    """FSDP2's hook as an attribute of a shard, which costs Python less than the method of its class. It answers at once
-    for a shard for which another one sends, and calls that method otherwise. Views and copies of the shard have none.
-    """
+    """FSDP2's hook as an attribute of a shard, which costs Python less than the method of its class. Views and copies
+    of the shard have none."""
 
     __signature__ = SIGNATURE
 
@@ -147,10 +145,14 @@ class Hook:
         self._gather, self._shard = weakref.ref(gather), weakref.ref(shard)  # no model is kept by its shards
 
     def __call__(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        gather = self._gather()
-        begun = gather.unit.begun if gather is not None and gather.unit is not None else None
-        if begun is not None and gather not in begun and getattr(module, "gather", None) is gather:
-            return (), gather
-        shard = self._shard()
+        gather, shard = self._gather(), self._shard()
         assert shard is not None
-        return WeightShard.fsdp_pre_all_gather(shard, mesh, outer_size, outer_stride, module, mp_policy)
+        unit = gather.unit if gather is not None else None
+        others = gather is not getattr(module, "gather", None) or torch.is_inference_mode_enabled()
+        if gather is None or unit is None or others:
+            return WeightShard.fsdp_pre_all_gather(shard, mesh, outer_size, outer_stride, module, mp_policy)
+        if gather is unit.gathers[0]:
+            return unit.begin_all(shard), gather
+        if unit.begun is not None and gather not in unit.begun:
+            return (), gather
+        return unit.begin(gather, shard), gather

@@ -40,7 +40,7 @@ class Gathering(Watcher):
         self._begin()
 
     def _begin(self) -> None:
-        self._comparison = Comparison()
+        self.comparison = Comparison()
         self._first: Gather | None = None
         """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
@@ -62,9 +62,6 @@ class Gathering(Watcher):
         """How the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""
         if layer not in self._gathers or self._gathers[layer].unit is None:
             self._find()
-        compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
-        if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
-            _lender().lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         if layer not in self._gathers:
             title = getattr(layer, "title", str(layer))
             raise RuntimeError(
@@ -104,12 +101,15 @@ class Gathering(Watcher):
         """Compare and decide again, since a recipe has changed."""
         for gather in self._gathers.values():
             gather.judged = None
-        self._comparison.alike = False
+        self.comparison.alike = False
 
     def check(self, gather: Gather) -> None:
         """Compare the model with that of the other ranks, if a recipe has changed since; a collective. While recipes
         may change by step, each forward compares steps: a rank cannot see that another one alone was given a step."""
-        comparison = self._comparison
+        compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
+        if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
+            _lender().lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
+        comparison = self.comparison
         due = comparison.moving and gather is self._first and not gather.site.for_backward
         if comparison.alike and not due:
             return
@@ -119,7 +119,7 @@ class Gathering(Watcher):
             self._first = gather
             for module in fsdp.outermost(self.root).modules():
                 if isinstance(gathering := getattr(module, "gathering", None), Gathering):
-                    gathering._comparison.alike = True
+                    gathering.comparison.alike = True
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""

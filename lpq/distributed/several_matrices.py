@@ -136,19 +136,19 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._size = device, 0
-        self._memory: dict[int, Tensor] = {}
+        self.memory: dict[int, Tensor] = {}
+        """What there is at present, by stream."""
 
     def reserve(self, size: int) -> None:
         """Have at least so many bytes from now on."""
         self._size = max(self._size, size)
 
-    def on_this_stream(self) -> tuple[int, Tensor]:
-        """The present stream, and its memory."""
-        stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
-        memory = self._memory.get(stream)
+    def on(self, stream: int) -> Tensor:
+        """The memory for a stream, which is the present one."""
+        memory = self.memory.get(stream)
         if memory is None or memory.nbytes < self._size:
-            memory = self._memory[stream] = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        return stream, memory
+            memory = self.memory[stream] = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        return memory
 
 
 class Encoded(NamedTuple):
@@ -214,12 +214,12 @@ class RowOperands:
 
     def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> Encoded:
         """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None."""
-        stream, memory = self._scratch.on_this_stream()
+        stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
         pointers, count = [x.data_ptr() for x in xs], self._count
         pointers += [stat.data_ptr() for of_one in stats for stat in of_one[:count] if stat is not None]
         bound = self._bound.get(stream)
-        if bound is None or bound.pointers != pointers or bound.memory is not memory:
-            bound = self._bind(pointers, memory)
+        if bound is None or bound.pointers != pointers or bound.memory is not self._scratch.memory.get(stream):
+            bound = self._bind(pointers, self._scratch.on(stream))
             if not captured(self._device):
                 self._bound[stream] = bound
         for launch in bound.launches:

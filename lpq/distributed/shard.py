@@ -44,7 +44,7 @@ class WeightShard(Gathered, Tensor):
     @property
     def write_count(self) -> int:
         """A number that changes when it is written to, also by compiled code, which writes to ``held`` itself."""
-        return write_counts((self,))[0]
+        return self.writes.count + version_of(self.held)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -130,11 +130,6 @@ class WeightShard(Gathered, Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightShard({self.held!r})"
-
-
-def write_counts(shards: Iterable[Tensor]) -> list[int]:
-    """The write count of each shard; 0 for one of another class."""
-    return [s.writes.count + version_of(s.held) if isinstance(s, WeightShard) else 0 for s in shards]
 
 
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_encoder import Sides, sides_of
 from lpq.distributed.gathered_operand import Whole
 from lpq.distributed.several_matrices import Measuring, Scratch, measured_together
-from lpq.distributed.shard import WeightShard, plain, plain_each, write_counts
+from lpq.distributed.shard import WeightShard, plain, plain_each
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not, why_uncut
 from lpq.formats import Quantizer
@@ -32,6 +33,7 @@ from lpq.operations.reduce_statistics import Declared, Reductions
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
 from lpq.torch_private.operators import copy_each
+from lpq.torch_private.tensors import version_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,6 +59,8 @@ class Layer(Protocol):
 class Model(Protocol):
     """The model of a weight, as far as a gather reads it."""
 
+    comparison: Comparison
+
     def check(self, gather: Gather) -> None:
         """Raise, before this gather, unless all ranks have the same model; a collective, where that is in doubt."""
 
@@ -67,20 +71,34 @@ class Model(Protocol):
         """The memory of what is encoded on a device to be sent, for all weights of the model."""
 
 
+class Load(Protocol):
+    """Weights of a unit that send together, in FSDP2's hook of the first of them."""
+
+    gathers: Sequence[Gather]
+    into: list[Tensor] | None
+    """The flat tensors in which it arrives; None: FSDP2's own."""
+    held: list[Tensor]
+    """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
+
+    def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors to send of these shards, as many as there are in ``into``."""
+
+    def finish(self) -> None:
+        """Make the whole weights of what arrived."""
+
+
 class Unit(Protocol):
     """The weights that FSDP2 gathers together, as far as one of them reads it."""
 
     gathers: Sequence[Gather]
-
-    @property
-    def begun(self) -> Mapping[Gather, object] | None:
-        """The weights that send something in the gather that has begun."""
+    begun: dict[Gather, Load] | None
+    """The loads of the gather that has begun, each by the weight that sends it, until the last has arrived."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
         """The tensors to gather of this weight, and of others that send with it."""
 
-    def finish(self, gather: Gather, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """The whole weight."""
+    def begin_all(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """The same for the first weight of the unit."""
 
 
 class Operands(NamedTuple):
@@ -94,10 +112,11 @@ class Operands(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The last measurement: its tensor, the version of that, and the quantizer."""
+    """The last measurement: its tensor, the writes to that until then, and the quantizer."""
 
     local: weakref.ref[Tensor]
-    version: int
+    writes: tuple[int, int]
+    """Those that the tensor's operators counted, and those that autograd did."""
     quantizer: Quantizer | None
     sides: Sides | None
 
@@ -150,9 +169,19 @@ class Gather:
         return self.unit.begin(self, shard)
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """The whole weight, from the bytes that arrived. FSDP2 passes it as ``out`` at later gathers, to be filled."""
-        assert self.unit is not None
-        return self.unit.finish(self, outputs, out)
+        """Make the whole weights of what arrived, where this one sent it; return this one, and the tensors to free with
+        it. FSDP2 passes it as ``out`` at later gathers, to be filled."""
+        unit, load = self.unit, None
+        assert unit is not None
+        if unit.begun is not None and (load := unit.begun.get(self)) is not None:
+            load.finish()
+            if self is next(reversed(unit.begun)):
+                unit.begun = None
+        if out is not None:
+            return None
+        if self.operands is None:
+            return outputs[0].reshape(-1), []
+        return self.whole(), load.held if load is not None else []
 
     @cached_property
     def where(self) -> tuple[torch.dtype, torch.device, ProcessGroup]:
@@ -255,12 +284,12 @@ class Gather:
 def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
     """Those whose shard was written to, or whose quantizer changed, since it was measured. Stored ones never are."""
     found: list[Gather] = []
-    for gather, shard, count in zip(gathers, shards, write_counts(shards), strict=True):
+    for gather, shard in zip(gathers, shards, strict=True):
         measured, wanted = gather.measured, (gather.judged or gather.judge()).quantizer
         if not isinstance(shard, QuantizedTensor) and (
             measured is None
             or measured.local() is not shard
-            or measured.version != count
+            or (isinstance(shard, WeightShard) and measured.writes != (shard.writes.count, version_of(shard.held)))
             or (measured.quantizer is not wanted and measured.quantizer != wanted)
         ):
             found.append(gather)
@@ -272,9 +301,10 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
     found: list[tuple[Gather, Measured]] = []
     alike: dict[tuple[object, ...], tuple[Sides, list[tuple[Gather, Tensor]]]] = {}
     shards = fsdp.shards(gather.site for gather in gathers)
-    for gather, local, x, version in zip(gathers, shards, plain_each(shards), write_counts(shards), strict=True):
+    for gather, local, x in zip(gathers, shards, plain_each(shards), strict=True):
         wanted, sides = gather.judged or gather.judge()
-        found.append((gather, Measured(weakref.ref(local), version, wanted, sides)))
+        writes = (local.writes.count, version_of(x)) if isinstance(local, WeightShard) else (0, 0)
+        found.append((gather, Measured(weakref.ref(local), writes, wanted, sides)))
         gather.measured = None  # until they are reduced each rank has others
         gather.stats = gather.spanning = []
         if sides is None or not isinstance(local, WeightShard):

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
+import torch
 from torch import Tensor
 
 from lpq.tensor.inference import normal_tensors
 from lpq.torch_private.tensors import is_parameter
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -123,6 +123,8 @@ class Gathered:
         """Return the whole parameter, or fill ``out``, which the first call returned. FSDP2 calls it after a gather."""
         if out is not None and not outputs:  # another parameter sent for this one, and has filled it
             return None
+        if not torch.is_inference_mode_enabled():
+            return gather.finish(outputs, out)
         with normal_tensors():  # they are kept from gather to gather
             return gather.finish(outputs, out)
 

@@ -22,6 +22,8 @@ QUANTIZERS = (
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIRECTIONS: tuple[Direction, ...] = ("row", "col")
+POISON, BEFORE = 0xA5, 64
+"""What bytes are that nobody wrote; and so many of them in front of a buffer and behind it."""
 
 
 def matrices(seed: int, device: torch.device) -> list[Tensor]:
@@ -42,7 +44,8 @@ def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
     for seed in range(2):
         xs = matrices(seed, device)
         stats = [[s * 1.5 for s in operations.measure_reference(x.to(dtype), side, None)] for x in xs]
-        scratch.on_this_stream()[1].fill_(0xA5)
+        for memory in scratch.memory.values():
+            memory.fill_(POISON)
         for i, made in enumerate(several.encode(xs, stats).buffers):
             expected = quantize_reference(xs[i].to(dtype), stats[i], side, None, None, 0, False)
             for k, (one, other) in enumerate(zip(made, expected, strict=True)):
@@ -65,8 +68,6 @@ def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device
                     same(one, other, f"{text}, {direction}, {stat.name}")
 
 
-POISON, BEFORE = 0xA5, 64
-"""Bytes that nobody wrote, and so many of them in front of a buffer and behind it."""
 PIECES = (
     Pieces(1, 2, 40000, 40960), Pieces(24, 3, 112, 24 * 112), Pieces(7, 4, 36, 1024), Pieces(5, 2, 3, 15),
     Pieces(1, 1, 4, 4), Pieces(0, 2, 0, 64), Pieces(300, 8, 16, 4800), Pieces(1, 5, 13, 16),

@@ -39,13 +39,13 @@ class Cost(NamedTuple):
 COSTS = {
     # recipe: a unit of one weight; each weight of larger units; what such a unit costs beside.
     # As a CPU counts them, on which some copies of many buffers are an operator for each, and on a GPU one launch. As
-    # torch 2.11 counts them, in which a unit takes up to 4 calls more than in 2.13. Where there are fewer, lower the
+    # torch 2.11 counts them, in which a unit takes 2 calls more than in 2.13. Where there are fewer, lower the
     # number.
-    "fp8-current": (Cost(121, 111), Cost(52, 15), Cost(71, 108)),
-    "fp8-delayed": (Cost(157.5, 149), Cost(88, 53), Cost(71, 108)),
-    "fp8-row": (Cost(120, 121), Cost(58, 17), Cost(64, 105)),
-    "mxfp8": (Cost(127, 136), Cost(65, 32), Cost(64, 104)),
-    "nvfp4": (Cost(149, 141), Cost(84, 33), Cost(67, 108)),
+    "fp8-current": (Cost(99, 111), Cost(52, 5), Cost(41, 98)),
+    "fp8-delayed": (Cost(135, 149), Cost(88, 43), Cost(41, 98)),
+    "fp8-row": (Cost(100, 112), Cost(58, 12), Cost(40, 101)),
+    "mxfp8": (Cost(107, 126), Cost(65, 26), Cost(40, 100)),
+    "nvfp4": (Cost(129, 123), Cost(84, 23), Cost(43, 100)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
