@@ -1,4 +1,4 @@
-// The transpose of a matrix of bytes, and of one of nibbles whose rows are padded to 16.
+// The transpose of a matrix of bytes, and of one of nibbles whose rows are padded to 16; or those of several in one launch.
 //
 // A block of threads takes 256 rows of LPQ_WIDE bytes, or twice LPQ_WIDE rows of 256 nibbles; a thread 16 bytes of 8 rows.
 #include "transposed.cuh"
@@ -28,13 +28,12 @@ struct Bytes {
     uint4 piece[WIDE][16];  // 256 bytes of each column
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_bytes(
-    const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
+__device__ __forceinline__ void transpose_tile_of_bytes(
+    u32 block, const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
 ) {
-    wait_for_the_one_before();
     constexpr int HIGH = 256, ACROSS = WIDE / 16;
     auto& piece = in_shared_memory<Bytes>().piece;
-    const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = block / wide, across = block - down * wide;
     const int at = threadIdx.x % ACROSS, chunk = threadIdx.x / ACROSS;
     const i64 row = (i64)down * HIGH + chunk * 8, col = (i64)across * WIDE + at * 16;
     u32 w[4][8];
@@ -44,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_
         w[0][i] = v.x, w[1][i] = v.y, w[2][i] = v.z, w[3][i] = v.w;
     }
     if (scales == 1) {
-        if (blockIdx.x + threadIdx.x == 0) *scale_out = *scale;
+        if (block + threadIdx.x == 0) *scale_out = *scale;
     } else if (threadIdx.x < 2 * UNITS_ACROSS) {
         const i64 high = (rows + UNIT - 1) / UNIT, broad = (cols + UNIT - 1) / UNIT;
         const i64 of_row = (i64)down * 2 + threadIdx.x % 2, of_col = (i64)across * UNITS_ACROSS + threadIdx.x / 2;
@@ -84,13 +83,12 @@ struct Nibbles {
     uint4 piece[256][WIDE / 16];  // the nibbles of as many rows of each column
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_nibbles(
-    const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
+__device__ __forceinline__ void transpose_tile_of_nibbles(
+    u32 block, const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
 ) {
-    wait_for_the_one_before();
     constexpr int HIGH = 2 * WIDE, BROAD = 256, ACROSS = BROAD / 32, PIECES = WIDE / 16;
     auto& piece = in_shared_memory<Nibbles>().piece;
-    const u32 wide = (u32)((cols + BROAD - 1) / BROAD), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    const u32 wide = (u32)((cols + BROAD - 1) / BROAD), down = block / wide, across = block - down * wide;
     const int at = threadIdx.x % ACROSS, chunk = threadIdx.x / ACROSS;
     const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * HIGH + chunk * 8;
     uint4 v[8];
@@ -99,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_
     const i64 of_row = (i64)down * (HIGH / 16) + threadIdx.x % (HIGH / 16);
     const i64 of_col = (i64)across * (BROAD / 16) + threadIdx.x / (HIGH / 16);
     if (of_row < high && of_col < broad) scale_out[of_col * high + of_row] = scale[of_row * broad + of_col];
-    if (blockIdx.x + threadIdx.x == 0) *amax_out = *amax;
+    if (block + threadIdx.x == 0) *amax_out = *amax;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         u32 n[8];
@@ -124,4 +122,76 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_
             if (to + 8 < high * 8) stream(target + 8, make_uint2(bytes.z, bytes.w));
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_bytes(
+    const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
+) {
+    wait_for_the_one_before();
+    transpose_tile_of_bytes(blockIdx.x, x, out, scale, scale_out, scales, rows, cols);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_nibbles(
+    const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
+) {
+    wait_for_the_one_before();
+    transpose_tile_of_nibbles(blockIdx.x, x, out, scale, scale_out, amax, amax_out, rows, cols);
+}
+
+// ---------------------------------------------------------------------------------------------- several matrices
+
+// As the arguments that lpq.kernels.tiles passes: 8 bytes for each field; `sizes` is the rows, times 2^32, and the columns.
+struct MatrixOfBytes {
+    const u8* x;
+    u8* out;
+    const u32* scale;
+    u32* scale_out;
+    u64 sizes;
+};
+struct MatrixOfNibbles {
+    const u8* x;
+    u8* out;
+    const u8* scale;
+    u8* scale_out;
+    const u32* amax;
+    u32* amax_out;
+    u64 sizes;
+};
+struct SeveralOfBytes {
+    MatrixOfBytes of[16];
+};
+struct SeveralOfNibbles {
+    MatrixOfNibbles of[13];
+};
+
+// The matrix to which this block of threads belongs; `block` becomes its number among those of that matrix.
+template <int HIGH, int BROAD, class Several>
+__device__ __forceinline__ int matrix_here(const Several& several, u32 count, u32& block) {
+    int i = 0;
+    for (; i < (int)count - 1; ++i) {
+        const u64 sizes = several.of[i].sizes;
+        const u32 tiles = ((u32)(sizes >> 32) + HIGH - 1) / HIGH * (((u32)sizes + BROAD - 1) / BROAD);
+        if (block < tiles) break;
+        block -= tiles;
+    }
+    return i;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_several_of_bytes(
+    const __grid_constant__ SeveralOfBytes several, u32 count, u32 scales
+) {
+    wait_for_the_one_before();
+    u32 block = blockIdx.x;
+    const MatrixOfBytes& m = several.of[matrix_here<256, WIDE>(several, count, block)];
+    transpose_tile_of_bytes(block, m.x, m.out, m.scale, m.scale_out, scales, (i64)(m.sizes >> 32), (i64)(u32)m.sizes);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_several_of_nibbles(
+    const __grid_constant__ SeveralOfNibbles several, u32 count
+) {
+    wait_for_the_one_before();
+    u32 block = blockIdx.x;
+    const MatrixOfNibbles& m = several.of[matrix_here<2 * WIDE, 256>(several, count, block)];
+    transpose_tile_of_nibbles(block, m.x, m.out, m.scale, m.scale_out, m.amax, m.amax_out, (i64)(m.sizes >> 32),
+                              (i64)(u32)m.sizes);
 }

@@ -6,7 +6,7 @@ each weight where FSDP2 wants tensors from all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from lpq.distributed.weight_gather import Gather, Operands
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
 from lpq.operations.binding import on_device
+from lpq.operations.derived_operands import Derived, bind_derive_into
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import cuda, fsdp
@@ -51,19 +52,20 @@ class _Quantized:
         self.held: list[Tensor] = []
         self._device = gathers[0].site.device
         self._derived: list[Tensor] = []
-        self._derive: list[Callable[[], None]] = []
         self._unwanted: list[Tensor] = []
         """The buffers of operands from which others were derived."""
         self._all: list[Tensor] = []
+        derived: list[Derived] = []
         for gather, way in zip(gathers, ways, strict=True):
             sides, _, row, col = operands_of(gather)
             self._all += [*row.large, *col.large]
             if way.col and not way.sends_col:
                 self._derived += col.large
-                with on_device(self._device):
-                    self._derive.append(col.bind_derive(sides.quantizer, row))
+                derived.append(col.derived_from(sides.quantizer, row))
             if way.sends_row and not way.row:
                 self._unwanted += row.large
+        with on_device(self._device):
+            self._derive = bind_derive_into(derived, self._device)
 
     def _complete(self) -> None:
         """Derive what follows from what is there. The device is the current one."""

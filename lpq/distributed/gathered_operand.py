@@ -9,7 +9,7 @@ as where nothing is gathered: in another memory layout, products might sum in an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
 
 import torch
@@ -19,7 +19,7 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack, transposed
-from lpq.operations.derived_operands import bind_derive_into
+from lpq.operations.derived_operands import Derived
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
 
@@ -77,9 +77,9 @@ class Whole:
             if whole.numel():
                 yield _by_rank(as_bytes(whole.data), self.lines(whole), parts)
 
-    def bind_derive(self, quantizer: Quantizer, row: Whole) -> Callable[[], None]:
-        """A function that makes this column operand of the row operand that it follows from."""
-        return bind_derive_into(quantizer, row.operand, self.targets)
+    def derived_from(self, quantizer: Quantizer, row: Whole) -> Derived:
+        """This column operand, which follows from the row operand of the weight."""
+        return Derived(quantizer, row.operand, self.targets)
 
 
 def sent_bytes(buffers: Iterable[tuple[Whole, Tensor]]) -> list[Tensor]:

@@ -41,6 +41,8 @@ class Choice:
     """The kernels that would have been preferred, and why each cannot run here."""
     bind: Callable[..., Callable[..., Any] | None] | None = None
     """The function that binds the kernel to a shape, if there is one."""
+    several: Callable[..., Callable[..., Any] | None] | None = None
+    """The one that binds it to several."""
     broken: tuple[KernelSpec, ...] = ()
     """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
@@ -92,8 +94,11 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
                 reason = _refusal(kernel, quantizers, where)
                 if reason is None:
                     impl = _implementation(kernel.impl)
-                    bind = _implementation(kernel.bind) if kernel.bind is not None else None
-                    return Choice(kernel.backend, kernel, impl, tuple(rejected), bind, tuple(broken))
+                    bind, several = (
+                        _implementation(string) if string is not None else None
+                        for string in (kernel.bind, kernel.several)
+                    )
+                    return Choice(kernel.backend, kernel, impl, tuple(rejected), bind, several, tuple(broken))
             except Exception as error:  # what a kernel does wrong must not take its format away
                 reason = _fault(kernel, error)
                 broken.append(kernel)

@@ -130,6 +130,10 @@ Transpose = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 contiguous, and those of ``out`` begin at multiples of ``ALIGNED`` bytes. The device is the current one."""
 
 
+Transposes = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], None]
+"""The same of several operands: ``transposes(buffers, out)``, in each the buffers of one operand after the other."""
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make this GPU the current one inside. A compiler does that itself, and cannot trace the check."""
     if device.type != "cuda" or is_dynamo_compiling() or cuda.current_device() == device.index:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from lpq.formats.stacks import is_stack
 from lpq.kernels import choose
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.table import kernels_allowed
-from lpq.operations.binding import Operand, Transpose, operand_like
+from lpq.operations.binding import Operand, Transpose, Transposes, operand_like
 from lpq.operations.decoding import decode
 from lpq.operations.operators import can_call_directly
 from lpq.operations.quantizing import quantize
@@ -72,20 +72,44 @@ def bind_derive(
     return derive
 
 
-def bind_derive_into(quantizer: Quantizer, row: Storage, out: Sequence[Tensor]) -> Callable[[], None]:
-    """A function that writes the buffers of the column operand that ``derive_col`` makes over ``out``, which lie in
-    memory as ``Storage.empty`` allocates them. The buffers of ``row`` are read when it is called, on their device."""
-    turn = None
-    if quantizer.col_source == "original" and not is_stack(row.shape) and all(row.shape):
-        turn = _bound(operand_like(row), row.device, kernels_allowed())
-    if turn is not None:
-        return partial(turn, [t.contiguous() for t in row.tensors()], out)
+class Derived(NamedTuple):
+    """A column operand to be derived."""
 
-    def derive() -> None:
-        for target, made in zip(out, derive_col(quantizer, row).tensors(), strict=True):
-            target.copy_(made)
+    quantizer: Quantizer
+    row: Storage
+    out: Sequence[Tensor]
+    """The memory for the buffers of the column operand, as ``Storage.empty`` allocates them."""
 
-    return derive
+
+def bind_derive_into(several: Sequence[Derived], device: torch.device) -> list[Callable[[], None]]:
+    """Functions that write all these column operands, each as ``derive_col`` makes it; the buffers of the row operands
+    are read when they are called, on their device. The operands of one quantizer take one function, if their kernel can
+    take several."""
+    alike: dict[str, list[Derived]] = {}
+    bound: list[Callable[[], None]] = []
+    for each in several:
+        quantizer, row, _ = each
+        if quantizer.col_source == "original" and not is_stack(row.shape) and all(row.shape):
+            alike.setdefault(row.quantizer.text, []).append(each)
+        else:
+            bound.append(partial(_derive, each))
+    for same in alike.values():
+        operands = tuple(operand_like(row) for _, row, _ in same)
+        turn = _bound_several(operands, device, kernels_allowed()) if len(same) > 1 else None
+        if turn is not None:
+            rows = [[t.contiguous() for t in row.tensors()] for _, row, _ in same]
+            bound.append(partial(turn, rows, [out for *_, out in same]))
+            continue
+        for each, operand in zip(same, operands, strict=True):
+            one = _bound(operand, device, kernels_allowed())
+            rows_of_one = [t.contiguous() for t in each.row.tensors()]
+            bound.append(partial(_derive, each) if one is None else partial(one, rows_of_one, each.out))
+    return bound
+
+
+def _derive(one: Derived) -> None:
+    for target, made in zip(one.out, derive_col(one.quantizer, one.row).tensors(), strict=True):
+        target.copy_(made)
 
 
 def _bind(operand: Operand, device: torch.device) -> Transpose | None:
@@ -93,4 +117,10 @@ def _bind(operand: Operand, device: torch.device) -> Transpose | None:
     return bind(operand, device) if bind is not None else None
 
 
+def _bind_several(operands: Sequence[Operand], device: torch.device) -> Transposes | None:
+    bind = choose("transpose", (operands[0].quantizer.text,), device).several
+    return bind(operands, device) if bind is not None else None
+
+
 _bound = registry.cached_few(lambda operand, device, kernels: _bind(operand, device))
+_bound_several = registry.cached_few(lambda operands, device, kernels: _bind_several(operands, device))

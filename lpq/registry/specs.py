@@ -51,6 +51,10 @@ class KernelSpec:
     ``f(Product) -> Run | None``, see ``lpq.operations.group_products``; for ``remember``, of all that a layer
     remembers at once: ``f(quantizers, device) -> f(states, stats)``. A layer calls what it returns in place of
     ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns None."""
+    several: str | None = None
+    """Import string of a function that does the same for several matrices, whose launches it then saves. For
+    ``transpose``, of operands of one quantizer that are not empty: ``f(operands, device) -> Transposes`` of
+    ``lpq.operations.binding``. None: each has a launch of its own."""
     backend: str
     """The backend that runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from lpq.core import Quantizer
 from lpq.distributed.casting.kinds import HEAD
 from lpq.formats.blocks import block_amax
 from lpq.kernels.fragments import CastKernels, Fragment, SentWords, Turned
+from lpq.operations.binding import Operand, Transposes
 from lpq.operations.quantizing import quantize_reference
 
 FIRST = {Fragment: 3, SentWords: 1, Turned: 1}
@@ -62,6 +63,15 @@ def real(side: Quantizer) -> CastKernels | None:
         if spec.why_not is None or registry.resolve(spec.why_not)(side) is None:
             kernels: CastKernels = registry.resolve(spec.impl)(side)
             return kernels
+    return None
+
+
+def real_transposes(operands: Sequence[Operand], device: torch.device, kernels: object) -> Transposes | None:
+    """The kernel that transposes several operands, if their plugin has one."""
+    for spec in registry.kernels("transpose", (registry.format_of(type(operands[0].quantizer)).name,)):
+        if spec.several is not None:
+            bound: Transposes = registry.resolve(spec.several)(operands, device)
+            return bound
     return None
 
 

@@ -1,5 +1,5 @@
-"""Checks that several matrices, which are encoded, measured or put in their places at once, have the bytes that each
-has by itself."""
+"""Checks that several matrices, which are encoded, measured, transposed or put in their places at once, have the bytes
+that each has by itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from lpq.core import Quantizer
 from lpq.distributed.several_matrices import RowOperands, Scratch, ShardStatistics
 from lpq.formats.format import Direction
 from lpq.kernels.placing import Pieces, bind_places
+from lpq.operations.derived_operands import Derived, bind_derive_into
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.expect import same
+from lpq.testing.operands import encode
 
 SHAPES = ((48, 130), (32, 7), (128, 64), (16, 256))
 QUANTIZERS = (
@@ -97,3 +99,26 @@ def check_places(device: torch.device) -> None:
         assert torch.equal(made[at:-BEFORE], wanted)
         assert (made[:at] == POISON).all()
         assert (made[-BEFORE:] == POISON).all()
+
+
+TURNED = ("fp8", "fp8(dtype=e5m2)", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)")
+SIZES = ((128, 256), (33, 70), (512, 48), (300, 700))
+
+
+def check_derived(text: str, device: torch.device) -> None:
+    """More column operands than one launch makes, each of its row operand."""
+    quantizer, generator = lpq.quantizer(text), torch.Generator().manual_seed(0)
+    derived, expected = [], []
+    for rows, cols in SIZES * 5:
+        row = encode(quantizer.side("row"), torch.randn(rows, cols, generator=generator))
+        expected.append(operations.transpose_reference(row).map(torch.Tensor.contiguous))
+        row = row.map(lambda t: t.to(device))
+        out = expected[-1].map(lambda t: torch.empty_like(t, device=device))
+        for buffer in out.tensors():
+            buffer.view(-1).view(torch.uint8).fill_(POISON)
+        derived.append(Derived(quantizer, row, out.tensors()))
+    for derive in bind_derive_into(derived, device):
+        derive()
+    for i, (one, wanted) in enumerate(zip(derived, expected, strict=True)):
+        for k, (got, other) in enumerate(zip(one.out, wanted.tensors(), strict=True)):
+            same(got.cpu(), other, f"{text}, matrix {i}, buffer {k}")

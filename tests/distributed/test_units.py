@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.distributed.weight_gather import Gather
+from lpq.distributed.gather_unit import Unit
 from lpq.nn import GroupedLinear
 from lpq.optim import MasterWeights
 
@@ -239,17 +239,17 @@ class Mishap(Exception):
 def _a_caught_error(rank: int) -> None:
     """What was encoded before it is not used after it."""
 
-    def begin(self: Gather, *args: Any) -> Any:
+    def begin(self: Unit, *args: Any) -> Any:
         usual(self, *args)
         raise Mishap
 
-    found, usual = [], Gather.begin
+    found, usual = [], Unit.begin_all
     for fails in (True, False):
         net = built(True, names=FEW, stored=False)
         net(batch(0)).square().sum().backward()
         with pytest.MonkeyPatch.context() as patch:
             if fails:
-                patch.setattr(Gather, "begin", begin)
+                patch.setattr(Unit, "begin_all", begin)
                 with pytest.raises(Mishap):
                     net(batch(1))
                 for module in net.modules():

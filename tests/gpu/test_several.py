@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_places, check_statistics
+from several import (
+    DIRECTIONS,
+    DTYPES,
+    QUANTIZERS,
+    TURNED,
+    check_derived,
+    check_operands,
+    check_places,
+    check_statistics,
+)
 
 from lpq.formats.format import Direction
 
@@ -24,3 +33,8 @@ def test_each_has_its_own(text: str, direction: Direction, dtype: torch.dtype) -
 
 def test_each_is_put_in_its_place() -> None:
     check_places(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("text", TURNED)
+def test_each_is_transposed(text: str) -> None:
+    check_derived(text, torch.device("cuda", 0))

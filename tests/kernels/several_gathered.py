@@ -7,7 +7,7 @@ from pathlib import Path
 import imitated
 import pytest
 import torch
-from emulated import real
+from emulated import real, real_transposes
 from ranks import fully_shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import lpq
 from lpq.distributed import gather_arrivals, several_matrices
 from lpq.kernels.cuda import CudaKernel
+from lpq.operations import derived_operands
 from lpq.testing.expect import same
 
 STEPS = 3
@@ -55,6 +56,7 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
         patch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
+        patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda device, kernels: True)
         made = trained(recipe)
     assert names == wanted

@@ -24,6 +24,7 @@ from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
 from lpq.operations.binding import Encoding, unbound
+from lpq.operations.derived_operands import Derived
 from lpq.operations.fused_pair import Pair
 from lpq.operations.quantizing import quantize_reference
 from lpq.registry import KernelSpec
@@ -207,7 +208,8 @@ def test_transposes_are_written_to_given_memory(
     out = expected.map(torch.empty_like)
     for buffer in out.tensors():
         buffer.view(-1).view(torch.uint8).fill_(0xA5)
-    derived_operands.bind_derive_into(quantizer, row, out.tensors())()
+    (derive,) = derived_operands.bind_derive_into([Derived(quantizer, row, out.tensors())], torch.device("cpu"))
+    derive()
     assert len(launched) == 1
     same_operand(out, expected, f"{text}, {size}")
 

@@ -9,14 +9,24 @@ from collections.abc import Iterator
 import imitated
 import pytest
 import torch
-from emulated import real
+from emulated import real, real_transposes
 from ranks import spawn
-from several import DIRECTIONS, DTYPES, QUANTIZERS, check_operands, check_places, check_statistics
+from several import (
+    DIRECTIONS,
+    DTYPES,
+    QUANTIZERS,
+    TURNED,
+    check_derived,
+    check_operands,
+    check_places,
+    check_statistics,
+)
 from several_gathered import check
 
 from lpq.distributed import several_matrices
 from lpq.formats.format import Direction
 from lpq.kernels.cuda import CudaKernel
+from lpq.operations import derived_operands
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,13 +70,20 @@ def test_each_is_put_in_its_place(launched: list[str]) -> None:
     assert launched == ["place", "place"]
 
 
+@pytest.mark.parametrize("text", TURNED)
+def test_each_is_transposed(text: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived_operands, "_bound_several", real_transposes)
+    check_derived(text, CPU)
+    assert launched == [f"transpose_several_of_{'nibbles' if text.startswith('nvfp4') else 'bytes'}"] * 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "kernels"),
     [
-        ("fp8-current", {"measure", "scales", "codes", "place"}),
-        ("fp8-delayed", {"measure", "scales", "codes", "place"}),
+        ("fp8-current", {"measure", "scales", "codes", "place", "transpose_several_of_bytes"}),
+        ("fp8-delayed", {"measure", "scales", "codes", "place", "transpose_several_of_bytes"}),
         ("fp8-row", {"measure", "place"}),
-        ("nvfp4", {"measure", "place"}),
+        ("nvfp4", {"measure", "place", "transpose_several_of_nibbles"}),
         ("mxfp8", {"place"}),
     ],
 )

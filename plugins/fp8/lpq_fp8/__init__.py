@@ -7,7 +7,10 @@ IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied
 KERNELS = (
     KernelSpec.cuda("quantize", f"{CUDA}:quantize", bind=f"{CUDA}:bind", why_not=f"{CUDA}:why_not", rounds=True),
     KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
-    KernelSpec.cuda("transpose", "lpq_fp8.views:transpose", bind="lpq_fp8.views:bind_transpose"),
+    KernelSpec.cuda(
+        "transpose", "lpq_fp8.views:transpose", bind="lpq_fp8.views:bind_transpose",
+        several="lpq_fp8.views:bind_transposes",
+    ),
     KernelSpec.cuda("decode", "lpq_fp8.views:decode"),
     KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
     KernelSpec.cuda(

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.kernels.tiles import LOW, OUTPUTS, bind_transpose_bytes, covering, is_whole, tile_kernels, tiles
-from lpq.operations.binding import Operand, Transpose, unbound_transpose
+from lpq.kernels.tiles import (
+    LOW,
+    OUTPUTS,
+    bind_transpose_bytes,
+    bind_transposes_of_bytes,
+    covering,
+    is_whole,
+    tile_kernels,
+    tiles,
+)
+from lpq.operations.binding import Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
 from lpq_fp8.storage import FP8Storage
 
@@ -25,6 +34,12 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
         launch(data.data_ptr(), turned.data_ptr(), scale.data_ptr(), its_scale.data_ptr())
 
     return turn
+
+
+def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
+    """The same for several operands of one quantizer."""
+    scales = operands[0].quantizer.scaling == "block"
+    return bind_transposes_of_bytes([operand.shape for operand in operands], scales, device)
 
 
 transpose = unbound_transpose(bind_transpose)

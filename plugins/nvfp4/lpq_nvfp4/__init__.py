@@ -10,7 +10,10 @@ KERNELS = (
         "quantize", "lpq_nvfp4.cuda:quantize", bind="lpq_nvfp4.cuda:bind", why_not="lpq_nvfp4.cuda:quantize_why_not",
         rounds=True,
     ),
-    KernelSpec.cuda("transpose", "lpq_nvfp4.views:transpose", bind="lpq_nvfp4.views:bind_transpose"),
+    KernelSpec.cuda(
+        "transpose", "lpq_nvfp4.views:transpose", bind="lpq_nvfp4.views:bind_transpose",
+        several="lpq_nvfp4.views:bind_transposes",
+    ),
     KernelSpec.cuda("decode", "lpq_nvfp4.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
     KernelSpec.cuda("cast", "lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not"),

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from lpq.kernels.fresh import allocator, fresh
-from lpq.kernels.tiles import LOW, OUTPUTS, bind_transpose_nibbles, covering, divides, is_whole, tile_kernels, tiles
-from lpq.operations.binding import ALIGNED, Operand, Transpose, unbound_transpose
+from lpq.kernels.tiles import (
+    LOW,
+    OUTPUTS,
+    bind_transpose_nibbles,
+    bind_transposes_of_nibbles,
+    covering,
+    divides,
+    is_whole,
+    tile_kernels,
+    tiles,
+)
+from lpq.operations.binding import ALIGNED, Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
 from lpq_nvfp4.storage import NVFP4Storage
 
@@ -26,6 +36,11 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
         launch(*(t.data_ptr() for pair in zip(buffers, out, strict=True) for t in pair))
 
     return turn
+
+
+def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
+    """The same for several operands of one quantizer."""
+    return bind_transposes_of_nibbles([operand.shape for operand in operands], device)
 
 
 transpose = unbound_transpose(bind_transpose)
