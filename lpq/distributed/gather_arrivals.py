@@ -35,7 +35,7 @@ class Arrivals:
         self.into: list[Tensor] = []
         """The flat tensors in which they arrive."""
         self._arrive: list[Tensor] = []
-        """What arrives of each buffer that is not in its place then, as bytes ``[ranks, n]``."""
+        """The bytes that arrive of each buffer that is not in its place then: ``[ranks, n]``."""
         self._apart: list[Tensor] = []
         """The memory of these."""
         self._belong: list[Tensor] = []

@@ -23,14 +23,9 @@ from lpq.kernels.table import kernels_allowed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import SIGNATURE
 from lpq.torch_private import fsdp
-from lpq.torch_private.compiling import PRINTS_GUARDED
 
 Traits = tuple["Sides | None", type, torch.dtype, torch.device]
 """The properties of a weight on which a plan depends: its operands; class, dtype and device of its shard."""
-
-
-CHECKS = PRINTS_GUARDED
-"""Whether a model is to be checked before each gather, even if there is nothing to compare."""
 
 
 class Plan(NamedTuple):
@@ -73,8 +68,11 @@ class Unit:
         choose the plan; the first of its kind is made."""
         self.begun = None
         for first in self._models:
-            if CHECKS or not first.model.comparison.alike or first.model.comparison.moving:
-                first.model.check(first)
+            model, comparison = first.model, first.model.comparison
+            if model.lends:
+                model.lend()
+            if comparison.moving or not comparison.alike:
+                model.check(first)
         shards = fsdp.shards(self._sites)
         for model in {id(gather.model): gather.model for gather in stale(self.gathers, shards)}.values():
             model.refresh()

@@ -41,6 +41,7 @@ class Gathering(Watcher):
 
     def _begin(self) -> None:
         self.comparison = Comparison()
+        self.lends = PRINTS_GUARDED
         self._first: Gather | None = None
         """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
@@ -62,6 +63,8 @@ class Gathering(Watcher):
         """How the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""
         if layer not in self._gathers or self._gathers[layer].unit is None:
             self._find()
+        if self.lends:
+            self.lend()
         if layer not in self._gathers:
             title = getattr(layer, "title", str(layer))
             raise RuntimeError(
@@ -97,6 +100,12 @@ class Gathering(Watcher):
                     gather.unit = unit
         return found
 
+    def lend(self) -> None:
+        """Have torch call the only lender when it compiles: for the first time, or after ``torch.compiler.reset``."""
+        compiler = sys.modules.get(CALLBACKS)
+        if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
+            _lender().lend_while_compiling()
+
     def forget(self) -> None:
         """Compare and decide again, since a recipe has changed."""
         for gather in self._gathers.values():
@@ -106,9 +115,6 @@ class Gathering(Watcher):
     def check(self, gather: Gather) -> None:
         """Compare the model with that of the other ranks, if a recipe has changed since; a collective. While recipes
         may change by step, each forward compares steps: a rank cannot see that another one alone was given a step."""
-        compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
-        if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
-            _lender().lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         comparison = self.comparison
         due = comparison.moving and gather is self._first and not gather.site.for_backward
         if comparison.alike and not due:

@@ -137,7 +137,7 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device, self._size = device, 0
         self.memory: dict[int, Tensor] = {}
-        """What there is at present, by stream."""
+        """The present memory, by stream."""
 
     def reserve(self, size: int) -> None:
         """Have at least so many bytes from now on."""

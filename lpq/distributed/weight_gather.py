@@ -60,6 +60,11 @@ class Model(Protocol):
     """The model of a weight, as far as a gather reads it."""
 
     comparison: Comparison
+    lends: bool
+    """Whether buffers that are freed must hold memory while torch compiles."""
+
+    def lend(self) -> None:
+        """Have that done."""
 
     def check(self, gather: Gather) -> None:
         """Raise, before this gather, unless all ranks have the same model; a collective, where that is in doubt."""

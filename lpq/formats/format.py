@@ -34,6 +34,10 @@ Direction = Literal["row", "col"]
 class Quantizer(Options):
     """The options of a format. Subclasses are frozen dataclasses."""
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Nothing of it changes; and a compiler, which copies what it guards, then compares at a glance."""
+        return self
+
     # ------------------------------------------------------------------------------ what a format writes
 
     @property

@@ -256,8 +256,8 @@ def _bind_several(
     kernel: CudaKernel, shape: Shape, sizes: Sequence[Size], most: int, buffers: int, rest: tuple[int, ...],
     device: torch.device,
 ) -> Launches:  # fmt: skip
-    """Launches of a kernel for so many matrices at most. For each it takes the addresses of so many buffers, each before
-    that of its transpose, and the sizes; its other arguments follow the number of matrices."""
+    """Launches of a kernel for so many matrices at most. For each it takes the addresses of so many buffers, each
+    before that of its transpose, and the sizes; its other arguments follow the number of matrices."""
     step = 2 * buffers + 1
     bound: list[tuple[slice, list[int], Launch]] = []
     for first in range(0, len(sizes), most):

@@ -306,7 +306,8 @@ class QuantizedTensor(Gathered, Tensor):
         if flat is None or flat[0] is not self.stored or flat[1] is not self.amax_group:
             names = [f"{d}_{name}" for d, storage in self.operands for name in storage.buffers()]
             sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.operands)
-            context = self.quantizer, sides, self.dtype, _Group(self.amax_group)
+            group = _Group(self.amax_group) if self.amax_group is not None else NO_GROUP
+            context = self.quantizer, sides, self.dtype, group
             flat = self._flat = self.stored, self.amax_group, (names, context)
         return flat[2]
 
@@ -362,6 +363,12 @@ class _Group:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+
+NO_GROUP = _Group(None)
 
 
 def rebuild(

@@ -16,11 +16,12 @@ from lpq.distributed.masters import Pieces, finish_gather
 from lpq.emulation.bf16_gemm import exact as exact_form
 from lpq.formats import Quantizer, Storage
 from lpq.operations import fused_pair as pairs_of_any
+from lpq.operations.binding import on_device, operand_like
 from lpq.operations.exact_form import Multiplicand
 from lpq.registry import KernelSpec
 from lpq.testing.calls import calls, fresh, of_operands, on, parts
 from lpq.testing.expect import equal, one_nan, relative_error, same, there
-from lpq.testing.operands import SEED, encode
+from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import partners
 from lpq.testing.table import DTYPES
 from lpq.torch_private.dispatch import TorchDispatchMode
@@ -147,6 +148,22 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
         for (how, arguments), (_, on_device) in zip(*each, strict=True)
     ]
     return any(compared)
+
+
+def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
+    """A kernel that takes several operands makes of each what the reference makes."""
+    here = [fresh(encode(row, normal(*shape))) for shape in shapes if all(shape)]
+    expected = [operations.transpose_reference(operand).map(torch.Tensor.contiguous) for operand in here]
+    rows = [on(device, operand) for operand in here]
+    with Poisoned():  # type: ignore[no-untyped-call]
+        out = [operand.map(lambda t: torch.empty_like(t, device=device)) for operand in expected]
+    where = rows[0].device
+    bound = registry.resolve(there(kernel.several, "a kernel for several"))(tuple(map(operand_like, rows)), where)
+    with on_device(where):
+        bound([operand.tensors() for operand in rows], [operand.tensors() for operand in out])
+    for i, (one, other) in enumerate(zip(out, expected, strict=True)):
+        for got, wanted in zip(one.tensors(), other.tensors(), strict=True):
+            same(got.cpu(), wanted, f"{kernel.several} on {row}, the operand of {list(here[i].shape)} among several")
 
 
 def compare_rounded(

@@ -24,8 +24,8 @@ import lpq
 from lpq.checkpoint import writing
 from lpq.core import QuantizedTensor
 from lpq.distributed import cast_master_weights
+from lpq.distributed.gather_unit import Unit
 from lpq.distributed.shard import WeightShard
-from lpq.distributed.weight_gather import Gather
 from lpq.operations import reduce_statistics
 from lpq.optim import MasterWeights
 
@@ -74,7 +74,7 @@ def _in_forward(run: Run, patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_a_gather(run: Run, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gather, "begin", _fail)
+    patch.setattr(Unit, "begin_all", _fail)
 
 
 def _in_backward(run: Run, patch: pytest.MonkeyPatch) -> None:

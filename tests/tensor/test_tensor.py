@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from imitated_gpu import calls_of
 from quantizers import KINDS, SIDES, as_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -190,6 +191,17 @@ def test_saving_needs_no_unsafe_pickle(text: str) -> None:
     deep = copy.deepcopy(loaded["parameter"])
     assert isinstance(deep, nn.Parameter)
     assert deep.requires_grad
+
+
+@every
+def test_a_compiler_compares_two_tensors_of_one_layout_at_a_glance(text: str) -> None:
+    """It keeps a copy of what tells layouts apart, and compares it with that of each weight in each step."""
+    kept, other = (make(text, True, True).__tensor_flatten__()[1] for _ in range(2))
+    found: list[bool] = []
+    copied = copy.deepcopy(kept)
+    assert copied[0] is kept[0], "a quantizer"
+    assert calls_of(lambda: found.append(other == copied)) == 0
+    assert found == [True]
 
 
 def test_messages_name_the_parameter_and_views_and_copies_keep_its_name() -> None:

@@ -16,7 +16,7 @@ from lpq.kernels.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
 from lpq.testing.calls import SHAPES, SIZES, matrices
-from lpq.testing.comparing import compare, compare_rounded, compare_views
+from lpq.testing.comparing import compare, compare_rounded, compare_several, compare_views
 from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import DTYPES
@@ -82,6 +82,8 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                     served.add(kernel.impl)
                 else:
                     idle[kernel.impl] = NOTHING.get(kernel.op, "it accepts these operands, and made nothing of them")
+                if kernel.several is not None and row is not None:
+                    compare_several(kernel, row, SHAPES, device)
                 if kernel.rounds:
                     for shape in SHAPES:
                         compare_rounded(kernel, row, col, normal(*shape), device, dtypes)
@@ -95,10 +97,10 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
 
 @only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
 def test_import_strings_of_kernels(family: Family) -> None:
-    """``impl`` and ``why_not`` name functions, of kernels for other hardware too; a module may lack what its kernel
-    ``requires``."""
+    """``impl``, ``several`` and ``why_not`` name functions, of kernels for other hardware too; a module may lack what
+    its kernel ``requires``."""
     for kernel in kernels(family.default):
-        for string in (kernel.impl, kernel.why_not):
+        for string in (kernel.impl, kernel.several, kernel.why_not):
             if string is None:
                 continue
             try:

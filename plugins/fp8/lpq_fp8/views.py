@@ -39,7 +39,7 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
 def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
     """The same for several operands of one quantizer."""
     scales = operands[0].quantizer.scaling == "block"
-    return bind_transposes_of_bytes([operand.shape for operand in operands], scales, device)
+    return bind_transposes_of_bytes([(operand.shape[0], operand.shape[1]) for operand in operands], scales, device)
 
 
 transpose = unbound_transpose(bind_transpose)

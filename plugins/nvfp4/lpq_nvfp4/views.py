@@ -40,7 +40,7 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
 
 def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
     """The same for several operands of one quantizer."""
-    return bind_transposes_of_nibbles([operand.shape for operand in operands], device)
+    return bind_transposes_of_nibbles([(operand.shape[0], operand.shape[1]) for operand in operands], device)
 
 
 transpose = unbound_transpose(bind_transpose)
