@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,11 +28,6 @@ class Facts:
     tensors: str = ""
     """The digest of the names and shapes of the tensors."""
     memories: dict[str, Tensor] = field(default_factory=dict)
-
-
-def digest(data: bytes) -> str:
-    """A short name for data that must be the same on all ranks."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def check_alike(found: Sequence[Facts], ranks: Ranks) -> None:

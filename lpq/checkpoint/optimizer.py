@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lpq.checkpoint.description import check_fields
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.checkpoint.tensors import plain_like
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.standing import itself
@@ -60,12 +60,11 @@ def check_data(data: Any) -> None:
     for name, state in data["state"].items():
         check_fields(f"{what} of {brief(name)}", {"name": name, "state": state}, {"name": (str,), "state": (dict,)})
         _check_tree(state, f"{PREFIX}state.{name}")
-        if not _is_mark(state.get(MASTER, {MARK: ""})):
-            raise CheckpointError(f"{what} of {brief(name)} has a master that is no tensor: do not trust it")
+        expect(_is_mark(state.get(MASTER, {MARK: ""})), f"{what} of {brief(name)} has a master that is no tensor")
     for number, group in enumerate(data["groups"]):
         check_fields(f"{what} of group {number}", group, {"params": (list,), "options": (dict,)})
-        if not all(isinstance(name, str) for name in [*group["params"], group.get("optimizer", "")]):
-            raise CheckpointError(f"{what} of group {number} has something else than names: do not trust it")
+        named = all(isinstance(name, str) for name in [*group["params"], group.get("optimizer", "")])
+        expect(named, f"{what} of group {number} has something else than names")
         _check_tree(group["options"], f"{PREFIX}groups.{number}")
 
 

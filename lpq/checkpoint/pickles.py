@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.registry.errors import LpqError
 
 UNREADABLE = "it is damaged, or torch.save did not write it"
@@ -55,10 +55,9 @@ def check_archive(file: IO[bytes] | RawIOBase, size: int) -> None:
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise CheckpointError(UNREADABLE) from error
     records = archive.infolist()
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise CheckpointError("it has records that are compressed, which torch.save does not write: do not trust it")
-    if sum(record.file_size for record in records) > size:
-        raise CheckpointError("its records overlap: do not trust it")
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+    expect(stored, "it has records that are compressed, which torch.save does not write")
+    expect(sum(record.file_size for record in records) <= size, "its records overlap")
     try:
         for record in records:
             if record.filename.endswith("data.pkl"):
@@ -90,8 +89,7 @@ def _check_tuples(program: bytes) -> None:
             del stack[begin - (op.stack_before.index(pickletools.markobject) if marked else 0) :]
             if op.name in TUPLES:
                 held = 1 + sum(count for count, _ in inner), 1 + max((deep for _, deep in inner), default=0)
-                if held[0] > MOST or held[1] > DEEPEST:
-                    raise CheckpointError("it has tuples in tuples without end: do not trust it")
+                expect(held[0] <= MOST and held[1] <= DEEPEST, "it has tuples in tuples without end")
                 stack.append(held)
             else:
                 stack += [NONE] * len(op.stack_after)

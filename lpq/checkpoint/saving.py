@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors, digest
+from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.finding import REPLACED, step_name
@@ -164,8 +165,8 @@ def _collected(
         place=str(target.absolute()),
         meshes=seen.meshes(replicas=ranks.many),
         optimizers=tuple(one.kind for one in optimizers),
-        description=digest(description),
-        tensors=digest(repr(held).encode()),
+        description=sha256(description).hexdigest(),
+        tensors=sha256(repr(held).encode()).hexdigest(),
         memories=memories if ranks.many else {},
     )
     return _Content(state, {DESCRIPTION: description, EXTRA: pickled(beside) if ranks.rank == 0 else b""}, held, facts)

@@ -118,7 +118,7 @@ class Export:
         """
         if layout == ONE_FILE or decode:
             for_engines = (base, dtype, input_amax, *leave, siblings, shard_bytes)
-            return _one_file(model, path, layout, decode, for_engines, process_group)
+            return _one_file(model, path, layout, for_engines, decode, process_group)
         ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
         with ranks.saying("nothing is exported"):
             target = ranks.each(lambda: place(path))
@@ -200,13 +200,9 @@ def _planned(
 
 
 def _one_file(
-    model: nn.Module | str | Path,
-    path: str | Path,
-    layout: str,
-    decode: bool,
-    for_engines: tuple[object, ...],
+    model: nn.Module | str | Path, path: str | Path, layout: str, for_engines: tuple[object, ...], decode: bool,
     process_group: dist.ProcessGroup | None,
-) -> Exported:
+) -> Exported:  # fmt: skip
     """Write a whole model into one file. ``for_engines``: the arguments that mean nothing here."""
     if layout != ONE_FILE:
         raise CheckpointError(f'decode=True is for layout="{ONE_FILE}", and engines read layout={layout!r} quantized')

@@ -55,18 +55,17 @@ class Claim:
                 descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             except FileNotFoundError:  # the directory was given its name, or removed, just now
                 continue
-            owned = _locked(descriptor)
-            if not owned or _is_at(descriptor, partial / LOCK):
+            if not _locked(descriptor):
+                writer = _lines(partial / LOCK)[:1]
+                os.write(descriptor, f"{_me()}\n".encode())
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"{''.join(writer) or 'another process'} is saving it at this moment, and the checkpoint will be "
+                    "that one's: give each job a directory of its own, and wait for a save_async before the next save"
+                )
+            if _is_at(descriptor, partial / LOCK):
                 break
             os.close(descriptor)
-        if not owned:
-            writer = _lines(partial / LOCK)[:1]
-            os.write(descriptor, f"{_me()}\n".encode())
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{''.join(writer) or 'another process'} is saving it at this moment, and the checkpoint will be that "
-                "one's: give each job a directory of its own, and wait for a save_async before the next save"
-            )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{_me()}\n".encode())
         _empty(partial)
