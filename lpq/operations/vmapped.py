@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lpq.torch_private.dispatch import reaching_transforms
+
 Function = Callable[..., Sequence[Tensor]]
 
 
@@ -48,5 +50,5 @@ class _Batchable(TorchFunctionMode):
 
 def vmapped(function: Function, *stacks: Tensor) -> list[Tensor]:
     """Run ``function`` on each matrix of the stacks; return a stack of each of its results."""
-    with _Batchable():
+    with _Batchable(), reaching_transforms():
         return list(torch.vmap(lambda *each: tuple(function(*each)))(*stacks))

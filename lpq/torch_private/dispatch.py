@@ -18,6 +18,7 @@ __all__ = [
     "has_key",
     "jit_traces",
     "modes",
+    "reaching_transforms",
     "return_and_correct_aliasing",
     "schema_of",
     "transforms",
@@ -34,6 +35,17 @@ modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether this runs inside of a transform of ``torch.func``."""
+
+
+def reaching_transforms() -> Any:
+    """A context in which ``torch.vmap`` works, also in an operator that a mode has called: there the dispatcher leaves
+    out its keys, and it fails."""
+    local, keys = torch._C, torch._C.DispatchKey
+    excluded = local._dispatch_tls_local_exclude_set()
+    for key in (keys.FuncTorchDynamicLayerFrontMode, keys.FuncTorchDynamicLayerBackMode, keys.FuncTorchBatched):
+        excluded = excluded.remove(key)
+    return local._ForceDispatchKeyGuard(local._dispatch_tls_local_include_set(), excluded)
+
 
 jit_traces: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` records the operators that run in this thread."""

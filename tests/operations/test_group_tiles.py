@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
 from lpq import registry
@@ -116,6 +117,20 @@ def test_what_cannot_be_done_at_once_is_told(monkeypatch: pytest.MonkeyPatch) ->
         y = module(x, offs)
     monkeypatch.undo()
     assert torch.equal(y, module(x, offs))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_where_a_mode_watches_groups_are_encoded_at_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under selective activation checkpointing, and where operations are counted."""
+    monkeypatch.setattr(groups, "at_once", lambda *_: True)
+    module = GroupedLinear(2, COLS, 32, recipe=recipe)
+    x, offs = rows([5, 9], behind=0)
+    torch.manual_seed(1)
+    expected = module(x, offs)
+    torch.manual_seed(1)
+    with FlopCounterMode(display=False):
+        y = module(x, offs)
+    assert torch.equal(y, expected)
 
 
 def test_a_recipe_of_none_multiplies_in_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,24 @@ def test_what_is_at_work_is_seen() -> None:
         assert not torch.zeros(2).is_meta
 
 
+def test_an_operator_that_a_mode_calls_reaches_vmap() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return torch.vmap(lambda one: one * 2)(x)
+
+    def reached(x: Tensor) -> Tensor:
+        with dispatch.reaching_transforms():
+            return doubled(x)
+
+    bodies = {"doubled": doubled, "reached": reached}
+    operators = {n: torch.library.custom_op(f"lpq_test::{n}", f, mutates_args=()) for n, f in bodies.items()}
+    x = torch.ones(3, 2)
+    with Seen():
+        assert torch.equal(operators["reached"](x), 2 * x)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            operators["doubled"](x)
+    assert torch.equal(operators["reached"](x), 2 * x)
+
+
 def test_the_key_of_an_early_tracer_is_told_from_others() -> None:
     assert not dispatch.jit_traces()
     traced: list[bool] = []
