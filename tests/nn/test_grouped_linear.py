@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lpq
@@ -188,6 +190,35 @@ def test_saving_the_input_and_the_weight_computes_the_same(recipe: str) -> None:
     )
     x, dy = data(counts)
     assert equal(run(saving, saving, x, dy, counts), run(usual, usual, x, dy, counts))
+
+
+class Watched(TorchDispatchMode):
+    """A mode, for which a step goes through the dispatcher."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-current", "nvfp4", STATIC[2], "fprop=nvfp4, dgrad=nvfp4, wgrad=fp8(), x.save=input, w.save=weight"]
+)
+@pytest.mark.parametrize("forward_too", [False, True])
+def test_where_a_mode_watches_it_computes_the_same(recipe: str, forward_too: bool) -> None:
+    """Backward alone, too, whose step is bound anew. Control: in other groups the numbers are others."""
+    counts, module = [0, 9, 20], static_layer(recipe, 3)
+    x, dy = data(counts)
+    expected = run(module, module, x, dy, ends(counts))
+
+    def watched(counts: list[int]) -> list[Tensor]:
+        torch.manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        with Watched() if forward_too else nullcontext():
+            y = module(leaf, ends(counts))
+        with Watched():
+            return [y.detach(), *torch.autograd.grad(y, (leaf, *module.parameters()), dy)]
+
+    assert equal(watched(counts), expected)
+    assert not equal(watched([0, 10, 19]), expected)
 
 
 def test_gradients_accumulate() -> None:

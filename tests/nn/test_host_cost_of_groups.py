@@ -16,6 +16,7 @@ from imitated_gpu import Gpu, calls_of, imitated_gpu
 from lpq_fp8 import groups_hopper
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpq.distributed.alike import description, digest
 from lpq.kernels import tensor_maps, tiles
@@ -28,6 +29,13 @@ ROWS, FEATURES, SMALL = 4096, 2048, 64
 """The rows and features of a layer, and the features where references encode."""
 WARM = 2
 """The passes before those that are counted."""
+
+
+class Watched(TorchDispatchMode):
+    """A mode, for which a step goes through the dispatcher."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class Cost(NamedTuple):
@@ -110,6 +118,17 @@ def cost(recipe: str, groups: int, gpu: Gpu, rows: int = ROWS, features: int = F
 @pytest.mark.parametrize("recipe", BY_KERNELS)
 def test_by_kernels_nothing_is_added_whatever_the_number_of_groups(recipe: str, groups: int, with_kernels: Gpu) -> None:
     assert cost(recipe, groups, with_kernels) == BY_KERNELS[recipe]
+
+
+@pytest.mark.parametrize("recipe", [*BY_KERNELS, "x=fp8(scaling=row), w=mxfp8, dy=mxfp8"])
+def test_a_mode_around_backward_takes_what_kernels_kept(recipe: str, with_kernels: Gpu) -> None:
+    """Operands that exist decoded only, of which operators know nothing, amaxes of a stack, and codes."""
+    layer = GroupedLinear(4, SMALL, SMALL, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    x = torch.zeros(4 * SMALL, SMALL, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x, torch.arange(1, 5, dtype=torch.int32) * SMALL)
+    with Watched():
+        dx, dw = torch.autograd.grad(y, (x, layer.weight), torch.zeros_like(y))
+    assert (dx.shape, dw.shape) == (x.shape, layer.weight.shape)
 
 
 @pytest.mark.parametrize("recipe", BY_REFERENCE)
