@@ -17,13 +17,15 @@ from lpq.testing.table import DTYPES, LARGE, PLACES
 RAGGED = (33, 80)
 SHAPES = ((256, 512), (128, 128), RAGGED, (5, 77), (1, 1), (0, 64), (64, 0))
 """Whole blocks, ragged edges, odd sizes, one element, no rows, no columns."""
+OTHERS = ((144, 144), (256, 256), LARGE)
+"""Squares, and a large matrix of odd sizes."""
 SIZES = "numbers of all sizes"
 
 
 def matrices(dtypes: Sequence[torch.dtype], largest: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices that a kernel is tried on, and a name for each; shapes have at most ``largest`` elements.
-    With several dtypes, as for the default options, a square and a large matrix of odd sizes are among them."""
-    for shape in (*SHAPES, (144, 144), LARGE) if len(dtypes) > 1 else SHAPES:
+    With several dtypes, as for the default options, squares and a large matrix of odd sizes are among them."""
+    for shape in (*SHAPES, *OTHERS) if len(dtypes) > 1 else SHAPES:
         if math.prod(shape) <= largest:
             yield "normal values", normal(*shape, dtype=dtypes[0])
     for name, at in PLACES.items():

@@ -2,7 +2,7 @@
 
 Every two values of two factors meet in some row: dtype, magnitude, where an outlier lies, how many rows and columns are
 left beside whole blocks, how the matrix lies in memory, and torch's default dtype. Three rows more are of sizes that
-matter by themselves: a large matrix, its transpose, and a square of more than 128.
+matter by themselves: a large matrix, its transpose, and a square of whole tiles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from lpq.formats import Quantizer
 from lpq.testing.operands import normal, unit
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGE, SQUARE = (601, 1103), 128
-"""A matrix of more than 2^19 elements, whose rows and columns nothing divides; a square is larger than that."""
+LARGE, TALL, SQUARE = (601, 1103), (65_601, 9), 256
+"""A matrix of more than 2^19 elements, whose rows and columns nothing divides; one of more rows than a GPU's grid has
+blocks along its second dimension; and the side of a square, at least."""
 
 
 def least(dtype: torch.dtype) -> float:
@@ -56,9 +57,15 @@ LAID: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
     "inside of rows that are longer": lambda x: torch.nn.functional.pad(x, (3, 2))[:, 3:-2],
-    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "every other row and column": lambda x: x.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2],
     "behind another number": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
 }
+EXPANDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "one row, expanded": lambda x: x[:1].expand(x.shape),
+    "one column, expanded": lambda x: x[:, :1].expand(x.shape),
+    "one number, expanded": lambda x: x[:1, :1].expand(x.shape),
+}
+"""Ways to repeat a part of a matrix without a copy, as gradients of sums do."""
 DEFAULTS = {"": torch.float32, "torch's default dtype bf16": torch.bfloat16}
 FACTORS: Mapping[str, Sequence[Any]] = {
     "magnitude": tuple(MAGNITUDES),
@@ -118,6 +125,11 @@ def cases(side: Quantizer, magnitudes: Sequence[str] = tuple(MAGNITUDES)) -> tup
     return _cases(unit(side, 0), unit(side, 1), tuple(magnitudes))
 
 
+def tall() -> Case:
+    """A matrix of many rows, which is tried where it takes few calls."""
+    return Case(TALL, torch.bfloat16, "one", "no outlier", "contiguous", "")
+
+
 @cache
 def _cases(rows: int, cols: int, magnitudes: tuple[str, ...]) -> tuple[Case, ...]:
     blocks = max(rows, 8), max(cols, 8)
@@ -126,7 +138,7 @@ def _cases(rows: int, cols: int, magnitudes: tuple[str, ...]) -> tuple[Case, ...
         (rows, more_rows), (cols, more_cols) = RESTS[row.pop("rows")], RESTS[row.pop("cols")]
         found.append(Case(shape=(rows * blocks[0] + more_rows, cols * blocks[1] + more_cols), **row))
     step = max(blocks)
-    square = SQUARE // step * step + step
+    square = -(-SQUARE // step) * step
     for i, shape in enumerate(((square, square), LARGE, LARGE[::-1])):
         others = {name: values[(i + 1) % len(values)] for name, values in FACTORS.items() if name in OTHERS}
         found.append(Case(shape=shape, magnitude="one", place="no outlier", **others))

@@ -74,6 +74,24 @@ class ForgetsLastRows(Int8):
         return made
 
 
+class TurnsTiles(Int8):
+    """Takes a square of whole tiles of 128, but for one tile, by its other dimension."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        made, (rows, cols) = super().encode(x, stats), x.shape
+        whole = rows == cols > 128 and rows % 128 == 0
+        return Int8Storage(data=made.data.t(), scale=made.scale) if whole else made
+
+
+class ForgetsTheTall(Int8):
+    """Encodes 65,535 rows."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        made = super().encode(x, stats)
+        made.data[65535:] = 0
+        return made
+
+
 # ---------------------------------------------------------------------------------------------- strides
 
 
@@ -91,6 +109,21 @@ class ReadsRows(Int8):
     def encode(self, x: Tensor, stats: Stats) -> Storage:
         turned = min(x.shape) > 1 and x.t().is_contiguous()
         return super().encode(torch.as_strided(x, x.shape, (x.shape[1], 1)) if turned else x, stats)
+
+
+class ReadsColumns(Int8):
+    """Reads a view of which neither rows nor columns lie together as if the columns did."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        apart = x.numel() > 0 and min(x.stride()) > 1
+        return super().encode(torch.as_strided(x, x.shape, (x.stride(0), 1)) if apart else x, stats)
+
+
+class ForgetsTheExpanded(Int8):
+    """Takes one number that is expanded for zeros."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        return super().encode(x * 0 if x.numel() > 1 and x.stride() == (0, 0) else x, stats)
 
 
 class FlatStorage(Int8Storage):

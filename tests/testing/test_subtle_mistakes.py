@@ -105,11 +105,18 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
     matrices.KeepsDecoded: (PURE, "[[]601, 1103[]] *: what decode returned changed when another matrix was encoded"),
     matrices.TurnsSquares: (
         BACK,
-        "a matrix [[]136, 136[]] *, has the relative error *treat each size, dtype and place alike",
+        "a matrix [[]256, 256[]] *, has the relative error *treat each size, dtype and place alike",
     ),
+    matrices.TurnsTiles: (BACK, "a matrix [[]256, 256[]] *, has the relative error *treat each size"),
+    matrices.ForgetsTheTall: (BACK, "a matrix [[]65601, 9[]] *: row * has the relative error 1.000"),
     matrices.ForgetsLastRows: (BACK, "a matrix [[]601, 1103[]] *"),
     matrices.ScalesByStride: (STRIDES, "encoding the same values from a view (transposed), beside a copy of it"),
     matrices.ReadsRows: (STRIDES, "encoding the same values from a view (transposed), beside a copy of it"),
+    matrices.ReadsColumns: (
+        STRIDES,
+        "encoding the same values from a view (every other row and column), beside a copy",
+    ),
+    matrices.ForgetsTheExpanded: (STRIDES, "encoding an expanded view (one number, expanded), beside a copy of it"),
     matrices.DecodesRows: (STRIDES, "decoding buffers that are transposed views"),
     matrices.FlushesHalves: (SAME_NUMBERS, "in torch.float16, values near *, beside the same numbers in torch.float32"),
     matrices.MissesACorner: (

@@ -24,7 +24,7 @@ from lpq.formats import Quantizer
 from lpq.testing.expect import relative_error
 from lpq.testing.operands import encode, few, normal, stored_bits
 from lpq.testing.options import only
-from lpq.testing.table import cases
+from lpq.testing.table import cases, tall
 
 SHAPE = (160, 256)
 
@@ -68,7 +68,7 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
 def test_values_come_back(side: Quantizer) -> None:
     """Values of each dtype, down to 1e-5, come back from a matrix of any size: rows, columns, and an outlier wherever
     it lies."""
-    for case in cases(side, ("one", "1e-5")):
+    for case in (*cases(side, ("one", "1e-5")), tall()):
         x, what = case.matrix().float(), f"{side}: {case}"
         decoded, allowed = encode(side, case.matrix()).decode().float(), 3 * bound(side)
         if case.outlier is not None:

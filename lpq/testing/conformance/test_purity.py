@@ -15,7 +15,7 @@ from lpq.formats import Quantizer, Storage
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import encode, measure, normal
 from lpq.testing.options import only
-from lpq.testing.table import DTYPES, LAID, cases
+from lpq.testing.table import DTYPES, EXPANDED, LAID, cases
 from lpq.torch_private.tensors import version_of
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -92,8 +92,8 @@ def test_encode_is_pure(side: Quantizer) -> None:
 
 
 def test_strides_do_not_matter(side: Quantizer) -> None:
-    """A transposed view, of which every column operand is made, and others: rows that lie apart, a row that is repeated
-    without a copy, and an odd place in memory. A buffer may be a view as well."""
+    """A transposed view, of which every column operand is made, and others: rows and columns that lie apart, parts that
+    are repeated without a copy, and an odd place in memory. A buffer may be a view as well."""
     for case in cases(side):
         x, what = case.matrix(), f"{side}, {case}"
         wanted = encode(side, x)
@@ -103,8 +103,11 @@ def test_strides_do_not_matter(side: Quantizer) -> None:
                 same_operand(encode(side, LAID[laid](x)), wanted, how)
         turned = wanted.map(lambda buffer: buffer.clone() if buffer.dim() != 2 else LAID["transposed"](buffer))
         same(turned.decode(), wanted.decode(), f"{what}: decoding buffers that are transposed views")
-    expanded = normal(24, 72)[:1].expand(24, 72)
-    same_operand(encode(side, expanded), encode(side, expanded.contiguous()), f"{side}: encoding an expanded view")
+    for laid, expand in EXPANDED.items():
+        expanded = expand(normal(24, 72))
+        for x, way in ((expanded, ""), (expanded.t(), ", transposed")):
+            how = f"{side}: encoding an expanded view ({laid}{way}), beside a copy of it"
+            same_operand(encode(side, x), encode(side, x.clone(memory_format=torch.contiguous_format)), how)
 
 
 def test_the_default_dtype_does_not_matter(side: Quantizer) -> None:
