@@ -29,7 +29,7 @@ def uncalled(model: nn.Module) -> set[str]:
 
 def read_past(model: nn.Module) -> set[str]:
     """The names of layers with a recipe whose weight the pass of another module has read."""
-    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, Layer) and m.recipe is not None)
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, Layer | Experts) and m.recipe is not None)
     return {plain_name(name) for name, layer in layers if layer.read_past}
 
 

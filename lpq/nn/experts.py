@@ -21,6 +21,7 @@ from lpq.nn.input_checks import check_static
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory
+from lpq.nn.read_past import Weight
 from lpq.nn.remembering import Remembering
 from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import DTYPES
@@ -105,7 +106,8 @@ class Experts(Remembering):
             self._checked = True
         if torch.compiler.is_dynamo_compiling() or not self._ran:
             self.note_pass(torch.compiler.is_dynamo_compiling())
-        weight, bias = getattr(self, stack), getattr(self, f"{stack}_bias", None)
+        known, bias = self._parameters.get(stack), getattr(self, f"{stack}_bias", None)
+        weight: Any = getattr(self, stack) if known is None else known  # which a parametrization computes
         if self.dispatched is not None:
             weight = own_experts(title, weight)
             bias = None if bias is None else own_experts(title, bias)
@@ -179,7 +181,8 @@ def adopt_experts(module: nn.Module, recipe: Recipe | None) -> Experts:
 @cache
 def class_for(base: Any) -> type[Experts]:
     """The class that modules of the class ``base`` become."""
-    made: type[Experts] = type(base.__name__, (Experts, base), {"base": base, "__module__": __name__})
+    weights = {name: Weight() for name in (*UP, DOWN)}
+    made: type[Experts] = type(base.__name__, (Experts, base), {"base": base, "__module__": __name__, **weights})
     return made
 
 

@@ -14,16 +14,19 @@ from lpq.torch_private.callers import another_pass_reads
 
 
 class Weight:
-    """The attribute ``weight`` of a class of layers. It notes the first such read as ``read_past`` of the layer; a read
-    that a compiler traces is not noted."""
+    """The attribute of a class of layers that is their weight. It notes the first such read as ``read_past`` of the
+    layer; a read that a compiler traces is not noted."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
     def __get__(self, layer: Any, owner: Any = None) -> Any:
         if layer is None:
             return self
         try:
-            weight = layer.__dict__["_parameters"]["weight"]
+            weight = layer.__dict__["_parameters"][self.name]
         except KeyError:
-            raise AttributeError("weight") from None  # so that torch looks elsewhere, and says so
+            raise AttributeError(self.name) from None  # so that torch looks elsewhere, and says so
         if not (torch.compiler.is_compiling() or layer.read_past) and another_pass_reads(layer):
             layer.read_past = True
         return weight

@@ -32,6 +32,8 @@ class Remembering(nn.Module):
     traced: bool = False
     """Whether a compiler has traced a pass. What it compiled notes nothing when it runs."""
     _ran: bool = False
+    read_past: bool = False
+    """Whether the pass of another module has read a weight of this one (``lpq/nn/read_past.py``)."""
 
     compared: Compared | None = None
     """The check that ranks have the same model, if lpq gathers none of its weights."""

@@ -26,8 +26,6 @@ class Saved(Remembering):
         weight: Tensor
     else:
         weight = Weight()
-    read_past: bool = False
-    """Whether the pass of another module has read the weight."""
     in_features: int
     out_features: int
     kind: ClassVar[str] = "lpq.nn.Linear"

@@ -158,6 +158,7 @@ def test_passes_of_other_kinds_are_noted(shape: tuple[int, ...]) -> None:
     lpq.convert(grouped, "mxfp8")
     grouped[0](torch.randn(shape), [shape[0]])
     assert uncalled(grouped) == ["1"]
+    assert lpq.report(grouped).read == ()
 
 
 def test_experts_note_their_passes() -> None:
@@ -165,8 +166,13 @@ def test_experts_note_their_passes() -> None:
     experts: dict[str, Any] = {"num_local_experts": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     model = lpq.convert(MixtralForCausalLM(MixtralConfig(**sizes, **experts)), "mxfp8")
     model(torch.arange(8)[None])
-    assert uncalled(model) == []
-    assert any("Experts" in entry.kind for entry in lpq.report(model).converted)
+    report = lpq.report(model)
+    assert (uncalled(model), report.read) == ([], ())
+    (name,) = (entry.name for entry in report.converted if "Experts" in entry.kind)
+    block = model.get_submodule(name.rpartition(".")[0])
+    block.register_forward_hook(lambda block, _x, _y: block.experts.gate_up_proj.sum() and None)
+    model(torch.arange(8)[None])
+    assert lpq.report(model).read == (name,)
 
 
 def test_nothing_is_said_of_what_is_compiled() -> None:
