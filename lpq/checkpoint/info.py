@@ -18,11 +18,11 @@ import torch.distributed as dist
 from lpq.checkpoint import pickles
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.optimizer import check_data
 from lpq.files.disk import place
-from lpq.files.manifest import DESCRIPTION, EXTRA
+from lpq.files.manifest import DESCRIPTION, EXTRA, INDEX, MANIFEST
 from lpq.recipes import Policy, Steps
 from lpq.registry.showing import number
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path
@@ -96,6 +96,7 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
     path = found.path
     try:
         description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
+        expect(description.version == 1 or INDEX in found.sizes, f"its {MANIFEST} does not list {INDEX}")
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
         why = f"its {DESCRIPTION} is not the JSON that lpq.checkpoint.save writes: do not trust it"
         if isinstance(error, CheckpointError | OSError):

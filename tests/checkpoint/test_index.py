@@ -436,6 +436,8 @@ def test_the_pickle_beside_an_index_in_json_is_not_read(later: Path, path: Path,
         assert all((parameter == 10.0).all() for parameter in net.parameters())
         put(path, ".metadata", evil)
         refused(path, r"its index \(\.metadata\) is refused")
+    opcodes.listed(later, lambda found: {name: said for name, said in found.items() if name != "index.json"})
+    refused(later, r"its manifest\.json does not list index\.json: do not trust it")
     assert not marker.exists()
 
 
