@@ -94,6 +94,25 @@ class Compared(Watcher):
         alone = os.environ.get("WORLD_SIZE", "1") == "1" and not _has_ranks()
         return None if alone else cls(model)
 
+    @classmethod
+    def give(cls, layer: nn.Module) -> None:
+        """Give the layers of a model a check in the first pass of one that has none, if ranks share the model: it is a
+        copy, came out of a file, was made by hand, or is replicated though its weights were prepared for FSDP2."""
+        if not _has_ranks():
+            return
+        if (wrapper := active_replica()) is not None:
+            root = wrapper.module
+        else:
+            from lpq.torch_private import fsdp  # which imports FSDP2
+
+            root = fsdp.outermost(layer)
+            if getattr(layer, "gathering", None) is not None or not fsdp.sites(root):
+                return
+        check = cls(root)
+        for part in root.modules():
+            if getattr(part, "compared", check) is None:
+                part.compared = check
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of a layer is in another model
 

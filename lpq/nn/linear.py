@@ -239,12 +239,14 @@ class Layer(Saved):
             check(self, input, weight)
             raise
         if self.compared is not None and self.compared.open and grad:
-            self.compared.in_pass()
+            self.compare_in_pass(first=False)
         epoch, calls = self._calls
         call: Call | None = calls.get(key) if epoch is registry.epoch() else None
         if call is None:
             calls = self.bound_calls()
             check(self, input, weight)
+            if self.compared is None and grad:
+                self.compare_in_pass(first=True)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, held, given)._replace(kernels=kernels_allowed())

@@ -48,12 +48,22 @@ class Remembering(nn.Module):
         """Note that a pass runs, or that a compiler traces one, which takes the answer as a constant. In a ``shared``
         one ranks send each other operands."""
         self.__dict__["traced" if traced else "_ran"] = True
-        if self.compared is not None and not is_exporting():
-            if traced and shared:
+        if not is_exporting():
+            if traced and shared and self.compared is not None:
                 self.compared.before_trace()
             if torch.is_grad_enabled():
-                self.compared.in_pass()
+                self.compare_in_pass(first=True)
         return True
+
+    def compare_in_pass(self, first: bool) -> None:
+        """Compare the model with the other ranks' in a pass that trains this layer; ``first``: the first one of its
+        kind."""
+        if first and self.compared is None:
+            from lpq.distributed.compared import Compared
+
+            Compared.give(self)
+        if self.compared is not None:
+            self.compared.in_pass()
 
     def kept(self) -> tuple[Memory, ...]:
         """The buffers of its present recipe."""

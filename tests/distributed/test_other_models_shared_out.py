@@ -251,6 +251,17 @@ def _replicas(rank: int) -> None:
         assert seen.count(COMPARED) == compares
 
 
+def _models_that_no_conversion_left(rank: int) -> None:
+    """Copies, layers that were made by hand, and models whose weights were prepared for FSDP2."""
+    recipe = ("mxfp8", E5M2)[rank]
+    by_hand = nn.Sequential(lpq.nn.Linear(64, 128, recipe=recipe))
+    prepared = lpq.convert(nn.Sequential(nn.Linear(64, 128)), recipe, weights="high_precision", ranks=2)
+    for net in (copy.deepcopy(_net(recipe)), by_hand, prepared):
+        _refused(lambda: DistributedDataParallel(net)(X), "Linear with a weight [128, 64]", E5M2)  # noqa: B023
+    for net in (copy.deepcopy(_net(recipe)), copy.deepcopy(by_hand)):
+        _refused(lambda: fully_shard(net)(X), "Linear with a weight [128, 64]", E5M2)  # noqa: B023
+
+
 def _parts_of_a_model(rank: int) -> None:
     """Which were converted one by one. The heap is not searched for the wrapper."""
     net = DistributedDataParallel(nn.Sequential(_net("mxfp8"), _net("mxfp8"), _net("nvfp4()")))
@@ -323,8 +334,8 @@ def _four_ranks(rank: int) -> None:
     [
         _tensor_parallel, _step_on_one_rank, _other_parts, _a_gpu_is_waited_for_where_something_is_new, _before_a_step,
         _without_a_conversion, _experts, _experts_are_described_where_something_changed,
-        _rows_that_one_rank_cannot_encode, _a_gradient_that_one_rank_cannot_encode, _replicas, _parts_of_a_model,
-        _models_of_their_own,
+        _rows_that_one_rank_cannot_encode, _a_gradient_that_one_rank_cannot_encode, _replicas,
+        _models_that_no_conversion_left, _parts_of_a_model, _models_of_their_own,
     ],
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:
