@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.operations.derived_operands import bind_derive_into, derive_col
+from lpq.operations.derived_operands import Derived, bind_derive_into, derive_col
 from lpq.testing.expect import same
 
 TEXTS = (
@@ -28,6 +28,7 @@ def test_they_are_those_of_derive_col(text: str, shape: tuple[int, ...]) -> None
     row = quantizer.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(1))).operand("row")
     wanted = [buffer.contiguous() for buffer in derive_col(quantizer, row).tensors()]
     out = [poisoned(buffer) for buffer in wanted]
-    bind_derive_into(quantizer, row, out)()
+    (derive,) = bind_derive_into([Derived(quantizer, row, out)], torch.device("cpu"))
+    derive()
     for i, (made, expected) in enumerate(zip(out, wanted, strict=True)):
         same(made, expected, f"buffer {i} of {text}, {shape}")
