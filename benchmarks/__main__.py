@@ -110,7 +110,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", action="append", help="a recipe of lpq in place of the usual ones; may be repeated")
     parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
     parser.add_argument("--mode", choices=MODES, help="with linear, host and parallel: how layers are compiled")
-    parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="with host, linear or llama: where the time of a step goes"
+    )
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
@@ -180,7 +182,8 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         everyone = contenders.of_models(tuple(options.recipe or contenders.MODELS), not options.no_compile, sharded)
         everyone = contenders.chosen(everyone, options.only)
         with stack.group() if sharded else nullcontext():
-            yield from huggingface.measure(everyone, _decoder(options), 6 if options.quick else stack.STEPS, device)
+            steps = 6 if options.quick else stack.STEPS
+            yield from huggingface.measure(everyone, _decoder(options), steps, device, options.profile)
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)

@@ -27,10 +27,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.contenders import Contender, compile_afresh, in_words, training_step
-from benchmarks.profiles import busy
+from benchmarks.profiles import busy, functions
 from benchmarks.shapes import Decoder
 from benchmarks.stack import Failed, together
 from benchmarks.timing import launching, one_after_another
+
+PROFILED = 10
+"""Steps in which it is looked where the host's time goes."""
 
 
 def lacking() -> str | None:
@@ -40,13 +43,15 @@ def lacking() -> str | None:
     return None
 
 
-def measure(everyone: list[Contender], shape: Decoder, steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure(
+    everyone: list[Contender], shape: Decoder, steps: int, device: torch.device, profile: bool = False
+) -> Iterator[dict[str, Any]]:
     """Tokens a second of each contender, the times of host and GPU, and the most memory that was allocated; after each,
-    so far."""
+    so far. ``profile``: print where the host's time goes, too."""
     peers = dist.new_group(backend="gloo") if ranks() > 1 else None
     results: list[dict[str, Any]] = []
     for contender in everyone:
-        results.append(_of(contender, shape, steps, device, peers))
+        results.append(_of(contender, shape, steps, device, peers, profile))
         yield {**asdict(shape), "ranks": ranks(), "results": [*results]}
 
 
@@ -56,8 +61,9 @@ def ranks() -> int:
 
 
 def _of(
-    contender: Contender, shape: Decoder, steps: int, device: torch.device, peers: dist.ProcessGroup | None
-) -> dict[str, Any]:
+    contender: Contender, shape: Decoder, steps: int, device: torch.device, peers: dist.ProcessGroup | None,
+    profile: bool,
+) -> dict[str, Any]:  # fmt: skip
     compile_afresh()
     gc.collect()
     on_gpu = device.type == "cuda"
@@ -66,6 +72,7 @@ def _of(
         torch.cuda.reset_peak_memory_stats()
     counters.clear()
     result: dict[str, Any]
+    found = ""
     try:
         with _all(peers):
             step = _step(contender, shape, device)
@@ -73,6 +80,7 @@ def _of(
             timing, loss = one_after_another(step, steps, device)
             peak = torch.cuda.max_memory_allocated() if on_gpu else None
             host, gpu = (launching(step) * 1e3, busy(step) * 1e3) if on_gpu else (None, None)
+            found = functions(step, steps=PROFILED, warm=1, order="tottime") if profile else ""
         speed = shape.tokens / timing.median
         result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
         result |= {"host_ms": host, "gpu_ms": gpu}
@@ -87,7 +95,7 @@ def _of(
     if result.get("graph_breaks"):
         said += f", {result['graph_breaks']} graph breaks"
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{contender.name}: {said}", file=sys.stderr)
+        print(f"{contender.name}: {said}\n{found}".rstrip(), file=sys.stderr)
     return {**contender.record(), **result}
 
 

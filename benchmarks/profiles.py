@@ -40,17 +40,18 @@ def show(everyone: Iterable[Contender], shape: Shape, device: torch.device, on_h
         print(f"{contender.name} at {shape}{what}\n{found}")
 
 
-def functions(step: Step, steps: int = 300, lines: int = 60, order: str = "cumulative") -> str:
+def functions(step: Step, steps: int = 300, lines: int = 60, order: str = "cumulative", warm: int = 20) -> str:
     """The functions of so many steps. Backward runs in this thread, where the profiler sees it."""
     with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(20):
+        for _ in range(warm):
             step()
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(steps):
             step()
         profiler.disable()
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     text = io.StringIO()
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats(order).print_stats(lines)
     return text.getvalue()
