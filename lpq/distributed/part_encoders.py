@@ -17,6 +17,7 @@ from lpq.formats.format import Quantizer, Storage
 from lpq.formats.joined import cat
 from lpq.operations.binding import Encoded
 from lpq.operations.encoder import (
+    BindEncoder,
     Encoder,
     Known,
     KnownStats,
@@ -33,7 +34,6 @@ from lpq.operations.operands import as_matrix, moves, recall, recalls
 from lpq.operations.reduce_statistics import Declared, bind_reduction, spans
 from lpq.operations.sides import declared, measures_again
 
-BindEncoder = Callable[[Wanted], Encoder]
 Seeds = Tensor | None
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.cuts import Cut
-from lpq.distributed.part_encoders import BindEncoder, PartEncoder, bind_part
+from lpq.distributed.part_encoders import PartEncoder, bind_part
 from lpq.formats.layout import as_bytes
 from lpq.operations.binding import Encoded, Multiply, Operand
 from lpq.operations.derived_operands import bind_derive, derives_col
-from lpq.operations.encoder import Encoder, Known, Wanted
+from lpq.operations.encoder import BindEncoder, Encoder, Known, Wanted, operands_of
 from lpq.operations.operands import as_matrix
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
@@ -67,7 +67,7 @@ class Arriving:
             gather, sent = self._gather, self._sent
             assert sent is not None
             whole = self.whole = gather.joined(self.part, arrived(sent))
-            self._sent = None
+            self._sent, self.part = None, ()
         return whole
 
 
@@ -92,11 +92,7 @@ def bind_gathered(
     own, source = part.encoder, part.encoder.row if derived else part.encoder.col
     of_row = OperandGather(own.row, 0, cut, group) if own.row is not None else None
     of_col = OperandGather(source, 0 if derived else 1, cut, group) if source is not None and wanted.col else None
-    row = of_row.whole if of_row is not None and wanted.row else None
-    col = None
-    if wanted.col:
-        rows, cols = wanted.shape
-        col = Operand(quantizer.side("col"), (cols, rows * cut.ranks), wanted.dtype)
+    row, col = operands_of(wanted._replace(shape=(wanted.shape[0] * cut.ranks, wanted.shape[1])))
     derive = bind_derive(quantizer, of_col.whole, wanted.device) if derived and of_col is not None else None
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
@@ -114,12 +110,8 @@ def bind_gathered(
     def later(arriving: Arriving) -> Sequence[Tensor]:
         return arriving.now() if derive is None else derive(arriving.now())
 
-    has_col = of_col is not None
-    return part._replace(
-        encoder=Encoder(
-            row, col, encode, later if has_col else None, derived, begin_column if has_col and not at_once else None
-        )
-    )
+    finish, start = (None, None) if of_col is None else (later, None if at_once else begin_column)
+    return part._replace(encoder=Encoder(row, col, encode, finish, derived, start))
 
 
 def bind_gathered_high(bind: BindEncoder, wanted: Wanted, cut: Cut, group: str) -> Encoder:
@@ -153,10 +145,13 @@ def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
     return begin_reduce_scatter(y, cut.ranks, group)
 
 
-def summed(multiply: Multiply, cut: Cut | None, group: str) -> Multiply:
-    """A product whose sum over the ranks is begun; ``finish_sum`` waits for it."""
+def summed(multiply: Multiply, cut: Cut | None, group: str, *, finished: bool) -> Multiply:
+    """A product of which the sum over the ranks is begun, or ``finished`` as well."""
+    if finished:
+        return lambda a, b, bias: finish_sum(begin_sum(multiply(a, b, bias), cut, group))
     return lambda a, b, bias: begin_sum(multiply(a, b, bias), cut, group)
 
 
 def finish_sum(y: Tensor) -> Tensor:
+    """Wait for a sum that was begun."""
     return arrived([y])[0]

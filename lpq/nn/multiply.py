@@ -89,7 +89,7 @@ class Multiplication(torch.autograd.Function):
         of_x, of_w = states.get("x"), states.get("w")
         values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
         if step.exchange is not None:
-            of_x, of_w, seeds = step.exchange(values, weight, of_x, of_w, seeds)
+            (of_x, of_w), seeds = step.exchange((values, weight), (of_x, of_w), seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if watch is not None:
             watch.tell("x", values, plan.x, states.get("x"), x_seed, ends)

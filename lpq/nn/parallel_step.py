@@ -10,22 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from lpq.distributed.cuts import Cut
 from lpq.distributed.overlapped import of_parts
-from lpq.distributed.part_encoders import PartEncoder, Seeds, SpanningStats, bind_exchange, bind_part
-from lpq.distributed.part_gathers import (
-    bind_gathered,
-    bind_gathered_high,
-    finish_sum,
-    of_arriving,
-    summed,
-)
+from lpq.distributed.part_encoders import PartEncoder, bind_exchange, bind_part
+from lpq.distributed.part_gathers import bind_gathered, bind_gathered_high, finish_sum, of_arriving, summed
 from lpq.nn.plan import Plan
-from lpq.nn.step import BindEncoder, BindProduct, Exchange, Shapes, Step
+from lpq.nn.step import BindProduct, Shapes, Step
 from lpq.operations.binding import Multiply, Product
-from lpq.operations.encoder import Encoder, Known, State, Wanted
+from lpq.operations.encoder import BindEncoder, Encoder, Wanted
 
 
 class SharedOut(NamedTuple):
@@ -78,9 +71,11 @@ class SharedOut(NamedTuple):
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = PartEncoder(of_x.alone(group))
         exchanged = [None if given else of_x.statistics, of_w.statistics]
+        reduces = exchanged != [None, None] or plan.stochastic
+        exchange = bind_exchange(exchanged, group) if reduces else None
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy, product)
         return Step(
-            of_x.encoder, of_w.encoder, of_dy, forward, into_dx, into_dw, self._exchange(exchanged, plan.stochastic),
+            of_x.encoder, of_w.encoder, of_dy, forward, into_dx, into_dw, exchange,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
 
@@ -100,32 +95,13 @@ class SharedOut(NamedTuple):
         else:
             multiply = of_arriving(product(forward))
         if not by_columns and self.sums:
-            begun = summed(multiply, sequence, group)
-            multiply = _finished(begun)
+            multiply = summed(multiply, sequence, group, finished=True)
         if dy.row is not None and w.col is not None:
             into_dx = product(Product(dy.row, w.col, shapes.x, device, fast[1]))
             if sequence is not None and not by_columns and not self.high:
                 into_dx = of_arriving(into_dx)
             if by_columns and self.sums:
-                into_dx = summed(into_dx, sequence, group)
+                into_dx = summed(into_dx, sequence, group, finished=False)
         if dy.col is not None and x.col is not None:
             into_dw = product(Product(dy.col, x.col, shapes.summed, device, fast[2]))
         return multiply, into_dx, into_dw
-
-    def _exchange(self, parts: list[SpanningStats | None], seeds: bool) -> Exchange | None:
-        """The exchange of what is measured of x and of the weight."""
-        if parts == [None, None] and not seeds:
-            return None
-        exchange_all = bind_exchange(parts, self.group)
-
-        def exchange(
-            x: Tensor, w: Tensor, of_x: State | None, of_w: State | None, seeds: Seeds
-        ) -> tuple[Known, Known, Seeds]:
-            (known_x, known_w), seeds = exchange_all((x, w), (of_x, of_w), seeds)
-            return known_x, known_w, seeds
-
-        return exchange
-
-
-def _finished(begun: Multiply) -> Multiply:
-    return lambda a, b, bias: finish_sum(begun(a, b, bias))

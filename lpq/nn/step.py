@@ -17,14 +17,22 @@ from lpq.nn.plan import Plan
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.bound import bind_product, product_through_operators
 from lpq.operations.compiled_calls import spare_the_dispatcher
-from lpq.operations.encoder import Encoder, Known, Wanted, bind_encoder, in_two_steps, operands_of, through_operators
+from lpq.operations.encoder import (
+    BindEncoder,
+    Encoder,
+    Known,
+    Wanted,
+    bind_encoder,
+    in_two_steps,
+    operands_of,
+    through_operators,
+)
 from lpq.operations.operands import Moving, State, bind_remember
 
-BindEncoder = Callable[[Wanted], Encoder]
 BindProduct = Callable[[Product], Multiply]
 
-Exchange = Callable[[Tensor, Tensor, State | None, State | None, Tensor | None], tuple[Known, Known, Tensor | None]]
-"""``exchange(x, w, state_x, state_w, seeds)``: with what to encode x and w, and the seeds that all ranks have."""
+Exchange = Callable[[Sequence[Tensor], Sequence[State | None], Tensor | None], tuple[Sequence[Known], Tensor | None]]
+"""``exchange((x, w), their states, seeds)``: with what to encode x and w, and the seeds that all ranks have."""
 
 
 class Parts(Protocol):

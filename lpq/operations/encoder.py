@@ -92,6 +92,10 @@ class Wanted(NamedTuple):
     """Whether the tensor is what its row operand decodes to, of which the column operand is made."""
 
 
+BindEncoder = Callable[[Wanted], Encoder]
+"""A function that makes an encoder: of kernels, or of operators."""
+
+
 def bind_encoder(wanted: Wanted) -> Encoder:
     """Choose and bind the kernels of an encoding on this device."""
     if is_made_of_row(wanted):
@@ -187,7 +191,7 @@ def made_of_row(first: Encoder, second: Encoder, wanted: Wanted) -> Encoder:
     return Encoder(of_row if wanted.row else None, col, encode, derived=True, measure=first.measure)
 
 
-def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
+def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
     with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
     present state, which another backward may move meanwhile."""

@@ -39,7 +39,7 @@ class Doubled(NamedTuple):
         def same(kept: Any) -> Any:
             return kept
 
-        def exchange(x: Tensor, w: Tensor, *rest: Any) -> Any:
+        def exchange(tensors: Any, *rest: Any) -> Any:
             return rest
 
         dgrad = step.dgrad
