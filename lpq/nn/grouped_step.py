@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from lpq.formats.format import Direction, Quantizer
 from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.sections import Sections
+from lpq.kernels.table import kernels_allowed
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, Step
@@ -58,7 +59,7 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     rows, stack = (Sections(groups.number, is_stack, groups.at_once) for is_stack in (False, True))
     of_x = Encoding(plan.x, True, needs_dw, (s.rows, s.features), s.x, s.device, rows, "x" in static, watched=s.watched)
     if s.given:
-        x = _given(of_x)
+        x = _of_row_operand(of_x)
     elif keeps_input:
         x = _in_two_steps(of_x._replace(decoded=(fprop, wgrad)))
     else:
@@ -73,7 +74,7 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
         quantizer=plan.dy, row=needs_dx, shape=(s.rows, s.outputs), dtype=s.dtype, static="dy" in static,
         decoded=(dgrad, wgrad),
     )  # fmt: skip
-    dy = _given(of_dy) if s.arrived else _bind(of_dy)
+    dy = _of_row_operand(of_dy) if s.arrived else _bind(of_dy)
 
     def product(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Multiply:
         bind = group_products.through_operators if s.watched else group_products.bind
@@ -87,9 +88,12 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
 
 
 def _bind(e: Encoding) -> Encoder:
-    bind: Callable[[Encoding], Any] = encoded_stacks.bind if e.sections.stack else in_groups.bind
-    (row, col), encode = bind(e)
-    return Encoder(row, col, encode)
+    if not e.sections.stack:
+        (row, col), encode = in_groups.bind(e)
+        return Encoder(row, col, encode)
+    how: tuple[Any, Any] = encoded_stacks.bind(e) if e.watched else encoded_stacks.bind_few(e, kernels_allowed())
+    (row, col), encode_stack = how
+    return Encoder(row, col, encode_stack)
 
 
 def _in_two_steps(e: Encoding) -> Encoder:
@@ -118,7 +122,7 @@ def _in_two_steps(e: Encoding) -> Encoder:
     return Encoder(first.row, second.col, encode, later)
 
 
-def _given(e: Encoding) -> Encoder:
+def _of_row_operand(e: Encoding) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
     side, of_col = e.quantizer.side("row"), e.quantizer.side("col")

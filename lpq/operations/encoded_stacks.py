@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from lpq import registry
 from lpq.formats.format import Storage
 from lpq.operations import sectioned
 from lpq.operations.binding import Encoded
@@ -23,12 +24,12 @@ def bind(e: Encoding) -> tuple[Pair, Run]:
     quantizer = e.quantizer
     sides = quantizer.side("row") if e.row else None, quantizer.side("col") if e.col else None
     row, col = (None if side is None or side.plain else side for side in sides)
-    made = None if e.watched else sectioned.bind_any(e, row, col)
-    decoded = (False, False) if made is None else made[1]
+    kernels = None if e.watched else sectioned.bind_any(e, row, col)
+    decoded = (False, False) if kernels is None else kernels[1]
     operands = e.operand(0, decoded=decoded[0]) if e.row else None, e.operand(1, decoded=decoded[1]) if e.col else None
-    if made is None:
+    if kernels is None:
         return operands, lambda w, known, seeds: _tensors(*_by_itself(e, w, known, seeds))
-    run, again = made[0], e.measures and sectioned.same_amaxes(quantizer.side("row"), quantizer.side("col"))
+    run, again = kernels[0], e.measures and sectioned.same_amaxes(quantizer.side("row"), quantizer.side("col"))
     first, second = (side if one is None else None for one, side in zip((row, col), sides, strict=True))
 
     def encode(w: Tensor, known: State | Sequence[Tensor] | None, seeds: Tensor | None) -> Encoded:
@@ -40,6 +41,10 @@ def bind(e: Encoding) -> tuple[Pair, Run]:
         return of_row if first is None else plain_row, of_col if second is None else plain_col, amaxes
 
     return operands, encode
+
+
+bind_few = registry.cached_few(lambda e, kernels: bind(e))
+"""``bind`` for steps that differ in their numbers of rows alone; ``kernels`` is ``LPQ_KERNELS``."""
 
 
 def _by_itself(e: Encoding, w: Tensor, known: object, seeds: Tensor | None) -> tuple[Storage | None, Storage | None]:

@@ -59,9 +59,9 @@ def bind(e: Encoding) -> tuple[Pair, Run]:
 def _bind(e: Encoding) -> tuple[tuple[bool, bool], Run]:
     """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
     row, col = e.quantizer.side("row") if e.row else None, e.quantizer.side("col") if e.col else None
-    made = sectioned.bind_any(e, row, col) if True in e.decoded or not e.watched else None
-    if made is not None and (True in made[1] or not e.watched):
-        by_kernel, decoded = made
+    kernels = sectioned.bind_any(e, row, col) if True in e.decoded or not e.watched else None
+    if kernels is not None and (True in kernels[1] or not e.watched):
+        by_kernel, decoded = kernels
 
         def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
             first, second, _ = by_kernel(x, offs, state, seeds)

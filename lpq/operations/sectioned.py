@@ -127,8 +127,13 @@ def _bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tu
     encode = bind(e)
     if encode is None:
         return _bind_any(quantizer, e._replace(decoded=(False, False)), state) if True in e.decoded else None
-    misaligned = cache(lambda: bind(e._replace(aligned=False)) or encode)
     is_given = True in e.given
+
+    @cache
+    def misaligned() -> Encode:
+        encode_anywhere = bind(e._replace(aligned=False))
+        assert encode_anywhere is not None
+        return encode_anywhere
 
     def run(x: Tensor, offs: Tensor | None, known: Any, seeds: Tensor | None) -> Made:
         x = x if x.is_contiguous() else x.contiguous()

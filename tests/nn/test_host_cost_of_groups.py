@@ -23,7 +23,7 @@ from lpq.kernels import tensor_maps, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import fresh
 from lpq.nn import GroupedLinear, grouped_step
-from lpq.operations import group_tiles
+from lpq.operations import encoded_stacks, group_tiles
 
 ROWS, FEATURES, SMALL = 4096, 2048, 64
 """The rows and features of a layer, and the features where references encode."""
@@ -167,13 +167,17 @@ def test_what_is_added_is_noticed(place: str, with_kernels: Gpu, monkeypatch: py
 def test_another_number_of_rows_loads_no_kernel(
     recipe: str, with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts are given another number in each step. A kernel keeps what it loaded, so it must be the same object."""
-    bound, bind = set(), CudaKernel.bind
+    """Experts are given another number in each step. A kernel keeps what it loaded, so it must be the same object. The
+    weight is the same, and what encodes it is bound once."""
+    stacks: list[Any] = []
+    bound, bind, bind_stack = set(), CudaKernel.bind, encoded_stacks.bind
     monkeypatch.setattr(CudaKernel, "bind", lambda self, *how: (bound.add((self, how[1])), bind(self, *how))[1])
+    monkeypatch.setattr(encoded_stacks, "bind", lambda e: (stacks.append(e), bind_stack(e))[1])
     cost(recipe, 4, with_kernels)
-    once = len(bound)
+    once = len(bound), len(stacks)
     cost(recipe, 4, with_kernels, rows=2 * ROWS)
-    assert 0 < len(bound) == once
+    assert once == (len(bound), len(stacks))
+    assert min(once) > 0
 
 
 def test_experts_are_described_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
