@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Direction, Quantizer
+from lpq.formats.format import Quantizer
 from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.sections import Sections
 from lpq.kernels.table import kernels_allowed
@@ -21,16 +21,12 @@ from lpq.operations.binding import Encoded, Multiply, Product
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Encoder
-from lpq.operations.group_choice import OfProduct, decoded_at_once
+from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
 from lpq.operations.operands import State, state_names
 from lpq.operations.sectioned import Encoding
 from lpq.operations.sides import shared
 from lpq.tensor import QuantizedTensor
-
-DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
-Decided = tuple[bool, bool, bool]
-"""Whether the operands of fprop, of dgrad and of wgrad are made decoded, in bf16."""
 
 
 class Groups(NamedTuple):
@@ -47,7 +43,20 @@ class Groups(NamedTuple):
 
 def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     needs_dx, needs_dw, static = s.needs_dx, s.needs_dw, {memory.tensor for memory in plan.memories}
-    fprop, dgrad, wgrad = _decided(plan, s, groups) if groups.at_once else (False, False, False)
+    rows, stack = (Sections(groups.number, is_stack, groups.at_once) for is_stack in (False, True))
+    of_x = Encoding(plan.x, True, needs_dw, (s.rows, s.features), s.x, s.device, rows, "x" in static, watched=s.watched)
+    of_w = of_x._replace(
+        quantizer=plan.w, col=needs_dx, shape=(s.outputs, s.features), dtype=s.weight, sections=stack,
+        static="w" in static,
+    )  # fmt: skip
+    of_dy = of_x._replace(
+        quantizer=plan.dy, row=needs_dx, shape=(s.rows, s.outputs), dtype=s.dtype, static="dy" in static
+    )
+    # Whether the operands of each product are made decoded, in bf16.
+    fprop = dgrad = wgrad = False
+    if groups.at_once and "row" not in (plan.x.col_source, plan.w.col_source, plan.dy.col_source):
+        products = (of_x, of_w, 0, 0), (of_dy, of_w, 0, 1), (of_dy, of_x, 1, 1)
+        fprop, dgrad, wgrad = (decoded_at_once(a.operand(i), b.operand(j), s.device) for a, b, i, j in products)
     keeps_input = plan.keeps_input and needs_dw
     # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.
     keeps_weight = (plan.keeps_weight or (dgrad and not _finds_lines(plan.w))) and needs_dx
@@ -55,25 +64,16 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     x_decoded = wgrad and not keeps_input and spans(plan.x.side("col"), 1)
     if s.watched:  # then both operands of a product are decoded, or neither is
         dgrad, wgrad = False, x_decoded
-
-    rows, stack = (Sections(groups.number, is_stack, groups.at_once) for is_stack in (False, True))
-    of_x = Encoding(plan.x, True, needs_dw, (s.rows, s.features), s.x, s.device, rows, "x" in static, watched=s.watched)
     if s.given:
         x = _of_row_operand(of_x)
     elif keeps_input:
         x = _in_two_steps(of_x._replace(decoded=(fprop, wgrad)))
     else:
         x = _bind(of_x._replace(decoded=(fprop, x_decoded)))
-    of_w = of_x._replace(
-        quantizer=plan.w, col=needs_dx, shape=(s.outputs, s.features), dtype=s.weight, sections=stack,
-        static="w" in static, decoded=(fprop, dgrad and keeps_weight),
-    )  # fmt: skip
+    of_w = of_w._replace(decoded=(fprop, dgrad and keeps_weight))
     w = None if s.encoded else _in_two_steps(of_w) if keeps_weight else _bind(of_w)
-    w_row, w_col = [of_w.operand(dim, decoded=False) for dim in (0, 1)] if w is None else (w.row, w.col)
-    of_dy = of_x._replace(
-        quantizer=plan.dy, row=needs_dx, shape=(s.rows, s.outputs), dtype=s.dtype, static="dy" in static,
-        decoded=(dgrad, wgrad),
-    )  # fmt: skip
+    w_row, w_col = [of_w.operand(dim) for dim in (0, 1)] if w is None else (w.row, w.col)
+    of_dy = of_dy._replace(decoded=(dgrad, wgrad))
     dy = _of_row_operand(of_dy) if s.arrived else _bind(of_dy)
 
     def product(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Multiply:
@@ -141,7 +141,7 @@ def _of_row_operand(e: Encoding) -> Encoder:
         pairs = zip(of_col.layout, made, strict=False)
         return *(t.to(e.dtype) if buffer.dtype is None else t for buffer, t in pairs), offs
 
-    return Encoder(e.operand(0, decoded=False), e.operand(1, decoded=False), encode, later)
+    return Encoder(e.operand(0), e.operand(1), encode, later)
 
 
 def row_given(buffers: Sequence[Tensor], offs: Tensor, seeds: Tensor | None) -> Buffers:
@@ -155,17 +155,3 @@ def _finds_lines(quantizer: Quantizer) -> bool:
     side = quantizer.side("col")
     whole = any(buffer.block[0] is None for buffer in side.layout)
     return not whole and any(stat.block[1] is None for stat in side.stats)
-
-
-def _decided(plan: Plan, s: Shapes, groups: Groups) -> Decided:
-    x, w, dy = plan.x, plan.w, plan.dy
-    if "row" in (x.col_source, w.col_source, dy.col_source):
-        return False, False, False
-    (x_row, x_col), (dy_row, dy_col) = ([OfProduct(q.side(d), d) for d in DIRECTIONS] for q in (x, dy))
-    w_row, w_col = (OfProduct(w.side(d), d, stack=True) for d in DIRECTIONS)
-    how = s.rows, (groups.number, s.outputs, s.features), s.device
-    return (
-        decoded_at_once(x_row, w_row, *how),
-        decoded_at_once(dy_row, w_col, *how),
-        decoded_at_once(dy_col, x_col, *how),
-    )

@@ -7,8 +7,6 @@ Both are products of the same numbers, summed exactly unless a recipe allows les
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -17,8 +15,11 @@ from lpq.formats.format import Direction, Quantizer
 from lpq.formats.groups import unit
 from lpq.kernels import Choice, choose
 from lpq.kernels.table import kernels_allowed
+from lpq.operations.binding import Operand
 from lpq.operations.fused_pair import ALIGNED
 from lpq.operations.sectioned import decodable
+
+DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 
 
 def choice_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Choice | None:
@@ -29,30 +30,24 @@ def choice_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Ch
     return choice if choice.impl is not None else None
 
 
-class OfProduct(NamedTuple):
-    """One operand of a product of groups."""
-
-    side: Quantizer
-    direction: Direction
-    stack: bool = False
-    """Whether it is a stack, and not rows in groups."""
-
-
-def decoded_at_once(a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int], device: torch.device) -> bool:
-    """Whether the operands of a product of so many rows need no codes: only their decoded values are made, in the basis
-    in which they are stored. ``weight`` is the shape of the stack of weights."""
-    groups, outputs, features = weight
-    if device.type != "cuda" or 0 in (rows, groups) or outputs % ALIGNED or features % ALIGNED:
+def decoded_at_once(a: Operand, b: Operand, device: torch.device) -> bool:
+    """Whether the operands of a product of groups need no codes: only their decoded values are made, in the basis in
+    which they are stored."""
+    assert a.sections is not None
+    assert b.sections is not None
+    sizes, first, second = b.shape[1:] if b.sections.stack else (a.shape[0], b.shape[0]), a.quantizer, b.quantizer
+    rows = a.shape[a.dim]
+    if device.type != "cuda" or 0 in (rows, a.sections.number) or any(size % ALIGNED for size in sizes):
         return False
-    if a.side.basis != b.side.basis or (a.side.plain and b.side.plain):
+    if first.basis != second.basis or (first.plain and second.plain):
         return False
-    columns, allowed = not b.stack, kernels_allowed()  # groups of columns must begin at the same places
-    if columns and (a.side.plain or b.side.plain or unit(a.side, 1) != unit(b.side, 1)):
-        return False
-    for side, direction, stack in (a, b):
-        if not side.plain and not decodable(side.text, direction, device, stack, allowed):
+    if a.dim and (first.plain or second.plain or unit(first, 1) != unit(second, 1)):
+        return False  # groups of columns must begin at the same places
+    for operand, sections in ((a, a.sections), (b, b.sections)):
+        side, direction = operand.quantizer, DIRECTIONS[operand.dim]
+        if not side.plain and not decodable(side.text, direction, device, sections.stack, kernels_allowed()):
             return False
-    return choice_of(a.side, b.side, rows, device) is None
+    return choice_of(first, second, rows, device) is None
 
 
 def why_decoded(a: Quantizer, b: Quantizer) -> str | None:

@@ -69,7 +69,7 @@ class Encoding(NamedTuple):
     watched: bool = False
     """Whether an operator encodes, for a tracer or a mode."""
 
-    def operand(self, dim: int, *, decoded: bool) -> Operand:
+    def operand(self, dim: int, *, decoded: bool = False) -> Operand:
         """Describe the row operand (0) or the column operand (1)."""
         side, (rows, cols), sections = self.quantizer.side("col" if dim else "row"), self.shape, self.sections
         shape = (cols, rows) if dim else (rows, cols)
