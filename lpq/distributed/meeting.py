@@ -29,7 +29,7 @@ how many wanted to end it, and how it ended."""
 
 def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, waiting: str) -> bool | None:
     """Whether all of these ranks brought the same text; None, on all of them, if not all came within the ``seconds`` of
-    one of them. None: as long as a rank waits in a collective. ``about``: ranks meet about one thing. ``waiting``: the
+    one of them. None: as long as ``limit``. ``about``: ranks meet about one thing. ``waiting``: the
     warning of a rank that waits long."""
     store, place = job_store(), _place(ranks, about)
     end = monotonic() + (limit() if seconds is None else seconds)
@@ -52,8 +52,9 @@ def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, wai
 
 
 def limit() -> float:
-    """How long a rank waits for others, in seconds: the timeout of the job."""
-    return timeout_of(job_store())
+    """How long a rank waits for others, in seconds: half the timeout of the job, after which those that meanwhile wait
+    for it in a collective would be ended, and the job with them, before this one has said why."""
+    return timeout_of(job_store()) / 2
 
 
 def tell(ranks: Sequence[int], about: str) -> None:

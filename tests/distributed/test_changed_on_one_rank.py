@@ -31,7 +31,7 @@ OTHER = "fp8-row"
 Training = Callable[[], Any]
 
 
-def _net(recipe: str = "mxfp8", **how: Any) -> nn.Module:
+def _net(recipe: Any = "mxfp8", **how: Any) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     return lpq.convert(net, recipe, **how)
@@ -71,6 +71,21 @@ def _all_raise(rank: int) -> None:
                 assert "the ranks do not have the same model: rank 0 has [" in said, said
                 assert ", and rank 1 has [2: Linear with a weight [64, 128] of torch.float32" in said, said
                 assert said.endswith("alike on all ranks"), said
+
+
+def _a_step_that_one_rank_alone_is_given(rank: int) -> None:
+    """After the last one that changes a recipe. While one may still come, ranks compare steps in each step."""
+    rules = [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": "nvfp4"}]
+    inner = _net({"rules": rules})
+    step = _training(_replicated(inner))
+    for number in range(3):
+        lpq.set_step(inner, number)
+        step()
+    if rank == 1:
+        lpq.set_step(inner, 0)
+    with mock.patch.object(compared, "SOON", 0.1):
+        found = agreed(lambda: _until_it_is_found(step), RuntimeError)
+    assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
 
 def _a_change_of_all_is_compared_at_once(rank: int) -> None:
@@ -154,7 +169,7 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
         for every in (rank == 0, True, rank == 1):
             net(X, every).sum().backward()
             optimizer.step()
-        meetings = []
+        meetings: list[int] = []
         while not meetings or (meetings[-1] and len(meetings) < 10):  # until they have met, which takes one more step
             with mock.patch.object(meeting, "meet", wraps=meeting.meet) as seen:
                 net(X, True).sum().backward()
@@ -166,8 +181,8 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        _all_raise, _a_change_of_all_is_compared_at_once, _nobody_is_asked_in_each_step, _the_one_that_changed_says_so,
-        _a_layer_that_one_rank_does_not_run,
+        _all_raise, _a_step_that_one_rank_alone_is_given, _a_change_of_all_is_compared_at_once,
+        _nobody_is_asked_in_each_step, _the_one_that_changed_says_so, _a_layer_that_one_rank_does_not_run,
     ],
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:
