@@ -23,10 +23,9 @@ class Weight:
     def __get__(self, layer: Any, owner: Any = None) -> Any:
         if layer is None:
             return self
-        try:
-            weight = layer.__dict__["_parameters"][self.name]
-        except KeyError:
-            raise AttributeError(self.name) from None  # so that torch looks elsewhere, and says so
+        parameters = layer._parameters
+        if self.name not in parameters:
+            raise AttributeError(self.name)  # so that torch looks elsewhere, and says so
         if not (torch.compiler.is_compiling() or layer.read_past) and another_pass_reads(layer):
             layer.read_past = True
-        return weight
+        return parameters[self.name]
