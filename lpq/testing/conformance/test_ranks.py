@@ -17,13 +17,13 @@ from torch import Tensor
 
 from lpq.distributed.cuts import Cut
 from lpq.distributed.part_encoders import bind_exchange, bind_part
-from lpq.distributed.part_gathers import Arriving, OperandGather
+from lpq.distributed.part_gathers import Arriving, OperandGather, bind_gathered
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.joined import cat
 from lpq.operations.binding import operand_like
 from lpq.operations.derived_operands import rounds_stochastically
-from lpq.operations.encoder import Wanted, bind_encoder
+from lpq.operations.encoder import BindEncoder, Wanted, bind_encoder, through_operators
 from lpq.operations.operands import encode_operands, remember
 from lpq.testing.conformance.test_parts import part_that_differs
 from lpq.testing.expect import one_nan, same, same_decoded, same_operand, there
@@ -38,6 +38,8 @@ WAYS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 }
 """The dimension that ranks share out; how many they are; the size of a stretch, in blocks that must stay whole; and how
 many stretches each has."""
+BINDS: tuple[BindEncoder, ...] = (bind_encoder, through_operators)
+"""How encoders are bound: by kernels, or by operators where a compiler or a mode watches."""
 KNOWN = 7.0
 """A statistic that does not move."""
 State = Mapping[str, Tensor]
@@ -65,6 +67,11 @@ class Pass(NamedTuple):
         )  # fmt: skip
         return Result({"row": made.row, "col": made.col}, self.after(made.measured, group))
 
+    def wanted(self, local: Tensor) -> Wanted:
+        """How a rank has its part encoded."""
+        rows, cols = local.shape
+        return Wanted(self.quantizer, (rows, cols), local.dtype, local.device, self.row, self.col, bool(self.state))
+
     def after(self, measured: list[Tensor], group: Rank | None = None) -> State:
         """The state after a pass in which this was measured."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
@@ -78,6 +85,7 @@ class Result(NamedTuple):
 
     operands: dict[Direction, Storage | None]
     state: State
+    gathered: Mapping[Direction, Storage] = {}
 
     def of(self, direction: Direction) -> Storage:
         """An operand that was asked for."""
@@ -110,32 +118,27 @@ def test_ranks_encode_parts_as_in_the_whole(quantizer: Quantizer, way: str) -> N
             mine = [torch.cat(pieces[rank::ranks], dim) for rank in range(ranks)]
             cuts = [Cut(dim, rank, ranks, size, stretches) for rank in range(ranks)]
             what = f"{quantizer}: {stretches} × {size} {way} of each of {ranks} ranks, in {x.dtype}, with {holds}"
-            for one in passes(quantizer, x) if number == 0 else passes(quantizer, x)[:1]:
-                _check(one, x, mine, cuts, what)
+            first, *others = passes(quantizer, x)
+            _check(first, x, mine, cuts, what, BINDS if number == 0 else BINDS[:1])
+            for one in others if number == 0 else ():
+                _check(one, x, mine, cuts, what, BINDS[:1])
 
 
-def _check(one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str) -> None:
+def _check(
+    one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str, binds: Sequence[BindEncoder]
+) -> None:
     """Check one pass over a tensor of which the ranks have these parts."""
-    (dim, _, _, _, stretches), (quantizer, row, col, state) = cuts[0], one
+    (dim, _, _, _, stretches), (quantizer, row, col, _) = cuts[0], one
     random, shards = rounds_stochastically(quantizer), dim == 0 and stretches == 1
     asked = one.operands(dim)
 
-    def encode(cut: Cut, local: Tensor, group: Rank) -> tuple[Tensor, list[Result], list[Storage]]:
-        name, (rows, cols), remembers = group.group_name, local.shape, bool(state)
-        wanted = Wanted(quantizer, (rows, cols), local.dtype, local.device, row, col, remembers)
-        encoder, statistics = bind_part(bind_encoder, wanted, cut, name)
-        drawn = torch.tensor([SEED + cut.rank]) if random else None
-        (known,), common = bind_exchange([statistics], name)([local], [state or None], drawn)
-        seed = torch.tensor(SEED) if common is None else common[0]
-        of_row, of_col, measured = encoder.encode(local, known, seed)
-        made: dict[Direction, Storage | None] = {
-            "row": None if encoder.row is None else encoder.row.over(of_row),
-            "col": None if encoder.col is None else encoder.col.over(of_col),
-        }
-        results = [Result(made, one.after([*measured]))]
-        results += [one.encode(local, seed, group, cut.place(0))] if shards else []
-        gathered = [_gathered(results[0].of(at), along, cut, name) for at, along in asked]
-        return seed, results, gathered
+    def encode(cut: Cut, local: Tensor, group: Rank) -> tuple[Tensor, list[Result]]:
+        seed, results = torch.tensor(SEED), []
+        for at_once, bind in enumerate(binds):
+            seed, made = of_part(one, bind, cut, local, group.group_name)
+            whole = gathered(one, bind, cut, local, seed, group.group_name, made, at_once=bool(at_once))
+            results.append(made._replace(gathered=whole))
+        return seed, results + ([one.encode(local, seed, group, cut.place(0))] if shards else [])
 
     def shard(local: Tensor, group: Rank) -> Result:
         return one.encode(local, torch.tensor(SEED), group)
@@ -152,20 +155,47 @@ def _check(one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], wh
     made = on_ranks([partial(encode, cut, local) for cut, local in zip(cuts, mine, strict=True)])
     whole = one.encode(x, made[0][0]) if random else whole
     compare = same_operand if x.isfinite().all() else same_decoded
-    for (_, results, gathered), cut in zip(made, cuts, strict=True):
-        for (at, along), operand in zip(asked, gathered, strict=True):
+    for (_, results), cut in zip(made, cuts, strict=True):
+        for (at, along), result in itertools.product(asked, results):
             expected = there(_part(whole.of(at), along, cut), f"{what}: a part of the {at} operand")
-            for result in results:
-                compare(result.of(at), expected, f"{what}: {at} operand of rank {cut.rank}")
-            compare(operand, whole.of(at), f"{what}: {at} operand, gathered by rank {cut.rank}")
+            compare(result.of(at), expected, f"{what}: {at} operand of rank {cut.rank}")
+            if at in result.gathered:
+                compare(result.gathered[at], whole.of(at), f"{what}: {at} operand, gathered by rank {cut.rank}")
         for (name, value), result in itertools.product(whole.state.items(), results):
             same(one_nan(result.state[name]), one_nan(value), f"{what}: what rank {cut.rank} remembers as {name!r}")
 
 
-def _gathered(part: Storage, dim: int, cut: Cut, name: str) -> Storage:
-    """The operand of the whole, gathered of the parts of it along its rows (0) or its columns (1)."""
-    gather = OperandGather(operand_like(part), dim, cut, name)
-    return gather.whole.over(Arriving(gather, part.tensors()).now())
+def of_part(one: Pass, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -> tuple[Tensor, Result]:
+    """Encode a part with exchanged statistics; return the seed that all ranks have, too."""
+    encoder, statistics = bind_part(bind, one.wanted(local), cut, group)
+    drawn = torch.tensor([SEED + cut.rank]) if rounds_stochastically(one.quantizer) else None
+    (known,), common = bind_exchange([statistics], group)([local], [one.state or None], drawn)
+    seed = torch.tensor(SEED) if common is None else common[0]
+    of_row, of_col, measured = encoder.encode(local, known, seed)
+    made: dict[Direction, Storage | None] = {
+        "row": None if encoder.row is None else encoder.row.over(of_row),
+        "col": None if encoder.col is None else encoder.col.over(of_col),
+    }
+    return seed, Result(made, one.after([*measured]))
+
+
+def gathered(
+    one: Pass, bind: BindEncoder, cut: Cut, local: Tensor, seed: Tensor, group: str, made: Result, *, at_once: bool
+) -> dict[Direction, Storage]:
+    """The operands of the whole: rows as layers gather them, and columns from the encoded parts."""
+    side = one.quantizer.side("col")
+    if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic)):
+        gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
+        return {at: gather.whole.over(Arriving(gather, made.of(at).tensors()).now()) for at, gather in gathers}
+    encoder = bind_gathered(bind, one.wanted(local), cut, group, at_once=at_once).alone(group)
+    row, col, _ = encoder.encode(local, one.state or None, seed)
+    found: dict[Direction, Storage] = {}
+    if encoder.row is not None:
+        found["row"] = encoder.row.over(row.now())  # type: ignore[attr-defined]
+    if encoder.col is not None:
+        later = there(encoder.later, "what makes the column operand")
+        found["col"] = encoder.col.over(later(col if encoder.begin is None else encoder.begin(col)))
+    return found
 
 
 def _part(operand: Storage, dim: int, cut: Cut) -> Storage | None:
