@@ -113,12 +113,13 @@ def _tensor_parallel(rank: int, recipe: str, sequence: bool) -> None:
             assert torch.equal(operand, own(whole, operand, rank)) or drawn, name
             assert is_part == (operand.shape != whole.shape)
     assert found["left.w"][2]
-    assert found["left.x"][2] == found["down.dy"][2] == sequence
+    assert found["left.x"][2] == sequence
+    assert found["down.dy"][2] == (sequence and recipe != "fp8-row"), "whole where it is gathered in high precision"
     assert not any("observers" in vars(m) for m in net.modules())
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row", "mxfp8", "nvfp4"])
 def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(recipe: str, sequence: bool) -> None:
     spawn(_tensor_parallel, RANKS, recipe, sequence)
 
