@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.contenders import Contender, compile_afresh, in_words, training_step
@@ -106,12 +107,13 @@ def _all(peers: dist.ProcessGroup | None) -> AbstractContextManager[None]:
 
 def _step(contender: Contender, shape: Decoder, device: torch.device) -> Callable[[], Tensor]:
     """A step of training, which returns its loss."""
+    mesh = init_device_mesh(device.type, (ranks(),)) if ranks() > 1 else None  # before what may fail in one rank
     model = made(contender, shape, device)
-    if ranks() > 1:
+    if mesh is not None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     else:
         model.to(torch.bfloat16)
     torch.manual_seed(1 + (dist.get_rank() if ranks() > 1 else 0))
