@@ -146,8 +146,8 @@ class Hook:
         gather, shard = self._gather(), self._shard()
         assert shard is not None
         unit = gather.unit if gather is not None else None
-        others = gather is not getattr(module, "gather", None) or torch.is_inference_mode_enabled()
-        if gather is None or unit is None or others:
+        usual = gather is getattr(module, "gather", None) and not torch.is_inference_mode_enabled()
+        if gather is None or unit is None or not usual:
             return WeightShard.fsdp_pre_all_gather(shard, mesh, outer_size, outer_stride, module, mp_policy)
         if gather is unit.gathers[0]:
             return unit.begin_all(shard), gather
