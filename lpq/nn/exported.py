@@ -17,7 +17,7 @@ from lpq.operations.operators import LIBRARY, define
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from lpq.nn.multiply import Call
+    from lpq.nn.multiply import LayerCall
 
 
 class _NoBackward:
@@ -42,7 +42,7 @@ def forward_of(multiply: Any, title: str, weight: Tensor) -> Callable[..., Tenso
     return partial(_forward, multiply)
 
 
-def _forward(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def _forward(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
     shapes, plan = call.shapes._replace(needs_dx=False, needs_dw=False), call.plan
     y: Tensor = multiply.forward(_NoBackward(), x, weight, bias, call._replace(shapes=shapes))
     sides = [q.side(direction) for q in (plan.x, plan.w, plan.dy) for direction in ("row", "col")]

@@ -15,7 +15,7 @@ from lpq.nn.cached_weight import weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.grouped_step import Groups, row_given
 from lpq.nn.input_checks import check_transforms
-from lpq.nn.multiply import Call, Multiplication
+from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, bind_few
 from lpq.operations import groups as in_groups
@@ -115,7 +115,7 @@ def grouped_linear_of(
         if given is not None:
             rows_given = row_given(given, offs, None if seeds is None else seeds[0])
         own = states or {}, seeds, operands, (), accumulate
-        call = Call(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title, watch=watch)
+        call = LayerCall(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title, watch=watch)
         y: Tensor = multiply(x, weight, bias, call)
     return y
 

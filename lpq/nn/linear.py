@@ -19,7 +19,7 @@ from lpq.nn.cached_weight import HeldWeight, as_it_is, weight_operands
 from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
-from lpq.nn.multiply import Call, Multiplication
+from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory, check_names
@@ -200,7 +200,7 @@ class Layer(Saved):
             shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
             title = "" if torch.compiler.is_compiling() else self.title
-            call = Call(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
+            call = LayerCall(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
             call = self.with_all(call, first, weight, held)
         if given is not None:
@@ -225,7 +225,7 @@ class Layer(Saved):
     def _bound(
         self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
         given: bool,
-    ) -> Call:  # fmt: skip
+    ) -> LayerCall:  # fmt: skip
         """The call of a pass that bypasses the dispatcher; the first pass of its kind is checked and bound."""
         grad = torch.is_grad_enabled()
         try:
@@ -241,7 +241,7 @@ class Layer(Saved):
         if self.compared is not None and self.compared.open and grad:
             self.compare_in_pass(first=False)
         epoch, calls = self._calls
-        call: Call | None = calls.get(key) if epoch is registry.epoch() else None
+        call: LayerCall | None = calls.get(key) if epoch is registry.epoch() else None
         if call is None:
             calls = self.bound_calls()
             check(self, input, weight)
@@ -253,7 +253,7 @@ class Layer(Saved):
             with on_device(shapes.device):
                 inputs = self._inputs if plan.shares else None
                 step = bind_few(plan, shapes)
-                call = calls[key] = Call(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
+                call = calls[key] = LayerCall(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call
 
     def bound_calls(self) -> dict[object, Any]:
@@ -279,7 +279,7 @@ class Layer(Saved):
             given,
         )  # fmt: skip
 
-    def with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None = None) -> Call:
+    def with_all(self, call: LayerCall, input: Tensor, weight: Tensor, held: HeldWeight | None = None) -> LayerCall:
         """Return the call with the values that are new in each pass: seeds, states, the operands of the weight."""
         plan, shapes = call[:2]
         if self.accumulate is not None:

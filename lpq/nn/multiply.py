@@ -37,7 +37,7 @@ from lpq.torch_private.operators import unsafe_view
 from lpq.torch_private.tensors import has_storage
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """The arguments of one pass of a layer beside its tensors."""
 
     plan: Plan
@@ -79,7 +79,7 @@ class Multiplication(torch.autograd.Function):
     """The three products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
         if step is None:
@@ -148,7 +148,7 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise written_since(tensor, what)
-        call: Call = ctx.call
+        call: LayerCall = ctx.call
         plan, shapes, step, inputs, ends, title = call.plan, call.shapes, call.step, call.inputs, call.ends, call.title
         if inputs:
             inputs.clear()
@@ -206,7 +206,7 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     if ctx.seen is not None:
         recomputed.compare(ctx.call.title, ctx.seen, saved[-1])
-    call: Call = ctx.call
+    call: LayerCall = ctx.call
     plan, states = call.plan, call.states
     first, second, third, fourth = ctx.counts
     second += first

@@ -21,7 +21,7 @@ from lpq.distributed.overlapped import can_overlap
 from lpq.distributed.part_gathers import begin_sum, finish_sum
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.input_checks import check_parallel, check_parallel_input, check_static
-from lpq.nn.multiply import Call, Multiplication
+from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.parallel_step import SharedOut
 from lpq.nn.shared_input import EncodedInput, LastInput, SharedColumn
@@ -70,9 +70,9 @@ class Siblings(NamedTuple):
     """How layers that are given the same input share what is encoded of it."""
 
     inputs: LastInput
-    first: Call
+    first: LayerCall
     """The call of the first layer, which encodes."""
-    others: Call
+    others: LayerCall
     how: tuple[object, ...]
     """All that the operands depend on, beside the values of a static state."""
     static: bool
@@ -91,7 +91,7 @@ class MeshPass(NamedTuple):
     """The shape of the input where it is gathered."""
     parts: SharedOut
     output: Placement
-    call: Call
+    call: LayerCall
     siblings: Siblings | None = None
     """How siblings share the input; None: they do not."""
 
@@ -101,7 +101,7 @@ class Passes(NamedTuple):
 
     bound: Callable[[], dict[object, Any]]
     """Returns what is bound for passes of one kind."""
-    complete: Callable[[Call, Tensor, Tensor], Call]
+    complete: Callable[[LayerCall, Tensor, Tensor], LayerCall]
     """Adds to a call the values that are new in each pass."""
     static: Callable[[], Sequence[float]]
     """Reads the values of the state of the input, which no step moves."""
@@ -254,10 +254,10 @@ def _mesh_pass(
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 
-    def call(shapes: Shapes) -> Call:
+    def call(shapes: Shapes) -> LayerCall:
         with on_device(x.device):
             step = bind_few(plan, shapes) if bypasses else None
-        return Call(plan, shapes, step, layer=id(layer), title=title, shape=shape)
+        return LayerCall(plan, shapes, step, layer=id(layer), title=title, shape=shape)
 
     siblings = None
     ordinary = type(x) in ORDINARY and not x.is_meta

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
-from lpq.nn.multiply import Call, Multiplication
+from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, Step, bind_few, step_of, through_dispatcher
 
@@ -61,7 +61,8 @@ def gradients(parts: Doubled | None, mode: str) -> tuple[Tensor, ...]:
     shapes = Shapes(ROWS, FEATURES, OUTPUTS, *dtypes, x.device, True, True, False, parts=parts)
 
     def function(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = multiply(x, w, None, Call(plan, shapes, None if mode == "compiled" else bind_few(plan, shapes)))
+        step = None if mode == "compiled" else bind_few(plan, shapes)
+        y: Tensor = multiply(x, w, None, LayerCall(plan, shapes, step))
         return y
 
     run = torch.compile(function, fullgraph=True, backend="aot_eager") if mode == "compiled" else function
