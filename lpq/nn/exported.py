@@ -46,7 +46,7 @@ def _forward(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call
     shapes, plan = call.shapes._replace(needs_dx=False, needs_dw=False), call.plan
     y: Tensor = multiply.forward(_NoBackward(), x, weight, bias, call._replace(shapes=shapes))
     sides = [q.side(direction) for q in (plan.x, plan.w, plan.dy) for direction in ("row", "col")]
-    if all(side.plain for side in sides):  # y is a product of torch's, with a gradient of its own
+    if not call.ends and all(side.plain for side in sides):  # y is a product of torch's, with a gradient of its own
         return y
     return cast("Tensor", torch.ops.lpq.forward_only(y, x, weight))
 
@@ -61,7 +61,7 @@ def _forward_only_fake(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _refuse_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
-        "no gradient flows through torch.ops.lpq.forward_only: backward is part of lpq.nn.Linear, and a module that "
+        "no gradient flows through torch.ops.lpq.forward_only: backward is part of the layer, and a module that "
         "torch.export made has forward only. Train the module that was exported, or call this one under torch.no_grad()"
     )
 

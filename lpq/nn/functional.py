@@ -13,6 +13,7 @@ from lpq import recipes, registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.cached_weight import weight_operands
 from lpq.nn.encoded_inputs import row_buffers
+from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups, row_given
 from lpq.nn.input_checks import check_transforms
 from lpq.nn.multiply import LayerCall, Multiplication
@@ -27,7 +28,7 @@ from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private.compiling import once_when_traced
+from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
     from lpq.nn.accumulation import Accumulate
@@ -97,7 +98,6 @@ def grouped_linear_of(
         drawn = draw_seeds(x if given is None else given[0], weight, weight.shape[0] * len(TENSORS))
         seeds = drawn.view(-1, len(TENSORS)).t().contiguous()  # by tensors, and drawn by groups
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
-    multiply: Any = Multiplication.apply
     device = x.device.type
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     if casts:
@@ -106,6 +106,8 @@ def grouped_linear_of(
     (rows, features), (groups, outputs, _) = x.shape, weight.shape
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         watched = not can_bypass_dispatcher(first)
+        exports = watched and is_exporting()
+        multiply: Any = forward_of(Multiplication, title, weight) if exports else Multiplication.apply
         parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,

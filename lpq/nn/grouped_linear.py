@@ -105,7 +105,8 @@ class GroupedLinear(Layer):
         held = self.held_weight() if self._held is not None else None
         if self.accumulate is not None:
             check_accumulation(self, weight)
-        self._gathered(remembers=False)
+        if self.gather is not None:
+            self._gathered(remembers=False)
         if torch.compiler.is_dynamo_compiling() or not self._ran:
             self.note_pass(torch.compiler.is_dynamo_compiling())
         plan = self._plan if self._plan is not None else high_precision()

@@ -56,6 +56,19 @@ def test_it_runs_with_weights_that_require_a_gradient(recipe: str, strict: bool)
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("recipe", [None, "nvfp4"])
+def test_a_grouped_layer_gives_no_gradient_either(recipe: str | None) -> None:
+    layer, x, offs = lpq.nn.GroupedLinear(2, 48, 32, recipe=recipe), torch.randn(24, 48), torch.tensor([9, 24]).int()
+    module = torch.export.export(layer, (x, offs), strict=False).module()
+    found = []
+    for model in (module, layer):
+        torch.manual_seed(7)
+        found.append(model(x, offs))
+    assert torch.equal(*found)
+    with pytest.raises(RuntimeError, match=r"no gradient flows through torch\.ops\.lpq\.\w+: .*has forward only"):
+        found[0].sum().backward()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_saved_and_loaded(recipe: str) -> None:
     model, x, file = lpq.convert(nn.Sequential(nn.Linear(48, 32)), recipe), torch.randn(24, 48), BytesIO()
