@@ -20,7 +20,9 @@ from lpq.nn import GroupedLinear
 from lpq.observe import Observed, observing
 from lpq.torch_private.tensors import local_part
 
-WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 192, 2, 64, 2
+WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 256, 2, 64, 2
+HIGH = "x=mxfp8, w=mxfp8, dy=fp8(scaling=block)"
+"""Its blocks of dy have more rows than a rank has tokens of a sequence."""
 Found = dict[str, tuple[dict[str, Tensor], list[Tensor], bool]]
 
 
@@ -114,12 +116,12 @@ def _tensor_parallel(rank: int, recipe: str, sequence: bool) -> None:
             assert is_part == (operand.shape != whole.shape)
     assert found["left.w"][2]
     assert found["left.x"][2] == sequence
-    assert found["down.dy"][2] == (sequence and recipe != "fp8-row"), "whole where it is gathered in high precision"
+    assert found["down.dy"][2] == (sequence and recipe != HIGH), "whole where it is gathered in high precision"
     assert not any("observers" in vars(m) for m in net.modules())
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", HIGH, "mxfp8", "nvfp4"])
 def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(recipe: str, sequence: bool) -> None:
     spawn(_tensor_parallel, RANKS, recipe, sequence)
 
