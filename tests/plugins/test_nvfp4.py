@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 
 import numpy as np
@@ -267,45 +266,6 @@ def test_the_seed_decides_and_nothing_else(options: str) -> None:
     torch.manual_seed(0)
     assert same(drawn[0].row, q.quantize(x).row)
     assert not same(drawn[0].row, drawn[1].row)
-
-
-@pytest.mark.parametrize("options", STOCHASTIC)
-@given(cuts=st.lists(st.integers(0, 8), max_size=4), seed=st.integers(-(2**63), 2**63 - 1))
-def test_row_shards_that_know_their_offset_make_the_whole(options: str, cuts: list[int], seed: int) -> None:
-    """The shards get the statistics of the whole, as a reduction over ranks would give them."""
-    q = quantizer(options)
-    x = normal(128, 48)
-    whole = q.quantize(x, seed=seed)
-    row_stats, col_stats = q.side("row").measure(x), q.measure(x.t())
-    bounds = [0, *sorted(16 * c for c in cuts), 128]
-    rows, cols = [], []
-    for start, stop in itertools.pairwise(bounds):
-        piece, key = x[start:stop], torch.tensor(seed)
-        high = BLOCKS[q.block][0]
-        given_row = {**row_stats, "block_amax": row_stats["block_amax"][start // high : stop // high]}
-        given_col = {**col_stats, "block_amax": col_stats["block_amax"][:, start // 16 : stop // 16]}
-        rows.append(q.side("row").encode_stochastic(piece, given_row, RandomBits(key, 0, (start, 0))))
-        cols.append(q.encode_stochastic(piece.t(), given_col, RandomBits(key, 1, (0, start))))
-    assert torch.equal(torch.cat([r.data for r in rows]), whole.row.data)
-    assert torch.equal(torch.cat([c.data for c in cols], 1), whole.col.data)
-    assert torch.equal(torch.cat([bytes_of(r.scale) for r in rows]), bytes_of(whole.row.scale))
-
-
-@pytest.mark.parametrize("options", STOCHASTIC)
-def test_quantize_takes_the_offset_of_a_shard(options: str) -> None:
-    x = normal(64, 48)
-    x[::16] = normal(1, 48, seed=9) * 30  # so that every shard has the amax of the whole, rotated or not
-    x[1:16], x[17:32], x[33:48], x[49:64] = 0, 0, 0, normal(15, 48) / 10
-    x[:16] = x[16:32] = x[32:48] = x[48:64]
-    q = quantizer(options)
-    whole = q.quantize(x, seed=4)
-    for start in range(0, 64, 16):
-        shard = q.quantize(x[start : start + 16], seed=4, offset=start)
-        assert torch.equal(shard.row.data, whole.row.data[start : start + 16])
-        assert torch.equal(shard.col.data, whole.col.data[:, start // 2 : start // 2 + 8])
-    lost = q.quantize(x[16:32], seed=4)
-    assert not torch.equal(lost.row.data, whole.row.data[16:32]), "without its offset a shard must differ"
-    assert not torch.equal(lost.col.data, whole.col.data[:, 8:16])
 
 
 @pytest.mark.parametrize("options", OPTIONS)
