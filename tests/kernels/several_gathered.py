@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import imitated
 import pytest
@@ -11,6 +13,7 @@ from emulated import real, real_transposes
 from ranks import fully_shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed import gather_arrivals, several_matrices
@@ -21,10 +24,20 @@ from lpq.testing.expect import same
 STEPS = 3
 
 
-def trained(recipe: str) -> list[Tensor]:
+class Watching(TorchDispatchMode):
+    """Sees each operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
     """The results, gradients and weights of a few steps, of which one follows a write between steps."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64, bias=False)) for _ in range(2)]
+    blocks = [
+        nn.Sequential(nn.Linear(width, inner), nn.LayerNorm(inner), nn.Linear(inner, width, bias=False))
+        for _ in range(2)
+    ]
     model = lpq.convert(nn.Sequential(*blocks), recipe, weights="high_precision")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
@@ -33,9 +46,10 @@ def trained(recipe: str) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     out: list[Tensor] = []
     for step in range(STEPS):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step), requires_grad=True)
-        y = model(x)
-        y.square().mean().backward()
+        x = torch.randn(32, width, generator=torch.Generator().manual_seed(step), requires_grad=True)
+        with Watching() if step == STEPS - 1 else nullcontext():  # what is encoded by operators is sent likewise
+            y = model(x)
+            y.square().mean().backward()
         out += [y.detach(), x.grad, *(p.grad.full_tensor() for p in model.parameters())]  # type: ignore[list-item, union-attr]
         optimizer.step()
         optimizer.zero_grad()
@@ -45,9 +59,9 @@ def trained(recipe: str) -> list[Tensor]:
     return [*out, *(p.full_tensor() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
-def check(rank: int, recipe: str, folder: str, wanted: set[str]) -> None:
-    """``wanted``: the kernels that are launched."""
-    expected, names = trained(recipe), set()
+def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[int, int]) -> None:
+    """``wanted``: the kernels that are launched; ``sizes``: the inputs and the outputs of a layer."""
+    expected, names = trained(recipe, *sizes), set()
     imitated.shared_folder = Path(folder)
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
@@ -58,7 +72,7 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str]) -> None:
         patch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
         patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda device, kernels: True)
-        made = trained(recipe)
+        made = trained(recipe, *sizes)
     assert names == wanted
     for i, (one, other) in enumerate(zip(made, expected, strict=True)):
         same(one, other, f"{recipe}, tensor {i}")
