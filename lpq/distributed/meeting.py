@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from lpq.registry.warning import warn
-from lpq.torch_private.distributed import job_store, timeout_of
+from lpq.torch_private.distributed import job_store, job_timeout
 
 if TYPE_CHECKING:
     from lpq.torch_private.distributed import Store
@@ -54,7 +54,7 @@ def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, wai
 def limit() -> float:
     """How long a rank waits for others, in seconds: half the timeout of the job, after which those that meanwhile wait
     for it in a collective would be ended, and the job with them, before this one has said why."""
-    return timeout_of(job_store()) / 2
+    return job_timeout() / 2
 
 
 def tell(ranks: Sequence[int], about: str) -> None:

@@ -21,8 +21,19 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "COLLECTIVES", "KINDS", "SILENT", "CheckpointWrapper", "Store", "active_replica", "device_types", "forget_group",
-    "is_imitated", "job_store", "name_group", "timeout_of", "work_of",
+    "COLLECTIVES",
+    "KINDS",
+    "SILENT",
+    "CheckpointWrapper",
+    "Store",
+    "active_replica",
+    "device_types",
+    "forget_group",
+    "is_imitated",
+    "job_store",
+    "job_timeout",
+    "name_group",
+    "work_of",
 ]  # fmt: skip
 
 COLLECTIVES = ("c10d", "_c10d_functional")
@@ -78,10 +89,14 @@ job_store: Callable[[], Store] = _get_default_store
 """The store by which the processes of the job found each other."""
 
 
-def timeout_of(store: Store) -> float:
-    """How long a process waits for what another one is to put into the store, in seconds."""
-    waits: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-    return waits.total_seconds()
+def job_timeout() -> float:
+    """How long the processes of the job wait for each other in a collective, in seconds; where the backends do not tell
+    it, how long for what one of them is to put into the store."""
+    group: Any = dist.group.WORLD
+    backends = [group._get_backend(device) for device in group._device_types]
+    waits: list[timedelta] = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+    of_store: timedelta = job_store().timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+    return min(waits, default=of_store).total_seconds()
 
 
 def is_imitated() -> bool:

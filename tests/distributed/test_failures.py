@@ -92,7 +92,7 @@ def _in_a_reduction(run: Run, patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_a_save(run: Run, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(writing.files, "digest", _fail)
+    patch.setattr(writing.disk, "digest", _fail)
 
 
 def _before_a_save(run: Run, patch: pytest.MonkeyPatch) -> None:
