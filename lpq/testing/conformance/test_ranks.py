@@ -96,7 +96,7 @@ def passes(quantizer: Quantizer, x: Tensor) -> list[Pass]:
     """With both operands and with each alone; from a fresh state, from a used one, and with one that does not move."""
     fresh, static = quantizer.new_state(), quantizer.frozen()
     first = Pass(quantizer, True, True, fresh)
-    used = first.encode(x * 3, torch.tensor(SEED)).state
+    used = first.encode(x * 3, torch.tensor(SEED)).state if fresh else {}
     made = [first, Pass(quantizer, True, False, used), Pass(quantizer, False, True, used)]
     known = {} if fresh else {name: torch.full_like(value, KNOWN) for name, value in static.new_state().items()}
     return [*made, Pass(static, True, True, known)] if known else made
@@ -153,7 +153,8 @@ def _check(
     if reason is not None:
         return
     made = on_ranks([partial(encode, cut, local) for cut, local in zip(cuts, mine, strict=True)])
-    whole = one.encode(x, made[0][0]) if random else whole
+    seed, _ = made[0]
+    whole = one.encode(x, seed) if random else whole
     compare = same_operand if x.isfinite().all() else same_decoded
     for (_, results), cut in zip(made, cuts, strict=True):
         for (at, along), result in itertools.product(asked, results):
