@@ -33,6 +33,16 @@ def test_what_it_says_of_them_stands_in_them() -> None:
                 assert name.rpartition(".")[2] in source, (path, name)
 
 
+def test_the_parts_that_features_hand_in_are_there() -> None:
+    rows = re.findall(r"^\| [\w ,()]+ \| `([\w/.]+)` \| `(\w+)` as `(\w+)\.(\w+)` \((\d+)\) \|", PAGE, re.MULTILINE)
+    assert len(rows) == 6
+    ten = re.findall(r"^\| \d+ \| `([\w/.]+)` \|", PAGE, re.MULTILINE)
+    for path, part, holder, field, number in rows:
+        assert re.search(rf"^(class|def) {part}\b", (ROOT / path).read_text(), re.MULTILINE), (path, part)
+        held = resolve_name(f"{ten[int(number) - 1].removesuffix('.py').replace('/', '.')}.{holder}")
+        assert field in held._fields, (holder, field)
+
+
 def test_it_has_the_tensors_that_its_recipe_keeps() -> None:
     recipe = lpq.recipe("fp8-current")
     assert "The example is `fp8-current`" in PAGE
