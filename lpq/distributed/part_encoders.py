@@ -6,7 +6,7 @@ that span ranks may be exchanged for several tensors together, before any is enc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,19 +52,38 @@ class PartEncoder(NamedTuple):
 
     encoder: Encoder
     statistics: SpanningStats | None = None
+    measured: Sequence[Declared] = ()
+    """The statistics that it returns of this part alone, as it encodes with those of a state."""
 
-    def alone(self, group: str) -> Encoder:
-        """The encoder by itself: it measures and exchanges, and is given a state or None."""
-        encoder, statistics = self
+    def alone(self, group: str) -> PartEncoder:
+        """The same encoder by itself: it measures and exchanges, and is given a state or None."""
+        encoder, statistics, measured = self
         if statistics is None:
-            return encoder
+            return self
         exchange = bind_exchange([statistics], group)
 
         def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
             (known,), _ = exchange([x], [state], None)
             return encoder.encode(x, known, seed)
 
-        return encoder._replace(encode=encode)
+        return PartEncoder(encoder._replace(encode=encode), measured=measured)
+
+
+def bind_settle(
+    parts: Mapping[str, PartEncoder], group: str
+) -> Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[Tensor]]] | None:
+    """``settle(measured)``: reduce what encoders returned of parts alone, by the names of tensors, in one collective,
+    before states remember it; None if there is nothing to reduce."""
+    if not any(spans(one) for part in parts.values() for one in part.measured):
+        return None
+    reduce = bind_reduction([part.measured for part in parts.values()], group, 1)
+
+    def settle(measured: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Sequence[Tensor]]:
+        found = [[*measured[name]] for name in parts]
+        reduce(found, None)
+        return dict(zip(parts, found, strict=True))
+
+    return settle
 
 
 def bind_exchange(
@@ -93,36 +112,40 @@ def bind_exchange(
     return exchange
 
 
-def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str) -> PartEncoder:
-    """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole."""
+def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *, early: bool = False) -> PartEncoder:
+    """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole. ``early``: what a state
+    remembers is exchanged before the part is encoded, though the state has all that encoding needs."""
     if cut is None:
         return PartEncoder(bind(wanted))
     if is_made_of_row(wanted):
-        first = bind_part(bind, first_of(wanted), cut, group)
-        second = bind_part(bind, second_of(wanted), cut, group).alone(group)
-        return PartEncoder(made_of_row(first.encoder, second, wanted), first.statistics)
+        first = bind_part(bind, first_of(wanted), cut, group, early=True)
+        second = bind_part(bind, second_of(wanted), cut, group, early=True).alone(group)
+        return PartEncoder(made_of_row(first.encoder, second.encoder, wanted), first.statistics)
     quantizer, (row, col) = wanted.quantizer, sides_of(wanted)
     needed = along(cut, row, col)
     if not wanted.remembers and not any(map(spans, needed)):
         return PartEncoder(_placed(bind, wanted, cut))
     recalled = recalls(quantizer, row, col) if wanted.remembers else (False,) * len(needed)
     measures = wanted.remembers and (wanted.measures or moves(quantizer, row, col))
-    exchanged = measures or any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
-    given = (True,) * len(needed) if exchanged else recalled if True in recalled else ()
-    encoder = _placed(bind, wanted._replace(remembers=False, measures=False, given=given, apart=exchanged), cut)
+    apart = any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
+    if measures and not apart:  # encoding measures on the way, if it does so once for the part
+        apart = early or measures_again(row, col) or (cut.stretches > 1 and _draws(row, col))
+    given = (True,) * len(needed) if apart else recalled if True in recalled else ()
+    within = measures and not apart
+    encoder = _placed(bind, wanted._replace(remembers=False, measures=within, given=given, apart=apart), cut)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        stats, state = known if exchanged else ((), known)
+        stats, state = known if apart else ((), known)
         use = stats
         if wanted.remembers and state is not None:
             use = [None if k is None else k.contiguous() for k in recall(quantizer, row, col, state)]
-            if exchanged:
+            if apart:
                 use = [s if k is None else k for k, s in zip(use, stats, strict=True)]
-        of_row, of_col, _ = encoder.encode(x, use, seed)
-        return of_row, of_col, stats if measures else ()
+        of_row, of_col, found = encoder.encode(x, use, seed)
+        return of_row, of_col, found if within else stats if measures else ()
 
     statistics = SpanningStats(encoder.measure, needed, row, col) if encoder.measure is not None else None
-    return PartEncoder(encoder._replace(encode=encode), statistics)
+    return PartEncoder(encoder._replace(encode=encode), statistics, needed if within else ())
 
 
 def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list[Declared]:
@@ -136,7 +159,7 @@ def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list
 def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
     """Bind an encoder that draws random bits, if it does, by the place of the part in the whole."""
     sides = sides_of(wanted)
-    if not any(side is not None and side.stochastic for side in sides):
+    if not _draws(*sides):
         return bind(wanted)
     if cut.dim == 1:
         return bind(wanted._replace(across=cut.place(0)))
@@ -157,6 +180,10 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
         return _joined(rows, 0), _joined(cols, 1), ()
 
     return whole._replace(encode=encode)
+
+
+def _draws(row: Quantizer | None, col: Quantizer | None) -> bool:
+    return any(side is not None and side.stochastic for side in (row, col))
 
 
 def _joined(parts: Sequence[Storage], dim: int) -> Sequence[Tensor]:

@@ -252,13 +252,16 @@ def _gradients(
         ctx.moves = False
         if "dy" in states and not runs_whole():  # the other part of this backward is to encode as this one did
             ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
+    measured: Mapping[str, Sequence[Tensor]] = {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]}
+    if step.settle is not None:
+        measured = step.settle(measured)
     if step.remember is not None and (fourth > third or "w" not in plan.moving):
-        step.remember(states, {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]})
+        step.remember(states, measured)
     else:
         if "dy" in states:
-            remember(plan.dy, states["dy"], list(dy_stats), row=shapes.needs_dx, col=shapes.needs_dw)
+            remember(plan.dy, states["dy"], [*measured["dy"]], row=shapes.needs_dx, col=shapes.needs_dw)
         if "x" in states:
-            remember(plan.x, states["x"], list(saved[second:third]), col=shapes.needs_dw)
+            remember(plan.x, states["x"], [*measured["x"]], col=shapes.needs_dw)
         if "w" in states and fourth > third:
-            remember(plan.w, states["w"], list(saved[third:fourth]), col=shapes.needs_dx)
+            remember(plan.w, states["w"], [*measured["w"]], col=shapes.needs_dx)
     return dx, dw

@@ -102,7 +102,7 @@ class ObservedPart(Observed):
         rows, cols = x.shape
         remembers = self.state is not None
         wanted = Wanted(self.quantizer, (rows, cols), x.dtype, x.device, self.row, self.col, remembers)
-        encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among)
+        encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among).encoder
         row, col, _ = encoder.encode(x, self.state, self.seed)
         of_row = encoder.row.over(row) if encoder.row is not None else None
         return of_row, encoder.col.over(col) if encoder.col is not None else None

@@ -13,7 +13,7 @@ import torch
 
 from lpq.distributed.cuts import Cut
 from lpq.distributed.overlapped import of_parts
-from lpq.distributed.part_encoders import PartEncoder, bind_exchange, bind_part
+from lpq.distributed.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
 from lpq.distributed.part_gathers import bind_gathered, bind_gathered_high, finish_sum, of_arriving, summed
 from lpq.nn.plan import Plan
 from lpq.nn.step import BindProduct, Shapes, Step
@@ -64,18 +64,19 @@ class SharedOut(NamedTuple):
         if by_columns:
             of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
         elif sequence is None or self.high:
-            of_dy = encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group)
+            of_dy = PartEncoder(encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group))
         else:
             of_dy = bind_gathered(encoder, dy, sequence, group, at_once=True).alone(group)
         if torch.compiler.is_compiling():
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
-            of_x = PartEncoder(of_x.alone(group))
+            of_x = of_x.alone(group)
         exchanged = [None if given else of_x.statistics, of_w.statistics]
         reduces = exchanged != [None, None] or plan.stochastic
         exchange = bind_exchange(exchanged, group) if reduces else None
-        forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy, product)
+        forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
         return Step(
-            of_x.encoder, of_w.encoder, of_dy, forward, into_dx, into_dw, exchange,
+            of_x.encoder, of_w.encoder, of_dy.encoder, forward, into_dx, into_dw, exchange,
+            bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
 

@@ -92,6 +92,9 @@ class Step(NamedTuple):
     exchange: Exchange | None = None
     """Measures x and w and reduces their statistics over ranks, together, before they are encoded; None: encoders
     measure for themselves."""
+    settle: Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[Tensor]]] | None = None
+    """Reduces over ranks what was measured of x, w and dy, before states remember it; None: it was reduced, or is of
+    the whole."""
     finish_dx: Callable[[Tensor], Tensor] | None = None
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
     takes: Quantizer | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.cuts import Cut
-from lpq.distributed.part_encoders import bind_exchange, bind_part
+from lpq.distributed.part_encoders import bind_exchange, bind_part, bind_settle
 from lpq.distributed.part_gathers import Arriving, OperandGather, bind_gathered
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
@@ -168,11 +168,13 @@ def _check(
 
 def of_part(one: Pass, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -> tuple[Tensor, Result]:
     """Encode a part with exchanged statistics; return the seed that all ranks have, too."""
-    encoder, statistics = bind_part(bind, one.wanted(local), cut, group)
+    part = bind_part(bind, one.wanted(local), cut, group)
+    encoder, settle = part.encoder, bind_settle({"x": part}, group)
     drawn = torch.tensor([SEED + cut.rank]) if rounds_stochastically(one.quantizer) else None
-    (known,), common = bind_exchange([statistics], group)([local], [one.state or None], drawn)
+    (known,), common = bind_exchange([part.statistics], group)([local], [one.state or None], drawn)
     seed = torch.tensor(SEED) if common is None else common[0]
     of_row, of_col, measured = encoder.encode(local, known, seed)
+    measured = measured if settle is None else settle({"x": measured})["x"]
     made: dict[Direction, Storage | None] = {
         "row": None if encoder.row is None else encoder.row.over(of_row),
         "col": None if encoder.col is None else encoder.col.over(of_col),
@@ -188,7 +190,7 @@ def gathered(
     if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic)):
         gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
         return {at: gather.whole.over(Arriving(gather, made.of(at).tensors()).now()) for at, gather in gathers}
-    encoder = bind_gathered(bind, one.wanted(local), cut, group, at_once=at_once).alone(group)
+    encoder = bind_gathered(bind, one.wanted(local), cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or None, seed)
     found: dict[Direction, Storage] = {}
     if encoder.row is not None:
