@@ -116,8 +116,10 @@ def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
     """Send results back. Return those of this rank's own rows, in their order; zero where a row went to no expert.
     Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such gradients.
     """
-    made_by = output.grad_fn if dispatched == "encoded" else None
-    y: Tensor = _exchange(output, call, False, None, getattr(made_by, "encoded_gradient", None))
+    quantizer = getattr(output.grad_fn, "encoded_gradient", None) if dispatched == "encoded" else None
+    if quantizer is not None and why_not_row_by_row(quantizer) is not None:
+        quantizer = None
+    y: Tensor = _exchange(output, call, False, None, quantizer)
     behind = call.rows - len(y)
     return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
 

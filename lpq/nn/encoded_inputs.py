@@ -1,4 +1,5 @@
-"""Inputs that are encoded before they get to a layer: ``layer(quantizer.quantize(x))``.
+"""Inputs that are encoded before they get to a layer, ``layer(quantizer.quantize(x))``, and gradients of its output
+that arrive encoded.
 
 The layer multiplies their operands and encodes nothing. The gradient of such an input is an ordinary tensor, like that
 of a stored weight.
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.groups import why_not_row_by_row
+from lpq.operations.binding import Encoded, on_device
+from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.encoder import Encoder, Wanted, operands_of
 from lpq.operations.operators import opaque_when_traced
 
 if TYPE_CHECKING:
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
 """The buffers of the row operand and of the column operand."""
+SUMMED = "the gradient of its bias is a sum in high precision"
+"""Why a layer that trains its bias takes no gradient that is encoded."""
 
 
 def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers:
@@ -49,11 +55,61 @@ def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
     return _buffers(x, "row", plan.x.text, title)
 
 
+def why_no_gradient(plan: Plan) -> str | None:
+    """Why the gradient of the output of a layer may not arrive encoded; None if it may."""
+    if any(memory.tensor == "dy" for memory in plan.memories):
+        return f"its recipe, with dy={plan.dy}, remembers statistics of gradients across steps"
+    if rounds_stochastically(plan.dy):
+        return f"its recipe, with dy={plan.dy}, rounds gradients with random bits, which each pass draws"
+    return None
+
+
+def of_given(wanted: Wanted) -> Encoder:
+    """The encoder of tensors that are encoded already, with the operands that are wanted."""
+
+    def encode(given: QuantizedTensor, known: object, seed: object) -> Encoded:
+        row, col = (() if operand is None else operand.tensors() for operand in given.stored)
+        return row, col, ()
+
+    return Encoder(*operands_of(wanted), encode)
+
+
+def gradient_given(
+    title: str, dy: QuantizedTensor, quantizer: Quantizer, encoder: Encoder, why_not: str | None
+) -> QuantizedTensor:
+    """The gradient of an output that arrived encoded, with the operands that ``encoder`` takes of it. Refuse it unless
+    they are what ``quantizer`` makes.
+
+    ``why_not``: why the layer takes none. ``title`` names the layer; a compiled one has no name here.
+    """
+    row, col = encoder.row is not None, encoder.col is not None and encoder.later is None
+    wanted: list[Direction | None] = ["row" if row else None, "col" if col else None]
+    if why_not is None and any(side is not None and not _is_alike(dy, side, quantizer) for side in wanted):
+        why_not = f"its recipe encodes gradients as {quantizer}"
+    if why_not is None:
+        try:
+            with on_device(dy.device):
+                of_row, of_col = (None if side is None else dy.operand(side) for side in wanted)
+            return dy.with_operands(of_row, of_col, dy.shape, dy.dtype)
+        except ValueError as error:
+            why_not = str(error)
+    raise TypeError(
+        f"{title or 'a layer with a recipe'}: the gradient of its output, {list(dy.shape)}, arrived encoded as "
+        f"{dy.quantizer}, and {why_not}. Return the gradient as it was before, or gradient.dequantize(), from the "
+        "backward that encoded it"
+    )
+
+
+def _is_alike(t: QuantizedTensor, direction: Direction, quantizer: Quantizer) -> bool:
+    """Whether an operand is encoded as this quantizer encodes it."""
+    alike = t.quantizer.side(direction) == quantizer.side(direction)
+    return alike and (direction == "row" or t.quantizer.col_source == quantizer.col_source)
+
+
 def _buffers_of(x: QuantizedTensor, direction: Direction, text: str, title: str) -> list[Tensor]:
     """The buffers of one operand. It takes a string, for ``torch.compile``, which passes tensors and constants only."""
     quantizer: Quantizer = registry.quantizer(text)
-    alike = x.quantizer.side(direction) == quantizer.side(direction)
-    if not alike or (direction == "col" and x.quantizer.col_source != quantizer.col_source):
+    if not _is_alike(x, direction, quantizer):
         raise ValueError(
             f"{title}: the {direction} operand of the input is encoded as {x.quantizer}, and its recipe encodes "
             f"inputs as {text}: encode it with lpq.quantizer({text!r}), pass the tensor before it is encoded, or give "

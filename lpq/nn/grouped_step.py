@@ -83,8 +83,9 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     multiply = product(x.row, w_row, s.dtype, plan.fast[0])
     into_dx = product(dy.row, w_col, s.x, plan.fast[1]) if needs_dx else None
     into_dw = product(dy.col, x.col, s.summed, plan.fast[2]) if needs_dw else None
-    takes = None if why_not_row_by_row(plan.dy) is not None else plan.dy
-    return Step(x, w, dy, multiply, into_dx, into_dw, takes=takes)
+    reason = why_not_row_by_row(plan.dy)
+    refuses = None if reason is None else f"groups of rows are not what dy={plan.dy} makes of all together: {reason}"
+    return Step(x, w, dy, multiply, into_dx, into_dw, refuses)
 
 
 def _bind(e: Encoding) -> Encoder:

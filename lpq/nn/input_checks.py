@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard
 
 from lpq.operations.operands import DTYPES
 from lpq.operations.operators import ORDINARY
-from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.quantized_tensor import REMEDY
 from lpq.torch_private.compiling import once_when_traced
@@ -20,11 +19,7 @@ from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import base_of, has_storage, local_part
 
 if TYPE_CHECKING:
-    from lpq.formats import Quantizer
     from lpq.nn.saved import Saved
-
-UNNAMED = "a layer with a recipe"
-"""The title of a layer in messages where its name is not at hand."""
 
 
 def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
@@ -102,17 +97,6 @@ def check_backward(dy: Tensor) -> None:
         raise RuntimeError(
             "is_grads_batched=True (or vectorize=True): a layer with a recipe encodes one gradient at a time, and by "
             "its own values. Call torch.autograd.grad for each, or have the policy leave the layer in high precision"
-        )
-
-
-def check_gradient(title: str, dy: Tensor, takes: Quantizer | None = None) -> None:
-    """Refuse the gradient of an output that arrives encoded, unless the layer ``takes`` those of its quantizer.
-    ``title`` names the layer; a compiled one has no name here."""
-    if isinstance(dy, QuantizedTensor) and (takes is None or dy.quantizer != takes):
-        raise TypeError(
-            f"{title or UNNAMED}: the gradient of its output, {list(dy.shape)}, arrived encoded as {dy.quantizer}, and "
-            "the layer would decode it and encode it again, into other numbers. Return gradient.dequantize() from the "
-            "backward that encoded it"
         )
 
 

@@ -18,8 +18,8 @@ from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is, written_since
-from lpq.nn.encoded_inputs import Buffers
-from lpq.nn.input_checks import check_backward, check_gradient
+from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
+from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.shared_input import EncodedInput
@@ -125,8 +125,8 @@ class Multiplication(torch.autograd.Function):
         ctx.watched = _as_they_are(x, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
         if accumulate is not None:
             ctx.weight = weight
-        if step.takes is not None:  # but sums of gradients are in high precision
-            ctx.encoded_gradient = None if bias is not None and bias.requires_grad else step.takes
+        if step.refuses is None and (bias is None or not bias.requires_grad):
+            ctx.encoded_gradient = plan.dy
         ctx.column = None
         if shared is not None:
             ctx.call, ctx.column = call._replace(values=None, shared=None), shared.column  # not the row operand
@@ -167,15 +167,18 @@ class Multiplication(torch.autograd.Function):
         if shapes.needs_dx != needs_dx or shapes.needs_dw != needs_dw or shapes.summed is not summed:
             shapes = shapes._replace(needs_dx=needs_dx, needs_dw=needs_dw, summed=summed)
             step = None if step is None else bind_few(plan, shapes)  # with the same parts, as shapes know these
-        first = dy
+        first, encoded = dy, None
         if isinstance(dy, QuantizedTensor):
-            check_gradient(title, dy, getattr(ctx, "encoded_gradient", None))
-            first, shapes = dy.operand("row").tensors()[0], shapes._replace(arrived=True)
+            encoded = dy
+            first, shapes = dy.buffers[0], shapes._replace(arrived=True)
             step = None if step is None else bind_few(plan, shapes)
         if step is None or not can_bypass_dispatcher(first):
             step = through_dispatcher(plan, shapes)
         elif not has_storage(first):
             check_backward(dy)
+        if encoded is not None:
+            why_not = SUMMED if ctx.needs_input_grad[2] else step.refuses
+            dy = gradient_given(title, encoded, plan.dy, step.dy, why_not)
         if needs_dx and not makes_dx:
             step = step._replace(dgrad=None)
         dx = dw = db = None

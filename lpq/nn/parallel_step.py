@@ -20,6 +20,8 @@ from lpq.nn.step import BindProduct, Shapes, Step
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.encoder import BindEncoder, Encoder, Wanted
 
+SHARED_OUT = "tensor parallelism shares the layer out: whether it was encoded by statistics of all ranks cannot be told"
+
 
 class SharedOut(NamedTuple):
     """How the ranks of a group share out a layer: the rows of its weight, and with them the columns of its output; or
@@ -75,7 +77,7 @@ class SharedOut(NamedTuple):
         exchange = bind_exchange(exchanged, group) if reduces else None
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
         return Step(
-            of_x.encoder, of_w.encoder, of_dy.encoder, forward, into_dx, into_dw, exchange,
+            of_x.encoder, of_w.encoder, of_dy.encoder, forward, into_dx, into_dw, SHARED_OUT, exchange,
             bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.emulation.bf16_gemm import multiplied_exactly
-from lpq.formats.format import Quantizer
+from lpq.nn.encoded_inputs import of_given, why_no_gradient
 from lpq.nn.plan import Plan
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.bound import bind_product, product_through_operators
@@ -89,6 +89,8 @@ class Step(NamedTuple):
     dgrad: Multiply | None
     """None: that gradient is not wanted."""
     wgrad: Multiply | None
+    refuses: str | None
+    """Why the gradient of the result may not arrive encoded; None: it may."""
     exchange: Exchange | None = None
     """Measures x and w and reduces their statistics over ranks, together, before they are encoded; None: encoders
     measure for themselves."""
@@ -97,8 +99,6 @@ class Step(NamedTuple):
     the whole."""
     finish_dx: Callable[[Tensor], Tensor] | None = None
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
-    takes: Quantizer | None = None
-    """The quantizer of gradients of the result that may arrive encoded; None: they may not."""
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
     """Moves the states of all tensors by the measured statistics; None: each is moved by itself, or there are none."""
 
@@ -142,7 +142,8 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     wanted = wanted._replace(at_hand=True)
     w = None if encoded else _encoder(encoder, wanted, plan.keeps_weight)
     also = needs_dx and dgrad, needs_dw and wgrad
-    dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))
+    of_dy = Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also)
+    dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
     x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
     w_row, w_col = operands_of(wanted) if w is None else (w.row, w.col)
     assert x_row is not None
@@ -152,7 +153,7 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
         into_dx = product(Product(dy.row, w_col, x_dtype, device, plan.fast[1]))
     if dy.col is not None and x_col is not None:
         into_dw = product(Product(dy.col, x_col, summed, device, plan.fast[2]))
-    return Step(x, w, dy, multiply, into_dx, into_dw)
+    return Step(x, w, dy, multiply, into_dx, into_dw, why_no_gradient(plan))
 
 
 def _encoder(encoder: BindEncoder, wanted: Wanted, keeps: bool) -> Encoder:

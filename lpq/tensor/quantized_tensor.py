@@ -322,6 +322,14 @@ class QuantizedTensor(Gathered, Tensor):
         tensors = [inner[f"{direction}_{b.name}"] for direction, side, *_ in sides for b in side.layout]
         return QuantizedTensor.over(tensors, sides, quantizer, outer_size, dtype, group.value)
 
+    def __coerce_same_metadata_as_tangent__(self, expected: Any, kind: Any = None) -> Tensor:
+        """Refuse to be the gradient of an output of compiled code, which was traced for another one."""
+        raise TypeError(
+            f"{self.whose}a gradient of {list(self.shape)} arrived encoded as {self.quantizer} at compiled code, which "
+            "was traced for one in high precision and would encode it again: return it as it was before, or "
+            "gradient.dequantize(), from the backward that encoded it; or leave the layers that take it uncompiled"
+        )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
