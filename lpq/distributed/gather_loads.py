@@ -16,7 +16,7 @@ from lpq.distributed.gather_arrivals import Arrivals
 from lpq.distributed.gather_encoder import Buffers, Encoder, Task, Way
 from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
-from lpq.distributed.weight_gather import Gather, Operands
+from lpq.distributed.weight_gather import Copies, Gather, Operands, copy_pairs
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
 from lpq.operations.binding import on_device
@@ -159,8 +159,11 @@ class Encoded(_Quantized):
         self.held.clear()
         gathers, coded = self.gathers, self._coded
         stats = [gathers[i].spanning for i in coded]
+        copies: Copies = []
         for n, i in self._remember:
-            stats[n] = gathers[i].statistics(self._matrices[i])
+            stats[n] = gathers[i].statistics(self._matrices[i], copies)
+        if copies:
+            copy_pairs(copies)
         xs = [cast("WeightShard", shards[i]).held for i in coded]
         if self._together is not None and can_bypass_dispatcher(xs[0]):
             with on_device(self._device):

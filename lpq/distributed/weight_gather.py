@@ -106,6 +106,10 @@ class Unit(Protocol):
         """The same for the first weight of the unit."""
 
 
+Copies = list[tuple[Tensor, Tensor]]
+"""Tensors, each with the one that is to be copied over it."""
+
+
 class Operands(NamedTuple):
     """The operands that gathers of a weight fill."""
 
@@ -235,11 +239,12 @@ class Gather:
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
-    def statistics(self, matrices: slice | None = None) -> list[Tensor | None]:
+    def statistics(self, matrices: slice | None = None, copies: Copies | None = None) -> list[Tensor | None]:
         """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
         weight; None where the statistic covers only values of the matrix that is encoded. Backward encodes with the
         statistics of forward, even if another backward changed the layer's state in between. ``matrices``: those of a
-        stack that are encoded."""
+        stack that are encoded. ``copies``: a list for what must be copied before the statistics are read, of which
+        those of several weights take one launch; None: it is copied at once."""
         assert self.operands is not None
         sides = self.operands.sides
         state = self.layer.weight_state() if sides.remembers else None
@@ -250,7 +255,10 @@ class Gather:
             if not self._known:  # launches are bound to where they lie
                 self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]
             pairs = [(own, k) for own, k in zip(self._known, known, strict=True) if own is not None and k is not None]
-            copy_each([own for own, _ in pairs], [k for _, k in pairs])
+            if copies is None:
+                copy_pairs(pairs)
+            else:
+                copies += pairs
         known = [k if k is None or matrices is None else k[matrices] for k in self._known]
         return [s if k is None else k for k, s in zip(known, self.spanning, strict=True)]
 
@@ -284,6 +292,12 @@ class Gather:
         large = [*self.operands.row.large, *self.operands.col.large] if self.operands is not None else []
         freed = [t for t in large if not t.untyped_storage().size()]
         return freed if len(freed) < len(large) else []
+
+
+def copy_pairs(pairs: Copies) -> None:
+    """Copy each second tensor over the first one, in few launches."""
+    if pairs:
+        copy_each([to for to, _ in pairs], [of for _, of in pairs])
 
 
 def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
