@@ -32,7 +32,7 @@ class Doubled(NamedTuple):
         assert w is not None
 
         def noting(what: str, function: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if function is None or torch.compiler.is_compiling():
                 return function
             return lambda *args: (order.append(what), function(*args))[1]
 
@@ -42,13 +42,12 @@ class Doubled(NamedTuple):
         def exchange(tensors: Any, *rest: Any) -> Any:
             return rest
 
-        dgrad = step.dgrad
         return step._replace(
             exchange=noting("exchange", exchange), x=x._replace(
                 encode=noting("x", x.encode), begin=noting("begin", same), later=noting("x.col", same)
             ), w=w._replace(encode=noting("w", w.encode)), fprop=noting("fprop", step.fprop),
             dy=dy._replace(encode=noting("dy", encode_dy), later=noting("dy.col", same)),
-            dgrad=dgrad and noting("dgrad", dgrad), wgrad=step.wgrad and noting("wgrad", step.wgrad),
+            dgrad=noting("dgrad", step.dgrad), wgrad=noting("wgrad", step.wgrad),
             finish_dx=noting("finish dx", lambda dx: dx * self.factor),
         )  # fmt: skip
 
