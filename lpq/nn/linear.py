@@ -170,7 +170,7 @@ class Layer(Saved):
         if not isinstance(input, Tensor):
             check(self, input, weight)
         given = None
-        if isinstance(input, QuantizedTensor):
+        if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             check(self, input, weight)
             given = input_buffers(self.title, plan, input, torch.is_grad_enabled() and weight.requires_grad)
         device = input.device.type

@@ -20,6 +20,7 @@ from lpq.distributed.cuts import Cut, why_high
 from lpq.distributed.overlapped import can_overlap
 from lpq.distributed.part_gathers import begin_sum, finish_sum
 from lpq.kernels.table import kernels_allowed
+from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.input_checks import check_parallel, check_parallel_input, check_static
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
@@ -29,6 +30,7 @@ from lpq.nn.step import Shapes, bind_few
 from lpq.operations.binding import on_device
 from lpq.operations.operands import as_matrix
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
+from lpq.tensor import QuantizedTensor
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part
 
@@ -114,7 +116,7 @@ def multiply_parts(
 ) -> DTensor:
     """Return the output of a layer, over the mesh of its weight."""
     _compare_ranks(layer, input, weight)
-    grad, w, over = torch.is_grad_enabled(), weight.to_local(), None
+    grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
     needs = grad and input.requires_grad, grad and weight.requires_grad
     if torch.compiler.is_compiling():
         layer.note_pass(traced=True, shared=True)
@@ -124,7 +126,7 @@ def multiply_parts(
             key = (
                 input.shape, input.dtype, input.device, type(input), getattr(input, "placements", None), weight.shape,
                 weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype, needs,
-                layer.layouts, layer.accumulate, kernels_allowed(), can_bypass_dispatcher(local_part(input)),
+                layer.layouts, layer.accumulate, kernels_allowed(), type(local), can_bypass_dispatcher(local),
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
@@ -154,6 +156,8 @@ def multiply_parts(
         call = own.complete(call, x, w)
     if shared is not None:
         call = call._replace(values=x.detach(), shared=shared)
+    if isinstance(x, QuantizedTensor):
+        call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
     if layer.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))
     with on_device(x.device):
@@ -206,7 +210,12 @@ def _mesh_pass(
     given: Placement = Replicate() if layer.layouts is None else layer.layouts.input
     given = input.placements[0] if isinstance(input, DTensor) else given
     group, rank, ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
-    columns = weight.placements[0].is_shard(0)
+    columns, encoded = weight.placements[0].is_shard(0), isinstance(local_part(input), QuantizedTensor)
+    if encoded and not (columns and given.is_replicate()):
+        raise ValueError(
+            f"{layer.title}: its input is encoded already, and the ranks share it out, by {given}: whether that was by "
+            "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
+        )
     size = layer.out_features if columns else layer.in_features
     cut, last = Cut(0 if columns else 1, rank, ranks, size // ranks), input.dim() - 1
     dx, dw = needs
@@ -246,11 +255,12 @@ def _mesh_pass(
     overlap = columns and sequence is not None and layer.layouts is not None and layer.layouts.overlap
     overlaps = overlap and sequence is not None and can_overlap(sequence, x)
     compiling = torch.compiler.is_compiling()
-    bypasses = can_bypass_dispatcher(x) and type(w) in ORDINARY
+    ordinary_part = x.buffers[0] if isinstance(x, QuantizedTensor) else x
+    bypasses = can_bypass_dispatcher(ordinary_part) and type(w) in ORDINARY
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, False,
-        kernels=kernels_allowed(), parts=parts,
+        encoded, kernels_allowed(), parts=parts,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 

@@ -1,0 +1,96 @@
+"""Encoded inputs and gradients of layers that tensor parallelism shares out: taken as they are, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lpq
+from lpq.distributed import tensor_parallel as tp
+
+
+class Watched(TorchDispatchMode):
+    """A mode, for which a step goes through the dispatcher."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def layer(recipe: str, style: Any, mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    net = lpq.convert(nn.Sequential(nn.Linear(64, 128, bias=False)), recipe)
+    return parallelize_module(net, mesh, {"0": style})[0]
+
+
+def step(module: Any, x: Tensor) -> list[Tensor]:
+    """This rank's part of y, dx and this rank's part of dw."""
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(torch.sin(torch.arange(float(y.numel()))).view(y.shape))
+    dx = x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
+    assert dx is not None
+    return [y.detach(), dx, module.weight.grad.to_local()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+def _takes_a_whole_input(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    x = torch.randn(64, 64)
+    for recipe in ("fp8-current", "mxfp8", "nvfp4()"):
+        module = layer(recipe, tp.ColwiseParallel(), mesh)
+        q, expected = module.recipe.x, step(module, x)
+        assert same(step(module, q.quantize(x)), expected)
+        assert same(step(module, DTensor.from_local(q.quantize(x), mesh, [Replicate()], run_check=False)), expected)
+        assert not same(step(module, q.quantize(x + 1)), expected)
+        with Watched():
+            assert same(step(module, x), expected)
+            assert same(step(module, q.quantize(x)), expected)
+        with pytest.raises(ValueError, match=r"layer 0, .*: the row operand of the input is encoded as mxfp8\(dtype="):
+            module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x))
+
+
+def _refuses_parts(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    rows, columns = torch.randn(32, 64), torch.randn(64, 32)
+    q = lpq.quantizer("mxfp8")
+    for style, part, placement in (
+        (tp.ColwiseParallel(input_layouts=Shard(0)), rows, Shard(0)),
+        (tp.RowwiseParallel(), columns, Shard(1)),
+    ):
+        module = layer("mxfp8", style, mesh)
+        for given in (q.quantize(part), DTensor.from_local(q.quantize(part), mesh, [placement], run_check=False)):
+            for mode in (torch.enable_grad(), Watched()):
+                words = r"layer 0, .*: its input is encoded already, and the ranks share it out, by .* Pass the tensor"
+                with mode:
+                    module(part)  # of the same kind, but for the encoding
+                    with pytest.raises(ValueError, match=words):
+                        module(given)
+        for output in (None, Replicate(), Shard(0)) if placement == Shard(1) else (None,):
+            style = style if output is None else tp.RowwiseParallel(output_layouts=output)
+            module = layer("mxfp8", style, mesh)
+            y = module(part)
+            y.register_hook(q.quantize)
+            with pytest.raises(TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and tensor parallelism shares"):
+                y.sum().backward()
+            assert module.weight.grad is None
+
+
+def test_a_layer_takes_an_input_that_all_ranks_have_whole() -> None:
+    spawn(_takes_a_whole_input, 2)
+
+
+def test_a_layer_refuses_parts_and_gradients() -> None:
+    spawn(_refuses_parts, 2)
