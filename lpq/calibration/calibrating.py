@@ -18,7 +18,7 @@ from lpq.calibration.errors import CalibrationError
 from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
 from lpq.calibration.parallel import Team
 from lpq.calibration.reducing import Together, reduce
-from lpq.calibration.saved import Saved
+from lpq.calibration.saved import SavedStatistics
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
@@ -118,7 +118,7 @@ def calibrate(
     chosen, searched, team, file = ranks.each(prepare)
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1
     settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
-    saved = Saved(file, settings, ranks)
+    saved = SavedStatistics(file, settings, ranks)
     run = partial(collect, model, chosen, batches, samples=samples, forward=forward, ranks=ranks, team=team)
     bar = partial(_bar, samples, shown=progress and ranks.rank == 0)
     with _as_collected(model, chosen), team.whole():
@@ -158,8 +158,9 @@ def _recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def _pass(
-    run: Callable[..., Progress], bar: Callable[[str], Bar], how: Pass, own: Statistics, saved: Saved, every: int
-) -> Progress:
+    run: Callable[..., Progress], bar: Callable[[str], Bar], how: Pass, own: Statistics, saved: SavedStatistics,
+    every: int,
+) -> Progress:  # fmt: skip
     """Do one pass over the batches, by ``run``; it goes on where the state of an earlier one was kept."""
     done = saved.restore(how.name, own)
     rounds = 0

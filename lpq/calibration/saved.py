@@ -24,7 +24,7 @@ VERSION = 1
 CHANGED = "it was changed"
 
 
-class Saved:
+class SavedStatistics:
     """A file with the statistics of all ranks together. Where there is none yet, nothing was collected."""
 
     def __init__(self, path: str | Path | None, settings: Mapping[str, Any], ranks: Together) -> None:

@@ -151,7 +151,7 @@ class Scratch:
         return memory
 
 
-class Encoded(NamedTuple):
+class BoundRows(NamedTuple):
     """The row operands of several matrices and statistics at some places in memory, and the launches that make them."""
 
     pointers: list[int]
@@ -210,9 +210,9 @@ class RowOperands:
         scratch.reserve(self.stop)
         self._first = [*accumulate((Grid(side.stats[-1], "row", *shape).count for shape in shapes), initial=0)]
         self._factors = torch.empty(self._first[-1], dtype=torch.float32, device=device)
-        self._bound: dict[int, Encoded] = {}
+        self._bound: dict[int, BoundRows] = {}
 
-    def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> Encoded:
+    def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> BoundRows:
         """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None."""
         stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
         pointers, count = [x.data_ptr() for x in xs], self._count
@@ -226,7 +226,7 @@ class RowOperands:
             launch()
         return bound
 
-    def _bind(self, pointers: list[int], memory: Tensor) -> Encoded:
+    def _bind(self, pointers: list[int], memory: Tensor) -> BoundRows:
         buffers: list[list[Tensor]] = []
         staying: list[Tensor] = []
         spread: list[Tensor] = []
@@ -248,7 +248,7 @@ class RowOperands:
             )
             for kernel, which in ((self._kernels.scales, SCALES), (self._kernels.codes, CODES))
         ]
-        return Encoded(
+        return BoundRows(
             pointers, memory, table.rows, launches, buffers, staying, spread, memory[self._start : self.stop]
         )
 

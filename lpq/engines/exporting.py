@@ -24,8 +24,8 @@ from lpq.engines.experts import are_fused, left_stacks, notes_of, stacks
 from lpq.engines.layouts import layout_named
 from lpq.engines.models import entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
-from lpq.engines.plan import Assigned, Plan, planned
-from lpq.engines.saved import Saved
+from lpq.engines.plan import Assigned, ExportPlan, planned
+from lpq.engines.saved import SavedCheckpoint
 from lpq.engines.siblings import Siblings, fused
 from lpq.engines.writing import Directory, shards
 from lpq.files.disk import place
@@ -184,10 +184,10 @@ def _planned(
     siblings: Siblings,
     shard_bytes: int,
     ranks: Ranks,
-) -> tuple[Plan, _Source]:
+) -> tuple[ExportPlan, _Source]:
     """The tensors of the files, the same ones on all ranks, and where they come from."""
 
-    def prepare() -> tuple[Plan, _Source]:
+    def prepare() -> tuple[ExportPlan, _Source]:
         _check_options(dtype, shard_bytes)
         source = _source(model, dtype, ranks, layout)
         return planned(source.entries, layout, source.linear, input_amax, leave, siblings), source
@@ -226,7 +226,7 @@ def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
 
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks, layout: str) -> _Source:
     if isinstance(model, str | Path):
-        saved = Saved(place(model, "model"), ranks)
+        saved = SavedCheckpoint(place(model, "model"), ranks)
         notes = _notes(saved.left_stacks(), saved.shared_layers(), saved.stacks, layout)
         return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     seen = Model(model)
@@ -260,7 +260,7 @@ def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
 
 
 def _config(
-    model: nn.Module | None, base: str | Path | None, plan: Plan, dtype: torch.dtype | None
+    model: nn.Module | None, base: str | Path | None, plan: ExportPlan, dtype: torch.dtype | None
 ) -> dict[str, dict[str, Any]]:
     """The JSON beside the tensors, by the names of files."""
     config = configuration(model, base_of(model, base))
@@ -271,7 +271,7 @@ def _config(
     return found
 
 
-def _write(plan: Plan, directory: Directory | None, ranks: Ranks, siblings: Siblings) -> None:
+def _write(plan: ExportPlan, directory: Directory | None, ranks: Ranks, siblings: Siblings) -> None:
     """Gather each tensor on all ranks, and write it on the first, which goes on gathering where that fails: else the
     others would wait for it."""
     failed: list[Exception] = []
@@ -300,7 +300,7 @@ def _write(plan: Plan, directory: Directory | None, ranks: Ranks, siblings: Sibl
     ranks.first(publish)
 
 
-def _streamed(plan: Plan) -> Iterator[tuple[str, Tensor]]:
+def _streamed(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
     for tensor in plan.tensors:
         made = tensor.tensors(tensor.entry.gather())
         while made:

@@ -30,15 +30,15 @@ CHARACTERS = ("ANY", "LITERAL", "NOT_LITERAL", "IN")
 ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING")
 
 
-class Step(NamedTuple):
+class Node(NamedTuple):
     """A part of a pattern: its kind as ``re`` calls it, its argument, and the patterns in it."""
 
     kind: str
     argument: Any = None
-    inner: tuple[tuple[Step, ...], ...] = ()
+    inner: tuple[tuple[Node, ...], ...] = ()
 
 
-Rest = dict[Step | None, "Rest"]
+Rest = dict[Node | None, "Rest"]
 """The next steps of patterns, each with what comes after it; None: the end of one."""
 
 
@@ -75,7 +75,7 @@ class Patterns:
         if self._left < 0:
             raise LayoutError("config.json: matching its patterns with the names of layers takes too long")
 
-    def _through(self, steps: Sequence[Step], places: int, name: _Name) -> int:
+    def _through(self, steps: Sequence[Node], places: int, name: _Name) -> int:
         """The places that can be reached from these: one before each character, and one behind the last."""
         self._take(len(steps))
         for step in steps:
@@ -84,7 +84,7 @@ class Patterns:
                 break
         return places
 
-    def _after(self, step: Step, places: int, name: _Name) -> int:
+    def _after(self, step: Node, places: int, name: _Name) -> int:
         """The places that one step reaches from these."""
         if step.kind in CHARACTERS:
             return (places & name.where(step)) << 1
@@ -101,7 +101,7 @@ class Patterns:
         wanted = step.kind == "ASSERT"
         return sum(i for i in ahead if bool(self._through(step.inner[0], i, name)) == wanted)
 
-    def _repeated(self, step: Step, places: int, name: _Name) -> int:
+    def _repeated(self, step: Node, places: int, name: _Name) -> int:
         least, most = step.argument
         (body,) = step.inner
         for _ in range(least):
@@ -128,9 +128,9 @@ class _Name:
         self._of: dict[str, int] = {}
         for i, character in enumerate(text):
             self._of[character] = self._of.get(character, 0) | 1 << i
-        self._where: dict[Step, int] = {}
+        self._where: dict[Node, int] = {}
 
-    def where(self, step: Step) -> int:
+    def where(self, step: Node) -> int:
         if (known := self._where.get(step)) is not None:
             return known
         fitting = sum(bits for character, bits in self._of.items() if _is(step.kind, step.argument, character))
@@ -142,7 +142,7 @@ class _Name:
         return 1 << len(self.text) | before_newline
 
 
-def _read(text: str) -> tuple[Step, ...]:
+def _read(text: str) -> tuple[Node, ...]:
     """The parts of a pattern; an error if it has some that are not followed here."""
     try:
         if len(text) > LONGEST:
@@ -155,22 +155,22 @@ def _read(text: str) -> tuple[Step, ...]:
         raise LayoutError(f"config.json: {brief(text)} is no pattern of layers that lpq reads: {error}") from error
 
 
-def _steps(tree: Any) -> tuple[Step, ...]:
-    found: list[Step] = []
+def _steps(tree: Any) -> tuple[Node, ...]:
+    found: list[Node] = []
     for op, argument in tree:
         kind = str(op)
         if kind in CHARACTERS:
-            found.append(Step(kind, tuple(argument) if kind == "IN" else argument))
+            found.append(Node(kind, tuple(argument) if kind == "IN" else argument))
         elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            found.append(Step("REPEAT", (int(argument[0]), int(argument[1])), (_steps(argument[2]),)))
+            found.append(Node("REPEAT", (int(argument[0]), int(argument[1])), (_steps(argument[2]),)))
         elif kind == "SUBPATTERN" and not argument[1] and not argument[2]:
             found += _steps(argument[3])
         elif kind == "BRANCH":
-            found.append(Step(kind, None, tuple(map(_steps, argument[1]))))
+            found.append(Node(kind, None, tuple(map(_steps, argument[1]))))
         elif kind in ("ASSERT", "ASSERT_NOT") and argument[0] > 0:
-            found.append(Step(kind, None, (_steps(argument[1]),)))
+            found.append(Node(kind, None, (_steps(argument[1]),)))
         elif kind == "AT" and str(argument) in ENDS:
-            found.append(Step(kind, str(argument)))
+            found.append(Node(kind, str(argument)))
         else:
             raise LayoutError(f"it has {kind} {argument if kind == 'AT' else ''}".strip())
     return tuple(found)

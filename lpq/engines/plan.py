@@ -79,7 +79,7 @@ def _check_written(format: str, scheme: Scheme, wanted: Mapping[str, Shown], fou
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """A model with its place in a layout."""
 
     tensors: tuple[Assigned, ...]
@@ -119,7 +119,7 @@ def planned(
     input_amax: Mapping[str, Tensor | float] | None,
     leave: Sequence[str],
     siblings: Siblings,
-) -> Plan:
+) -> ExportPlan:
     """Find the place of each tensor. ``linear``: the layers that an engine takes for linear ones, but for a set."""
     made = layout_named(layout)
     quantized = {entry.layer.name for entry in entries if entry.layer is not None}
@@ -142,7 +142,7 @@ def planned(
     high = {t.layer: t.entry.layer.x for t in found if t.scheme is not None and t.inputs is None and t.entry.layer}
     changed = [layer for layer, x in high.items() if x is not None]
     notes = [_note(changed)] if changed else []
-    return Plan(tuple(found), groups, left, made.files(groups, left), tuple(notes))
+    return ExportPlan(tuple(found), groups, left, made.files(groups, left), tuple(notes))
 
 
 def _note(layers: Sequence[str]) -> str:

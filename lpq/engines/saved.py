@@ -25,7 +25,7 @@ from lpq.nn.experts import DOWN, UP
 from lpq.recipes import Recipe
 
 
-class Saved:
+class SavedCheckpoint:
     """A checkpoint, or the whole one of a run that was written last."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:

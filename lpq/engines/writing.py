@@ -11,13 +11,13 @@ from torch import Tensor
 from lpq.checkpoint.errors import CheckpointError
 from lpq.engines.beside import as_json
 from lpq.engines.names import CONFIG, INDEX, shard_name
-from lpq.engines.plan import Assigned, Plan
+from lpq.engines.plan import Assigned, ExportPlan
 from lpq.files import disk
 from lpq.files.claim import Claim
 from lpq.files.safetensors import Shown, Writer
 
 
-def shards(plan: Plan, largest: int) -> list[list[Assigned]]:
+def shards(plan: ExportPlan, largest: int) -> list[list[Assigned]]:
     """The tensors of each file: in their order, and no more than ``largest`` bytes unless one alone has more."""
     found: list[list[Assigned]] = [[]]
     filled = 0

@@ -31,7 +31,7 @@ Find = Callable[[int, int], tuple[Tensor, Tensor | None]]
 """``find(x, ends)``, of two addresses: the statistics for one operand and, if wanted, for the other."""
 
 
-class Sections(NamedTuple):
+class SectionedMatrix(NamedTuple):
     """A matrix in sections, for kernels of one shape."""
 
     rows: int
@@ -66,7 +66,7 @@ class Sections(NamedTuple):
         return INPUTS[self.dtype], MACRO, *covering(shape, whole)
 
 
-def bind_zeros(sections: Sections, *counts: int) -> Callable[[], list[Tensor]]:
+def bind_zeros(sections: SectionedMatrix, *counts: int) -> Callable[[], list[Tensor]]:
     """Bind a function that makes one or two vectors of zeros (fp32), in which a kernel finds largest magnitudes."""
     index, empty = sections.device.index or 0, allocator(sections.device)
     memory = [fresh((count,), torch.float32) for count in counts]
@@ -80,7 +80,7 @@ def bind_zeros(sections: Sections, *counts: int) -> Callable[[], list[Tensor]]:
     return make
 
 
-def bind_amaxes(sections: Sections) -> Find:
+def bind_amaxes(sections: SectionedMatrix) -> Find:
     """Bind a function that finds the amax of each section."""
     zeros = bind_zeros(sections, sections.number)
     shape, index = TALL, sections.device.index or 0

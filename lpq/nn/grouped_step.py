@@ -24,7 +24,7 @@ from lpq.operations.encoder import Encoder
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
 from lpq.operations.operands import State, state_names
-from lpq.operations.sectioned import Encoding
+from lpq.operations.sectioned import SectionsEncoding
 from lpq.operations.sides import shared
 from lpq.tensor import QuantizedTensor
 
@@ -44,7 +44,9 @@ class Groups(NamedTuple):
 def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     needs_dx, needs_dw, static = s.needs_dx, s.needs_dw, {memory.tensor for memory in plan.memories}
     rows, stack = (Sections(groups.number, is_stack, groups.at_once) for is_stack in (False, True))
-    of_x = Encoding(plan.x, True, needs_dw, (s.rows, s.features), s.x, s.device, rows, "x" in static, watched=s.watched)
+    of_x = SectionsEncoding(
+        plan.x, True, needs_dw, (s.rows, s.features), s.x, s.device, rows, "x" in static, watched=s.watched
+    )
     of_w = of_x._replace(
         quantizer=plan.w, col=needs_dx, shape=(s.outputs, s.features), dtype=s.weight, sections=stack,
         static="w" in static,
@@ -88,7 +90,7 @@ def _step(plan: Plan, s: Shapes, groups: Groups) -> Step:
     return Step(x, w, dy, multiply, into_dx, into_dw, refuses)
 
 
-def _bind(e: Encoding) -> Encoder:
+def _bind(e: SectionsEncoding) -> Encoder:
     if not e.sections.stack:
         (row, col), encode = in_groups.bind(e)
         return Encoder(row, col, encode)
@@ -97,7 +99,7 @@ def _bind(e: Encoding) -> Encoder:
     return Encoder(row, col, encode_stack)
 
 
-def _in_two_steps(e: Encoding) -> Encoder:
+def _in_two_steps(e: SectionsEncoding) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, with the same random bits and
     static statistics. The amaxes of a stack are found once where both operands have the same."""
     (forward, backward), keys, ends = e.decoded, state_names(e.quantizer) if e.static else [], not e.sections.stack
@@ -123,7 +125,7 @@ def _in_two_steps(e: Encoding) -> Encoder:
     return Encoder(first.row, second.col, encode, later)
 
 
-def _of_row_operand(e: Encoding) -> Encoder:
+def _of_row_operand(e: SectionsEncoding) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
     side, of_col = e.quantizer.side("row"), e.quantizer.side("col")

@@ -12,14 +12,14 @@ from lpq.operations import sectioned
 from lpq.operations.binding import Encoded
 from lpq.operations.operands import State, encode_operands
 from lpq.operations.quantizing import quantize
-from lpq.operations.sectioned import Encoding, Pair
+from lpq.operations.sectioned import Pair, SectionsEncoding
 
 Run = Callable[[Tensor, State | Sequence[Tensor] | None, Tensor | None], Encoded]
 """``run(w, known, seeds)``: the buffers of both operands, and the amaxes if they are wanted. ``known`` is a state, or
 amaxes that were found before; ``seeds`` has one for each matrix."""
 
 
-def bind(e: Encoding) -> tuple[Pair, Run]:
+def bind(e: SectionsEncoding) -> tuple[Pair, Run]:
     """Bind the encoding of each matrix of a stack by itself."""
     quantizer = e.quantizer
     sides = quantizer.side("row") if e.row else None, quantizer.side("col") if e.col else None
@@ -47,7 +47,9 @@ bind_few = registry.cached_few(lambda e, kernels: bind(e))
 """``bind`` for steps that differ in their numbers of rows alone; ``kernels`` is ``LPQ_KERNELS``."""
 
 
-def _by_itself(e: Encoding, w: Tensor, known: object, seeds: Tensor | None) -> tuple[Storage | None, Storage | None]:
+def _by_itself(
+    e: SectionsEncoding, w: Tensor, known: object, seeds: Tensor | None
+) -> tuple[Storage | None, Storage | None]:
     state = known if e.static else None
     return encode_operands(e.quantizer, w, row=e.row, col=e.col, seed=seeds, state=state)[:2]  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from lpq import registry
 from lpq.formats.format import Storage
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
-from lpq.kernels.sections import Find, Sections
+from lpq.kernels.sections import Find, SectionedMatrix
 from lpq.kernels.tiles import INPUTS, SQUARE, Shape, bind_amax_parts, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
@@ -76,7 +76,7 @@ exist already. These are those of sections, each of which has an amax and a seed
 matrix alone."""
 Look = Callable[[int], tuple[Tensor, Tensor | None]]
 """``look(x)``, of an address: the statistics for one operand and, if wanted, the amax of the matrix."""
-Finder = Callable[[Sections, "Direction", bool, bool], tuple[Find, bool]]
+Finder = Callable[[SectionedMatrix, "Direction", bool, bool], tuple[Find, bool]]
 """``finder(sections, direction, amax, both)`` binds the search for statistics that an operand needs before it is
 encoded, and returns whether that also serves the other operand: by the ``amax`` of sections or, if ``both`` have the
 same finder, by all that it finds."""

@@ -24,7 +24,7 @@ from lpq.operations.format_calls import encoded_by
 from lpq.operations.offsets import read
 from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
-from lpq.operations.sectioned import Encoding, Pair
+from lpq.operations.sectioned import Pair, SectionsEncoding
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
@@ -32,7 +32,7 @@ Run = Callable[[Tensor, State | None, Tensor | None, Tensor], Encoded]
 """``run(x, state, seeds, offs)``: the buffers of both operands; ``seeds`` has one for each group."""
 
 
-def bind(e: Encoding) -> tuple[Pair, Run]:
+def bind(e: SectionsEncoding) -> tuple[Pair, Run]:
     """Bind the encoding of rows into the wanted operands: the bytes of each group are those of its rows alone. An
     operand that is an ordinary matrix is a view or a cast of the rows."""
     quantizer = e.quantizer
@@ -56,7 +56,7 @@ def bind(e: Encoding) -> tuple[Pair, Run]:
     return (first, second), encode
 
 
-def _bind(e: Encoding) -> tuple[tuple[bool, bool], Run]:
+def _bind(e: SectionsEncoding) -> tuple[tuple[bool, bool], Run]:
     """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
     row, col = e.quantizer.side("row") if e.row else None, e.quantizer.side("col") if e.col else None
     kernels = sectioned.bind_any(e, row, col) if True in e.decoded or not e.watched else None
@@ -82,7 +82,7 @@ def _bind(e: Encoding) -> tuple[tuple[bool, bool], Run]:
     return (False, False), encode_many
 
 
-def _by_operator(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
+def _by_operator(e: SectionsEncoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
     quantizer, names = e.quantizer, state_names(e.quantizer)
     layouts = layout_hash(quantizer.side("row").text, quantizer.side("col").text)
 
@@ -94,7 +94,7 @@ def _by_operator(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State 
     return encode
 
 
-def _without_kernels(e: Encoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
+def _without_kernels(e: SectionsEncoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
     quantizer, row, col = e.quantizer, e.row, e.col
     why = _why_not(quantizer, row, col) if e.sections.at_once else None
 
@@ -120,9 +120,9 @@ def encode_groups(
     state: State | None = None,
     dispatched: bool = False,
 ) -> tuple[Grouped | None, Grouped | None]:
-    """Encode the rows ``x`` in groups; the arguments are as in ``Encoding`` and ``Run``."""
+    """Encode the rows ``x`` in groups; the arguments are as in ``SectionsEncoding`` and ``Run``."""
     rows, cols = x.shape
-    e = Encoding(
+    e = SectionsEncoding(
         quantizer, row, col, (rows, cols), x.dtype, x.device, Sections(len(offs), False, at_once(x, offs)),
         state is not None, dispatched=dispatched, watched=not dispatched and not can_call_directly(x),
     )  # fmt: skip

@@ -19,8 +19,7 @@ from lpq.formats.groups import capacity, grid, unit
 from lpq.formats.sections import Sections
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.sections import SECTIONS, Find, bind_amaxes
-from lpq.kernels.sections import Sections as Bound
+from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Operand
@@ -44,7 +43,7 @@ Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], Made]
 """``run(x, offs, known, seeds)`` for any tensor; ``known`` is a state, or amaxes of sections."""
 
 
-class Encoding(NamedTuple):
+class SectionsEncoding(NamedTuple):
     """How rows in groups, or stacks, are encoded, described by all but the tensors."""
 
     quantizer: Quantizer
@@ -105,7 +104,9 @@ class InSections(NamedTuple):
     """Whether the amaxes of sections are given, for the row operand and for the column operand."""
 
 
-def bind_any(wanted: Encoding, row: Quantizer | None, col: Quantizer | None) -> tuple[Run, tuple[bool, bool]] | None:
+def bind_any(
+    wanted: SectionsEncoding, row: Quantizer | None, col: Quantizer | None
+) -> tuple[Run, tuple[bool, bool]] | None:
     """Bind kernels that make these of the operands, and tell which of them are made decoded: those that are wanted so,
     or none. None where kernels do not make them."""
     (high, wide), sections, decoded = wanted.shape, wanted.sections, wanted.decoded
@@ -214,7 +215,7 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     tall = e.rows // e.number if e.stack else None
     step = 1 if e.stack or e.col is None else unit(e.col, 1)
     line = tall if tall is not None else capacity(e.rows, e.number, step)
-    sections = Bound(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
+    sections = SectionedMatrix(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
     empty = allocator(e.device, dispatched=e.dispatched)
     both = row, col
     hows = [_how(side, decoded) for side, decoded in zip(both, e.decoded, strict=True)]
@@ -265,7 +266,7 @@ def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
     return side.decoded if decoded else (side.struct, side.shape)
 
 
-def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Bound) -> list[Fresh]:
+def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: SectionedMatrix) -> list[Fresh]:
     """The places of an operand's buffers. Those of a stack lie like those of one matrix with all lines below each
     other; values of the lines of a column operand lie group by group."""
     if quantizer is None:
@@ -292,7 +293,7 @@ def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Boun
 
 
 def _bind_finding(
-    sections: Bound, row: TileSide | None, col: TileSide | None
+    sections: SectionedMatrix, row: TileSide | None, col: TileSide | None
 ) -> Callable[[int, int], tuple[Tensor | None, Tensor | None]] | None:
     """A function that finds the amaxes of both operands before the first element is encoded, in few reads; None where
     it has none to find."""

@@ -28,7 +28,7 @@ SOON = 2.0
 """Seconds that rank 0 stays after the report for others that fail as it did: its process may hold the store."""
 
 
-class Report(Protocol):
+class ErrorReport(Protocol):
     """A function that reports an error to the user."""
 
     def __call__(self, error: BaseException, *, aloud: bool, rank: int) -> int:
@@ -52,7 +52,7 @@ def prints() -> bool:
     return any(name not in os.environ for name in VARIABLES) or os.environ["RANK"] == "0"
 
 
-def work(job: Callable[[], object], report: Report) -> NoReturn:
+def work(job: Callable[[], object], report: ErrorReport) -> NoReturn:
     """Do ``job`` together with the other processes of torchrun, then end this process.
 
     It ends here and not by returning: threads of the process groups now and then abort the interpreter's own way out.
@@ -67,7 +67,7 @@ def work(job: Callable[[], object], report: Report) -> NoReturn:
         os._exit(status)
 
 
-def _status(job: Callable[[], object], report: Report) -> int:
+def _status(job: Callable[[], object], report: ErrorReport) -> int:
     """Do the job as one of the ranks; return its exit status."""
     import torch
     import torch.distributed as dist

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq.formats.format import Direction
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
-from lpq.kernels.sections import SECTIONS, Find, Sections, bind_zeros
+from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_zeros
 from lpq.kernels.tiles import (
     LOW,
     SQUARE,
@@ -241,7 +241,7 @@ def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None,
     return found
 
 
-def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
+def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
     """A function that finds the amaxes of the rows of an operand, or of both, of each section."""
     sizes = {"row": sections.rows, "col": sections.number * sections.cols}
     other: Direction = "col" if direction == "row" else "row"

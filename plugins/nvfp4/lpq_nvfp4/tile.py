@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.formats.format import Direction
 from lpq.kernels.fresh import fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.sections import SECTIONS, Find, Sections, bind_zeros
+from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_zeros
 from lpq.kernels.tiles import SQUARE, tile_kernels
 from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
@@ -84,7 +84,7 @@ def _rotated(e: Encoding, amax: bool) -> Look:
     return find_rotated
 
 
-def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
+def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
     """A function that finds the amax of the rotated columns of each section; and its amax, if that is wanted."""
     zeros = bind_zeros(sections, *[sections.number] * (1 + amax))
     launch = AMAXES.bind(sections.device.index or 0, sections.macros(SQUARE), sections.tiles(SQUARE))
