@@ -48,7 +48,7 @@ def _training(net: nn.Module) -> Training:
 
 
 def _replicated(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net, forward_sync_buffers=False)
+    return DistributedDataParallel(net, broadcast_buffers=False)
 
 
 def _until_it_is_found(step: Training) -> None:

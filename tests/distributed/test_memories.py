@@ -37,7 +37,7 @@ def _agree(net: nn.Module) -> bool:
 
 
 def _replicated(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net, forward_sync_buffers=False)
+    return DistributedDataParallel(net, broadcast_buffers=False)
 
 
 def _hybrid(net: nn.Module) -> nn.Module:
