@@ -59,7 +59,7 @@ def _memory(tensor: Tensor) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepBytes:
     """The bytes that one step held and sent; of several ranks, those of the rank that held most."""
 
     ranks: int
@@ -110,7 +110,7 @@ class Probe:
                 stack.callback(lambda: self._seen[phase].extend(seen))
             yield
 
-    def measured(self) -> Measured:
+    def measured(self) -> StepBytes:
         """Return the measurements; call it between the optimizer's step and ``zero_grad``."""
         device, parameters = self.team.device, list(self.model.parameters())
         states = self.optimizer.state_dict()["state"].values()
@@ -122,11 +122,11 @@ class Probe:
             for size in (self._held.bytes, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
         )
         forward, backward = map(gathered_bytes, self._seen)
-        return Measured(self.team.size, held, forward, backward, weights, reduced, optimizer, peak or None)
+        return StepBytes(self.team.size, held, forward, backward, weights, reduced, optimizer, peak or None)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedProduct:
     """One product of a model's layers, and the kernel that runs it."""
 
     gemm: str
@@ -141,13 +141,16 @@ class Served:
     """How many layers run it so."""
 
 
-def served_by(model: nn.Module, device: torch.device) -> list[Served]:
+def served_by(model: nn.Module, device: torch.device) -> list[ServedProduct]:
     """List the kernels of the products of the model's linear layers in its last step; equal layers share an entry."""
     counted: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for module in model.modules():
         if isinstance(module, nn.Linear | Layer):
             counted.update((gemm, *how) for gemm, how in _gemms(module, device).items())
-    return [Served(*what, layers) for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))]
+    return [
+        ServedProduct(*what, layers)
+        for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))
+    ]
 
 
 def _gemms(layer: nn.Module, device: torch.device) -> dict[str, tuple[str, str, tuple[str, ...]]]:

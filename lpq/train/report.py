@@ -17,7 +17,7 @@ from rich.table import Table
 from lpq.registry.showing import printable
 from lpq.train import runs
 from lpq.train.config import TrainConfig
-from lpq.train.measure import Measured, Served
+from lpq.train.measure import ServedProduct, StepBytes
 from lpq.train.plot import Curve, draw
 
 if TYPE_CHECKING:
@@ -32,15 +32,15 @@ class Outcome:
     losses: tuple[float, ...]
     """The loss of every step, in nats per byte."""
     held_out_loss: float
-    measured: Measured
+    measured: StepBytes
     """The bytes that a step holds and sends."""
     seconds: float
     """The time of a step, its median."""
-    served: tuple[Served, ...]
+    served: tuple[ServedProduct, ...]
     sharded: bool = False
 
     @classmethod
-    def of(cls, title: str, trainer: Trainer, seconds: float, served: Sequence[Served]) -> Outcome:
+    def of(cls, title: str, trainer: Trainer, seconds: float, served: Sequence[ServedProduct]) -> Outcome:
         """The outcome of a trainer that has done its last step."""
         loss = trainer.held_out_loss()
         assert trainer.measured is not None
@@ -121,7 +121,7 @@ def comparison(summary: Summary) -> Table:
     return table
 
 
-def memory(table: Table, measured: Sequence[Measured]) -> None:
+def memory(table: Table, measured: Sequence[StepBytes]) -> None:
     """Add rows to the table for the bytes that a rank holds and for those that all ranks gather."""
     if any(m.ranks > 1 for m in measured):
         table.add_row("gathered per step, forward", *(size(m.forward) for m in measured))
@@ -134,7 +134,7 @@ def memory(table: Table, measured: Sequence[Measured]) -> None:
         table.add_row(f"most memory in a step{each}", *(size(m.peak or 0) for m in measured))
 
 
-def kernels(served: Sequence[Served]) -> Table:
+def kernels(served: Sequence[ServedProduct]) -> Table:
     """The table of products and the kernels that ran them."""
     table = Table(title="what ran the products of the last step")
     for heading in ("product", "operands", "kernel", "layers"):

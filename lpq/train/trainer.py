@@ -31,7 +31,7 @@ from lpq.train.config import TrainConfig
 from lpq.train.data import Text
 from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
-from lpq.train.measure import Measured, Probe
+from lpq.train.measure import Probe, StepBytes
 from lpq.train.model import GPT, Shape
 from lpq.train.team import Team
 
@@ -57,7 +57,7 @@ class Trainer:
         """Steps done."""
         self.losses: list[float] = []
         """The training loss of each step done."""
-        self.measured: Measured | None = None
+        self.measured: StepBytes | None = None
         """The bytes that the first step held and sent."""
         torch.manual_seed(config.seed)
         self.model = GPT(Shape(config.layers, config.heads, config.width)).to(self.device)
@@ -196,7 +196,7 @@ class Trainer:
         beside = found.extra
         assert found.step is not None
         self.step, self.losses = found.step, list(beside["losses"])
-        self.measured = Measured(**beside["measured"]) if beside["measured"] is not None else None
+        self.measured = StepBytes(**beside["measured"]) if beside["measured"] is not None else None
         if len(beside["rng"]) != self.team.size:
             self._seed()  # random bits that no rank has drawn yet
             return True

@@ -79,7 +79,7 @@ class Group(NamedTuple):
         table.launch(kernel, kernels.compiled_for(self.block, col=self.direction == "col"), which)
 
 
-class Served(Part):
+class ServedPart(Part):
     """The weights of one kind, as the tables have them."""
 
     def __init__(self, kind: Kind, items: Sequence[Item], ranks: int) -> None:
@@ -123,7 +123,7 @@ class Batched(Cast):
     """The cast of weights of many kinds."""
 
     def __init__(self, kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> None:
-        self.served = [Served(kind, items, ranks) for kind, items in kinds.items()]
+        self.served = [ServedPart(kind, items, ranks) for kind, items in kinds.items()]
         super().__init__(self.served, rank)
         self.ranks = ranks
         self.places = [(part, i) for part in self.served for i in range(len(part.items))]
@@ -151,7 +151,7 @@ class Batched(Cast):
             part.factors.clear()
 
     def finish(self, chosen: Sequence[int]) -> None:
-        which: dict[Served, list[int]] = {}
+        which: dict[ServedPart, list[int]] = {}
         for part, i in (self.places[n] for n in chosen):
             which.setdefault(part, []).append(i)
         turned = [t for part, same in which.items() if part.in_parts for t in part.laid(same)]
@@ -186,7 +186,7 @@ class Batched(Cast):
             self._words_at = words_at
         return self._tables
 
-    def _operands(self, part: Served, direction: Direction, words: Sequence[Tensor]) -> Iterator[Fragment]:
+    def _operands(self, part: ServedPart, direction: Direction, words: Sequence[Tensor]) -> Iterator[Fragment]:
         """One operand of each weight."""
         kind, at = part.kind, part.kind.stats_of(direction)
         ((codes, flat),) = ((grid, flat) for d, _, grid, flat in part.coded if d == direction)
@@ -221,7 +221,7 @@ class Batched(Cast):
 
     def _remember(self, words: Views) -> None:
         """States do not depend on shapes, so that one update serves those of all kinds that have equal statistics."""
-        alike: dict[object, list[Served]] = {}
+        alike: dict[object, list[ServedPart]] = {}
         for part in self.served:
             kind = part.kind
             if kind.remembers:
