@@ -62,6 +62,15 @@ def _takes_a_whole_input(rank: int) -> None:
             module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x))
 
 
+def _takes_it_compiled(rank: int) -> None:
+    module = layer("fp8-row", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
+    torch.manual_seed(1)
+    x = torch.randn(64, 64)
+    expected = step(module, x)
+    module.compile(fullgraph=True, backend="aot_eager")
+    assert same(step(module, module.recipe.x.quantize(x)), expected)
+
+
 def _refuses_parts(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     rows, columns = torch.randn(32, 64), torch.randn(64, 32)
@@ -90,6 +99,11 @@ def _refuses_parts(rank: int) -> None:
 
 def test_a_layer_takes_an_input_that_all_ranks_have_whole() -> None:
     spawn(_takes_a_whole_input, 2)
+
+
+@pytest.mark.starts
+def test_a_compiled_layer_takes_it() -> None:
+    spawn(_takes_it_compiled, 2)
 
 
 def test_a_layer_refuses_parts_and_gradients() -> None:
