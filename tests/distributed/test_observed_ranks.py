@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_one, spawn
+from ranks import fully_shard, on_one, spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
