@@ -35,7 +35,7 @@ def write_file(
     """Write the whole model into one file, as ``lpq.export(model, path, layout="lpq")`` describes it."""
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
     with ranks.saying("nothing is exported"):
-        target = ranks.each(lambda: place(path))
+        target = ranks.each(lambda: _place(path))
     with ranks.saying(f"nothing is exported to {target}"):
         check_one_model(ranks.all(lambda: Model(model).meshes(ranks.many)), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
@@ -81,6 +81,14 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
     seen.forget(seen.starting(found.absent))
     seen.set_extra_state(other)
     return Info(source, description.step, None, description)
+
+
+def _place(path: str | Path) -> Path:
+    """The place of a file. A directory there would be noticed only when the file gets its name."""
+    target = place(path)
+    if target.is_dir():
+        raise CheckpointError(f'{target} is a directory, and layout="lpq" writes a file: give the name of one in it')
+    return target
 
 
 def _collected(model: nn.Module, decode: bool) -> tuple[Description, list[tuple[str, Tensor]], dict[str, Any]]:

@@ -30,6 +30,14 @@ def test_bit_for_bit(tmp_path: Path) -> None:
     assert info.policy == lpq.policy(content["lpq"]["conversions"][""]["policy"])
 
 
+def test_a_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (".", tmp_path):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path} is a directory, .* the name of one in it$"):
+            lpq.export(Net(1), path, layout="lpq")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_earlier_name_names_the_new_call(tmp_path: Path) -> None:
     net = Net(1)
     with pytest.warns(
