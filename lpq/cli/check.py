@@ -49,9 +49,8 @@ def check(
     options = [
         "--pyargs", "lpq.testing.conformance", *(f"--lpq-format={text}" for text in formats),
         "-c", os.devnull, "--rootdir", here, "--noconftest",  # nothing of where we are
-        "-p", "lpq", "-p", "hypothesispytest", "-p", "no:cacheprovider",
+        "-p", "lpq.testing.plugin", "-p", "hypothesispytest", "-p", "no:cacheprovider",
         "-p", "no:unraisableexception",  # which collects garbage at the end, for half a second
-        "-W", "ignore::pytest.PytestAssertRewriteWarning",  # lpq itself was imported before pytest
         "--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q",
         *(["-k", select] if select else []), *(["-x"] if first else []),
     ]  # fmt: skip
