@@ -340,6 +340,7 @@ def test_what_is_compiled_whole_is_refused_or_runs_eagerly() -> None:
     assert len(seen) == 2 * len(STEP)
 
 
+@pytest.mark.xfail(torch.__version__ < "2.13", strict=True, reason="torch 2.11 fails to compile observed layers")
 def test_what_is_compiled_in_parts_runs_observed_layers_eagerly() -> None:
     net, seen = model(), Names()
     compiled: Any = torch.compile(net, backend="aot_eager")
