@@ -116,11 +116,11 @@ def pickled(beside: dict[str, Any]) -> bytes:
     """Pickle the values beside the tensors; refuse those that cannot be read again without running code."""
     try:
         return _pickled(beside)
-    except UNREADABLE as error:
+    except UNREADABLE:
         raise CheckpointError(
             f"{_unreadable(beside)}, which torch.load(…, weights_only=True) would not read: save numbers, strings, "
             "tensors, and lists and dicts of them"
-        ) from error
+        ) from None  # a traceback would show torch's advice to load unsafely
 
 
 def _pickled(value: Any) -> bytes:

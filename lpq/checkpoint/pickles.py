@@ -45,7 +45,7 @@ def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
         raise CheckpointError(
             f"it is damaged, or holds something else than tensors and plain data ({type(error).__name__}): do not "
             "trust it"
-        ) from error
+        ) from None  # a traceback would show torch's advice
 
 
 def check_archive(file: IO[bytes] | RawIOBase, size: int) -> None:
