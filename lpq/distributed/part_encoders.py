@@ -173,7 +173,8 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
         """Encode each stretch with the random bits of its own place."""
         rows, cols = [], []
         for i, (stretch, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
-            own = [_of_rows(one, s, i * cut.size, cut.size) for one, s in zip(needed, known or (), strict=bool(known))]
+            pairs = zip(needed, known, strict=True) if known else ()
+            own = [_of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
             of_row, of_col, _ = encoder.encode(stretch, own or None, seed)
             rows += [] if encoder.row is None else [encoder.row.over(of_row)]
             cols += [] if encoder.col is None else [encoder.col.over(of_col)]
