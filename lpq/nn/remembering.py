@@ -16,8 +16,6 @@ from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
     from lpq.distributed.compared import Compared
-
-if TYPE_CHECKING:
     from lpq.tensor.observed import Observer
 
 
