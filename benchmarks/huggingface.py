@@ -101,7 +101,7 @@ def _of(
 
 
 def _all(peers: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    """What fails in one rank fails in all."""
+    """A failure in one rank is one in all ranks."""
     return together(peers) if peers is not None else nullcontext()
 
 

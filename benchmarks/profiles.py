@@ -85,7 +85,7 @@ def busy(step: Step, steps: int = 3) -> float:
 
 
 def _traced(step: Step, steps: int) -> list[dict[str, object]]:
-    """What the GPU did in so many steps."""
+    """The work of the GPU in so many steps."""
     torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -1,4 +1,4 @@
-// What ranks sent of several buffers, put in its places by one launch.
+// Puts the pieces that ranks sent of several buffers in their places, by one launch.
 #include "numbers.cuh"
 
 constexpr int THREADS = 256, MOST = 16;

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lpq.distributed.gathered_operand import Whole
 from lpq.formats.layout import as_bytes
-from lpq.kernels.placing import Pieces, Place, bind_places, serves
+from lpq.kernels.placing import Place, RankPieces, bind_places, serves
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import on_device
 from lpq.torch_private import fsdp
@@ -86,12 +86,14 @@ class Arrivals:
     def _bind(self, lines: Sequence[int]) -> None:
         """Choose the kernel; ``lines``: of each buffer that arrives, those of which a rank sends a piece."""
         pieces = [
-            Pieces(high if part.numel() else 0, len(part), part.shape[1] // high if part.numel() else 0, part.stride(0))
+            RankPieces(high, len(part), part.shape[1] // high, part.stride(0))
+            if part.numel()
+            else RankPieces(0, len(part), 0, part.stride(0))
             for part, high in zip(self._arrive, lines, strict=True)
         ]
         if all(t.numel() == 1 for t in self._stay):  # or they may lie in memory in another order
             self._with = self._stay
-            pieces += [Pieces(1, 1, t.nbytes, t.nbytes) for t in self._stay]
+            pieces += [RankPieces(1, 1, t.nbytes, t.nbytes) for t in self._stay]
         with on_device(self._device):
             self._place = bind_places(pieces, self._device)
 

@@ -102,7 +102,7 @@ _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
 
 
-class Encoder:
+class ShardsEncoder:
     """The encodings of several matrices, all on one device, each bound once.
 
     Where there are kernels for it, all matrices of one quantizer take one launch for each step, and what they are

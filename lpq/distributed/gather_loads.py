@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed.gather_arrivals import Arrivals
-from lpq.distributed.gather_encoder import Buffers, Encoder, Task, Way
+from lpq.distributed.gather_encoder import Buffers, ShardsEncoder, Task, Way
 from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.weight_gather import Copies, Gather, Operands, copy_pairs
@@ -84,7 +84,7 @@ class High(_Quantized):
         sides, dtype, row, col = operands_of(gather)
         self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.layer.weight.shape)
         given = tuple(s is not None for s in gather.statistics())
-        self._encode = Encoder([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
+        self._encode = ShardsEncoder([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
         self._made = [whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if sends]
         count = shard.numel() * gather.site.group.size() * dtype.itemsize
         self._arrives = torch.empty(count, dtype=torch.uint8, device=self._device)
@@ -124,7 +124,7 @@ class Encoded(_Quantized):
         self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
         shared_out = gathers[0].site.group.size() > 1  # or nothing is sent, and operands stay until they are read
         scratch = gathers[0].model.scratch(self._device) if shared_out else None
-        encode = self._encode = Encoder([self._task(i, shards[i]) for i in self._coded], scratch)
+        encode = self._encode = ShardsEncoder([self._task(i, shards[i]) for i in self._coded], scratch)
         self._together = encode.all if not self._stored else None
         """The encoder of all of them, if the same launches encode them."""
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]

@@ -28,7 +28,7 @@ Traits = tuple["Sides | None", type, torch.dtype, torch.device]
 """The properties of a weight on which a plan depends: its operands; class, dtype and device of its shard."""
 
 
-class Plan(NamedTuple):
+class UnitPlan(NamedTuple):
     """How the weights of a unit are gathered in one direction, or in both."""
 
     of: Sequence[Traits]
@@ -46,7 +46,7 @@ class Unit:
         self._sites = [gather.site for gather in gathers]
         self._models = [*{id(gather.model): gather for gather in reversed(gathers)}.values()]
         """The first weight of each model."""
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], UnitPlan] = {}
         """The plans, by the directions that are wanted and by what may run."""
         self.begun: dict[Gather, Load] | None = None
         """The loads of the gather that has begun, each by the weight that sends it, until the last has arrived."""
@@ -100,7 +100,7 @@ class Unit:
             return ()
         return load.begin(shards) if len(load.gathers) == len(shards) > 1 else _sent(load, shard)
 
-    def _make(self, of: Sequence[Traits], shards: Sequence[Tensor], wanted: Sequence[tuple[bool, bool]]) -> Plan:
+    def _make(self, of: Sequence[Traits], shards: Sequence[Tensor], wanted: Sequence[tuple[bool, bool]]) -> UnitPlan:
         for gather, (sides, *_) in zip(self.gathers, of, strict=True):
             if gather.made_for != (sides, gather.site.dtype):
                 self._plans.clear()
@@ -125,7 +125,7 @@ class Unit:
         of_first = {load.gathers[0]: load for load in loads}
         sent = {gather: of_first[gather] for gather in self.gathers if gather in of_first}
         places = [(g.site, sent[g].into, sent[g].held) if g in sent else (g.site, [], []) for g in self.gathers]
-        return Plan(of, sent, places)
+        return UnitPlan(of, sent, places)
 
 
 def _sent(load: Load, shard: Tensor) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ Place = Callable[[Sequence[int], Sequence[int]], None]
 device is the current one."""
 
 
-class Pieces(NamedTuple):
+class RankPieces(NamedTuple):
     """How the bytes of one buffer arrive."""
 
     lines: int
@@ -57,7 +57,7 @@ def _serves(device: torch.device, kernels: object) -> bool:
     return why_not(SPEC, (), device, allowed_by(os.environ.get(ENVIRONMENT))) is None
 
 
-def bind_places(several: Sequence[Pieces], device: torch.device) -> Place:
+def bind_places(several: Sequence[RankPieces], device: torch.device) -> Place:
     """Decide the launches for these buffers once."""
     bound: list[tuple[slice, list[int], Callable[..., None]]] = []
     for first in range(0, len(several), MOST):

@@ -11,7 +11,7 @@ from lpq import operations
 from lpq.core import Quantizer
 from lpq.distributed.several_matrices import RowOperands, Scratch, ShardStatistics
 from lpq.formats.format import Direction
-from lpq.kernels.placing import Pieces, bind_places
+from lpq.kernels.placing import RankPieces, bind_places
 from lpq.operations.derived_operands import Derived, bind_derive_into
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.expect import same
@@ -71,8 +71,9 @@ def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device
 
 
 PIECES = (
-    Pieces(1, 2, 40000, 40960), Pieces(24, 3, 112, 24 * 112), Pieces(7, 4, 36, 1024), Pieces(5, 2, 3, 15),
-    Pieces(1, 1, 4, 4), Pieces(0, 2, 0, 64), Pieces(300, 8, 16, 4800), Pieces(1, 5, 13, 16),
+    RankPieces(1, 2, 40000, 40960), RankPieces(24, 3, 112, 24 * 112), RankPieces(7, 4, 36, 1024),
+    RankPieces(5, 2, 3, 15), RankPieces(1, 1, 4, 4), RankPieces(0, 2, 0, 64),
+    RankPieces(300, 8, 16, 4800), RankPieces(1, 5, 13, 16),
 )  # fmt: skip
 """Buffers of several lines and ranks: of pieces of 16 bytes, of 4 and of single ones, and without any."""
 
