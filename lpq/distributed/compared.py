@@ -56,12 +56,15 @@ class Given(NamedTuple):
     dx: bool
     dw: bool
     """Whether the input and the weight get gradients."""
+    encoded: str | None
+    """How the input is encoded, if it arrives so."""
 
     def __str__(self) -> str:
         over = "" if self.placements is None else f" over the mesh as {self.placements}"
         named = zip(("its input", "its weight"), (self.dx, self.dw), strict=True)
         trained = " and ".join(name for name, wanted in named if wanted) or "neither"
-        return f"an input {[*self.shape]} of {self.dtype}{over}, gradients of {trained}"
+        how = "" if self.encoded is None else f" encoded as {self.encoded}"
+        return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}"
 
 
 class Compared(Watcher):
@@ -143,16 +146,19 @@ class Compared(Watcher):
         if not self._passes.alike and not self._passes.moving and (model := self._model()) is not None and _has_ranks():
             self._passes.compare(model)
 
-    def before_pass(self, layer: Layer, input: Tensor, mesh: DeviceMesh, trains: bool) -> None:
+    def before_pass(
+        self, layer: Layer, input: Tensor, mesh: DeviceMesh, trains: bool, encoded: str | None = None
+    ) -> None:
         """Raise on all ranks of a mesh unless they have the same model, and call this layer with equal inputs;
-        ``trains``: whether its weight does.
+        ``trains``: whether its weight does; ``encoded``: how the input is encoded, if it arrives so.
 
         Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
         rank which alone has another recipe or input than before is found in any pass.
         """
         passes, grad = self._passes, torch.is_grad_enabled()
         placements = input.placements if isinstance(input, DTensor) else None
-        given = Given(mesh, input.shape, input.dtype, placements, grad and input.requires_grad, grad and trains)
+        dx, dw = grad and input.requires_grad, grad and trains
+        given = Given(mesh, input.shape, input.dtype, placements, dx, dw, encoded)
         due = passes.moving and id(layer) == self._first
         if given in self._known and mesh.device_type not in FREE and not due:
             if not passes.alike:  # since a recipe has changed, on this rank at least

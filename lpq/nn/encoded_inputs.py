@@ -44,6 +44,12 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) ->
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
 
 
+def describe_encoding(x: QuantizedTensor) -> str:
+    """Describe how an input is encoded, in all that decides whether a layer takes it: ranks must have it alike."""
+    operands = zip(("row", "column"), x.stored, strict=True)
+    return f"{x.quantizer.text} ({' and '.join(name for name, operand in operands if operand is not None)})"
+
+
 def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
     """The buffers of the row operand of encoded rows in groups; the column operand of each group is made from it."""
     reason = why_not_row_by_row(plan.x)

@@ -20,7 +20,7 @@ from lpq.distributed.cuts import Cut, why_high
 from lpq.distributed.overlapped import can_overlap
 from lpq.distributed.part_gathers import begin_sum, finish_sum
 from lpq.kernels.table import kernels_allowed
-from lpq.nn.encoded_inputs import input_buffers
+from lpq.nn.encoded_inputs import describe_encoding, input_buffers
 from lpq.nn.input_checks import check_parallel, check_parallel_input, check_static
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
@@ -174,12 +174,14 @@ def multiply_parts(
 def _compare_ranks(layer: Saved, input: Tensor, weight: DTensor) -> None:
     """Raise on all ranks of the mesh unless they have the same model and equal parts of the input. A compiled pass does
     not compare: nothing may wait inside of it."""
-    local = local_part(input)
+    local, encoded = local_part(input), None
+    if isinstance(local, QuantizedTensor) and not torch.compiler.is_compiling():
+        encoded, local = describe_encoding(local), local.buffers[0]
     runs = type(local) in ORDINARY and not local.is_meta and not torch.compiler.is_compiling()
     if runs and weight.device_mesh.ndim == 1:
         if layer.compared is None:  # it was not converted, or is a copy
             layer.compared = Compared(layer)
-        layer.compared.before_pass(layer, input, weight.device_mesh, weight.requires_grad)
+        layer.compared.before_pass(layer, input, weight.device_mesh, weight.requires_grad, encoded)
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreed import agreed
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -95,6 +96,29 @@ def _refuses_parts(rank: int) -> None:
             with pytest.raises(TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and tensor parallelism shares"):
                 y.sum().backward()
             assert module.weight.grad is None
+
+
+def _encoded_otherwise_on_one_rank(rank: int) -> None:
+    """In a first pass and in a later one: all ranks raise, and go on to work."""
+    x = torch.randn(64, 64)
+    module = layer("mxfp8", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
+    q = module.recipe.x
+    right = q.quantize(x)
+    others = (
+        (lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x), "encoded as mxfp8(dtype=e5m2) (row and column)"),
+        (q.quantize(x, col=False), f"encoded as {q.text} (row)"),
+        (x, "an input [64, 64] of torch.float32, gradients"),
+    )
+    for other, words in others:
+        for said in agreed(lambda: module((right, other)[rank]), RuntimeError):  # noqa: B023
+            assert said.startswith("RuntimeError: the ranks do not call the same layer with equal parts of its input: ")
+            assert f"encoded as {q.text} (row and column), gradients" in said, said
+            assert words in said, said
+        module(right).sum().backward()
+
+
+def test_ranks_with_inputs_that_are_encoded_otherwise_all_raise() -> None:
+    spawn(_encoded_otherwise_on_one_rank, 2)
 
 
 def test_a_layer_takes_an_input_that_all_ranks_have_whole() -> None:
