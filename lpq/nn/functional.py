@@ -87,9 +87,11 @@ def grouped_linear_of(
     accumulate: Accumulate | None = None,
     states: Mapping[str, State] | None = None,
     watch: Watch | None = None,
+    calls: dict[object, Any] | None = None,
 ) -> Tensor:
     """``grouped_linear`` by a plan; ``held`` is the weight where it is held encoded, ``states`` static statistics of
-    each tensor, with one for each group, ``watch`` the observers of the layer."""
+    each tensor, with one for each group, ``watch`` the observers of the layer. ``calls``: the steps that the layer has
+    bound for this plan; finding one among those of all layers takes longer."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
     given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
@@ -113,7 +115,11 @@ def grouped_linear_of(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
             operands is not None, given is not None, kernels_allowed(), parts=parts,
         )  # fmt: skip
-        step, rows_given = None if watched else bind_few(plan, shapes), None
+        step, rows_given = None if watched or calls is None else calls.get(shapes), None
+        if step is None and not watched:
+            step = bind_few(plan, shapes)
+            if calls is not None:
+                calls[shapes] = step
         if given is not None:
             rows_given = row_given(given, offs, None if seeds is None else seeds[0])
         own = states or {}, seeds, operands, (), accumulate

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lpq import registry
 from lpq.distributed.expert_rows import own_experts, own_numbers
 from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation
-from lpq.nn.linear import Layer
+from lpq.nn.linear import MOST_CALLS, Layer
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.operations.offsets import as_offsets
@@ -93,7 +94,8 @@ class GroupedLinear(Layer):
         """
         if self.stages is not None:
             self.stages.check(self)
-        title = self.sized if torch.compiler.is_dynamo_compiling() else self.title
+        traced = torch.compiler.is_dynamo_compiling()
+        title = self.sized if traced else self.title
         check_rows(title, input, self.in_features)
         own = self._parameters.get("weight")
         weight: Tensor = self.weight if own is None else own  # which a hook computes, or a parametrization
@@ -107,14 +109,20 @@ class GroupedLinear(Layer):
             check_accumulation(self, weight)
         if self.gather is not None:
             self._gathered(remembers=False)
-        if torch.compiler.is_dynamo_compiling() or not self._ran:
-            self.note_pass(torch.compiler.is_dynamo_compiling())
+        if traced or not self._ran:
+            self.note_pass(traced)
         plan = self._plan if self._plan is not None else high_precision()
         states = self._of_own_groups() if plan.memories else None
+        calls = None
+        if not traced:
+            epoch, calls = self._calls
+            if epoch is not registry.epoch() or len(calls) >= MOST_CALLS:
+                calls = self.bound_calls()
         observed = watch(self, first=self.own_groups().start) if self.observers else None
         return grouped_linear_of(
-            title, plan, input, weight, bias, ends, held=held, accumulate=self.accumulate, states=states, watch=observed
-        )
+            title, plan, input, weight, bias, ends, held=held, accumulate=self.accumulate, states=states,
+            watch=observed, calls=calls,
+        )  # fmt: skip
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
         """The static statistics of this rank's groups; they are checked once."""

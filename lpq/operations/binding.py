@@ -62,6 +62,9 @@ class Encoding(NamedTuple):
     compiled code returns them."""
     dispatched: bool = False
     """Whether the results are allocated where modes see it: an operator returns them."""
+    sections: Sections | None = None
+    """How the matrix is divided; None: it is one. A stack is the matrix of all its rows. ``given`` then has a value for
+    each operand: whether the amaxes of sections are given for it. ``exact``: it is made as ``sectioned.DECODED``."""
 
 
 Encoded = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]

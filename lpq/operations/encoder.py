@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
+from lpq.formats.sections import Sections
 from lpq.operations import fused_pair
 from lpq.operations.binding import Encoded, Encoding, Operand
 from lpq.operations.bound import bind_run
 from lpq.operations.decoding import decode
+from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.exact_form import Form
 from lpq.operations.measuring import bind_measure, measure
 from lpq.operations.operands import as_matrix, bind_recall, moves, recall, recalls
 from lpq.operations.quantizing import quantize
+from lpq.operations.sectioned import same_amaxes
 from lpq.operations.sides import declared, shared
 
 State = Mapping[str, Tensor]
@@ -90,6 +93,8 @@ class Wanted(NamedTuple):
     """Whether the statistics are measured apart, by ``Encoder.measure``, before they are given."""
     decoded: bool = False
     """Whether the tensor is what its row operand decodes to, of which the column operand is made."""
+    sections: Sections | None = None
+    """How the tensor is divided; None: it is one matrix. ``shape`` is that of all rows, or of a matrix of the stack."""
 
 
 BindEncoder = Callable[[Wanted], Encoder]
@@ -197,25 +202,29 @@ def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     present state, which another backward may move meanwhile."""
     row, col = sides_of(wanted)
     assert col is not None
-    turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
-    keys = tuple(wanted.quantizer.new_state("meta")) if wanted.remembers else ()
-    wanted = wanted._replace(later=False, exact=(False, False))
-    once = not keys and wanted.quantizer.col_source == "original" and _measured_once(row, col)
-    # Where there is a state, the statistics of both operands are measured now.
-    first = encoder(wanted if keys else wanted._replace(col=False, measures=once))
-    second = encoder(wanted._replace(row=turned, given=(True,) * len(col.stats) if once else ()))
-    count = len(keys) or (len(col.stats) if once else 0)
+    quantizer, (forward, backward) = wanted.quantizer, wanted.exact
+    draws, ends = rounds_stochastically(quantizer), int(wanted.sections is not None and not wanted.sections.stack)
+    turned = not backward and col.stochastic and shared(row, col)  # those random bits are the row operand's
+    keys = tuple(quantizer.new_state("meta")) if wanted.remembers else ()
+    moving = wanted.remembers and moves(quantizer, row, col)  # the statistics of both operands are measured now
+    wanted = wanted._replace(later=False)
+    same = _measured_once(row, col) if wanted.sections is None else row is not None and same_amaxes(row, col)
+    once = same and not (keys or ends) and quantizer.col_source == "original"
+    first = encoder(wanted._replace(col=moving, measures=once, exact=(forward, False)))
+    given = (True,) * len(col.stats) if once else ()
+    second = encoder(wanted._replace(row=turned, given=given, exact=(False, backward)))
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        of_row, _, stats = first.encode(x, known, seed)
+    def encode(x: Tensor, known: Known, seed: Tensor | None, *offs: Tensor) -> Encoded:
+        of_row, _, stats = first.encode(x, known, seed, *offs)
         then = [known[key].clone() for key in keys] if keys else stats
-        kept = (x, *then) if seed is None else (x, *then, seed)
-        return of_row, kept, stats if keys else ()
+        drawn = (seed,) if draws and seed is not None else ()
+        return of_row, (x, *offs, *drawn, *then), stats if keys else ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        then, seed = kept[1 : 1 + count], kept[1 + count :]
+        offs, rest = kept[1 : 1 + ends], kept[1 + ends :]
+        seed, then = (rest[0], rest[1:]) if draws else (None, rest)
         known = dict(zip(keys, then, strict=True)) if keys else then if once else None
-        return second.encode(kept[0], known, seed[0] if seed else None)[1]
+        return second.encode(kept[0], known, seed, *offs)[1]
 
     return Encoder(first.row, second.col, encode, later, second.derived)
 
@@ -289,9 +298,11 @@ def operands_of(
     wanted: Wanted, forms: tuple[Form | None, Form | None] = (None, None)
 ) -> tuple[Operand | None, Operand | None]:
     """Return the operands of a tensor, by this encoder."""
-    (rows, cols), dtype = wanted.shape, wanted.dtype
+    (rows, cols), dtype, sections = wanted.shape, wanted.dtype, wanted.sections
+    count = (sections.number,) if sections is not None and sections.stack else ()
     row, col = sides_of(wanted)
     return (
-        Operand(row, (rows, cols), dtype, forms[0]) if row is not None else None,
-        Operand(col, (cols, rows), dtype, forms[1]) if col is not None else None,
-    )
+        Operand(row, (*count, rows, cols), dtype, forms[0], sections) if row is not None else None,
+        Operand(col, (*count, cols, rows), dtype, forms[1], sections, int(sections is not None))
+        if col is not None else None,
+    )  # fmt: skip

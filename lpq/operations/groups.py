@@ -1,4 +1,4 @@
-"""Rows in groups, each encoded by itself.
+"""Tensors in sections, rows in groups or stacks of matrices, of which each is encoded by itself.
 
 The references compute a group at a time, as separate layers do with separate tensors. They read the offsets on the
 host; ``group_tiles`` has a GPU compute all groups at once. ``offs`` is where each group ends, int32, on the device of
@@ -7,7 +7,8 @@ the rows; its values grow, and rows behind the last one belong to no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,94 +20,115 @@ from lpq.formats.layout import as_bytes, row_major
 from lpq.formats.sections import Sections
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, sectioned
-from lpq.operations.binding import Encoded, on_device
-from lpq.operations.format_calls import encoded_by
+from lpq.operations.binding import Encoded, Encoding, on_device
+from lpq.operations.encoder import Encoder, Known, Wanted, operands_of, sides_of
 from lpq.operations.offsets import read
 from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
-from lpq.operations.sectioned import Pair, SectionsEncoding
+from lpq.operations.quantizing import quantize
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
-Run = Callable[[Tensor, State | None, Tensor | None, Tensor], Encoded]
-"""``run(x, state, seeds, offs)``: the buffers of both operands; ``seeds`` has one for each group."""
+Encode = Callable[..., Encoded]
+"""``encode(x, known, seeds, *offs)``, as an ``Encoder`` of sections does it: ``seeds`` has one for each section, and
+``known`` is a state with static statistics of each, or amaxes that were found before. Those are measured again where no
+kernel takes them."""
 
 
-def bind(e: SectionsEncoding) -> tuple[Pair, Run]:
-    """Bind the encoding of rows into the wanted operands: the bytes of each group are those of its rows alone. An
-    operand that is an ordinary matrix is a view or a cast of the rows."""
-    quantizer = e.quantizer
-    of_row, of_col = quantizer.side("row"), quantizer.side("col")
-    plain = e.row and of_row.plain, e.col and of_col.plain and quantizer.col_source == "original"
-    e = e._replace(row=e.row and not plain[0], col=e.col and not plain[1])
-    decoded, run = _bind(e) if e.row or e.col else ((False, False), None)
-    first = e.operand(0, decoded=decoded[0]) if e.row or plain[0] else None
-    second = e.operand(1, decoded=decoded[1]) if e.col or plain[1] else None
-    if run is not None and plain == (False, False):
-        return (first, second), run
+def bind(wanted: Wanted, *, watched: bool = False, dispatched: bool = False) -> Encoder:
+    """Bind the encoding of sections into the wanted operands: the bytes of each section are those of it alone. An
+    operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a mode.
+    ``dispatched``: as in ``Encoding``."""
+    sides = sides_of(wanted)
+    plain_row, plain_col = (side if side is not None and side.plain else None for side in sides)
+    if wanted.quantizer.col_source == "row":
+        plain_col = None
+    rest = wanted._replace(row=wanted.row and plain_row is None, col=wanted.col and plain_col is None)
+    exact, run = _bind(rest, watched, dispatched) if rest.row or rest.col else ((False, False), None)
+    operands = operands_of(wanted, (sectioned.DECODED if exact[0] else None, sectioned.DECODED if exact[1] else None))
+    if run is not None and plain_row is None and plain_col is None:
+        return Encoder(*operands, run)
 
-    def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
-        row, col, _ = run(x, state, seeds, offs) if run is not None else ((), (), ())
-        if plain[0]:
-            row = *encoded_by(of_row, x, {}, None).tensors(), offs
-        if plain[1]:
-            col = *encoded_by(of_col, x.t(), {}, None).tensors(), offs
+    def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        row, col, found = run(x, known, seeds, *offs) if run is not None else ((), (), ())
+        first, second, _ = quantize(x, None, plain_row, plain_col)
+        if first is not None:
+            row = *first.tensors(), *offs
+        if second is not None:
+            col = *second.tensors(), *offs
+        return row, col, found
+
+    return Encoder(*operands, encode)
+
+
+through_operators = partial(bind, watched=True)
+_bind_few = registry.cached_few(lambda wanted, kernels, dispatched: bind(wanted, dispatched=dispatched))
+
+
+def bind_encoder(wanted: Wanted) -> Encoder:
+    """``bind``, once for all stacks of one shape: steps of experts differ in their numbers of rows alone."""
+    assert wanted.sections is not None
+    return _bind_few(wanted, kernels_allowed(), False) if wanted.sections.stack else bind(wanted)
+
+
+def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, bool], Encode]:
+    """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
+    (row, col), (rows, cols), sections = sides_of(wanted), wanted.shape, wanted.sections
+    assert sections is not None
+    stack = sections.stack
+    by_itself = _of_stack(wanted) if stack else _of_groups(wanted, watched)
+    if watched and (stack or True not in wanted.exact):
+        return (False, False), by_itself
+    e = Encoding(
+        row, col, (rows * sections.number if stack else rows, cols), wanted.dtype, wanted.dtype, wanted.device,
+        (wanted.row, wanted.col) if wanted.given else (), wanted.measures, exact=wanted.exact, dispatched=dispatched,
+        sections=sections,
+    )  # fmt: skip
+    kernels = sectioned.bind_any(wanted.quantizer, e, wanted.remembers)
+    if kernels is None or (watched and True not in kernels[1]):
+        return (False, False), by_itself
+    run, exact = kernels
+
+    def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        if wanted.given and not known:
+            return by_itself(x, None, seeds, *offs)
+        of_row, of_col, found = run(x, offs[0] if offs else None, known, seeds)
+        if row is not None:
+            of_row += offs
+        if col is not None:
+            of_col += offs
+        return of_row, of_col, (found[0],) if wanted.measures and found[0] is not None else ()
+
+    return exact, encode
+
+
+def _of_stack(wanted: Wanted) -> Encode:
+    def encode(w: Tensor, known: Known, seeds: Tensor | None) -> Encoded:
+        state = known if wanted.remembers else None
+        made = encode_operands(wanted.quantizer, w, row=wanted.row, col=wanted.col, seed=seeds, state=state)
+        row, col = (() if operand is None else operand.tensors() for operand in made[:2])
         return row, col, ()
 
-    return (first, second), encode
-
-
-def _bind(e: SectionsEncoding) -> tuple[tuple[bool, bool], Run]:
-    """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
-    row, col = e.quantizer.side("row") if e.row else None, e.quantizer.side("col") if e.col else None
-    kernels = sectioned.bind_any(e, row, col) if True in e.decoded or not e.watched else None
-    if kernels is not None and (True in kernels[1] or not e.watched):
-        by_kernel, decoded = kernels
-
-        def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
-            first, second, _ = by_kernel(x, offs, state, seeds)
-            if row is not None:
-                first.append(offs)
-            if col is not None:
-                second.append(offs)
-            return first, second, ()
-
-        return decoded, encode
-    at = len(row.layout) if row is not None else 0
-    many = _by_operator(e) if e.watched else _without_kernels(e)
-
-    def encode_many(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
-        out = many(x, offs, seeds, state)
-        return (*out[:at], offs) if e.row else (), (*out[at:], offs) if e.col else (), ()
-
-    return (False, False), encode_many
-
-
-def _by_operator(e: SectionsEncoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
-    quantizer, names = e.quantizer, state_names(e.quantizer)
-    layouts = layout_hash(quantizer.side("row").text, quantizer.side("col").text)
-
-    def encode(x: Tensor, offs: Tensor, seeds: Tensor | None, state: State | None) -> Sequence[Tensor]:
-        values = [] if state is None else [state[name] for name in names]
-        out: list[Tensor] = torch.ops.lpq.encode_groups(x, offs, quantizer.text, e.row, e.col, seeds, values, layouts)
-        return out
-
     return encode
 
 
-def _without_kernels(e: SectionsEncoding) -> Callable[[Tensor, Tensor, Tensor | None, State | None], Sequence[Tensor]]:
-    quantizer, row, col = e.quantizer, e.row, e.col
-    why = _why_not(quantizer, row, col) if e.sections.at_once else None
+def _of_groups(wanted: Wanted, watched: bool) -> Encode:
+    quantizer, row, col, sections = wanted.quantizer, wanted.row, wanted.col, wanted.sections
+    at = len(quantizer.side("row").layout) if row else 0
+    at_once = not watched and sections is not None and sections.at_once
+    why = _why_not(quantizer, row, col) if at_once else None
+    names, layouts = state_names(quantizer), layout_hash(quantizer.side("row").text, quantizer.side("col").text)
 
-    def encode(x: Tensor, offs: Tensor, seeds: Tensor | None, state: State | None) -> Sequence[Tensor]:
-        if e.sections.at_once and without_the_host(why):
-            return group_tiles.encode(x, offs, quantizer, row, col, seeds, state)
-        return encode_groups_reference(x, offs, quantizer, row, col, seeds, state)
+    def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
+        if watched:
+            values = [] if state is None else [state[name] for name in names]
+            out = torch.ops.lpq.encode_groups(x, offs, quantizer.text, row, col, seeds, values, layouts)
+        else:
+            encodes = group_tiles.encode if at_once and without_the_host(why) else encode_groups_reference
+            out = encodes(x, offs, quantizer, row, col, seeds, state)
+        return (*out[:at], offs) if row else (), (*out[at:], offs) if col else (), ()
 
     return encode
-
-
-_bound = registry.cached_few(lambda e, kernels: bind(e))
 
 
 def encode_groups(
@@ -120,17 +142,16 @@ def encode_groups(
     state: State | None = None,
     dispatched: bool = False,
 ) -> tuple[Grouped | None, Grouped | None]:
-    """Encode the rows ``x`` in groups; the arguments are as in ``SectionsEncoding`` and ``Run``."""
+    """Encode the rows ``x`` in groups; ``seeds`` and ``state`` are as in ``Encode``."""
     rows, cols = x.shape
-    e = SectionsEncoding(
-        quantizer, row, col, (rows, cols), x.dtype, x.device, Sections(len(offs), False, at_once(x, offs)),
-        state is not None, dispatched=dispatched, watched=not dispatched and not can_call_directly(x),
-    )  # fmt: skip
-    operands, run = bind(e) if e.watched else _bound(e, kernels_allowed())
+    sections = Sections(len(offs), False, at_once(x, offs))
+    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, sections=sections)
+    watched = not dispatched and not can_call_directly(x)
+    encoder = through_operators(wanted) if watched else _bind_few(wanted, kernels_allowed(), dispatched)
     with on_device(x.device):
-        made = run(x, state, seeds, offs)
-    first, second = (None if o is None else o.grouped(tensors) for o, tensors in zip(operands, made, strict=False))
-    return first, second
+        of_row, of_col, _ = encoder.encode(x, state, seeds, offs)
+    first, second = encoder.row, encoder.col
+    return None if first is None else first.grouped(of_row), None if second is None else second.grouped(of_col)
 
 
 def encode_groups_reference(

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from lpq import registry
 from lpq.formats.groups import capacity, grid, unit
-from lpq.formats.sections import Sections
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
-from lpq.operations.binding import Operand
+from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
 from lpq.operations.operands import State, recall, recalls
@@ -41,93 +40,28 @@ Encode = Callable[..., Made]
 """``encode(x, offs, seeds, given)``."""
 Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], Made]
 """``run(x, offs, known, seeds)`` for any tensor; ``known`` is a state, or amaxes of sections."""
-
-
-class SectionsEncoding(NamedTuple):
-    """How rows in groups, or stacks, are encoded, described by all but the tensors."""
-
-    quantizer: Quantizer
-    row: bool
-    col: bool
-    """The operands that are wanted."""
-    shape: tuple[int, int]
-    """The shape of all rows, or of a matrix of the stack."""
-    dtype: torch.dtype
-    device: torch.device
-    sections: Sections
-    static: bool = False
-    """Whether there are static statistics, with one for each section along their first dimension."""
-    decoded: tuple[bool, bool] = (False, False)
-    """Whether only the decoded values of the row operand, and of the column operand, are wanted."""
-    measures: bool = False
-    """Whether the amaxes of a stack's matrices are returned, if the column operand can be made later with them."""
-    given: bool = False
-    """Whether these amaxes are given, for a column operand alone."""
-    dispatched: bool = False
-    """As ``InSections.dispatched``."""
-    watched: bool = False
-    """Whether an operator encodes, for a tracer or a mode."""
-
-    def operand(self, dim: int, *, decoded: bool = False) -> Operand:
-        """Describe the row operand (0) or the column operand (1)."""
-        side, (rows, cols), sections = self.quantizer.side("col" if dim else "row"), self.shape, self.sections
-        shape = (cols, rows) if dim else (rows, cols)
-        how = self.dtype, DECODED if decoded else None, sections
-        return Operand(side, (sections.number, *shape) if sections.stack else shape, *how, dim)
-
-
 DECODED = Form()
-"""The form of what exists decoded only."""
-Pair = tuple[Operand | None, Operand | None]
+"""The form of an operand that exists decoded only."""
 
 
-class InSections(NamedTuple):
-    """An encoding of matrices of one shape in sections, bound to kernels."""
-
-    row: Quantizer | None
-    col: Quantizer | None
-    """The quantizers of the operands that are wanted."""
-    rows: int
-    cols: int
-    number: int
-    stack: bool
-    """Whether the sections are the matrices of a stack, and the rows those of all."""
-    decoded: tuple[bool, bool]
-    """Whether the row operand, and the column operand, is made decoded."""
-    dtype: torch.dtype
-    device: torch.device
-    aligned: bool = True
-    """Whether the matrix begins at a multiple of 16 bytes."""
-    dispatched: bool = False
-    """Whether the results are allocated where modes see it: an operator returns them."""
-    given: tuple[bool, bool] = (False, False)
-    """Whether the amaxes of sections are given, for the row operand and for the column operand."""
-
-
-def bind_any(
-    wanted: SectionsEncoding, row: Quantizer | None, col: Quantizer | None
-) -> tuple[Run, tuple[bool, bool]] | None:
-    """Bind kernels that make these of the operands, and tell which of them are made decoded: those that are wanted so,
-    or none. None where kernels do not make them."""
-    (high, wide), sections, decoded = wanted.shape, wanted.sections, wanted.decoded
-    if not sections.at_once or (row is None and col is None):
+def bind_any(quantizer: Quantizer, e: Encoding, state: bool) -> tuple[Run, tuple[bool, bool]] | None:
+    """Bind kernels that make these of the quantizer's operands, and tell which of them are made decoded: those that are
+    wanted so, or none. None where kernels do not make them. ``state``: whether ``known`` is a state."""
+    (rows, cols), sections = e.shape, e.sections
+    assert sections is not None
+    if not sections.at_once or (e.row is None and e.col is None):
         return None
-    return _bind_any(wanted.quantizer, InSections(
-        row, col, high * (sections.number if sections.stack else 1), wide, sections.number, sections.stack,
-        (decoded[0] and row is not None, decoded[1] and col is not None), wanted.dtype, wanted.device,
-        dispatched=wanted.dispatched, given=(False, wanted.given),
-    ), wanted.static)  # fmt: skip
-
-
-def _bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tuple[bool, bool]] | None:
-    if quantizer.col_source != "original" or 0 in (e.number, e.cols) or (e.stack and not e.rows):
+    if quantizer.col_source != "original" or 0 in (sections.number, cols) or (sections.stack and not rows):
         return None
+    if e.measure and not (e.row is not None and same_amaxes(quantizer.side("row"), quantizer.side("col"))):
+        return None
+    e = e._replace(exact=(e.exact[0] and e.row is not None, e.exact[1] and e.col is not None))
     if state:
         row = e.row is not None and True in recalls(quantizer, e.row, None)
         e = e._replace(given=(row, e.col is not None and True in recalls(quantizer, None, e.col)))
     encode = bind(e)
     if encode is None:
-        return _bind_any(quantizer, e._replace(decoded=(False, False)), state) if True in e.decoded else None
+        return bind_any(quantizer, e._replace(exact=(False, False)), state) if True in e.exact else None
     is_given = True in e.given
 
     @cache
@@ -141,9 +75,9 @@ def _bind_any(quantizer: Quantizer, e: InSections, state: bool) -> tuple[Run, tu
         how = misaligned() if x.data_ptr() % ALIGNED_BYTES else encode
         if not is_given:
             return how(x, offs, seeds)
-        return how(x, offs, seeds, given_of(quantizer, e.row, e.col, known) if state else known)
+        return how(x, offs, seeds, given_of(quantizer, e.row, e.col, known) if state else (known[0], known[0]))
 
-    return run, e.decoded
+    return run, e.exact
 
 
 def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State | None) -> Given:
@@ -167,7 +101,7 @@ def _of_all(quantizer: Quantizer) -> int:
     return sum(stat.of_all for stat in quantizer.stats)
 
 
-def bind(e: InSections) -> Encode | None:
+def bind(e: Encoding) -> Encode | None:
     """Bind the kernel for matrices of one shape; None where there is none."""
     if why_not(e) is not None:
         return None
@@ -180,20 +114,27 @@ def bind(e: InSections) -> Encode | None:
     return bind_sides(e, sides[0], sides[1])
 
 
-def why_not(e: InSections) -> str | None:
+def why_not(e: Encoding) -> str | None:
     """Why no kernel makes such operands, whatever the formats' sides are; None if one may."""
+    tall, given = _tall(e), e.given or (False, False)
     for quantizer, dim in ((e.row, 0), (e.col, 1)):
         if quantizer is None:
             continue
         if quantizer.plain:
             return "an ordinary matrix is not encoded"
-        if _tall(quantizer) and not e.stack:
+        if _has_tall_blocks(quantizer) and tall is None:
             return f"{quantizer} has blocks of several rows: kernels cut them from a stack's matrices, not from groups"
-        if e.given[dim] and _of_all(quantizer) != 1:
+        if given[dim] and _of_all(quantizer) != 1:
             return f"{quantizer} has several statistics of the whole"
-        if e.decoded[dim] and (e.cols % ALIGNED or (e.stack and (e.rows // e.number) % ALIGNED)):
+        if e.exact[dim] and (e.shape[1] % ALIGNED or (tall is not None and tall % ALIGNED)):
             return f"what operands decode to is made for sizes in multiples of {ALIGNED}"
     return None
+
+
+def _tall(e: Encoding) -> int | None:
+    """The rows of each matrix of a stack; None for groups."""
+    assert e.sections is not None
+    return e.shape[0] // e.sections.number if e.sections.stack else None
 
 
 @registry.cached
@@ -202,23 +143,24 @@ def decodable(text: str, direction: Direction, device: torch.device, stack: bool
     ``LPQ_KERNELS``."""
     quantizer: Quantizer = registry.quantizer(text)
     side = side_of(quantizer, direction, device)
-    return not isinstance(side, str) and side.decoded is not None and (stack or not _tall(quantizer))
+    return not isinstance(side, str) and side.decoded is not None and (stack or not _has_tall_blocks(quantizer))
 
 
-def _tall(quantizer: Quantizer) -> bool:
+def _has_tall_blocks(quantizer: Quantizer) -> bool:
     """Whether blocks have several rows."""
     return any(buffer.block[0] not in (1, None) for buffer in quantizer.layout)
 
 
-def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Encode | None:
+def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> Encode | None:
     """Bind these sides, None for an operand that is not wanted."""
-    tall = e.rows // e.number if e.stack else None
-    step = 1 if e.stack or e.col is None else unit(e.col, 1)
-    line = tall if tall is not None else capacity(e.rows, e.number, step)
-    sections = SectionedMatrix(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
+    assert e.sections is not None
+    (rows, cols), tall, number = e.shape, _tall(e), e.sections.number
+    step = 1 if tall is not None or e.col is None else unit(e.col, 1)
+    line = tall if tall is not None else capacity(rows, number, step)
+    sections = SectionedMatrix(rows, cols, number, tall, step, line, e.dtype, e.device, e.aligned)
     empty = allocator(e.device, dispatched=e.dispatched)
     both = row, col
-    hows = [_how(side, decoded) for side, decoded in zip(both, e.decoded, strict=True)]
+    hows = [_how(side, decoded) for side, decoded in zip(both, e.exact, strict=True)]
     if None in hows:
         return None
     structs, shapes = zip(*cast("list[tuple[str, Shape]]", hows), strict=True)
@@ -226,7 +168,7 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     job = Job((0, 0), e.dtype, e.device, dispatched=e.dispatched)
     makes = [None if side is None else side.bind(job) for side in both]
     not_given = [(None,) * len(quantizer.stats) if quantizer else () for quantizer in (e.row, e.col)]
-    shape = min(*shapes, LARGEST if e.stack else SQUARE)
+    shape = min(*shapes, LARGEST if tall is not None else SQUARE)
     arguments = f"P({row.parameters if row else 'P'})({col.parameters if col else 'P'}){SECTIONS}I"
     kernel = tile_kernels("common/pair.cu", "pair", arguments)[shape]
     macros = tuple(
@@ -236,8 +178,9 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     )
     count = sections.tiles(shape)
     launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *macros), count)
-    find = _bind_finding(sections, *(None if known else side for side, known in zip(both, e.given, strict=True)))
-    tail = *sections.arguments(0)[1:], count, e.rows, e.cols
+    given_for = e.given or (False, False)
+    find = _bind_finding(sections, *(None if known else side for side, known in zip(both, given_for, strict=True)))
+    tail = *sections.arguments(0)[1:], count, rows, cols
 
     def encode(x: Tensor, offs: Tensor | None, seeds: Tensor | None, given: Given = (None, None)) -> Made:
         at, ends = x.data_ptr(), 0 if offs is None else offs.data_ptr()
@@ -266,27 +209,28 @@ def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
     return side.decoded if decoded else (side.struct, side.shape)
 
 
-def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: SectionedMatrix) -> list[Fresh]:
+def _memory(e: Encoding, quantizer: Quantizer | None, dim: int, sections: SectionedMatrix) -> list[Fresh]:
     """The places of an operand's buffers. Those of a stack lie like those of one matrix with all lines below each
     other; values of the lines of a column operand lie group by group."""
     if quantizer is None:
         return []
-    tall, line = sections.tall, sections.line
-    if e.decoded[dim]:
-        shape: tuple[int, ...] = (e.rows, e.cols) if dim == 0 else (e.cols, line)
+    (rows, cols), tall, line, number = e.shape, sections.tall, sections.line, sections.number
+    if e.exact[dim]:
+        shape: tuple[int, ...] = (rows, cols) if dim == 0 else (cols, line)
         if tall is not None:
-            shape = (e.number, tall, e.cols) if dim == 0 else (e.number, e.cols, tall)
+            shape = (number, tall, cols) if dim == 0 else (number, cols, tall)
         return [fresh(shape, torch.bfloat16)]
     out = []
     for buffer in quantizer.layout:
         dtype = buffer.dtype or e.dtype
         if tall is not None:
-            size = buffer.grid(*((tall, e.cols) if dim == 0 else (e.cols, tall)))
-            strides = (size[0], 1, e.number * size[0]) if buffer.column_major else None
-            out.append(fresh((e.number, *size), dtype) if strides is None else ((e.number, *size), strides, dtype))
+            size = buffer.grid(*((tall, cols) if dim == 0 else (cols, tall)))
+            strides = (size[0], 1, number * size[0]) if buffer.column_major else None
+            out.append(fresh((number, *size), dtype) if strides is None else ((number, *size), strides, dtype))
             continue
-        rows, cols = (e.rows, e.cols) if dim == 0 else (e.cols, e.rows)
-        size = grid(buffer, rows, cols, e.number, dim, 1 if dim == 0 else sections.unit)
+        size = grid(
+            buffer, *((rows, cols) if dim == 0 else (cols, rows)), number, dim, 1 if dim == 0 else sections.unit
+        )
         by_columns = buffer.column_major or (dim == 1 and buffer.block == (1, None))
         out.append(fresh_by_columns(size[0], size[1], dtype) if by_columns else fresh(size, dtype))
     return out

@@ -25,10 +25,11 @@ import torch
 
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.formats.sections import Sections
 from lpq.kernels import nvrtc_cache, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import sectioned
-from lpq.operations.binding import unbound
+from lpq.operations.binding import Encoding, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.registry import KernelSpec
 from lpq.testing.calls import arguments_of
@@ -246,9 +247,10 @@ def call_sections(shape: tuple[int, ...], sides: list[Any], decoded: tuple[bool,
     *count, _, cols = shape
     number = count[0] if count else 3
     x = torch.zeros(shape, dtype=dtype)
-    e = sectioned.InSections(
-        row, col, x.numel() // cols, cols, number, bool(count), decoded, dtype, x.device, aligned=True
-    )
+    e = Encoding(
+        row, col, (x.numel() // cols, cols), dtype, dtype, x.device, exact=decoded,
+        sections=Sections(number, bool(count), at_once=True),
+    )  # fmt: skip
     run = sectioned.bind_sides(e, first, second) if sectioned.why_not(e) is None else None
     if run is not None:
         run(x, None if count else torch.tensor([200, 200, 250], dtype=torch.int32), torch.arange(number))

@@ -18,10 +18,12 @@ from lpq.core import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.layout import row_major
+from lpq.formats.sections import Sections
 from lpq.formats.stacks import matrices
 from lpq.kernels import sections, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import groups, sectioned
+from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.operands import recall
 from lpq.operations.quantizing import quantize
@@ -76,7 +78,10 @@ def made(
     number = len(offs) if offs is not None else count[0]
     rows = high if offs is not None else number * high
     known = given[0] is not None, given[1] is not None
-    e = sectioned.InSections(row, col, rows, cols, number, offs is None, decoded, x.dtype, x.device, True, False, known)
+    e = Encoding(
+        row, col, (rows, cols), x.dtype, x.dtype, x.device, known, exact=decoded,
+        sections=Sections(number, offs is None, at_once=True),
+    )  # fmt: skip
     assert sectioned.why_not(e) is None
     run = sectioned.bind_sides(e, side_of(row, "row"), side_of(col, "col"))
     assert run is not None
