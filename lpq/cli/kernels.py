@@ -20,23 +20,13 @@ from lpq.kernels import KernelError, choose
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry import OPERATIONS
 from lpq.registry.errors import OptionError, words
+from lpq.registry.operations import TABLE
 from lpq.testing.options import nearby
 
 NOTHING = "none needed"
 """The kernel of an operation on ordinary matrices: there is nothing to launch."""
 NONE = "none"
 """The kernel of an operation without a reference that no kernel serves."""
-OPTIONAL = ("exact", "tile", "exact_tile", "cast", "grouped_gemm")
-"""The operations that have no reference."""
-MEANINGS = {
-    "exact": "an operand in bf16, to multiply it with one of any format; without it both are decoded",
-    "tile": "an operand tile by tile, beside one of any format; without it they are written in turn",
-    "exact_tile": "such a tile in bf16, to be multiplied at once; without it, it is encoded and decoded",
-    "remember": "the statistics of a step, joined to those of past steps",
-    "cast": "parts of many master weights at once; without it each shape of weights in turn",
-    "grouped_gemm": "rows in groups, as of experts; without it decoded operands are multiplied in bf16",
-}
-"""The meaning of each operation whose name is not enough."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +104,13 @@ def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Se
     try:
         choice = choose(op, texts, device)
     except KernelError as error:
-        if op in OPTIONAL:
+        if not TABLE[op].reference:
             return Served(op, texts, NONE, None, (Rejected(ENVIRONMENT, "it allows no kernel that runs here"),))
         return Served(op, texts, "error", None, (), str(error))
     rejected = tuple(Rejected(f"{k.backend} {k.impl}", reason, k.note) for k, reason in choice.rejected)
     broken = tuple(f"{kernel.backend} {kernel.impl}" for kernel in choice.broken)
     if choice.kernel is None:
-        return Served(op, texts, NONE if op in OPTIONAL else choice.backend, None, rejected, broken=broken)
+        return Served(op, texts, choice.backend if TABLE[op].reference else NONE, None, rejected, broken=broken)
     return Served(op, texts, choice.backend, choice.kernel.impl, rejected, broken=broken, note=choice.kernel.note)
 
 
@@ -173,7 +163,7 @@ def served_by_quantizer(quantizer: Quantizer, device: torch.device) -> list[Serv
     found: list[Served] = []
     for side in _sides(quantizer):
         ops = [op for op in OPERATIONS if _does(op, side)]
-        found += [served(op, (side, side) if op == "gemm" else (side,), device) for op in ops]
+        found += [served(op, (side,) * TABLE[op].formats[0], device) for op in ops]
     return found
 
 
@@ -203,11 +193,11 @@ def _sides(quantizer: Quantizer) -> Iterable[Quantizer]:
 
 
 def _does(op: str, side: Quantizer) -> bool:
-    """Whether there is this operation for operands of a quantizer; an optional one only if it has a kernel."""
-    if op in OPTIONAL:
+    """Whether there is this operation for operands of a quantizer; without a reference only if it has a kernel."""
+    row = TABLE[op]
+    if not row.reference:
         return bool(registry.kernels(op, (registry.format_of(type(side)).name,)))
-    needs = {"measure": side.stats, "transpose": side.transposable, "remember": side.moves}
-    return bool(needs.get(op, True))
+    return row.is_of(side)
 
 
 def pick_device(name: str) -> torch.device:

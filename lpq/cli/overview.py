@@ -7,9 +7,10 @@ from string import ascii_lowercase
 
 import torch
 
-from lpq.cli.kernels import MEANINGS, NOTHING, Served
+from lpq.cli.kernels import NOTHING, Served
 from lpq.cli.output import print_text, table
 from lpq.registry import OPERATIONS
+from lpq.registry.operations import TABLE
 
 ALONE = "lpq doctor QUANTIZER"
 
@@ -63,10 +64,10 @@ def show_overview(kernels: Mapping[str, Sequence[Served]], pairs: Iterable[Serve
 
 
 def show_meanings(ops: Iterable[str]) -> None:
-    """Print what those of these operations are for whose names are not enough."""
-    for op in MEANINGS:
-        if op in ops:
-            print_text(f"{op}: {MEANINGS[op]}.")
+    """Print what the kernels of these operations make, where the name of the operation does not say it."""
+    for op, row in TABLE.items():
+        if op in ops and row.explained:
+            print_text(f"{op}: {row.meaning}.")
 
 
 def _cell(served: Served, remarks: Remarks, name: str | None) -> str:

@@ -21,6 +21,7 @@ from lpq.kernels import cuda
 from lpq.kernels.errors import KernelError, UnknownBackend
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
+from lpq.registry.operations import TABLE
 
 BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
@@ -82,7 +83,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
     allowed = allowed_by(forced)
     quantizers = tuple(registry.quantizer(text) for text in operands)
     formats = tuple(registry.format_of(type(q)).name for q in quantizers)
-    if op != "gemm" and len(set(formats)) == 1:
+    if 1 in TABLE[op].formats and len(set(formats)) == 1:
         formats = formats[:1]
     where = torch.device(device if index is None else f"{device}:{index}")
     rejected: list[tuple[KernelSpec, str]] = []

@@ -18,6 +18,7 @@ import pluggy
 from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
 from lpq.registry.grammar import NAME
+from lpq.registry.operations import TABLE
 from lpq.registry.showing import brief, pip
 from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
@@ -241,7 +242,8 @@ def _check_kernel(source: Source, kernel: KernelSpec) -> None:
         value = getattr(kernel, field_name)
         if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
             raise source.error(f"{what} has {field_name}={value!r}", f"write a tuple, as {field_name}={example}")
-    counts = {"gemm": (2,), "measure": (1, 2), "quantize": (1, 2)}.get(kernel.op, (1,))
+    operation = TABLE[kernel.op]
+    counts = operation.formats
     if len(kernel.formats) not in counts:
         remedy = f"name {' or '.join(map(str, counts))}, as in KernelSpec(formats=('acme',{' ...' * (counts[-1] - 1)}))"
         raise source.error(f"{what} has formats={kernel.formats!r}, and its op is {kernel.op}", remedy)
@@ -251,8 +253,14 @@ def _check_kernel(source: Source, kernel: KernelSpec) -> None:
             raise source.error(f"{what} has {field_name}={value!r}", "write a compute capability of 9.0 as 90")
     if not isinstance(kernel.device, str) or not kernel.device.isidentifier():
         raise source.error(f"{what} has device={kernel.device!r}", "name a type of device, as 'cuda', without a number")
-    if kernel.rounds and kernel.op not in ("measure", "quantize"):
-        raise source.error(f"{what} has rounds=True, and its op is {kernel.op}", "only measure and quantize round")
+    if kernel.rounds and not operation.rounds:
+        able = " and ".join(name for name, row in TABLE.items() if row.rounds)
+        raise source.error(f"{what} has rounds=True, and its op is {kernel.op}", f"only {able} round")
+    for field_name in ("bind", "several"):
+        if getattr(kernel, field_name) is not None and getattr(operation, field_name) is None:
+            able = ", ".join(name for name, row in TABLE.items() if getattr(row, field_name) is not None)
+            cause = f"{what} has {field_name}={getattr(kernel, field_name)!r}, and its op is {kernel.op}"
+            raise source.error(cause, f"leave it out: nothing calls it but for {able}")
 
 
 def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
@@ -280,7 +288,7 @@ def _own_kernels(source: Source, spec: FormatSpec) -> list[KernelSpec]:
     """The kernels that a format lists; those that name no format are for this one."""
     kernels: list[KernelSpec] = []
     for kernel in spec.kernels:
-        formats = kernel.formats or (spec.name,) * (2 if kernel.op == "gemm" else 1)
+        formats = kernel.formats or (spec.name,) * (TABLE[kernel.op].formats[0] if kernel.op in TABLE else 1)
         if spec.name not in formats:
             raise source.error(
                 f"format {spec.name} lists kernel {kernel.impl}, which is for {', '.join(formats)}",

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from lpq.registry.operations import TABLE
+
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
-OPERATIONS = (
-    "measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "exact_tile", "remember", "cast",
-    "grouped_gemm",
-)  # fmt: skip
+OPERATIONS = tuple(TABLE)
 """The values that ``KernelSpec.op`` may have."""
 BACKENDS = ("torch", "triton", "cuda")
 """The values that ``KernelSpec.backend`` may have."""
@@ -31,30 +30,17 @@ class KernelSpec:
     """
 
     op: str
-    """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose``, ``gemm``; ``exact``, which gives
-    an operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``tile``, which
-    describes how an operand is made tile by tile, so that it can be written beside any other format's; ``exact_tile``:
-    the same for what ``exact`` would give, for an operand that is multiplied at once; ``remember``: what
-    ``Quantizer.remember`` does; ``grouped_gemm``: products of rows in groups, which without it are of decoded operands
-    in bf16; or ``cast``: fragments of many master weights at once, for ``lpq.distributed.cast_master_weights``, which
-    without it takes them shape by shape."""
+    """The operation it serves, by its name in ``lpq.registry.operations.TABLE``."""
     impl: str
-    """Import string of the callable. It has the signature of the operation's reference; for ``grouped_gemm`` it is
-    ``f(a, b, offs, fast_accumulate) -> Tensor | None``, see ``lpq.operations.group_products``; for ``cast`` it is
-    ``f(side) -> lpq.kernels.fragments.CastKernels``, for ``tile`` and ``exact_tile``
-    ``f(side, direction) -> lpq.operations.fused_pair.TileSide``."""
+    """Import string of the callable. ``lpq.operations.kernel_protocols`` has its Protocol for each operation; where the
+    operation has a reference, it has the signature of that."""
     bind: str | None = None
-    """Import string of a function that decides once for a shape what is the same at each call. For ``quantize``:
-    ``f(Encoding) -> Encode | None``; for ``gemm``: ``f(Product) -> Multiply | None``; for ``exact``:
-    ``f(Operand, device) -> f(buffers) -> Exact | None``; for ``transpose``, of operands that are not empty:
-    ``f(Operand, device) -> Transpose``, all of ``lpq.operations.binding``; for ``grouped_gemm``:
-    ``f(Product) -> Run | None``, see ``lpq.operations.group_products``; for ``remember``, of all that a layer
-    remembers at once: ``f(quantizers, device) -> f(states, stats)``. A layer calls what it returns in place of
-    ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns None."""
+    """Import string of a function that decides once for a shape what is the same at each call, for an operation that
+    has a Protocol of it. A layer calls what it returns in place of ``impl``. None: it calls ``impl``, or the reference
+    where there is a ``bind`` that returns None."""
     several: str | None = None
-    """Import string of a function that does the same for several matrices, whose launches it then saves. For
-    ``transpose``, of operands of one quantizer that are not empty: ``f(operands, device) -> Transposes`` of
-    ``lpq.operations.binding``. None: each has a launch of its own."""
+    """Import string of a function that does the same for several matrices, whose launches it then saves, for an
+    operation that has a Protocol of it. None: each has a launch of its own."""
     backend: str
     """The backend that runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ SUMMED = {torch.bfloat16: 4e-3, torch.float16: 1.4e-3, torch.float32: 1.4e-3}
 fp32; a product that is rounded to bf16 on its way to another dtype is off by 1.6e-3."""
 PAIR = KernelSpec(op="quantize", impl="lpq.operations.fused_pair:quantize", backend="cuda")
 """The kernel that makes operands of two formats."""
+PART = "a part of an operand"
 
 
 class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,32 +54,11 @@ class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def compare(
-    kernel: KernelSpec,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    x: Tensor,
-    device: str,
-    name: str = "normal values",
+def compare_calls(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
 ) -> bool:
-    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``.
-    Whether there was anything to compare."""
-    if kernel.op == "remember":
-        row = there(row, f"the operand of {kernel.impl}")
-        return compare_memories(kernel, row, x.to(device))
-    if kernel.op == "exact":
-        row = there(row, f"the operand of {kernel.impl}")
-        operand = on(device, fresh(encode(row, x)))
-        return compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
-    if kernel.op == "cast":
-        row = there(row, f"the operand of {kernel.impl}")
-        return compare_cast(row, x.to(device))
-    if kernel.op == "tile":
-        return compare_tiles(row, col, x, device, name)
-    if kernel.op == "exact_tile":
-        first, second = row or col, col or row
-        one, other = (there(side, f"an operand for {kernel.impl}") for side in (first, second))
-        return compare_multiplicands(one, other, on(device, x), (row is not None, col is not None))
+    """Call a kernel, and on the CPU the reference of its operation, in all ways with the same matrix, which messages
+    call ``name``. Whether there was anything to compare."""
     of = f"{_named(row, col)}, {list(x.shape)} {x.dtype}, {name}"
     compared = [
         compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
@@ -139,9 +119,7 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
     here, there = parts(sides, "cpu"), parts(sides, device)
     if not here:
         return False
-    of = f"{_named(row, col)}, a part of an operand"
-    if kernel.op == "exact":
-        return compare_exact(kernel, there[0], of)
+    of = f"{_named(row, col)}, {PART}"
     each = (of_operands(kernel.op, *operands) for operands in (here, there))
     compared = [
         compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
@@ -216,7 +194,9 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
     return True
 
 
-def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str) -> bool:
+def compare_tiles(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
+) -> bool:
     """An operand, and one of another format that takes part, are made from one read as by the reference. Whether there
     is such a format."""
     side = there(row or col, "an operand to make tile by tile")
@@ -225,8 +205,16 @@ def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, devic
         if type(other) is not type(side):
             first, second = row or other.side("row"), col or other.side("col")
             if pairs_of_any.why_not(first, second) is None:
-                return compare(PAIR, first, second, x, device, name)
+                return compare_calls(PAIR, first, second, x, device, name)
     return False
+
+
+def compare_exact_tiles(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
+) -> bool:
+    """An operand in its exact form is made beside the other operand. Whether any was made."""
+    one, other = (there(side, f"an operand for {kernel.impl}") for side in (row or col, col or row))
+    return compare_multiplicands(one, other, on(device, x), (row is not None, col is not None))
 
 
 def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tuple[bool, bool]) -> bool:
@@ -256,7 +244,22 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
     return made is not None
 
 
-def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
+def compare_exact(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
+) -> bool:
+    """An operand's exact form makes what it decodes to. Whether there is such a form."""
+    row = there(row, f"the operand of {kernel.impl}")
+    operand = on(device, fresh(encode(row, x)))
+    return _compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
+
+
+def compare_exact_of_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
+    """The same of a view of a larger operand."""
+    row = there(row, f"the operand of {kernel.impl}")
+    return any(_compare_exact(kernel, operand, f"{row}, {PART}") for operand in parts([row], device))
+
+
+def _compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
     """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32. Whether
     there is such a matrix: a kernel may decline a shape."""
     with Poisoned():  # type: ignore[no-untyped-call]
@@ -301,8 +304,11 @@ def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
         assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {ask}"
 
 
-def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> bool:
+def compare_memories(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
+) -> bool:
     """Let a kernel and the quantizer itself take the same steps into their states. Whether there is a state."""
+    side, x = there(row, f"the operand of {kernel.impl}"), x.to(device)
     ours, theirs = side.new_state(x.device), side.new_state(x.device)
     factors = (1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)
     steps = max(len(factors), *(math.prod(buffer.shape) + 2 for buffer in side.state), 0)

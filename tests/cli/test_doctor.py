@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from lpq import registry
-from lpq.cli.kernels import OPTIONAL, Rejected, Served
+from lpq.cli.kernels import Rejected, Served
 from lpq.kernels import code_cache
 from lpq.kernels import table as kernel_table
+from lpq.registry.operations import TABLE
 
 KERNELS = """
     from functools import partial
@@ -66,7 +67,7 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
     assert ops["identity"] == ["quantize", "decode", "transpose", "gemm", "exact"]
     for kernel in kernels:
         if kernel["format"] == "mxfp8":
-            assert kernel["backend"] == ("none" if kernel["op"] in OPTIONAL else "reference")
+            assert kernel["backend"] == ("reference" if TABLE[kernel["op"]].reference else "none")
 
 
 def test_every_kernel_of_the_table_stands_under_its_operation(lpq: Callable) -> None:
@@ -134,7 +135,7 @@ def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, mo
     assert found["environment"]["LPQ_KERNELS"] == "triton"
     mine = [k for k in found["kernels"] if k["format"] == "mxfp8"]
     for kernel in mine:
-        if kernel["op"] in OPTIONAL:  # these need no kernel
+        if not TABLE[kernel["op"]].reference:  # these need no kernel
             assert (kernel["backend"], kernel["error"]) == ("none", None)
             assert kernel["why_not"] == [{"impl": "LPQ_KERNELS", "reason": "it allows no kernel that runs here"}]
         else:

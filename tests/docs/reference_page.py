@@ -77,6 +77,11 @@ def is_error(target: Any) -> bool:
     return inspect.isclass(target) and issubclass(target, BaseException)
 
 
+def is_protocol(target: Any) -> bool:
+    """Whether a class is a Protocol of functions, which is shown as one."""
+    return bool(getattr(target, "_is_protocol", False)) and "__call__" in vars(target)
+
+
 def is_method(name: str, value: Any, module: str) -> bool:
     """Whether a class defines this method, or property, for everybody; others may be given to it at run time."""
     if isinstance(value, property):
@@ -89,10 +94,10 @@ def signed(target: Any, name: str) -> str:
     """Return the name with its parameters and their types, as code."""
     if not (inspect.isfunction(target) or inspect.isclass(target)) or is_error(target):
         return f"`{name}`"
-    signature = inspect.signature(target)
+    signature = inspect.signature(target.__call__ if is_protocol(target) else target)
     kept = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     text = str(signature.replace(parameters=kept, return_annotation=signature.return_annotation))
-    if inspect.isclass(target):
+    if inspect.isclass(target) and not is_protocol(target):
         text = text.removesuffix(" -> None").removesuffix(" -> 'None'")
     text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)  # annotations of a NamedTuple
     text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)

@@ -33,7 +33,7 @@ from lpq.operations.binding import Encoding, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.registry import KernelSpec
 from lpq.testing.calls import arguments_of
-from lpq.testing.conformance.test_kernels import pairs
+from lpq.testing.kernel_checks import pairs
 from lpq.testing.options import family
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")

@@ -192,6 +192,17 @@ BROKEN = {
         "kernel acme_k:run has device='a:0'",
         "name a type of device, as 'cuda', without a number",
     ),
+    "a binding that nothing calls": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"
+        f"    return [{kernel(', formats=(chr(97),), bind=chr(98)').replace('quantize', 'decode')}]\n",
+        "kernel acme_k:run has bind='b', and its op is decode",
+        "leave it out: nothing calls it but for quantize, transpose, gemm, exact, remember, grouped_gemm",
+    ),
+    "several for an operation without": (
+        formats(spec("acme", f", kernels=({kernel(', several=chr(98)')},)")),
+        "kernel acme_k:run has several='b', and its op is quantize",
+        "leave it out: nothing calls it but for transpose",
+    ),
     "a kernel that rounds where nothing is read": (
         f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"
         f"    return [{kernel(', formats=(chr(97),), rounds=True').replace('quantize', 'decode')}]\n",

@@ -16,8 +16,8 @@ from lpq.core import Quantizer
 from lpq.registry import KernelSpec
 from lpq.testing import conformance
 from lpq.testing.calls import on
-from lpq.testing.comparing import compare
 from lpq.testing.conformance import test_kernels as kernels_of_a_format
+from lpq.testing.kernel_checks import compare
 from lpq.testing.operands import encode
 
 pytest_plugins = ["pytester"]
@@ -269,6 +269,22 @@ def test_a_kernel_that_is_not_where_its_spec_says_is_found_without_its_hardware(
         wrong = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_import_strings")
         wrong.assert_outcomes(failed=1)
         wrong.stdout.fnmatch_lines([f"*{words}"])
+    for fields, words in (
+        (
+            {"op": "transpose"},
+            "'broken_formats:right_kernel': it cannot be called as Transpose, with (operand): *",
+        ),
+        (
+            {"rounds": True, "op": "quantize"},
+            "'broken_formats:right_kernel': it cannot be called as Quantize, with (*",
+        ),
+        ({"op": "gemm", "bind": "broken_formats:nothing"}, "'broken_formats:nothing' cannot be imported: *nothing*"),
+    ):
+        impl = "broken_formats:unbiased_gemm" if fields["op"] == "gemm" else "broken_formats:right_kernel"
+        kernel = dataclasses.replace(broken.cpu_kernel("right_kernel"), impl=impl, **(absent | fields))
+        wrong = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_import_strings")
+        wrong.stdout.fnmatch_lines([f"*{words}"])
+        wrong.assert_outcomes(failed=1)
     there = dataclasses.replace(broken.cpu_kernel("right_kernel"), **absent)
     needy = dataclasses.replace(there, impl="a_library_that_is_not_there.kernels:decode")
     run(broken.Plugin(broken.Int8, kernels=(there, needy)), "test_import_strings").assert_outcomes(passed=1)

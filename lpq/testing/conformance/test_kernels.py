@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,29 +12,20 @@ import torch
 from lpq import registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import BACKENDS, ENVIRONMENT, why_not
+from lpq.operations.kernel_protocols import protocols_of, unfit
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
+from lpq.registry.operations import TABLE
 from lpq.testing.calls import SHAPES, SIZES, matrices
-from lpq.testing.comparing import compare, compare_rounded, compare_several, compare_views
+from lpq.testing.comparing import compare_rounded, compare_several
+from lpq.testing.kernel_checks import CHECKS, check_of, compare, compare_views, pairs
 from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import DTYPES
 
-SUMS = ("gemm", "exact", "exact_tile")
-"""Operations that are compared up to the order of sums, or of products, and not on numbers of all sizes: where sums of
-these overflow depends on their order."""
-VIEWED = ("decode", "transpose", "gemm", "exact")
-"""Operations that take operands, which may be views of larger ones."""
 FEW, MANY = 1 << 14, 1 << 20
 """Elements of a matrix, at most; fewer where Triton's interpreter takes seconds for what a GPU does at once."""
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-Pair = tuple[Quantizer | None, Quantizer | None]
-NOTHING = {
-    "exact": "it has no exact form of any operand that it was given",
-    "exact_tile": "nothing was made by it of any matrix, though it accepts these operands",
-    "tile": "no other built-in format has an operand to make beside its own",
-}
-"""Why there was nothing to compare, though a kernel accepts its operands."""
 
 
 def kernels(quantizer: Quantizer) -> list[KernelSpec]:
@@ -64,6 +54,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
     idle: dict[str, str] = {}
     served: set[str] = set()
     for kernel in own:
+        check = check_of(kernel)
         for quantizer in family.quantizers:
             for row, col in pairs(kernel, quantizer):
                 reason = refusal(kernel, tuple(side for side in (row, col) if side is not None), device)
@@ -74,14 +65,13 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                 compared = [
                     compare(kernel, row, col, x, device, name)
                     for name, x in matrices(dtypes, FEW if triton_interprets() else MANY)
-                    if kernel.op not in SUMS or name != SIZES
+                    if not check.sums or name != SIZES
                 ]
-                if kernel.op in VIEWED:
-                    compared.append(compare_views(kernel, row, col, device))
+                compared.append(compare_views(kernel, row, col, device))
                 if any(compared):
                     served.add(kernel.impl)
                 else:
-                    idle[kernel.impl] = NOTHING.get(kernel.op, "it accepts these operands, and made nothing of them")
+                    idle[kernel.impl] = check.nothing
                 if kernel.several is not None and row is not None:
                     compare_several(kernel, row, SHAPES, device)
                 if kernel.rounds:
@@ -97,10 +87,12 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
 
 @only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
 def test_import_strings_of_kernels(family: Family) -> None:
-    """``impl``, ``several`` and ``why_not`` name functions, of kernels for other hardware too; a module may lack what
-    its kernel ``requires``."""
+    """``impl``, ``bind``, ``several`` and ``why_not`` name functions, of kernels for other hardware too, and take the
+    arguments of the operation's Protocols; a module may lack what its kernel ``requires``."""
     for kernel in kernels(family.default):
-        for string in (kernel.impl, kernel.several, kernel.why_not):
+        protocols = protocols_of(TABLE[kernel.op])
+        for field in ("impl", "bind", "several", "why_not"):
+            string = getattr(kernel, field)
             if string is None:
                 continue
             try:
@@ -111,6 +103,9 @@ def test_import_strings_of_kernels(family: Family) -> None:
                     continue
                 raise
             assert callable(found), f"the {kernel.op} kernel names {string!r}, which is {found!r} and cannot be called"
+            if field in protocols:
+                fault = unfit(found, protocols[field], *(("dtype",) if kernel.rounds and field == "impl" else ()))
+                assert fault is None, f"the {kernel.op} kernel names {string!r}: {fault}"
 
 
 def triton_interprets() -> bool:
@@ -119,12 +114,12 @@ def triton_interprets() -> bool:
 
 
 def served_on(device: str, quantizer: Quantizer) -> list[KernelSpec]:
-    """The kernels of a format that this type of device runs; the CPU those in Triton, where Triton interprets. Products
-    of rows in groups have no matrix to be tried with."""
+    """The kernels with a check that this type of device runs for a format. The CPU runs those in Triton, where Triton
+    interprets them."""
     found = kernels(quantizer)
     if triton_interprets():
         found = [dataclasses.replace(k, device="cpu") if k.backend == "triton" else k for k in found]
-    return [kernel for kernel in found if kernel.device == device and kernel.op != "grouped_gemm"]
+    return [kernel for kernel in found if kernel.device == device and CHECKS[kernel.op] is not None]
 
 
 def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...], device: str) -> str | None:
@@ -136,25 +131,3 @@ def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...], device: str) ->
         if kernel.backend == "triton" and device == "cpu":  # it may read the GPU's properties, and there is no GPU
             return f"its why_not raised {words(error)}, where Triton interprets on a CPU"
         raise
-
-
-def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
-    """The operands to try a kernel on: this quantizer where its format stands, else that format's default."""
-    name = registry.format_of(type(quantizer)).name
-    first, last = (
-        quantizer if format == name else registry.quantizer(format)
-        for format in (kernel.formats[0], kernel.formats[-1])
-    )
-    row, col = first.side("row"), last.side("col")
-    if kernel.op in ("measure", "quantize"):
-        yield row, col
-        if len(kernel.formats) == 1:
-            yield from ((row, None), (None, col))
-    elif kernel.op == "gemm":
-        yield row, last.side("row")
-    elif kernel.op == "exact":
-        yield from ((row, None), (col, None))
-    elif kernel.op in ("tile", "exact_tile"):
-        yield from ((row, None), (None, col))
-    elif kernel.op in ("decode", "remember", "cast") or row.transposable:
-        yield row, None

@@ -1,0 +1,124 @@
+"""The check of each operation's kernels: the operands that they are tried on, and the comparison with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats import Quantizer
+from lpq.registry import KernelSpec
+from lpq.registry.operations import TABLE
+from lpq.testing import comparing
+from lpq.testing.expect import there
+
+Pair = tuple[Quantizer | None, Quantizer | None]
+Compare = Callable[[KernelSpec, Quantizer | None, Quantizer | None, Tensor, str, str], bool]
+"""``compare(kernel, row, col, x, device, name)``; whether there was anything to compare."""
+
+
+def _of_matrix(kernel: KernelSpec, first: Quantizer, last: Quantizer) -> Iterator[Pair]:
+    row, col = first.side("row"), last.side("col")
+    yield row, col
+    if len(kernel.formats) == 1:
+        yield from ((row, None), (None, col))
+
+
+def _of_row(kernel: KernelSpec, first: Quantizer, last: Quantizer) -> Iterator[Pair]:
+    if TABLE[kernel.op].is_of(first.side("row")):
+        yield first.side("row"), None
+
+
+def _of_each(kernel: KernelSpec, first: Quantizer, last: Quantizer) -> Iterator[Pair]:
+    yield from ((first.side("row"), None), (last.side("col"), None))
+
+
+def _by_direction(kernel: KernelSpec, first: Quantizer, last: Quantizer) -> Iterator[Pair]:
+    yield from ((first.side("row"), None), (None, last.side("col")))
+
+
+def _of_product(kernel: KernelSpec, first: Quantizer, last: Quantizer) -> Iterator[Pair]:
+    yield first.side("row"), last.side("row")
+
+
+def _compare_cast(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
+) -> bool:
+    return comparing.compare_cast(there(row, f"the operand of {kernel.impl}"), x.to(device))
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """How kernels of one operation are compared with its reference."""
+
+    pairs: Callable[[KernelSpec, Quantizer, Quantizer], Iterable[Pair]]
+    """The operands that a kernel is tried on, of quantizers of its first and of its last format."""
+    compare: Compare = comparing.compare_calls
+    views: Callable[[KernelSpec, Quantizer | None, Quantizer | None, str], bool] | None = None
+    """The comparison on views of larger operands; None: the operation takes no operands."""
+    sums: bool = False
+    """Whether results are compared up to the order of sums, or of products, and not on numbers of all sizes: where sums
+    of these overflow depends on their order."""
+    nothing: str = "it accepts these operands, and made nothing of them"
+    """Why there was nothing to compare, though a kernel accepts its operands."""
+
+
+CHECKS = {
+    "measure": KernelCheck(_of_matrix),
+    "quantize": KernelCheck(_of_matrix),
+    "decode": KernelCheck(_of_row, views=comparing.compare_views),
+    "transpose": KernelCheck(_of_row, views=comparing.compare_views),
+    "gemm": KernelCheck(_of_product, views=comparing.compare_views, sums=True),
+    "exact": KernelCheck(
+        _of_each, comparing.compare_exact, comparing.compare_exact_of_views, sums=True,
+        nothing="it has no exact form of any operand that it was given",
+    ),
+    "tile": KernelCheck(
+        _by_direction, comparing.compare_tiles,
+        nothing="no other built-in format has an operand to make beside its own",
+    ),
+    "exact_tile": KernelCheck(
+        _by_direction, comparing.compare_exact_tiles, sums=True,
+        nothing="nothing was made by it of any matrix, though it accepts these operands",
+    ),
+    "remember": KernelCheck(_of_row, comparing.compare_memories),
+    "cast": KernelCheck(_of_row, _compare_cast),
+    "grouped_gemm": None,
+}  # fmt: skip
+"""The check for each operation; None: there is none, as products of rows in groups have no matrix to be tried with."""
+
+
+def check_of(kernel: KernelSpec) -> KernelCheck:
+    """Return the check of a kernel's operation, which must have one."""
+    return there(CHECKS[kernel.op], f"the check of kernels for {kernel.op}")
+
+
+def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
+    """The operands to try a kernel on: this quantizer where its format stands, else that format's default."""
+    name = registry.format_of(type(quantizer)).name
+    first, last = (
+        quantizer if format == name else registry.quantizer(format)
+        for format in (kernel.formats[0], kernel.formats[-1])
+    )
+    yield from check_of(kernel).pairs(kernel, first, last)
+
+
+def compare(
+    kernel: KernelSpec,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    x: Tensor,
+    device: str,
+    name: str = "normal values",
+) -> bool:
+    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``.
+    Whether there was anything to compare."""
+    return check_of(kernel).compare(kernel, row, col, x, device, name)
+
+
+def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
+    """The same with operands that are views of larger ones, if the operation takes operands."""
+    views = check_of(kernel).views
+    return views is not None and views(kernel, row, col, device)
