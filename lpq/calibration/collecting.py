@@ -137,7 +137,8 @@ def collect(
                 if not ranks.many:
                     raise
                 error = words(raised)
-        facts = ranks.exchange(_Facts(None if error else count, error, team.ranks, team.exchange))
+        known = ranks.exchange(_Facts(None if error else count, error, team.ranks, team.exchange))
+        facts = [*known.values()]
         _check_errors(facts)
         heads = _heads(facts)
         if all(one.samples is None for one in facts):
@@ -163,7 +164,7 @@ def collect(
             error = words(raised)
             continue
         after(progress)
-    _check_errors(ranks.exchange(_Facts(None, error)))
+    _check_errors([*ranks.exchange(_Facts(None, error)).values()])
     return progress
 
 

@@ -1,49 +1,22 @@
-"""Checks before ranks save or load together: what they exchange must show that all of them have one model."""
+"""Checks before ranks save or load together: all of them must have one model, at one place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.ranks import Ranks
-from lpq.registry.showing import listed
 
 Meshes = frozenset[tuple[int, ...]]
 """For each mesh of a model, the ranks over which its tensors lie."""
+ALIKE = "Build and convert the model alike on all ranks, and have them read the same file"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """A rank's account of what it is about to save or to load, for the other ranks."""
-
-    place: str
-    meshes: Meshes
-    optimizers: tuple[str, ...]
-    """The kind of each optimizer."""
-    description: str = ""
-    """The digest of the description; empty where something is loaded, as ``tensors``."""
-    tensors: str = ""
-    """The digest of the names and shapes of the tensors."""
-    memories: dict[str, Tensor] = field(default_factory=dict)
-
-
-def check_alike(found: Sequence[Facts], ranks: Ranks) -> None:
-    """Raise an error if the accounts of all ranks do not agree."""
-    if len(places := {facts.place for facts in found}) > 1:
-        shown = ", ".join(sorted(places))
-        raise CheckpointError(
-            f"the ranks were given different paths: {shown}. Pass the same on all ranks, one that all of them see"
-        )
-    check_one_model([facts.meshes for facts in found], ranks)
-    _check_optimizers([facts.optimizers for facts in found], ranks)
-    if len({facts.description for facts in found}) > 1:
-        raise CheckpointError(
-            "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
-            "lpq.set_step and lpq.checkpoint.save alike on all ranks"
-        )
+def check_alike(place: str, meshes: Meshes, optimizers: Sequence[str], ranks: Ranks) -> None:
+    """Raise on all ranks unless they save or load at one place, one model, with optimizers of the same kinds."""
+    ranks.equal([place], "the ranks were given different paths", "Pass the same on all ranks, one that all of them see")
+    check_one_model([*ranks.exchange(meshes).values()], ranks)
+    ranks.equal(optimizers, "the ranks were given different optimizers", "Pass the same on all ranks", "no optimizer")
 
 
 def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
@@ -68,28 +41,3 @@ def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
             "it for each by itself, with a directory of its own and process_group=mesh.get_group(), or a group of all "
             "ranks of its mesh"
         )
-
-
-def _check_optimizers(found: Sequence[Sequence[str]], ranks: Ranks) -> None:
-    """Refuse an optimizer that some ranks were given and others were not."""
-    for name, kinds in zip(ranks.names, found, strict=True):
-        if kinds != found[0]:
-            first, other = (", ".join(given) or "no optimizer" for given in (found[0], kinds))
-            raise CheckpointError(
-                f"rank {ranks.names[0]} was given {first}, and rank {name} {other}: pass the same optimizers on all "
-                "ranks"
-            )
-
-
-def check_tensors(held: Sequence[Sequence[str]], ranks: Ranks) -> None:
-    """Refuse ranks with different tensors, and name these: a load would miss some of them or mix two."""
-    mine = held[0]
-    for name, theirs in zip(ranks.names, held, strict=True):
-        if mine != theirs:
-            only, others = (
-                listed([n for n in a if n not in set(b)]) or "none" for a, b in ((mine, theirs), (theirs, mine))
-            )
-            raise CheckpointError(
-                f"the ranks hold different tensors: rank {ranks.names[0]} has {only}, and rank {name} has {others} in "
-                "their place. A checkpoint is of one model: build it alike on all ranks"
-            )

@@ -84,7 +84,7 @@ def unheard() -> tuple[str, ...]:
 
 
 def ranks_of(group: dist.ProcessGroup | None, shared: bool, does: str, *, first: bool = False) -> Ranks:
-    """The ranks that act together (``agree.Ranks.of``), once no save in the background uses that group any more."""
+    """The ranks that act together (``Ranks.of``), once no save in the background uses that group any more."""
     if group is not None:
         wait([saving._future for saving in [*_UNHEARD] if saving._ranks.group is group])
     return Ranks.of(group, shared, does, first=first)

@@ -74,6 +74,10 @@ class Description:
         """The bytes of the file."""
         return json.dumps(self.data(), indent=1).encode()
 
+    def lines(self) -> list[str]:
+        """The lines of the file, by which ranks compare it."""
+        return self.json().decode().splitlines()
+
     @classmethod
     def read(cls, data: Any) -> Description:
         """Make a description from such data; refuse data that is none."""

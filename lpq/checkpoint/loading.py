@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
-from lpq.checkpoint.agreeing import Facts, check_alike
+from lpq.checkpoint.agreeing import ALIKE, check_alike
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.finding import Found, find
@@ -54,15 +54,15 @@ def load(
         source = ranks.each(lambda: place(path))
     with ranks.saying(f"{source} cannot be loaded"):
         # These are compared first, as reading takes long.
-        kinds = ranks.each(lambda: tuple(map(kind, given_optimizers(optimizer))))
-        check_alike(ranks.all(lambda: Facts(str(source), Model(model).meshes(), kinds)), ranks)
+        kinds, meshes = ranks.each(lambda: ([*map(kind, given_optimizers(optimizer))], Model(model).meshes()))
+        check_alike(str(source), meshes, kinds, ranks)
     found = find(source, ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
     with ranks.saying(what), seen.recipes_stay_on_error():
         plan = ranks.each(lambda: _prepare(found, seen, optimizer, any_policy))
-        encodes = [*plan.matches[0].to_encode]
-        ranks.alike(lambda: encodes, "the ranks read different files under that name, or hold different models")
+        differ = "the ranks read different files under that name, or hold different models"
+        ranks.equal([*plan.matches[0].to_encode], differ, ALIKE)
     reader = plan.reader
     state: dict[str, Any] = {name: target for match in plan.matches for name, target in match.targets.items()}
     with ranks.saying(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what), quiet():

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.distributed import agree
+from lpq.distributed import ranks
 
 
-class Ranks(agree.Ranks):
+class Ranks(ranks.Ranks):
     """The ranks of a group, or of the default one; an error on any of them is a ``CheckpointError`` on all."""
 
-    def as_error(self, raised: BaseException) -> CheckpointError:
-        return as_checkpoint_error(raised)
+    error = CheckpointError
 
     @contextmanager
     def saying(self, what: str | Callable[[], str]) -> Iterator[None]:
@@ -42,10 +41,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def as_checkpoint_error(error: BaseException) -> CheckpointError:
-    """The error as one that can be sent to other processes, whatever it is made of."""
-    if isinstance(error, CheckpointError):
-        return error
-    return CheckpointError(agree.message(error))

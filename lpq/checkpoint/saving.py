@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors
+from lpq.checkpoint.agreeing import ALIKE, Meshes, check_alike
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
+from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.finding import REPLACED, step_name
 from lpq.checkpoint.info import pickled
@@ -115,7 +115,11 @@ class _Content(NamedTuple):
     """The files to write beside DCP's."""
     held: list[str]
     """The names and shapes of the tensors."""
-    facts: Facts
+    meshes: Meshes
+    optimizers: list[str]
+    """The kind of each."""
+    description: Description
+    memories: dict[str, Tensor]
 
 
 def _prepare(
@@ -130,29 +134,29 @@ def _prepare(
     """Collect the data to save, and make sure that all ranks save the same checkpoint."""
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
         warn(f"{text} (nobody called Saving.wait)", CheckpointWarning)
-    state, small, held, facts = ranks.each(lambda: _collected(target, model, given, step, extra, ranks))
-    found = ranks.all(lambda: facts)
-    check_alike(found, ranks)
-    if len({facts.tensors for facts in found}) > 1:
-        check_tensors(ranks.all(lambda: held), ranks)
-    for name in found[0].memories:  # ranks may have had other inputs; as after a step, the largest statistics count
-        combined = torch.stack([facts.memories[name] for facts in found]).amax(0)
-        state["model"][name.removeprefix(PREFIX)] = combined
+    content = ranks.each(lambda: _collected(model, given, step, extra, ranks))
+    check_alike(str(target.absolute()), content.meshes, content.optimizers, ranks)
+    differ = "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model"
+    ranks.equal(content.description.lines(), differ, "Call lpq.set_step and lpq.checkpoint.save alike on all ranks")
+    ranks.equal(content.held, "the ranks hold different tensors, and a checkpoint is of one model", ALIKE)
+    if ranks.many:  # they may have had other inputs; as after a step, the largest statistics count
+        every = [*ranks.exchange(content.memories).values()]
+        for name in content.memories:
+            combined = torch.stack([memories[name] for memories in every]).amax(0)
+            content.state["model"][name.removeprefix(PREFIX)] = combined
     where = resolved(target)
     claim = ranks.each(lambda: _begin(where, step) if ranks.rank == 0 else None)
-    return state, Writer(where, small, keep, claim)
+    return content.state, Writer(where, content.small, keep, claim)
 
 
-def _collected(
-    target: Path, model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: Ranks
-) -> _Content:
+def _collected(model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: Ranks) -> _Content:
     seen = Model(model)
     tensors, module_extra = seen.state()
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
     optimizers = [Named(one, names) for one in given_optimizers(given)]
     theirs, rest = split(optimizers)
     every = {**tensors, **theirs}
-    description = seen.describe(every, step).json()
+    description = seen.describe(every, step)
     state: dict[str, dict[str, Tensor]] = {}
     for name, tensor in every.items():
         for part, value in parts(name, tensor).items():
@@ -161,15 +165,9 @@ def _collected(
     beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
     memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
     held = sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items())
-    facts = Facts(
-        place=str(target.absolute()),
-        meshes=seen.meshes(replicas=ranks.many),
-        optimizers=tuple(one.kind for one in optimizers),
-        description=sha256(description).hexdigest(),
-        tensors=sha256(repr(held).encode()).hexdigest(),
-        memories=memories if ranks.many else {},
-    )
-    return _Content(state, {DESCRIPTION: description, EXTRA: pickled(beside) if ranks.rank == 0 else b""}, held, facts)
+    small = {DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""}
+    kinds = [one.kind for one in optimizers]
+    return _Content(state, small, held, seen.meshes(replicas=ranks.many), kinds, description, memories)
 
 
 def _begin(target: Path, step: int | None) -> Claim:

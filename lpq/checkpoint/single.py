@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq.checkpoint import pickles
-from lpq.checkpoint.agreeing import check_one_model
+from lpq.checkpoint.agreeing import ALIKE, check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
@@ -39,7 +39,7 @@ def write_file(
     with ranks.saying(f"nothing is exported to {target}"):
         check_one_model(ranks.all(lambda: Model(model).meshes(ranks.many)), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
-        ranks.alike(lambda: description, "the ranks hold different models, and the file is of one")
+        ranks.equal(description.lines(), "the ranks hold different models, and the file is of one", ALIKE)
     complete: dict[str, Tensor] = {}
     for name, part in pieces:
         gathered = whole(decoded(part) if decode else part)
@@ -74,7 +74,7 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         seen = Model(model)
         description, tensors, other, found = ranks.each(lambda: _prepare(source, seen, ranks))
-        ranks.alike(lambda: [*found.to_encode], "the ranks read different files, or hold different models")
+        ranks.equal([*found.to_encode], "the ranks read different files, or hold different models", ALIKE)
     for name, target in found.targets.items():
         copy(target, tensors[name])
     found.finish()

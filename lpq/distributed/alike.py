@@ -8,37 +8,29 @@ exchange descriptions of their models, and all raise.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Timer
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lpq.distributed import meeting
-from lpq.distributed.agree import circles_of, exchange, groups_of
-from lpq.operations.reduce_statistics import same_ranks
+from lpq.distributed.ranks import LIMIT, Ranks, digest, sharing, words
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.collectives import all_reduce
 from lpq.torch_private.dispatch import modes
-from lpq.torch_private.distributed import is_imitated
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from lpq.distributed.replicas import Replicas
 
-WORDS = 4
-BITS = 30
-LIMIT = (1 << BITS) - 1
-"""The largest word of the hash. With each word goes its complement, so that a MAX shows whether all are equal."""
 OFTEN = 1.0
 """Seconds between two looks whether another rank has changed a recipe."""
+DIFFER = "the ranks do not have the same model"
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
@@ -52,17 +44,6 @@ class Stages(Protocol):
         """Whether a later step may change a recipe."""
 
 
-class Joined(NamedTuple):
-    """Ranks that share a weight."""
-
-    groups: tuple[str, ...]
-    """The names of the groups that join them, one for each dimension of a mesh. A group itself would be kept alive."""
-    device: torch.device
-    """Where the weight is."""
-    circles: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each mesh, and of each other group."""
-
-
 class Comparison:
     """The knowledge of the other ranks' models at one place at which ranks compare them."""
 
@@ -73,7 +54,8 @@ class Comparison:
         """Whether later steps might change a recipe, on all ranks: so all compare their steps at this place again."""
         self.began = False
         """Whether ranks have compared before."""
-        self.joined: list[Joined] = []
+        self.sets: list[Ranks] = []
+        """Those that share a part of the model."""
         self._stages: list[Stages] = []
         self._about = ""
         self._waited, self._looked = 0.0, 0.0
@@ -86,7 +68,7 @@ class Comparison:
         from lpq.torch_private import fsdp  # which imports FSDP2
 
         steps = f"{self.alike}, steps {[stages.step for stages in self._stages]}"
-        if self.moving and are_equal(steps, self.joined) and self.alike:
+        if self.moving and are_equal(steps, self.sets) and self.alike:
             return
         around = fsdp.outermost(part)  # a part of a model may have been converted, and the whole sharded
         if replicas is not None:  # ranks may come for another model
@@ -95,10 +77,10 @@ class Comparison:
         if found is None:
             self._wait_on(seconds or 0.0)
             return
-        self.joined, self.began, self._waited = found, True, 0.0
+        self.sets, self.began, self._waited = found, True, 0.0
         stages = {id(found): found for m in around.modules() if (found := getattr(m, "stages", None)) is not None}
         self._stages = [*stages.values()]
-        self.moving = bool(self.joined) and any(found.moving for found in self._stages)
+        self.moving = bool(self.sets) and any(found.moving for found in self._stages)
         self.alike = True
 
     def _wait_on(self, seconds: float) -> None:
@@ -113,75 +95,58 @@ class Comparison:
 
     def tell(self) -> None:
         """Have the other ranks, whose recipes may be as they were, find that this one wants to compare."""
-        for ranks in self._circles():
-            meeting.tell(ranks, self._about)
+        for ranks in self.sets:
+            meeting.tell(ranks.names, self._about)
 
     def is_told(self, now: bool) -> bool:
         """Whether another rank wants to compare; ``now``: look even if this one has just looked."""
         if not now and monotonic() < self._looked + OFTEN:
             return False
         self._looked = monotonic()
-        return any(meeting.is_told(ranks, self._about) for ranks in self._circles())
-
-    def _circles(self) -> list[tuple[int, ...]]:
-        return [*dict.fromkeys(ranks for joined in self.joined for ranks in joined.circles)]
+        return any(meeting.is_told(ranks.names, self._about) for ranks in self.sets)
 
 
 def check_alike(
     root: nn.Module, replicas: Replicas | None = None, about: str = "", seconds: float | None = None
-) -> list[Joined] | None:
+) -> list[Ranks] | None:
     """Raise on all ranks if those that share a layer of this model have different ones; return the sets of ranks. They
     meet for each set, and where there are several once more. None, on all of them, if not all came in so many
     ``seconds``; without these, all are waited for."""
-    shared: dict[tuple[tuple[int, ...], ...], tuple[Joined, list[ProcessGroup], list[str]]] = {}
+    shared: dict[tuple[int, ...], tuple[Ranks, list[str]]] = {}
     for text, params, device in _layers(root):
-        others = () if replicas is None else replicas.of(params)
-        if groups := groups_of(params, others):
-            joined = Joined(tuple(group.group_name for group in groups), device, circles_of(params, others))
-            shared.setdefault(tuple(map(same_ranks, groups)), (joined, groups, []))[2].append(text)
-    faults: list[str] = []
-    for joined, groups, texts in shared.values():
-        equal = _meet(joined, "\n".join(texts), about, seconds)
-        if equal is None:
-            return None
-        if not equal:
-            faults.append(_first_difference(exchange(texts, groups)))
-    every = [joined for joined, _, _ in shared.values()]
-    told = len(every) > 1 and not are_equal(str(bool(faults)), every)  # nobody leaves before all have compared
-    if faults or told:
-        difference = (
-            faults[0] if faults else "other ranks, with which this one shares other layers, say where they differ"
-        )
-        raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
-    return every
-
-
-def _meet(joined: Joined, text: str, about: str, seconds: float | None) -> bool | None:
-    """Whether all of these ranks have the same text; None if not all came in time."""
-    if is_imitated():
-        return True
-    word: str | None = f"{digest(text):x}"
-    for ranks in joined.circles:
-        equal = meeting.meet(ranks, about, word or "differs", seconds, _waiting())
+        for ranks in sharing(params, () if replicas is None else replicas.of(params), device):
+            shared.setdefault(tuple(ranks.names), (ranks, []))[1].append(text)
+    error: RuntimeError | None = None
+    for ranks, texts in shared.values():
+        equal = ranks.meet(about, f"{digest(chr(10).join(texts)):x}", seconds, _waiting())
         if equal is None and seconds is None:
             raise _in_vain(meeting.limit())
         if equal is None:
             return None
-        word = word if equal else None
-    return word is not None
+        try:
+            if not equal:
+                ranks.equal(texts, DIFFER, REMEDY, "no more layers")
+        except RuntimeError as raised:
+            error = error or raised
+    sets = [ranks for ranks, _ in shared.values()]
+    told = len(sets) > 1 and not are_equal(str(error is not None), sets)  # nobody leaves before all have compared
+    if error is None and told:
+        others = "other ranks, with which this one shares other layers, say where they differ"
+        error = RuntimeError(f"{DIFFER}: {others}. {REMEDY}")
+    if error is not None:
+        raise error
+    return sets
 
 
-def are_equal(text: str, joined: Sequence[Joined]) -> bool:
+def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
     """Whether all of these ranks, all of which ask, pass the same text; a collective for each dimension of each set."""
-    number = digest(text)
-    words = [number >> (BITS * i) & LIMIT for i in range(WORDS)]
-    words += [LIMIT - word for word in words]
-    both = torch.tensor(words, dtype=torch.int32, device=joined[0].device if joined else None)
+    own = words(text)
+    both = torch.tensor([*own, *(LIMIT - word for word in own)], dtype=torch.int32)
     waits = Timer(meeting.PATIENCE, lambda: warn(_waiting()))
     waits.daemon = True
     waits.start()
     try:
-        for ranks in joined:
+        for ranks in sets:
             for group in ranks.groups:
                 both = all_reduce(both.to(ranks.device), "max", group)
         found = both.view(2, -1).tolist()
@@ -201,14 +166,9 @@ def check_part(text: str, mesh: DeviceMesh) -> None:
     description: torch would send tensors that not all ranks have. It is a collective."""
     if mesh.ndim != 1 or mesh.size() == 1 or modes():  # as where all tensors are fake
         return
-    group = mesh.get_group()
-    if not are_equal(text, [Joined((group.group_name,), torch.device(mesh.device_type))]):
-        raise RuntimeError(f"the ranks do not have the same model: {differing(exchange(text, [group]))}. {REMEDY}")
-
-
-def digest(text: str) -> int:
-    """A number of 120 bits, equal for equal texts."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:15], "big")
+    ranks = Ranks(mesh, device=torch.device(mesh.device_type))
+    if not are_equal(text, [ranks]):
+        ranks.equal(text.split("\n"), DIFFER, REMEDY)
 
 
 def description(name: str, module: nn.Module) -> str:
@@ -251,11 +211,6 @@ def _state(layer: Any) -> tuple[object, ...]:
     step = None if stages is None else (stages.step, stages.was_set)
     of_weight = None if weight is None else (weight.shape, weight.dtype)
     return layer.recipe, getattr(layer, "schedule", None), step, getattr(layer, "dispatched", None), of_weight
-
-
-def differing(texts: Mapping[int, str]) -> str:
-    """How the descriptions of these ranks differ, in words."""
-    return _first_difference({rank: text.split("\n") for rank, text in texts.items()})
 
 
 def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.device]]:
@@ -317,13 +272,3 @@ def _in_vain(seconds: float) -> RuntimeError:
         "come: a recipe or a step was changed on this rank alone, or others have another weights= or a model that was "
         f"not converted. {REMEDY}"
     )
-
-
-def _first_difference(known: Mapping[int, Sequence[str]]) -> str:
-    """The first difference between the first rank and another one, in words."""
-    first = min(known)
-    rank = next((rank for rank in sorted(known) if known[rank] != known[first]), first)
-    for a, b in zip_longest(known[first], known[rank], fillvalue="no more layers"):
-        if a != b:
-            return f"rank {first} has [{a}], and rank {rank} has [{b}]"
-    return "their descriptions have the same words and other hashes"

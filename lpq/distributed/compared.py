@@ -138,7 +138,7 @@ class Compared(Watcher):
             self._steps.alike = False
         if not self._steps.alike:
             self._steps.compare(model, self._replicas, SOON)
-        self.open = not self._steps.joined and wrapper is None
+        self.open = not self._steps.sets and wrapper is None
 
     def before_trace(self) -> None:
         """Compare before a compiler traces a pass in which ranks send each other operands: it does so anew after a
@@ -164,18 +164,13 @@ class Compared(Watcher):
             if not passes.alike:  # since a recipe has changed, on this rank at least
                 passes.compare(self._model() or cast("nn.Module", layer))
             return
-        from lpq.distributed.agree import exchange
-        from lpq.distributed.alike import REMEDY, Joined, are_equal, differing
+        from lpq.distributed.alike import REMEDY, are_equal
+        from lpq.distributed.ranks import Ranks
 
-        own, alike, group = f"{layer.title} with {given}", passes.alike, mesh.get_group()
-        if not are_equal(f"{alike}, {own}", [Joined((group.group_name,), input.device)]):
-            known = exchange((own, alike), [group])
-            if len({text for text, _ in known.values()}) > 1:
-                difference = differing({rank: text for rank, (text, _) in known.items()})
-                raise RuntimeError(
-                    f"the ranks do not call the same layer with equal parts of its input: {difference}. Give each rank "
-                    f"a part of the same size. {REMEDY}"
-                )
+        own, alike, ranks = f"{layer.title} with {given}", passes.alike, Ranks(mesh, device=input.device)
+        if not are_equal(f"{alike}, {own}", [ranks]):
+            differ = "the ranks do not call the same layer with equal parts of its input"
+            ranks.equal([own], differ, f"Give each rank a part of the same size. {REMEDY}")
             alike = False
         if due or not alike:
             passes.alike = alike

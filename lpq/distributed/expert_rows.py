@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpq.distributed.agree import exchange, message
-from lpq.distributed.alike import REMEDY, Described, differing
+from lpq.distributed.alike import REMEDY, Described
+from lpq.distributed.ranks import Ranks, raise_on_all
 from lpq.formats import Quantizer, Storage
 from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.layout import row_major
@@ -81,11 +81,9 @@ def dispatch(
                 f"expert end. It is {[*map(int, ends)]}, and there are {len(rows)} rows: pass "
                 "counts.cumsum(0, dtype=torch.int32)"
             )
-        known = exchange(None if mistake is None else message(mistake), [group])
-        rank, fault = next((rank, fault) for rank, fault in known.items() if fault is not None)
-        raise mistake or ValueError(f"{title}: rank {rank} could not send its rows: {fault}")
+        raise_on_all(mistake, [Ranks(group)], f"{title}: ", " send its rows", ValueError)
     if {*models} != {number}:  # on all ranks, as each one gets the numbers of all
-        raise RuntimeError(f"the ranks do not have the same experts: {differing(exchange(text, [group]))}. {REMEDY}")
+        Ranks(group).equal(text.split("\n"), "the ranks do not have the same experts", REMEDY)
     expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
     order = expert.argsort(stable=True)
     back = torch.empty_like(order)
@@ -194,11 +192,9 @@ def _lines_or_nothing(gradient: Tensor, quantizer: Quantizer, group: str) -> Lin
     failed = begin_all_reduce(mine, "max", group)
 
     def check() -> None:
-        if not arrived([failed])[0].item():
-            return
-        known = exchange(None if error is None else message(error), [group_named(group)])
-        rank, fault = next((rank, fault) for rank, fault in known.items() if fault is not None)
-        raise error or RuntimeError(f"rank {rank} could not encode the gradients of the results of experts: {fault}")
+        if arrived([failed])[0].item():
+            what = " encode the gradients of the results of experts"
+            raise_on_all(error, [Ranks(group_named(group))], "", what)
 
     at_the_end_of_backward(check)
     return lines

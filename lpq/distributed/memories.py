@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lpq.distributed.agree import groups_of
 from lpq.distributed.replicas import Replicas
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private import fsdp
@@ -63,13 +62,9 @@ class Memories:
                 continue
             if isinstance(moving[0], DTensor):
                 moving = [*map(local_part, moving)]
-            if not mesh:
-                groups = groups_of((), self._replicas.of([weight]))
-            elif mesh in over:
-                groups = over[mesh]
-            else:
-                groups = over[mesh] = groups_of([weight])
-            for group in groups:
+            if mesh not in over and isinstance(weight, DTensor):
+                over[mesh] = weight.device_mesh.get_all_groups()
+            for group in over[mesh] if mesh else self._replicas.of([weight]):
                 reductions.add(moving, group)
-            shared = shared or bool(groups)
+                shared = shared or group.size() > 1
         return shared

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lpq.checkpoint.agreeing import Meshes, check_one_model
+from lpq.checkpoint.agreeing import ALIKE, Meshes, check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.model import Model, is_shared
@@ -195,7 +195,7 @@ def _planned(
     _check_ranks(model, ranks)
     plan, source = ranks.each(prepare)
     shown = [f"{name} {kind}" for tensor in plan.tensors for name, kind in tensor.shown().items()]
-    ranks.alike(lambda: shown, "the ranks hold different models, and an engine gets one")
+    ranks.equal(shown, "the ranks hold different models, and an engine gets one", ALIKE)
     return plan, source
 
 

@@ -92,7 +92,7 @@ class Saved(Remembering):
 
     def _refuse_to_wait_for_values(self) -> None:
         """Refuse on all ranks what would be refused on the first one alone, while the others wait for it."""
-        from lpq.distributed.agree import Ranks
+        from lpq.distributed.ranks import Ranks
 
         if Ranks().size > 1:
             raise RuntimeError(

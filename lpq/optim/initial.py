@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.agree import together
+from lpq.distributed.ranks import raise_on_all, sharing
 from lpq.distributed.shard_groups import attach
 from lpq.optim.masters import MasterWeights
 from lpq.optim.standing import itself
@@ -35,7 +35,8 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
         )
     targets = model.state_dict(keep_vars=True)
     stored: list[tuple[Tensor, Tensor]] = []
-    with together(targets.values(), "weights in high precision could not be loaded on all ranks"):
+    error: Exception | None = None
+    try:
         others = dict(state_dict)
         for name, target in targets.items():
             if name not in others or others[name].shape != target.shape:
@@ -46,6 +47,10 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
                 stored.append((target, local_part(others[name]).float()))
                 others[name] = target.detach()
         model.load_state_dict(others)
+    except Exception as raised:
+        error = raised
+    failed = "weights in high precision could not be loaded on all ranks, because "
+    raise_on_all(error, sharing(targets.values()), failed, "")
     write([cast("QuantizedTensor", local_part(target)) for target, _ in stored], [value for _, value in stored])
     for target, value in stored:
         if masters is not None and target in masters.masters:

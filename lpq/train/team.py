@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lpq.distributed import agree
+from lpq.distributed import ranks
 from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
 from lpq.train.model import GPT
@@ -23,11 +23,10 @@ from lpq.train.model import GPT
 T = TypeVar("T")
 
 
-class Ranks(agree.Ranks):
+class Ranks(ranks.Ranks):
     """The ranks of the default group; an error on any of them is a ``TrainError`` on all."""
 
-    def as_error(self, raised: BaseException) -> TrainError:
-        return TrainError(agree.message(raised))
+    error = TrainError
 
 
 class Team:
