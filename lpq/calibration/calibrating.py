@@ -24,9 +24,8 @@ from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.files.disk import place
-from lpq.nn import Layer
-from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
+from lpq.nn.remembering import Remembering
 from lpq.registry.errors import suggestion
 from lpq.registry.showing import number
 from lpq.registry.warning import warn
@@ -154,7 +153,7 @@ def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
 
 
 def _recipe_of(module: nn.Module) -> Recipe | None:
-    return module.recipe if isinstance(module, Layer | Experts) else None
+    return module.recipe if isinstance(module, Remembering) else None
 
 
 def _pass(

@@ -22,6 +22,7 @@ from lpq.formats import Quantizer
 from lpq.nn import Layer
 from lpq.nn.experts import Experts
 from lpq.nn.grouped_linear import GroupedLinear
+from lpq.nn.remembering import Remembering
 from lpq.operations.measuring import measure
 from lpq.operations.operands import as_matrix
 from lpq.recipes import Recipe
@@ -151,8 +152,7 @@ def _of_experts(seen: Model, state: Mapping[str, Tensor], search: str | None) ->
     dtypes = gathered_dtypes(seen.module)
     for holder, key, names, path in stacks_in(seen.module):
         assert holder.recipe is not None
-        if isinstance(holder, Layer):
-            _check_schedule(path.rpartition(".")[0], holder)
+        _check_schedule(path.rpartition(".")[0], holder)
         weight = state[f"{PREFIX}{path}"]
         stored = isinstance(local_part(weight), QuantizedTensor)
         made = _static(holder.recipe, search, weights=not stored)
@@ -165,7 +165,7 @@ def _of_experts(seen: Model, state: Mapping[str, Tensor], search: str | None) ->
                 yield target
 
 
-def _check_schedule(name: str, layer: Layer) -> None:
+def _check_schedule(name: str, layer: Remembering) -> None:
     if layer.schedule is not None and len(layer.schedule.pieces) > 1:
         raise CalibrationError(
             f"{name}: its recipe changes by step, {layer.schedule}, and static scales are of one recipe: convert the "

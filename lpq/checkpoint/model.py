@@ -122,14 +122,14 @@ class Model:
         quantized = {name: d for name, tensor in tensors.items() if (d := described(tensor)) is not None}
         conversions = self.conversions()
         recipes = [rule.recipe for c in conversions.values() for rule in c.policy.rules if rule.recipe is not None]
-        recipes += [layer.recipe for _, layer in self.layers() if layer.recipe is not None]
+        recipes += [layer.recipe for _, layer in self.remembering() if layer.recipe is not None]
         parts = map(local_part, tensors.values())
         stored = {name for p in parts if isinstance(p, QuantizedTensor) for name in formats_of(p.quantizer)}
         used = {name for recipe in recipes for q in recipe.operands.values() for name in formats_of(q)}
         return Description(
             step=step,
             conversions={n: {"policy": c.policy.to_dict(), "steps": c.steps} for n, c in conversions.items()},
-            recipes={name: _text(layer.recipe) for name, layer in self.layers()},
+            recipes={name: _text(layer.recipe) for name, layer in self.remembering()},
             memories=tuple(self.memories()),
             quantized=quantized,
             formats=origins(used | stored),
@@ -182,7 +182,7 @@ class Model:
         """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
-        alike = saved.recipes.keys() == {name for name, _ in self.layers()}
+        alike = saved.recipes.keys() == {name for name, _ in self.remembering()}
         if not theirs or (theirs.keys() == mine.keys() and all(_same(theirs[n], mine[n], alike) for n in theirs)):
             return
         raise CheckpointError(
@@ -195,7 +195,7 @@ class Model:
     def restore_recipes(self, saved: Description) -> None:
         """Give each layer the recipe, one of its policy, that it had at the step at which it was saved."""
         wrong = []
-        for name, layer in self.layers():
+        for name, layer in self.remembering():
             if name not in saved.recipes or saved.recipes[name] == _text(layer.recipe):
                 continue
             pieces = layer.schedule.pieces if layer.schedule is not None else ()
@@ -213,7 +213,7 @@ class Model:
     @contextmanager
     def recipes_stay_on_error(self) -> Iterator[None]:
         """If the code inside fails, give layers back the recipes and memories that they had."""
-        before = [(layer, layer.recipe, layer.memories()) for _, layer in self.layers()]
+        before = [(layer, layer.recipe, layer.memories()) for _, layer in self.remembering()]
         try:
             yield
         except BaseException:

@@ -15,7 +15,8 @@ from lpq.nn.advice import warnings_of
 from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.expert_notes import expert_notes
-from lpq.nn.experts import Experts, adopt_experts, check_experts, holds_experts
+from lpq.nn.experts import adopt_experts, holds_experts, stacks
+from lpq.nn.functional import why_not_in_groups
 from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
@@ -194,25 +195,28 @@ def check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate
     """Refuse what layers cannot be given, at this step or a later one, before anything is changed."""
     for name, schedule in schedules.items():
         module = model.get_submodule(name)
-        if holds_experts(module):
-            for recipe in {recipe for _, recipe in schedule.pieces if recipe is not None}:
-                check_experts(module, recipe, name)
-        if not convertible(module) or all(recipe is None for _, recipe in schedule.pieces):
+        planned = {recipe for _, recipe in schedule.pieces if recipe is not None}
+        holds = holds_experts(module)
+        if not planned or not (holds or convertible(module)):
             continue
         if accumulate is not None and (holds_transposed(module) or isinstance(module, TransposedLayer)):
             raise ValueError(
                 f"accumulate={accumulate!r} is for weights of [out, in], and that of {name or 'the layer'} "
                 f"({type(module).__name__}) is [in, out]: leave accumulate out, or have the policy give it no recipe"
             )
-        if (dtype := module.weight.dtype) not in DTYPES:
-            raise TypeError(
-                f"{name or 'the layer'}: its weight is {dtype}; float32, bfloat16 and float16 can be encoded: cast the "
-                "model first, or have the policy give this layer no recipe"
-            )
-        for recipe in {recipe for _, recipe in schedule.pieces if recipe is not None}:
-            if isinstance(module, Layer) and (why := module.why_unfit(Plan.of(recipe))) is not None:
+        weights: Mapping[str, Any] = stacks(module) if holds else {"weight": module.weight}
+        for key, weight in weights.items():
+            if weight.dtype not in DTYPES:
+                raise TypeError(
+                    f"{name or 'the layer'}: its {key} is {weight.dtype}; float32, bfloat16 and float16 can be "
+                    "encoded: cast the model first, or have the policy give this layer no recipe"
+                )
+        own = module.memories() if isinstance(module, Remembering) else ()
+        why_unfit = why_not_in_groups if holds else getattr(module, "why_unfit", None)
+        for recipe in planned:
+            if why_unfit is not None and (why := why_unfit(Plan.of(recipe))) is not None:
                 raise RecipeError(f"{name or 'the layer'} cannot have the recipe {recipe.title}: {why}")
-            check_names(module, recipe, module.memories() if isinstance(module, Layer) else (), name or "the layer")
+            check_names(module, recipe, own, name or "the layer")
 
 
 def _convert_modules(
@@ -226,11 +230,11 @@ def _convert_modules(
         if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
             continue  # inside a module that a plugin took as a whole: what is inside follows it
         module = model.get_submodule(name)
-        kind = module.kind.rpartition(".")[2] if isinstance(module, Layer) else type(module).__name__
+        kind = module.kind.rpartition(".")[2] if isinstance(module, Remembering) else type(module).__name__
         made, note = _convert_module(module, name, schedule)
         if made is not None:
             converted.append(Entry(name, kind, note))
-            if isinstance(made, Layer):
+            if isinstance(made, Remembering):
                 made.place = name
             if not name:
                 return made, converted, left  # which is the whole model
@@ -244,12 +248,10 @@ def _convert_modules(
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
     """The module in low precision, or None; and its recipe, or the reason why it has none."""
     first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
-    if isinstance(module, Layer):
+    if isinstance(module, Remembering):
         module.recipe, module.schedule = schedule.at(0), schedule
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
-        if isinstance(module, Experts):
-            module.recipe = None
         return None, NO_RECIPE
     was = type(module)
     made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
@@ -268,7 +270,7 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
             f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
             "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
         )
-    if isinstance(made, Layer):
+    if isinstance(made, Remembering):
         made.recipe, made.schedule = schedule.at(0), schedule
         return made, str(schedule)
     vars(made)[TAKEN] = first.title
@@ -279,23 +281,22 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
     note = str(schedule)
     if not followers and len(schedule.pieces) > 1:
         note = f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy"
-    if type(made) is not was and not isinstance(made, Experts):
+    if type(made) is not was:
         note += f"; it is a {type(made).__module__}.{type(made).__qualname__} now"
     return made, note
 
 
 def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares: bool) -> None:
     """Give the layers of a model what they have in common: the step, the inputs, and whether ranks are compared."""
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    layers = [module for module in model.modules() if isinstance(module, Remembering)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
     inputs, compared = Inputs(), Compared.of(model) if compares else None
-    for part in model.modules():
-        if isinstance(part, Remembering):
-            part.compared = compared
     for layer in layers:
-        layer.accumulate = accumulate
-        layer.share_inputs(inputs)
+        layer.compared = compared
+        if isinstance(layer, Layer):
+            layer.accumulate = accumulate
+            layer.share_inputs(inputs)
         layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
 
 
@@ -384,7 +385,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
 
 def _is_made(module: nn.Module) -> bool:
     """Whether a conversion made it: lpq or a plugin."""
-    return isinstance(module, Layer) or TAKEN in vars(module)
+    return isinstance(module, Remembering) or TAKEN in vars(module)
 
 
 def _is_converted(module: nn.Module | None) -> bool:
@@ -394,7 +395,7 @@ def _is_converted(module: nn.Module | None) -> bool:
 
 def _given_since(module: nn.Module | None) -> str:
     """The end of a note: the recipe that a layer was given by hand in place of its policy's; else empty."""
-    if not isinstance(module, Layer) or module.schedule is None:
+    if not isinstance(module, Remembering) or module.schedule is None:
         return ""
     if any(module.recipe == recipe for _, recipe in module.schedule.pieces):
         return ""

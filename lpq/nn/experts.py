@@ -15,19 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.expert_rows import combine, dispatch, own_experts, own_numbers
-from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
-from lpq.nn.input_checks import check_static
-from lpq.nn.observing import watch
-from lpq.nn.plan import Plan
+from lpq.distributed.expert_rows import combine, dispatch
+from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.quantizer_state import Memory
 from lpq.nn.read_past import Weight
-from lpq.nn.remembering import Remembering
-from lpq.operations.offsets import as_offsets
-from lpq.operations.operands import DTYPES
-from lpq.recipes import RecipeError
 from lpq.recipes.gemms import TENSORS
-from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
@@ -41,85 +33,24 @@ another's, and whose weights are transposed. They are looked up, not imported.""
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
-class Experts(Remembering):
+class Experts(GroupedLayer):
     """The experts of a mixture; ``class_for`` makes the subclass of this and of the class before the conversion.
 
-    Static statistics are buffers with a value for each expert, as ``gate_up_proj_x_amax``.
+    Static statistics are buffers such as ``gate_up_proj_x_amax``. With ``recipe=None`` it does what it did before the
+    conversion, or multiplies in high precision if ranks share out its experts.
     """
 
     base: ClassVar[type[nn.Module]]
     """The class of the module before the conversion."""
-    dispatched: Dispatch | None = None
-    """How rows come from the other ranks if these have some of the experts, as ``lpq.distributed.expert_parallel``
-    shares them out; None: all experts are here."""
     sends_rows: bool = True
     """Whether this rank sends rows to any expert, where ranks share experts out."""
     routes_tokens: ClassVar[bool] = True
     """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
-    _recipe: Recipe | None = None
-    _plan: Plan | None = None
-    _checked: bool = False
-    """Whether the static values passed their check."""
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe of all products; None: the module does what it did before the conversion, or multiplies in high
-        precision if ranks share out its experts."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe | None) -> None:
-        if recipe == self._recipe:
-            return
-        for name in self.memories():
-            delattr(self, name)
-        self._recipe, self._plan, self._checked = recipe, Plan.of(recipe) if recipe is not None else None, False
-        if self.compared is not None:
-            self.compared.forget()
-        for name, stack in stacks(self).items() if self._plan is not None else ():
-            for tensor in TENSORS:
-                for key, memory in getattr(self._plan, tensor).new_state(stack.device).items():
-                    self.register_buffer(f"{name}_{tensor}_{key}", memory.new_zeros((len(stack), *memory.shape)))
-
-    def why_unfit(self, plan: Plan) -> str | None:
-        """Why these experts cannot do what a recipe plans; None if they can."""
-        return why_not_in_groups(plan)
 
     def kept(self) -> tuple[Memory, ...]:
-        found = self._plan.memories if self._plan is not None else ()
-        return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in found)
-
-    def forget_calls(self) -> None:
-        self._checked = False
-
-    def own_groups(self) -> slice:
-        """The experts of this rank: all, unless ranks share them out."""
-        weight = getattr(self, DOWN)
-        return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
-
-    def multiply(self, stack: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the rows of each expert of this rank by its matrix of a stack."""
-        plan, title = self._plan or high_precision(), f"{type(self).__name__}.{stack}"
-        if not self._checked and not torch.compiler.is_compiling():
-            check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
-            self._checked = True
-        if torch.compiler.is_dynamo_compiling() or not self._ran:
-            self.note_pass(torch.compiler.is_dynamo_compiling())
-        known, bias = self._parameters.get(stack), getattr(self, f"{stack}_bias", None)
-        weight: Any = getattr(self, stack) if known is None else known  # which a parametrization computes
-        if self.dispatched is not None:
-            weight = own_experts(title, weight)
-            bias = None if bias is None else own_experts(title, bias)
-        if is_transposed(self):
-            weight = weight.transpose(-2, -1)
-        check_rows(title, rows, weight.shape[2])
-        ends, states = as_offsets(title, ends, len(weight), rows), None
-        if plan.memories:
-            own = self.own_groups()
-            states = {t: {k: local_part(v)[own] for k, v in kept.items()} for t, kept in self.states(stack).items()}
-        observed = watch(self, stack, self.own_groups().start) if self.observers else None
-        return grouped_linear_of(title, plan, rows, weight, bias, ends, states=states, watch=observed)
+        own = super().kept()
+        return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the class before the conversion: no module has this one."""
@@ -127,6 +58,8 @@ class Experts(Remembering):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the class before the conversion does."""
+        if self.stages is not None:
+            self.stages.check(self)
         if self.recipe is None and self.dispatched is None:
             return super().forward(*args, **kwargs)  # of the class before the conversion
         return (_dense if is_dense(self) else _routed)(self, *args, **kwargs)
@@ -156,24 +89,13 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: w for name in (*UP, DOWN) if isinstance(w := getattr(module, name, None), nn.Parameter)}
 
 
-def check_experts(module: nn.Module, recipe: Recipe, name: str) -> None:
-    """Refuse a recipe that the experts cannot have."""
-    if (why := why_not_in_groups(Plan.of(recipe))) is not None:
-        raise RecipeError(f"{name or 'the layer'} cannot have the recipe {recipe.title}: {why}")
-    for key, weight in stacks(module).items():
-        if weight.dtype not in DTYPES:
-            raise TypeError(
-                f"{name}.{key}: its weights are {weight.dtype}; float32, bfloat16 and float16 can be encoded: cast the "
-                "model first, or have the policy give these experts no recipe"
-            )
-
-
 def adopt_experts(module: nn.Module, recipe: Recipe | None) -> Experts:
     """Turn this very module into converted experts: parameters, hooks and references to it stay."""
     if not isinstance(module, Experts):
         base: Any = type(module)
         module.__class__ = class_for(base)
     assert isinstance(module, Experts)
+    module.transposed = is_transposed(module)
     module.recipe = recipe
     return module
 
@@ -182,7 +104,8 @@ def adopt_experts(module: nn.Module, recipe: Recipe | None) -> Experts:
 def class_for(base: Any) -> type[Experts]:
     """The class that modules of the class ``base`` become."""
     weights = {name: Weight() for name in (*UP, DOWN)}
-    made: type[Experts] = type(base.__name__, (Experts, base), {"base": base, "__module__": __name__, **weights})
+    own = {"base": base, "kind": base.__name__, "__module__": __name__, **weights}
+    made: type[Experts] = type(base.__name__, (Experts, base), own)
     return made
 
 

@@ -49,9 +49,9 @@ def grouped_linear(
     if not isinstance(w, Tensor) or w.dim() != 3:
         what = list(w.shape) if isinstance(w, Tensor) else type(w).__name__
         raise ValueError(f"{title}: w is {what}, and must be [groups, N, K]")
-    check_rows(title, x, w.shape[2])
     if bias is not None and not isinstance(bias, Tensor):
         raise TypeError(f"{title}: bias is a {type(bias).__name__}: pass a tensor [groups, N], or None")
+    check_tensors(title, x, w, bias)
     plan = _plan(recipe)
     if plan.memories:
         raise ValueError(f"{title}: {recipe} remembers statistics across steps, and a function has no state")
@@ -89,10 +89,9 @@ def grouped_linear_of(
     watch: Watch | None = None,
     calls: dict[object, Any] | None = None,
 ) -> Tensor:
-    """``grouped_linear`` by a plan; ``held`` is the weight where it is held encoded, ``states`` static statistics of
-    each tensor, with one for each group, ``watch`` the observers of the layer. ``calls``: the steps that the layer has
-    bound for this plan; finding one among those of all layers takes longer."""
-    _check_tensors(title, x, weight, bias)
+    """Multiply checked tensors as ``grouped_linear`` does, by a plan. ``held`` is the weight where it is held encoded,
+    ``states`` the static statistics of each tensor, with one for each group, ``watch`` the observers of the layer.
+    ``calls``: the steps that the layer has bound for this plan; finding one among those of all layers takes longer."""
     grad, dtype = torch.is_grad_enabled(), x.dtype
     given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
     seeds = None
@@ -138,17 +137,15 @@ def why_not_in_groups(plan: Plan) -> str | None:
     return None
 
 
-def check_rows(title: str, x: Tensor, features: int) -> None:
-    """Refuse all but a matrix of rows with so many features."""
+def check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check that ``x`` is ``[rows, features]``, and that weight and bias go with it."""
+    features = weight.shape[2]
     if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{title}: the input is a {type(x).__name__}: pass an ordinary tensor [rows, {features}]")
     if x.dim() != 2 or x.shape[1] != features:
         raise ValueError(
             f"{title}: the input is {list(x.shape)}, and must be [rows, {features}], group by group: flatten it"
         )
-
-
-def _check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("input", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(

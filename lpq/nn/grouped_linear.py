@@ -9,27 +9,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from lpq import registry
 from lpq.distributed.expert_rows import own_experts, own_numbers
-from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
-from lpq.nn.input_checks import check_accumulation
-from lpq.nn.linear import MOST_CALLS, Layer
+from lpq.nn.functional import check_tensors, grouped_linear_of, high_precision, why_not_in_groups
+from lpq.nn.input_checks import check_accumulation, check_static
+from lpq.nn.linear import Layer
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
+from lpq.nn.remembering import MOST_CALLS, Remembering
 from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
+    from lpq.nn.accumulation import Accumulate
+    from lpq.nn.cached_weight import HeldWeight
     from lpq.recipes import RecipeLike
 
 
-class GroupedLinear(Layer):
+class GroupedLayer(Remembering):
+    """A layer that multiplies rows in groups, such as those of experts, by the matrices of stacks.
+
+    Static statistics are buffers with a value for each group, by its number among the groups of all ranks.
+    """
+
+    dispatched: Dispatch | None = None
+    """How rows come from the other ranks if these have some of the groups, as ``lpq.distributed.expert_parallel``
+    shares them out; None: all groups are here."""
+
+    def why_unfit(self, plan: Plan) -> str | None:
+        return why_not_in_groups(plan)
+
+    def place_for(self, memory: Tensor) -> Tensor:
+        return memory.new_zeros((next(self.parameters()).shape[0], *memory.shape))
+
+    def own_groups(self) -> slice:
+        """Return the numbers of this rank's groups: all, unless ``lpq.distributed.expert_parallel`` shares them out."""
+        weight = next(self.parameters())
+        return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
+
+    def multiply(
+        self, stack: str, rows: Tensor, offs: Tensor | Sequence[int], *, held: HeldWeight | None = None,
+        accumulate: Accumulate | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Multiply the rows of each group of this rank by its matrix of a stack: ``""`` is ``weight``."""
+        compiles = torch.compiler.is_dynamo_compiling()
+        title = self.sized if compiles else self.title
+        title, name, of_bias = (f"{title}.{stack}", stack, f"{stack}_bias") if stack else (title, "weight", "bias")
+        known, bias = self._parameters.get(name), getattr(self, of_bias, None)
+        weight: Any = getattr(self, name) if known is None else known  # which a hook computes, or a parametrization
+        if self.dispatched is not None:
+            weight = own_experts(title, weight)
+            bias = None if bias is None else own_experts(title, bias)
+        if self.transposed:
+            weight = weight.transpose(-2, -1)
+        check_tensors(title, rows, weight, bias)
+        ends = as_offsets(title, offs, weight.shape[0], rows)
+        if accumulate is not None:
+            check_accumulation(cast("GroupedLinear", self), weight)
+        if compiles or not self._ran:
+            self.note_pass(compiles)
+        plan = self._plan if self._plan is not None else high_precision()
+        states = self._static_of_own_groups(title, stack) if plan.memories else None
+        calls = None
+        if not compiles:
+            epoch, calls = self._calls
+            if epoch is not registry.epoch() or len(calls) >= MOST_CALLS:
+                calls = self.bound_calls()
+        observed = watch(self, stack, self.own_groups().start) if self.observers else None
+        return grouped_linear_of(
+            title, plan, rows, weight, bias, ends, held=held, accumulate=accumulate, states=states, watch=observed,
+            calls=calls,
+        )  # fmt: skip
+
+    def _static_of_own_groups(self, title: str, stack: str) -> dict[str, dict[str, Tensor]]:
+        """Return the static statistics of this rank's groups. Those of all groups are checked once."""
+        if not self._checked and not torch.compiler.is_compiling():
+            check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
+            self._checked = True
+        own = self.own_groups()
+        return {t: {k: local_part(v)[own] for k, v in state.items()} for t, state in self.states(stack).items()}
+
+
+class GroupedLinear(GroupedLayer, Layer):
     """``num_groups`` linear layers: ``y = x Wᵍᵀ + bᵍ`` for the rows of group g.
 
     ``weight`` is ``[num_groups, out_features, in_features]`` and ``bias``, if there is one, ``[num_groups,
@@ -37,9 +104,6 @@ class GroupedLinear(Layer):
     """
 
     kind: ClassVar[str] = "lpq.nn.GroupedLinear"
-    dispatched: Dispatch | None = None
-    """How rows come from the other ranks if these have some of the groups, as ``lpq.distributed.expert_parallel``
-    shares them out; None: all groups are here."""
 
     def __init__(
         self,
@@ -74,16 +138,6 @@ class GroupedLinear(Layer):
     def sized(self) -> str:
         return f"{self.kind}({self.num_groups}, {self.in_features}, {self.out_features})"
 
-    def why_unfit(self, plan: Plan) -> str | None:
-        return why_not_in_groups(plan)
-
-    def place_for(self, memory: Tensor) -> Tensor:
-        return memory.new_zeros((self.num_groups, *memory.shape))
-
-    def own_groups(self) -> slice:
-        """The groups of this rank: all, unless ``lpq.distributed.expert_parallel`` shares them out."""
-        return slice(0, self.num_groups) if self.dispatched is None else own_numbers(self.weight)
-
     def forward(self, input: Tensor, offs: Tensor | Sequence[int]) -> Tensor:  # type: ignore[override]
         """Multiply the rows ``input``, ``[rows, in_features]``, which lie group by group; return
         ``[rows, out_features]``.
@@ -94,41 +148,10 @@ class GroupedLinear(Layer):
         """
         if self.stages is not None:
             self.stages.check(self)
-        traced = torch.compiler.is_dynamo_compiling()
-        title = self.sized if traced else self.title
-        check_rows(title, input, self.in_features)
-        own = self._parameters.get("weight")
-        weight: Tensor = self.weight if own is None else own  # which a hook computes, or a parametrization
-        bias: Tensor | None = self.bias
-        if self.dispatched is not None:
-            weight = own_experts(title, weight)
-            bias = None if bias is None else own_experts(title, bias)
-        ends = as_offsets(title, offs, weight.shape[0], input)
-        held = self.held_weight() if self._held is not None else None
-        if self.accumulate is not None:
-            check_accumulation(self, weight)
         if self.gather is not None:
             self._gathered(remembers=False)
-        if traced or not self._ran:
-            self.note_pass(traced)
-        plan = self._plan if self._plan is not None else high_precision()
-        states = self._of_own_groups() if plan.memories else None
-        calls = None
-        if not traced:
-            epoch, calls = self._calls
-            if epoch is not registry.epoch() or len(calls) >= MOST_CALLS:
-                calls = self.bound_calls()
-        observed = watch(self, first=self.own_groups().start) if self.observers else None
-        return grouped_linear_of(
-            title, plan, input, weight, bias, ends, held=held, accumulate=self.accumulate, states=states,
-            watch=observed, calls=calls,
-        )  # fmt: skip
-
-    def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
-        """The static statistics of this rank's groups; they are checked once."""
-        self._check_static_parts()
-        own = self.own_groups()
-        return {tensor: {k: local_part(v)[own] for k, v in state.items()} for tensor, state in self.states().items()}
+        held = self.held_weight() if self._held is not None else None
+        return self.multiply("", input, offs, held=held, accumulate=self.accumulate)
 
     def extra_repr(self) -> str:
         return (

@@ -6,12 +6,12 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from lpq import recipes, registry
+from lpq import registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
@@ -22,7 +22,6 @@ from lpq.nn.input_checks import check, check_accumulation, check_memories, check
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
-from lpq.nn.quantizer_state import Memory, check_names
 from lpq.nn.remembering import states_of
 from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs, StaticValues
@@ -42,12 +41,9 @@ from lpq.torch_private.tensors import local_part
 if TYPE_CHECKING:
     from lpq.distributed.weight_gather import Gather
     from lpq.nn.encoded_inputs import Buffers
-    from lpq.nn.stages import Stages
-    from lpq.recipes import Recipe, RecipeLike, Schedule
+    from lpq.recipes import RecipeLike
 
 State = dict[str, Tensor]
-MOST_CALLS = 16
-"""The number of bound calls that a layer keeps, one for each kind of pass."""
 
 
 class Layer(Saved):
@@ -62,20 +58,9 @@ class Layer(Saved):
     """
 
     bias: nn.Parameter
-    transposed: ClassVar[bool] = False
-    """Whether the weight is ``Wᵀ``, ``[in_features, out_features]``."""
-    _recipe: Recipe | None
-    _plan: Plan | None
     _held: HeldWeight | None
-    _calls: tuple[object, dict[object, Any]]
-    """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls, or
-    ways over a mesh."""
     _static_checked: object | None = None
     """``_calls`` at the last pass over a mesh, which binds none, that checked the static values."""
-    schedule: Schedule | None
-    """The recipe of each step, under a policy; see ``lpq.set_step``."""
-    stages: Stages | None
-    """The step of the model, if the schedule has several recipes."""
     _inputs: Inputs | None
     """The inputs that layers of the same model encoded last."""
     _static_input: StaticValues
@@ -86,47 +71,6 @@ class Layer(Saved):
         self.gathering, self.gather, self.accumulate, self.stages, self.place = None, None, None, None, ""
         self._inputs, self.compared, self._calls = None, None, (None, {})
         self.forget_calls()
-
-    # ------------------------------------------------------------------------------ the recipe
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe; assign a name, a string or a ``Recipe`` to change it. Weights and optimizer state stay."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, source: RecipeLike | None) -> None:
-        recipe = recipes.recipe(source) if source is not None else None
-        if recipe == self._recipe:
-            return
-        plan = None
-        if recipe is not None:
-            plan = Plan.of(recipe)
-            if (why := self.why_unfit(plan)) is not None:
-                raise ValueError(f"{self.title} cannot have the recipe {recipe.title}: {why}")
-            check_names(self, recipe, self.memories(), self.title)
-        for name in self.memories():
-            delattr(self, name)
-        self._recipe, self._plan = recipe, plan
-        self.forget_calls()
-        for compared in (self.gathering, self.compared):
-            if compared is not None:
-                compared.forget()
-        for tensor in TENSORS if plan is not None else ():
-            for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
-                self.register_buffer(f"{tensor}_{key}", self.place_for(memory))
-
-    @property
-    def called(self) -> bool:
-        return self._ran or bool(self._calls[1])
-
-    def place_for(self, memory: Tensor) -> Tensor:
-        """The buffer in which the layer keeps this fresh state of a quantizer."""
-        return memory
-
-    def why_unfit(self, plan: Plan) -> str | None:
-        """Why this layer cannot do what a recipe plans; None if it can."""
-        return None
 
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
@@ -149,8 +93,8 @@ class Layer(Saved):
 
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""
-        self._ran = self.called
-        self._calls, self._static_input = (None, {}), StaticValues()
+        super().forget_calls()
+        self._static_input = StaticValues()
 
     # ------------------------------------------------------------------------------ running it
 
@@ -256,17 +200,6 @@ class Layer(Saved):
                 call = calls[key] = LayerCall(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call
 
-    def bound_calls(self) -> dict[object, Any]:
-        """Return what is bound for passes of one kind, with room for one more."""
-        epoch, calls = self._calls
-        if epoch is not registry.epoch():
-            calls = {}
-            self._calls = registry.epoch(), calls
-        if len(calls) >= MOST_CALLS:
-            oldest, *_ = calls  # at once, as other threads change them, too
-            calls.pop(oldest, None)
-        return calls
-
     def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool, given: bool) -> Shapes:
         grad = torch.is_grad_enabled()
         features, outputs = input.shape[-1], weight.shape[0]
@@ -309,9 +242,6 @@ class Layer(Saved):
     def weight_state(self) -> State | None:
         """The state of the weight's quantizer, if it has one."""
         return self.states().get("w")
-
-    def kept(self) -> tuple[Memory, ...]:
-        return self._plan.memories if self._plan is not None else ()
 
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 uses it, once it shards the layer."""

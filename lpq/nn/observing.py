@@ -169,5 +169,5 @@ def watch(layer: Any, stack: str = "", first: int = 0) -> Watch:
             'compiled eagerly meanwhile, with torch.compiler.set_stance("force_eager"), and export outside of '
             "observing(…)"
         )
-    title = layer.title if not stack else f"{layer.base.__name__}.{stack}"
+    title = f"{layer.title}.{stack}" if stack else layer.title
     return Watch(layer, layer.observers, title, stack, first)

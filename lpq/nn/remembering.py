@@ -1,4 +1,4 @@
-"""Modules whose quantizers remember something, in buffers that are saved, loaded and moved beside the weights.
+"""Converted modules: each has a recipe, and what its quantizers remember in buffers beside its weights.
 
 They also note that they ran."""
 
@@ -10,18 +10,38 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.quantizer_state import Memory
+from lpq import recipes, registry
+from lpq.nn.plan import Plan
+from lpq.nn.quantizer_state import Memory, check_names
 from lpq.recipes.gemms import TENSORS
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
     from lpq.distributed.compared import Compared
+    from lpq.nn.stages import Stages
+    from lpq.recipes import Recipe, RecipeLike, Schedule
     from lpq.tensor.observed import Observer
 
 
-class Remembering(nn.Module):
-    """A module with such buffers. They are fp32 whatever the weights are cast to."""
+MOST_CALLS = 16
+"""The number of bound calls that a layer keeps, one for each kind of pass."""
 
+
+class Remembering(nn.Module):
+    """A module with a recipe, and with buffers of its quantizers, which are fp32 whatever the weights are cast to."""
+
+    kind: ClassVar[str]
+    """The class in messages."""
+    place: str = ""
+    """Its name in the model that was converted, for error messages."""
+    transposed: bool = False
+    """Whether its matrices are ``[in, out]``."""
+    _recipe: Recipe | None = None
+    _plan: Plan | None = None
+    schedule: Schedule | None = None
+    """The recipe of each step, under a policy; see ``lpq.set_step``."""
+    stages: Stages | None = None
+    """The step of the model, if the schedule has several recipes."""
     observers: tuple[Observer, ...] = ()
     """Those that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
     owners: ClassVar[tuple[str, ...]] = TENSORS
@@ -35,11 +55,65 @@ class Remembering(nn.Module):
 
     compared: Compared | None = None
     """The check that ranks have the same model, if lpq gathers none of its weights."""
+    _calls: tuple[object, dict[object, Any]] = (None, {})
+    """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,
+    steps, or ways over a mesh."""
+    _checked: bool = False
+    """Whether the static values passed their check."""
+
+    @property
+    def title(self) -> str:
+        """Its name in messages. A compiler that reads it compiles each layer anew, and no more than eight: so only what
+        raises an error reads it there."""
+        return f"layer {self.place}, {self.sized}" if self.place else self.sized
+
+    @property
+    def sized(self) -> str:
+        """Its class, with its sizes if it has one weight."""
+        return self.kind
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe; assign a name, a string or a ``Recipe`` to change it. Weights and optimizer state stay."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, source: RecipeLike | None) -> None:
+        recipe = recipes.recipe(source) if source is not None else None
+        if recipe == self._recipe:
+            return
+        plan = None
+        if recipe is not None:
+            plan = Plan.of(recipe)
+            if (why := self.why_unfit(plan)) is not None:
+                raise ValueError(f"{self.title} cannot have the recipe {recipe.title}: {why}")
+            check_names(self, recipe, self.memories(), self.title)
+        for name in self.memories():
+            delattr(self, name)
+        self._recipe, self._plan = recipe, plan
+        self.forget_calls()
+        self.compare_again()
+        for memory in self.kept():
+            fresh = getattr(plan, memory.tensor).new_state(next(self.parameters()).device)
+            self.register_buffer(memory.name, self.place_for(fresh[memory.key]))
+
+    def why_unfit(self, plan: Plan) -> str | None:
+        """Why this layer cannot do what a recipe plans; None if it can."""
+        return None
+
+    def place_for(self, memory: Tensor) -> Tensor:
+        """The buffer in which the layer keeps this fresh state of a quantizer."""
+        return memory
+
+    def compare_again(self) -> None:
+        """Have ranks compare the model once more, as a recipe has changed."""
+        if self.compared is not None:
+            self.compared.forget()
 
     @property
     def called(self) -> bool:
         """Whether a pass ran outside of compiled code."""
-        return self._ran
+        return self._ran or bool(self._calls[1])
 
     @once_when_traced
     def note_pass(self, traced: bool, shared: bool = False) -> bool:
@@ -65,7 +139,7 @@ class Remembering(nn.Module):
 
     def kept(self) -> tuple[Memory, ...]:
         """The buffers of its present recipe."""
-        raise NotImplementedError(f"{type(self).__name__} does not list what it remembers")
+        return self._plan.memories if self._plan is not None else ()
 
     def memories(self) -> dict[str, Tensor]:
         """All that its quantizers remember across steps, by the names of the buffers."""
@@ -80,11 +154,24 @@ class Remembering(nn.Module):
         return {memory.name: getattr(self, memory.name) for memory in self.kept() if not memory.moves}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which nobody observes."""
-        return {key: value for key, value in self.__dict__.items() if key != "observers"}
+        """The state of a copy, which nobody observes, and which no step of the model moves."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("observers", "stages", "_calls")}
 
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""
+        self._ran = self.called
+        self._calls, self._checked = (None, {}), False
+
+    def bound_calls(self) -> dict[object, Any]:
+        """Return what is bound for passes of one kind, with room for one more."""
+        epoch, calls = self._calls
+        if epoch is not registry.epoch():
+            calls = {}
+            self._calls = registry.epoch(), calls
+        if len(calls) >= MOST_CALLS:
+            oldest, *_ = calls  # at once, as other threads change them, too
+            calls.pop(oldest, None)
+        return calls
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, memory in self.memories().items():

@@ -29,11 +29,8 @@ class Saved(Remembering):
     in_features: int
     out_features: int
     kind: ClassVar[str] = "lpq.nn.Linear"
-    """The class in messages."""
     layouts: Layouts | None = None
     """How its input and output are shared out, as a style of ``lpq.distributed.tensor_parallel`` sets it."""
-    place: str
-    """Its name in the model that was converted, for error messages."""
     gathering: Gathering | None
     """The weights that are gathered quantized together with this one; None: it is not gathered quantized."""
     rounded: bool = False
@@ -46,15 +43,13 @@ class Saved(Remembering):
     ``torch.autograd.grad``."""
 
     @property
-    def title(self) -> str:
-        """Its name in messages. A compiler that reads it compiles each layer anew, and no more than eight: so only what
-        raises an error reads it there."""
-        return f"layer {self.place}, {self.sized}" if self.place else self.sized
-
-    @property
     def sized(self) -> str:
-        """Its class and its sizes."""
         return f"{self.kind}({self.in_features}, {self.out_features})"
+
+    def compare_again(self) -> None:
+        super().compare_again()
+        if self.gathering is not None:
+            self.gathering.forget()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -24,7 +24,7 @@ CLASSES = (("transformers.pytorch_utils", "Conv1D"),)
 class TransposedLayer(Layer):
     """A layer with a weight of ``[in_features, out_features]``. Its class is made by ``class_for``."""
 
-    transposed: ClassVar[bool] = True
+    transposed = True
     base: ClassVar[type[nn.Module]]
     """The class of the module before the conversion."""
 

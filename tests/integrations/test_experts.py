@@ -170,6 +170,36 @@ def test_a_recipe_with_memories_is_refused_before_anything_is_changed() -> None:
     assert not any(isinstance(module, Experts | lpq.nn.Linear) for module in net.modules())
 
 
+def test_they_follow_the_steps_of_a_policy_and_a_checkpoint_has_their_recipe(tmp_path: Path) -> None:
+    """As other layers do. Control: the recipe of the first step."""
+    rules = [{"match": "*.experts", "recipe": "nvfp4", "until": 2}, {"match": "*", "recipe": "mxfp8"}]
+    net, again = (lpq.convert(made(mixtral), {"rules": rules}) for _ in range(2))
+    lpq.set_step(net, 1)
+    assert {experts.recipe.title for experts in experts_of(net)} == {"nvfp4"}
+    lpq.set_step(net, 2)
+    assert {experts.recipe.title for experts in experts_of(net)} == {"mxfp8"}
+    lpq.checkpoint.save(tmp_path, net)
+    lpq.checkpoint.load(tmp_path, again)
+    words = torch.randint(WORDS, (2, 8))
+    with torch.no_grad():
+        assert torch.equal(net(input_ids=words).logits, again(input_ids=words).logits)
+        lpq.set_step(again, 1)
+        assert not torch.equal(net(input_ids=words).logits, again(input_ids=words).logits)
+    assert {entry.note for entry in lpq.report(net).converted if "experts" in entry.name} == {
+        "nvfp4 until step 2, then mxfp8"
+    }
+
+
+def test_a_recipe_is_assigned_as_to_other_layers() -> None:
+    experts = experts_of(lpq.convert(made(mixtral), "mxfp8"))[0]
+    experts.recipe = "nvfp4"
+    assert experts.recipe == lpq.recipe("nvfp4")
+    words = r"layer model\.layers\.0\.mlp\.experts, MixtralExperts cannot have the recipe fp8-delayed: it remembers"
+    with pytest.raises(ValueError, match=words):
+        experts.recipe = "fp8-delayed"
+    assert experts.recipe == lpq.recipe("nvfp4")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_static_scales_of_experts_are_saved_and_loaded(model: Any, tmp_path: Path) -> None:
     """By the names that files have for them, where transformers has others than in memory."""
