@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.parallel import Team
+from lpq.calibration.parallel import Team, is_shared_out, sending_nothing
 from lpq.calibration.reducing import Together
-from lpq.calibration.stacks import is_shared_out, sending_nothing
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.nn.observing import observing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lpq.calibration.collecting import Forward, evaluating, through
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import ONLY, stacks_in
+from lpq.calibration.targets import places
 from lpq.checkpoint.model import Model
-from lpq.nn import GroupedLinear
 from lpq.nn.observing import observing
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
@@ -37,29 +36,23 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
     A layer's output is compared with the product in fp32 of the same input, which is noisy itself where layers before
     it are. It is for models that are not sharded.
     """
-    modules = list(_with_recipe(model))
-    for name, module, _ in modules:
-        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False)):
+    layers = {
+        (place.layer, place.stack): place.name if place.expert is None else place.weight.removesuffix(".weight")
+        for place in places(Model(model))
+    }
+    for (layer, _), name in layers.items():
+        if any(hasattr(parameter, "device_mesh") for parameter in layer.parameters(recurse=False)):
             raise CalibrationError(f"{name} is sharded: measure the noise of the model before it is")
-    if not modules:
+    if not layers:
         raise CalibrationError("no layer has a recipe, whose noise could be measured: convert the model, lpq.convert")
-    comparing = _Comparing({(id(module), stack): name for name, module, stack in modules})
-    with observing([module for _, module, _ in modules], comparing), evaluating(model):
+    comparing = _Comparing({(id(layer), stack): name for (layer, stack), name in layers.items()})
+    with observing([layer for layer, _ in layers], comparing), evaluating(model):
         for batch in batches:
             forward(model, batch)
     if not comparing.outputs:
         raise CalibrationError("no batch went through a layer with a recipe: pass what the model is called with")
     found = [Noise(name, _decibels(*sums), comparing.weights[name]) for name, sums in comparing.outputs.items()]
     return sorted(found, key=lambda noise: (noise.output, noise.layer))
-
-
-def _with_recipe(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The layers and stacks with a recipe: their names, their modules, and the names of stacks in these."""
-    for name, layer in Model(model).layers():
-        if layer.recipe is not None and not isinstance(layer, GroupedLinear):
-            yield name, layer, ONLY
-    for stack in stacks_in(model):
-        yield stack.weight.removesuffix(".weight"), stack.holder, stack.key
 
 
 class _Comparing:

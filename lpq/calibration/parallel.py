@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import is_shared_out
 from lpq.distributed.cuts import Cut
+from lpq.distributed.expert_parallel import exchange_of
 from lpq.nn import Layer
+from lpq.nn.grouped_linear import GroupedLayer
 from lpq.torch_private.tensors import local_part
 
 
@@ -46,6 +47,24 @@ class Team:
             for layer in self.layers:
                 stack.enter_context(_Whole(layer).in_each_pass())
             yield
+
+
+def is_shared_out(layer: nn.Module) -> bool:
+    """Whether ranks share the experts of a layer out, so that each gets the rows of all ranks for its own."""
+    return isinstance(layer, GroupedLayer) and layer.dispatched is not None
+
+
+@contextmanager
+def sending_nothing(model: nn.Module) -> Iterator[None]:
+    """Send, inside, none of this rank's rows to any expert that ranks share out."""
+    exchanges = [exchange for module in model.modules() if (exchange := exchange_of(module)) is not None]
+    try:
+        for exchange in exchanges:
+            exchange.sends = False
+        yield
+    finally:
+        for exchange in exchanges:
+            exchange.sends = True
 
 
 def _shared_out(model: nn.Module) -> Iterator[nn.Module]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lpq import registry
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import ONLY, matrix_of, stacks_in
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.tensors import whole
+from lpq.checkpoint.tensors import chunk, whole
 from lpq.distributed.shard import plain
 from lpq.engines.models import gathered_dtypes
 from lpq.formats import Quantizer
 from lpq.nn import Layer
-from lpq.nn.experts import Experts
+from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.grouped_linear import GroupedLinear
+from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.operations.measuring import measure
 from lpq.operations.operands import as_matrix
@@ -39,7 +39,7 @@ class Target:
     """A layer, and the recipe that it gets."""
 
     name: str
-    layer: Layer | Experts
+    layer: Remembering
     recipe: Recipe
     """The static recipe."""
     dynamic: Recipe
@@ -48,7 +48,7 @@ class Target:
     """Whole or sharded, in high precision; None: its statistics do not become static."""
     dtype: torch.dtype | None
     """The dtype in which the weight is encoded."""
-    stack: str = ONLY
+    stack: str = ""
     expert: int | None = None
     """The number of the expert in a stack of the layer; None: the whole layer."""
 
@@ -80,14 +80,20 @@ class Target:
         """The statistics of this rank's part of the weight, by name. Where its shards cut blocks it is gathered."""
         if self.weight is None or not (names := self.names("w")):
             return
-        if self.expert is None:
-            matrix: Tensor | None = _matrix(self.weight, self.layer, self.w)
-        else:
-            matrix = matrix_of(self.weight, self.layer, self.expert)
+        matrix = _matrix(self.weight, self.layer, self.w) if self.expert is None else self._own_matrix(self.expert)
         if matrix is not None:
             yield from self._measured("w", matrix, self.dtype or self.weight.dtype)
         else:  # another rank has it
             yield from ((name, torch.zeros((), device=local_part(self.weight).device)) for name in names)
+
+    def _own_matrix(self, expert: int) -> Tensor | None:
+        """The matrix of an expert, ``[out, in]``; None if this rank does not hold it."""
+        assert self.weight is not None
+        first, last, _ = chunk(self.weight)[0].indices(len(self.weight))
+        if not first <= expert < last:
+            return None
+        matrix = plain(local_part(self.weight.detach()))[expert - first]
+        return matrix.t() if self.layer.transposed else matrix
 
     def places(self) -> dict[str, Tensor]:
         """The static values of the layer by the names of statistics, to write to."""
@@ -109,23 +115,46 @@ class Target:
                     yield f"{self.name}.{tensor}_{prefix}{stat.name}", value
 
 
+class Place(NamedTuple):
+    """A layer with a recipe, or an expert of a stack with one."""
+
+    name: str
+    layer: Remembering
+    weight: str
+    """The name of its weight, or of the stack."""
+    stack: str = ""
+    """The name of the stack in a layer that has several."""
+    expert: int | None = None
+    """The number of the expert; None: the whole layer."""
+
+
+def places(model: Model) -> Iterator[Place]:
+    """Yield the layers with a recipe of a model, each once, and of grouped layers each expert."""
+    for own, layer in model.module.named_modules():
+        if isinstance(layer, Layer) and not isinstance(layer, GroupedLinear) and layer.recipe is not None:
+            yield Place(name := plain_name(own), layer, f"{name}.weight".lstrip("."))
+    for stack in expert_stacks(model.module):
+        for number, name in enumerate(stack.layers if stack.recipe is not None else ()):
+            yield Place(name, stack.holder, stack.name, stack.key, number)
+
+
 def targets(model: nn.Module, search: str | None) -> list[Target]:
-    """The layers of a converted model that have something to make static."""
+    """The layers of a converted model that have something to make static; each expert of a stack counts as one."""
     seen = Model(model)
     state, _ = seen.state()
     dtypes = gathered_dtypes(seen.module)
-    found: dict[int, Target] = {}
-    for name, layer in seen.layers():
-        if layer.recipe is None or id(layer) in found or isinstance(layer, GroupedLinear):
-            continue
-        _check_schedule(name, layer)
-        weight = state.get(f"{PREFIX}{name}.weight", layer.weight)
+    found: list[Target] = []
+    for name, layer, path, stack, expert in places(seen):
+        recipe: Any = layer.recipe
+        _check_schedule(name if expert is None else path.rpartition(".")[0], layer)
+        weight: Any = state[key] if (key := f"{PREFIX}{path}") in state else layer.weight  # which is computed
         stored = isinstance(local_part(weight), QuantizedTensor)
-        made = _static(layer.recipe, search, weights=not stored)
-        target = Target(name, layer, made, _dynamic(layer.recipe), None if stored else weight, dtypes.get(id(layer)))
-        if made != layer.recipe or target.names("x") or target.names("w"):
-            found[id(layer)] = target
-    return [*found.values(), *_of_experts(seen, state, search)]
+        made = _static(recipe, search, weights=not stored)
+        of_weight = None if stored else weight
+        target = Target(name, layer, made, _dynamic(recipe), of_weight, dtypes.get(id(layer)), stack, expert)
+        if made != recipe or target.names("x") or target.names("w"):
+            found.append(target)
+    return found
 
 
 def forgotten(model: nn.Module) -> str:
@@ -145,24 +174,6 @@ def forgotten(model: nn.Module) -> str:
         "static: bool = False: with that, and nothing else, the statistic can become static"
         for name, stat in found.items()
     )
-
-
-def _of_experts(seen: Model, state: Mapping[str, Tensor], search: str | None) -> Iterator[Target]:
-    """A target for each expert of a stack."""
-    dtypes = gathered_dtypes(seen.module)
-    for holder, key, names, path in stacks_in(seen.module):
-        assert holder.recipe is not None
-        _check_schedule(path.rpartition(".")[0], holder)
-        weight = state[f"{PREFIX}{path}"]
-        stored = isinstance(local_part(weight), QuantizedTensor)
-        made = _static(holder.recipe, search, weights=not stored)
-        for number, name in enumerate(names):
-            target = Target(
-                name, holder, made, _dynamic(holder.recipe), None if stored else weight, dtypes.get(id(holder)),
-                key, number,
-            )  # fmt: skip
-            if made != holder.recipe or target.names("x") or target.names("w"):
-                yield target
 
 
 def _check_schedule(name: str, layer: Remembering) -> None:

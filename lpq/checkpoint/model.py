@@ -21,7 +21,7 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.tensors import described
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
-from lpq.nn.expert_names import renamed, stacks_of
+from lpq.nn.expert_stacks import renamed, stacks_in_files
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Policy, Recipe, Steps
@@ -157,7 +157,7 @@ class Model:
         memories = self.memories()
         names = [key.removeprefix(PREFIX) for key in self.state()[0] if key not in memories]
         try:
-            stacks = {stack.weight: stack for stack in stacks_of(self.module)}
+            stacks = {stack.name: stack for stack in stacks_in_files(self.module)}
             others = renamed(self.module, [name for name in names if name not in stacks])
         except Exception as error:  # of transformers, which names them
             warn(
@@ -166,8 +166,7 @@ class Model:
                 CheckpointWarning,
             )
             return {"stacks": None}
-        recipes = {name: _text(getattr(stack.holder, "recipe", None)) for name, stack in stacks.items()}
-        layers = {name: {"recipe": recipes[name], "layers": stack.patterns} for name, stack in stacks.items()}
+        layers = {n: {"recipe": _text(stack.recipe), "layers": stack.patterns} for n, stack in stacks.items()}
         return {"stacks": layers, "renamed": others}
 
     def check_policy(

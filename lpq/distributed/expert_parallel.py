@@ -6,8 +6,10 @@ rows of all ranks, one rank's behind the other's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
@@ -53,40 +55,62 @@ class ExpertParallel(ParallelStyle):
             if hasattr(part, "dispatched"):
                 part.dispatched = self.how
                 part.compared = getattr(part, "compared", None) or compared
-        if getattr(module, "routes_tokens", False):  # and so exchanges rows itself
+        module.expert_exchange = Exchange(type(module).__name__, self.how, next(module.parameters()).shape[0])
+        if getattr(module, "routes_tokens", False):  # and so uses the exchange itself
             return distribute_module(module, device_mesh, _share_out)
-        hooks = _Hooks(self.how, next(module.parameters()).shape[0])
-        module.shares_out_experts = True
-        before: Any = hooks.dispatch  # torch's type returns nothing, and torch uses the result
-        after: Any = hooks.combine
+        before: Any = _dispatch_inputs  # torch's type returns nothing, and torch uses the result
+        after: Any = _combine_outputs
         return distribute_module(module, device_mesh, _share_out, before, after)
 
 
-class _Hooks:
+class Exchange:
     """Sends the rows of a call to their experts, and the results back."""
 
-    def __init__(self, how: Dispatch, experts: int) -> None:
-        self.how, self.experts = how, experts
+    def __init__(self, title: str, how: Dispatch, experts: int) -> None:
+        """``title``: the name of the module in messages."""
+        self.title, self.how, self.experts = title, how, experts
+        self.sends = True
+        """Whether this rank sends rows to any expert."""
         self._call: Sent | None = None
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
-    def dispatch(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        """The arguments of the module's forward: the rows for this rank's experts, and where each expert's end."""
-        if len(inputs) != 2:
-            raise TypeError(
-                f"ExpertParallel: {type(module).__name__} was called with {len(inputs)} arguments, and a module of "
-                "experts takes rows and where each expert's end; convert one that routes tokens itself with a recipe "
-                "first"
-            )
-        name = type(module).__name__
-        rows, ends, self._call = dispatch(name, inputs[0], inputs[1], self.experts, mesh, self.how, module)
+    def dispatch(
+        self, module: nn.Module, rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows of all ranks for this rank's experts, and where each expert's end."""
+        if not self.sends:
+            ends = torch.zeros_like(ends) if isinstance(ends, Tensor) else [0 for _ in ends]
+        rows, ends, self._call = dispatch(self.title, rows, ends, self.experts, mesh, self.how, module)
         return rows, ends
 
-    def combine(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The results of the caller's own rows, from the output of the module's forward."""
+    def combine(self, results: Tensor) -> Tensor:
+        """Return the results of the caller's own rows."""
         assert self._call is not None
         call, self._call = self._call, None
-        return combine(output, call, self.how)
+        return combine(results, call, self.how)
+
+
+def exchange_of(module: nn.Module) -> Exchange | None:
+    """The exchange of a module whose experts ranks share out; None: they do not."""
+    return vars(module).get("expert_exchange")
+
+
+def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """The arguments of the module's forward."""
+    if len(inputs) != 2:
+        raise TypeError(
+            f"ExpertParallel: {type(module).__name__} was called with {len(inputs)} arguments, and a module of "
+            "experts takes rows and where each expert's end; convert one that routes tokens itself with a recipe "
+            "first"
+        )
+    exchange: Exchange = module.expert_exchange
+    rows, ends = inputs
+    return exchange.dispatch(module, rows, ends, mesh)
+
+
+def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:
+    exchange: Exchange = module.expert_exchange
+    return exchange.combine(output)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lpq.engines.entries import Entry, Memories, Multiplied, Pieces, Stored
-from lpq.nn.expert_names import Names, stacks_of
+from lpq.engines.entries import Entry, Memories, Multiplied, Pieces
+from lpq.nn.expert_stacks import Names, stacks_in_files
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Recipe
 from lpq.registry.showing import listed
@@ -17,64 +17,85 @@ from lpq.torch_private.tensors import local_part
 
 
 class Stack(NamedTuple):
-    """The matrices of all experts, one behind the other."""
+    """A stack of a model or of a checkpoint."""
 
     names: Names
-    recipe: Recipe
+    """The layers of each expert; none if files have no layers for it."""
+    recipe: Recipe | None
     memories: Memories
-    """Those of all experts."""
+    """The statistics of all experts."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its experts are layers to engines, and it does not stay in one tensor, in high precision."""
+        return any(self.names) and is_quantized(self.recipe)
 
 
-def stacks(model: nn.Module) -> dict[str, Stack]:
-    """The stacks of a model that engines have as layers, by the names of their parameters."""
-    found = {}
-    for stack in stacks_of(model):
-        recipe: Any = getattr(stack.holder, "recipe", None)
-        if stack.patterns is not None and is_quantized(recipe):
-            assert isinstance(stack.holder, Remembering)
-            found[stack.weight] = Stack(stack.names, recipe, states_of(stack.holder, stack.key))
-    return found
+Stacks = Mapping[str, Stack]
+"""All stacks, by the names of their parameters."""
+
+
+def stacks(model: nn.Module) -> Stacks:
+    """Return the stacks of a model."""
+    return {
+        stack.name: Stack(stack.names, stack.recipe, states_of(stack.holder, stack.key) if stack.recipe else {})
+        for stack in stacks_in_files(model)
+    }
 
 
 def is_quantized(recipe: Recipe | None) -> bool:
-    """Whether the weights of a stack with that recipe are layers to engines."""
+    """Whether engines get a weight of that recipe quantized."""
     return recipe is not None and not recipe.w.side("row").plain
 
 
 def states_of(module: Remembering, stack: str = "") -> dict[str, dict[str, Tensor]]:
-    """The states of the quantizers of a module, or of a stack in it, which are the same on all ranks."""
+    """Return the states of the quantizers of a module, or of a stack in it, which are the same on all ranks."""
     return {t: {key: local_part(value) for key, value in state.items()} for t, state in module.states(stack).items()}
 
 
-def left_stacks(model: nn.Module) -> dict[str, bool]:
-    """The modules with experts that stay in one tensor, in high precision, and whether they have a recipe."""
-    found = {name.rpartition(".")[0] for name in stacks(model)}
-    every = {stack.holder_name: getattr(stack.holder, "recipe", None) is not None for stack in stacks_of(model)}
-    return {name: trained for name, trained in every.items() if name not in found}
+def left_modules(stacks: Stacks) -> dict[str, bool]:
+    """Return the modules whose experts stay in one tensor, in high precision, and whether they have a recipe."""
+    split = {_module(name) for name, stack in stacks.items() if stack.is_split}
+    return {_module(name): stack.recipe is not None for name, stack in stacks.items() if _module(name) not in split}
 
 
-def are_fused(stacks: Iterable[str]) -> bool:
-    """Whether some of these stacks, by the names of their parameters, are of Hugging Face's models."""
-    return any(name.rpartition(".")[2] != "weight" for name in stacks)
+def _module(weight: str) -> str:
+    return weight.rpartition(".")[0]
 
 
-def notes_of(left: Mapping[str, bool]) -> Iterable[str]:
-    """The remark for the user about experts that are trained quantized, and stay in high precision."""
-    if stay := [name for name, trained in left.items() if trained]:
+def are_fused(stacks: Stacks) -> bool:
+    """Whether some of the stacks that are split are of Hugging Face's models."""
+    return any(name.rpartition(".")[2] != "weight" for name, stack in stacks.items() if stack.is_split)
+
+
+def notes_of(stacks: Stacks) -> Iterable[str]:
+    """Yield the remark for the user about experts that are trained quantized, and stay in high precision."""
+    if stay := [name for name, trained in left_modules(stacks).items() if trained]:
         yield (
             f"the experts of {listed(stay)} are in high precision, in one tensor: engines have no layers for experts "
             "that are transposed, interleaved or with biases"
         )
 
 
-def split(
-    stack: Stack, shape: Sequence[int], like: Entry, gather: Callable[[], Pieces], stored: Stored | None,
-    imported: Mapping[str, Tensor],
-) -> Iterator[Entry]:  # fmt: skip
-    """The tensors of a stack ``[experts, rows, columns]`` for engines; ``imported``: the amaxes of inputs that layers
-    came with."""
-    _, rows, cols = shape
-    held = _Held(gather)
+def split(entry: Entry, stacks: Stacks, imported: Mapping[str, Tensor]) -> list[Entry] | None:
+    """Return the tensors for engines of a stack or of its biases; None if the entry is neither.
+
+    ``imported``: the amaxes of inputs that layers came with.
+    """
+    stack = stacks.get(entry.name)
+    if stack is not None and stack.is_split:
+        return [*_matrices(stack, entry, imported)]
+    stack = stacks.get(f"{entry.name.removesuffix('bias')}weight") if entry.name.endswith("bias") else None
+    if stack is not None and stack.is_split and len(entry.shape) == 2:
+        return [*_biases(stack, entry)]
+    return None
+
+
+def _matrices(stack: Stack, whole: Entry, imported: Mapping[str, Tensor]) -> Iterator[Entry]:
+    """Yield the matrices of a stack ``[experts, rows, columns]``."""
+    assert stack.recipe is not None
+    _, rows, cols = whole.shape
+    held = _Held(whole.gather)
     for number, layers in enumerate(stack.names):
         each = rows // len(layers)
         own = {tensor: {key: value[number] for key, value in kept.items()} for tensor, kept in stack.memories.items()}
@@ -82,17 +103,17 @@ def split(
             last = number == len(stack.names) - 1 and i == len(layers) - 1
             part = (i * each, (i + 1) * each, rows) if len(layers) > 1 else None
             yield replace(
-                like, name=f"{layer}.weight", shape=(each, cols), gather=held.of(number, last),
-                layer=Multiplied.by(stack.recipe, layer, own, imported.get(layer)), stored=stored, part=part,
+                whole, name=f"{layer}.weight", shape=(each, cols), gather=held.of(number, last),
+                layer=Multiplied.by(stack.recipe, layer, own, imported.get(layer)), part=part,
             )  # fmt: skip
 
 
-def split_rows(names: Names, like: Entry, gather: Callable[[], Pieces]) -> Iterator[Entry]:
-    """The biases ``[experts, rows]`` for engines."""
-    held = _Held(gather)
-    for number, (layer,) in enumerate(names):
-        get = held.of(number, number == len(names) - 1)
-        yield replace(like, name=f"{layer}.bias", shape=like.shape[1:], gather=get)
+def _biases(stack: Stack, whole: Entry) -> Iterator[Entry]:
+    """Yield the biases of a stack, ``[experts, rows]``."""
+    held = _Held(whole.gather)
+    for number, (layer,) in enumerate(stack.names):
+        get = held.of(number, number == len(stack.names) - 1)
+        yield replace(whole, name=f"{layer}.bias", shape=whole.shape[1:], gather=get)
 
 
 class _Held:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.single import write_file
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
 from lpq.engines.entries import Entry
-from lpq.engines.experts import are_fused, left_stacks, notes_of, stacks
+from lpq.engines.experts import Stacks, are_fused, notes_of, stacks
 from lpq.engines.layouts import layout_named
 from lpq.engines.models import entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
@@ -227,7 +228,7 @@ def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks, layout: str) -> _Source:
     if isinstance(model, str | Path):
         saved = SavedCheckpoint(place(model, "model"), ranks)
-        notes = _notes(saved.left_stacks(), saved.shared_layers(), saved.stacks, layout)
+        notes = _notes(saved.stacks, saved.shared_layers(), layout)
         return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     seen = Model(model)
     if adapted := [name for name, module in seen.module.named_modules() if hasattr(module, "get_base_layer")]:
@@ -235,18 +236,20 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ran
             f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
             "model = model.merge_and_unload()"
         )
-    notes = _notes(left_stacks(seen.module), shared_layers(seen), stacks(seen.module), layout)
-    return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes)
+    held = stacks(seen.module)
+    notes = _notes(held, shared_layers(seen), layout)
+    left = partial(unquantized, seen.module, stacks=held)
+    return _Source(entries(seen, dtype, held), left, seen.module, notes)
 
 
-def _notes(left: Mapping[str, bool], shared: Sequence[str], stacks: Iterable[str], layout: str) -> tuple[str, ...]:
+def _notes(stacks: Stacks, shared: Sequence[str], layout: str) -> tuple[str, ...]:
     """Remarks about what stays in high precision though it is trained quantized, and about experts in this layout."""
     tied = (
         f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "
         "training multiplies their codes",
     )
     limit = layout_named(layout).experts if are_fused(stacks) else None
-    return (*notes_of(left), *(tied if shared else ()), *([limit] if limit is not None else []))
+    return (*notes_of(stacks), *(tied if shared else ()), *([limit] if limit is not None else []))
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer
 from lpq.nn import Layer
 from lpq.nn.conversion import schedules_of
-from lpq.nn.expert_names import Stack
+from lpq.nn.expert_stacks import ExpertStack
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Recipe
@@ -46,7 +46,7 @@ class Intended:
 
     @classmethod
     def of(
-        cls, model: Model, rules: PolicyLike | None, weights: Weights | None, stacks: Mapping[str, Stack]
+        cls, model: Model, rules: PolicyLike | None, weights: Weights | None, stacks: Mapping[str, ExpertStack]
     ) -> Intended:
         """The model after ``lpq.convert(model, rules, weights=weights)``; with None as it is."""
         module = model.module
@@ -62,7 +62,7 @@ class Intended:
         if weights == "quantized":
             linear = [name for name in given if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]
             owners = {f"{name}.weight".lstrip("."): name for name in linear}
-            owners |= {one.weight: one.holder_name for one in stacks.values() if one.holder_name in given}
+            owners |= {one.name: one.holder_name for one in stacks.values() if one.holder_name in given}
             times = Counter(id(tensor) for tensor in tensors.values())
             for weight, name in owners.items():
                 side = given[name].w.side("row")

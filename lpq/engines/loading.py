@@ -25,8 +25,8 @@ from lpq.engines.reading import Files, Quantized
 from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
-from lpq.nn.expert_names import Stack
-from lpq.nn.expert_names import renamed as in_files
+from lpq.nn.expert_stacks import ExpertStack
+from lpq.nn.expert_stacks import renamed as in_files
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.operations import decode, remember
@@ -98,7 +98,7 @@ def _rules(found: Mapping[str, Quantized]) -> dict[str, Any]:
     return {"rules": [{"match": names, "recipe": recipe_of(found[names[0]])} for names in alike.values()]}
 
 
-def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[str, Stack]) -> None:
+def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> None:
     tensors, _ = model.state()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -121,7 +121,7 @@ class _Job:
     files: Files
     model: Model
     found: Mapping[str, Quantized]
-    stacks: Mapping[str, Stack]
+    stacks: Mapping[str, ExpertStack]
     """Those of the model's experts, by the names of their parameters."""
     intended: Intended
     """The model as it will be when it is filled; it may not be converted yet."""

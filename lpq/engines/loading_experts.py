@@ -12,36 +12,34 @@ from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
 from lpq.formats.stacks import stacked
-from lpq.nn.expert_names import Names, Stack, stacks_of
-from lpq.nn.experts import Experts
-from lpq.nn.grouped_linear import GroupedLinear
+from lpq.nn.expert_stacks import ExpertStack, Names, stacks_in_files
 from lpq.operations.derived_operands import derives_col
 from lpq.registry.showing import listed
 
 
-def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, Stack]:
+def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, ExpertStack]:
     """The stacks for whose experts the files have quantized layers, by the names of their parameters."""
     held = {}
-    for one in stacks_of(model):
+    for one in stacks_in_files(model):
         there = [layer for layer in one.layers if layer in found]
         if not there:
             continue
         if lacking := [layer for layer in one.layers if layer not in found]:
             raise CheckpointError(
-                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {one.weight} of the model "
+                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {one.name} of the model "
                 "holds all of them in one tensor"
             )
         kinds = {(id(found[layer].scheme), id(found[layer].inputs)): layer for layer in there}
         if len(kinds) > 1:
             raise CheckpointError(
-                f"the files have {listed([*kinds.values()])} in several formats, and {one.weight} of the model holds "
+                f"the files have {listed([*kinds.values()])} in several formats, and {one.name} of the model holds "
                 "them in one tensor"
             )
-        held[one.weight] = one
+        held[one.name] = one
     return held
 
 
-def renamed(found: Mapping[str, Quantized], held: Mapping[str, Stack]) -> dict[str, Quantized]:
+def renamed(found: Mapping[str, Quantized], held: Mapping[str, ExpertStack]) -> dict[str, Quantized]:
     """The quantized layers by the names that modules of the model have: those of experts are one."""
     holder_of = {layer: one.holder_name for one in held.values() for layer in one.layers}
     made: dict[str, Quantized] = {}
@@ -55,20 +53,18 @@ def renamed(found: Mapping[str, Quantized], held: Mapping[str, Stack]) -> dict[s
     return made
 
 
-def store_quantized(held: Mapping[str, Stack]) -> None:
+def store_quantized(held: Mapping[str, ExpertStack]) -> None:
     """Store the stacks of converted experts of Hugging Face's models quantized, as files have codes for them.
 
     ``lpq.convert`` leaves them in high precision.
     """
     for one in held.values():
-        experts = one.holder
-        if not isinstance(experts, Experts) or experts.recipe is None or experts.recipe.w.side("row").plain:
+        if not one.key or one.recipe is None or (w := one.recipe.w).side("row").plain:
             continue
-        name, w = one.key, experts.recipe.w
-        weight: Tensor = getattr(experts, name)
+        weight = one.weight
         if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
             made = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
-            setattr(experts, name, nn.Parameter(made, requires_grad=weight.requires_grad))
+            setattr(one.holder, one.key, nn.Parameter(made, requires_grad=weight.requires_grad))
 
 
 def operand_of(names: Names, read: Callable[[str], Storage]) -> Storage:
@@ -99,14 +95,12 @@ def static_key(x: Quantizer) -> str | None:
 
 
 @torch.no_grad()
-def make_static(one: Stack, amaxes: dict[str, Tensor]) -> None:
+def make_static(one: ExpertStack, amaxes: dict[str, Tensor]) -> None:
     """Have experts be static by the amaxes of their inputs in the files, which are taken out, if their recipe is."""
-    holder = one.holder
-    assert isinstance(holder, GroupedLinear | Experts)
-    key = static_key(holder.recipe.x) if holder.recipe is not None else None
+    key = static_key(one.recipe.x) if one.recipe is not None else None
     if key is None or any(layer not in amaxes for layer in one.layers):
         return
-    place = holder.states(one.key)["x"][key]
+    place = one.holder.states(one.key)["x"][key]
     for number, layers in enumerate(one.names):  # layers of one matrix have one input
         place[number].copy_(torch.stack([amaxes.pop(layer).reshape(()) for layer in layers]).amax())
-    holder.forget_calls()
+    one.holder.forget_calls()

@@ -14,9 +14,9 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import left_stacks, split, split_rows, stacks, states_of
+from lpq.engines.experts import Stacks, is_quantized, left_modules, split, states_of
 from lpq.nn import Layer
-from lpq.nn.expert_names import renamed
+from lpq.nn.expert_stacks import renamed
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
@@ -25,7 +25,7 @@ RECORD = "lpq_input_amax"
 """Where a model that was imported keeps the amax of the inputs of its layers, by name, for the next export."""
 
 
-def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
+def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Entry]:
     """Its parameters and persistent buffers, each once, without what quantizers remember.
 
     ``dtype``: in which it computes, where that is not what FSDP2 gathers in, or else the dtype of its weights.
@@ -34,27 +34,23 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
     aliases, tied = model.aliases(), model.tied()
     memories, gathered = model.memories(), gathered_dtypes(model.module)
-    known, experts = model.module.__dict__.get(RECORD, {}), stacks(model.module)
-    plain = [key.removeprefix(PREFIX) for key in state if key not in memories]
-    in_files = renamed(model.module, [name for name in plain if name not in experts])
+    known = model.module.__dict__.get(RECORD, {})
+    apart = memories.keys() | {f"{PREFIX}{name}" for name, stack in stacks.items() if stack.is_split}
+    in_files = renamed(model.module, [key.removeprefix(PREFIX) for key in state if key not in apart])
     found: dict[int, list[Entry]] = {}
     for key, tensor in state.items():
         name = key.removeprefix(PREFIX)
         if name in aliases or key in memories:
             continue  # tied: an engine ties it, too
         local, layer, shared = here(key, tensor), layers.get(key), name in tied
-        stack = experts.get(name) if not shared else None
         used = _multiplied(*layer, local, known) if layer is not None and not shared else None
         stored = _stored(name, local)
         kept = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
         kept = kept if local.is_floating_point() else local.dtype
-        gather = partial(_gather, key, tensor)
-        entry = Entry(name, tuple(tensor.shape), kept, gather, used, stored if stack is None else None)
-        biases = experts.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
-        if stack is not None:
-            found[id(tensor)] = [*split(stack, tensor.shape, entry, gather, stored, known)]
-        elif biases is not None and tensor.dim() == 2:
-            found[id(tensor)] = [*split_rows(biases.names, entry, gather)]
+        entry = Entry(name, tuple(tensor.shape), kept, partial(_gather, key, tensor), used, stored)
+        parts_of_stack = None if shared else split(entry, stacks, known)
+        if parts_of_stack is not None:
+            found[id(tensor)] = parts_of_stack
         elif stored is not None and local.dim() > 2:
             raise CheckpointError(
                 f"{name} is a stack that is stored as {stored.side}, and engines have no names for its matrices: load "
@@ -68,14 +64,14 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
 def shared_layers(model: Model) -> list[str]:
     """The layers whose recipe quantizes a weight that other modules have as well: engines get it in high precision."""
     names, tied = model.aliases(), model.tied()
-    quantized = {name for name, layer in model.layers() if layer.recipe and not layer.recipe.w.side("row").plain}
+    quantized = {name for name, layer in model.layers() if is_quantized(layer.recipe)}
     return [n for n in sorted(quantized) if names.get(f"{n}.weight", f"{n}.weight") in tied]
 
 
-def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:
+def unquantized(model: nn.Module, quantized: set[str], stacks: Stacks) -> Iterator[str]:
     """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight,
     and modules with experts that are no layers to engines."""
-    yield from left_stacks(model)
+    yield from left_modules(stacks)
     left = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

@@ -19,8 +19,8 @@ from lpq.checkpoint.model import PREFIX
 from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.reading import Reader
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import Stack, is_quantized, split, split_rows
-from lpq.nn.expert_names import numbered
+from lpq.engines.experts import Stack, Stacks, is_quantized, left_modules, split
+from lpq.nn.expert_stacks import numbered
 from lpq.nn.experts import DOWN, UP
 from lpq.recipes import Recipe
 
@@ -52,50 +52,36 @@ class SavedCheckpoint:
                 shape, own, stored = self._shape(name), self._saved[name][1], None
             kept = dtype if dtype is not None and own.is_floating_point else own
             gather, own_name = partial(self._gather, name, stored), name.removeprefix(PREFIX)
-            made += self._entries(Entry(own_name, shape, kept, gather, self._layer(name), stored))
+            entry = Entry(own_name, shape, kept, gather, self._layer(name), stored)
+            plain = entry if entry.layer is not None else replace(entry, name=self._in_files(own_name))
+            made += split(replace(entry, layer=None), self.stacks, {}) or [plain]
         return made
-
-    def _entries(self, entry: Entry) -> Iterator[Entry]:
-        """The tensor, or those of a layer for each expert."""
-        plain = replace(entry, layer=None, stored=None)
-        stack, of_bias = self.stacks.get(entry.name), self.stacks.get(f"{entry.name.removesuffix('bias')}weight")
-        if stack is not None:
-            yield from split(stack, entry.shape, plain, entry.gather, entry.stored, {})
-        elif of_bias is not None and entry.name.endswith("bias"):
-            yield from split_rows(of_bias.names, plain, entry.gather)
-        else:
-            yield entry if entry.layer is not None else replace(entry, name=self._in_files(entry.name))
 
     def _in_files(self, name: str) -> str:
         return self._description.renamed.get(name, name)
 
-    def _found_stacks(self) -> dict[str, Stack]:
-        """The stacks that engines have as layers, by the names of their parameters."""
-        description, found = self._description, {}
+    def _found_stacks(self) -> Stacks:
+        """Return the stacks of the model that was saved."""
+        description = self._description
         if description.stacks is None and (several := [n for n in self._names() if self._may_be_stack(n)]):
             raise CheckpointError(
                 f"{shown(several[0])} seems to hold experts, and the checkpoint does not note their names in files, as "
                 "earlier releases of lpq did not: load it into its model, and export that"
             )
+        found = {}
         for name, entry in (description.stacks or {}).items():
-            recipe = _recipe(entry["recipe"])
-            if entry["layers"] is None or recipe is None or not is_quantized(recipe) or name in description.tied:
-                continue
             layer, _, leaf = name.rpartition(".")
+            patterns = () if name in description.tied else entry["layers"] or ()
             memories = self._memories(layer, "" if leaf == "weight" else f"{leaf}_")
-            found[name] = Stack(numbered(entry["layers"], self._shape(f"{PREFIX}{name}")[0]), recipe, memories)
+            shape = self._shape(f"{PREFIX}{name}")
+            names = numbered(patterns, shape[0] if shape else 0)
+            found[name] = Stack(names, _recipe(entry["recipe"]), memories)
         return found
 
     def _may_be_stack(self, name: str) -> bool:
         layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
         recorded = leaf == "weight" and layer in self._description.recipes
         return len(self._shape(name)) == 3 and (recorded or leaf in (*UP, DOWN))
-
-    def left_stacks(self) -> dict[str, bool]:
-        """The modules with experts that stay in one tensor, in high precision, and whether they have a recipe."""
-        found = {name.rpartition(".")[0] for name in self.stacks}
-        every = {name.rpartition(".")[0]: entry["recipe"] for name, entry in (self._description.stacks or {}).items()}
-        return {module: recipe is not None for module, recipe in every.items() if module not in found}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """That of a tensor of the model; empty if there is none."""
@@ -106,7 +92,7 @@ class SavedCheckpoint:
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
         """The modules with a matrix as weight, but for this set. Engines do not quantize embeddings, but a checkpoint
         does not show which these are, and to ignore one changes nothing."""
-        yield from self.left_stacks()
+        yield from left_modules(self.stacks)
         aliases, tied = self._description.aliases, self._description.tied
         for name, (shape, _) in self._saved.items():
             own = name.removeprefix(PREFIX)

@@ -25,7 +25,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.integrations.decoded import METHOD, Decoded, attach
 from lpq.nn import convert
 from lpq.nn.conversion import RECORD, Conversion
-from lpq.nn.expert_names import names_in_files
+from lpq.nn.expert_stacks import names_in_files
 from lpq.nn.sharded_weights import Weights, check_options
 from lpq.registry.warning import warn
 

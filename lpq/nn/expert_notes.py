@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lpq.nn.experts import Experts, is_transposed, stacks
-from lpq.nn.grouped_linear import GroupedLinear
+from lpq.nn.expert_stacks import expert_stacks
 from lpq.operations.group_choice import pays_from, why_decoded
 
 if TYPE_CHECKING:
@@ -17,13 +16,14 @@ if TYPE_CHECKING:
 
 
 def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The name and the note of each module that holds experts and has a recipe."""
-    for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear) and module.recipe is not None:
-            yield name, expert_note(module.recipe, [(module.out_features, module.in_features)])
-        elif isinstance(module, Experts) and module.recipe is not None:
-            sizes = [tuple(weight.shape[1:]) for weight in stacks(module).values()]
-            yield name, expert_note(module.recipe, [(n, k) if is_transposed(module) else (k, n) for k, n in sizes])
+    """Yield the name and the note of each module that holds experts and has a recipe."""
+    found: dict[str, tuple[Recipe, list[tuple[int, int]]]] = {}
+    for stack in expert_stacks(model):
+        if stack.recipe is not None:
+            n, k = stack.weight.shape[1:]
+            _, sizes = found.setdefault(stack.holder_name, (stack.recipe, []))
+            sizes.append((k, n) if stack.is_transposed else (n, k))
+    yield from ((name, expert_note(*how)) for name, how in found.items())
 
 
 def expert_note(recipe: Recipe, sizes: list[tuple[int, int]]) -> str:

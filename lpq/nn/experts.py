@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.expert_rows import combine, dispatch
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.quantizer_state import Memory
 from lpq.nn.read_past import Weight
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
-    from lpq.distributed.expert_rows import Dispatch
+    from lpq.distributed.expert_parallel import Exchange
     from lpq.recipes import Recipe
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -42,8 +41,8 @@ class Experts(GroupedLayer):
 
     base: ClassVar[type[nn.Module]]
     """The class of the module before the conversion."""
-    sends_rows: bool = True
-    """Whether this rank sends rows to any expert, where ranks share experts out."""
+    expert_exchange: Exchange | None = None
+    """How rows come from the other ranks, and results go back, if these have some of the experts."""
     routes_tokens: ClassVar[bool] = True
     """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
@@ -142,14 +141,10 @@ def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
 
 def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     """The results of experts for their rows, on whichever rank the experts are."""
-    how: Dispatch | None = experts.dispatched
-    if how is None:
+    exchange: Exchange | None = experts.expert_exchange
+    if exchange is None:
         return _made(experts, rows, ends)
-    name = experts.base.__name__
-    ends = ends if experts.sends_rows else torch.zeros_like(ends)
-    weight = getattr(experts, DOWN)
-    rows, ends, call = dispatch(name, rows, ends, len(weight), weight.device_mesh, how, experts)
-    return combine(_made(experts, rows, ends), call, how)
+    return exchange.combine(_made(experts, *exchange.dispatch(experts, rows, ends, experts.down_proj.device_mesh)))
 
 
 def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def test_a_model_whose_experts_cannot_be_named_is_saved_with_a_warning(
     def fail(model: nn.Module) -> None:
         raise AttributeError("no such function")
 
-    monkeypatch.setattr(checkpoint.model, "stacks_of", fail)
+    monkeypatch.setattr(checkpoint.model, "stacks_in_files", fail)
     model = nn.ModuleDict({"experts": lpq.nn.GroupedLinear(2, 32, 32, recipe="mxfp8")})
     with pytest.warns(CheckpointWarning, match=r"lpq\.export refuses it: export the model .*no such function"):
         checkpoint.save(tmp_path / "saved", model)

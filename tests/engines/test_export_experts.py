@@ -21,7 +21,7 @@ import lpq
 from lpq.checkpoint import CheckpointError
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.nn import GroupedLinear
-from lpq.nn.expert_names import counted, numbered
+from lpq.nn.expert_stacks import counted, numbered
 
 COUNT, WIDTH, INNER = 4, 64, 128
 LAYOUT = "compressed-tensors"
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_does_not_name_its_experts_is_refused_in_words(
     def fail(model: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(lpq.checkpoint.model, "stacks_of", fail)
+    monkeypatch.setattr(lpq.checkpoint.model, "stacks_in_files", fail)
     for name, model, said in (("a", fused("Mixtral"), "experts.down_proj"), ("b", Model(), "experts.down_proj.weight")):
         lpq.checkpoint.save(tmp_path / name, lpq.convert(model, "mxfp8"))
         with pytest.raises(CheckpointError, match=rf"{said} seems to hold experts.*load it into its model"):
