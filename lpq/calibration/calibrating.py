@@ -25,7 +25,7 @@ from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.files.disk import place
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.registry.errors import suggestion
 from lpq.registry.showing import number
 from lpq.registry.warning import warn
@@ -153,7 +153,7 @@ def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
 
 
 def _recipe_of(module: nn.Module) -> Recipe | None:
-    return module.recipe if isinstance(module, Remembering) else None
+    return module.recipe if isinstance(module, StatefulLayer) else None
 
 
 def _pass(

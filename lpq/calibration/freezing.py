@@ -17,7 +17,7 @@ from lpq.calibration.targets import Target
 from lpq.engines.siblings import fused
 from lpq.nn import Layer, convert
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
@@ -139,7 +139,7 @@ def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
     """Convert the model again, so that its policy is that of the recipes that it has."""
     rules: dict[Recipe, list[str]] = {}
     every = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in every if isinstance(module, Remembering)}
+    layers = {name: module for name, module in every if isinstance(module, StatefulLayer)}
     for name, layer in layers.items():
         recipe = wanted.get(layer, layer.recipe)
         if recipe is not None:

@@ -22,7 +22,7 @@ from lpq.nn import Layer
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.measuring import measure
 from lpq.operations.operands import as_matrix
 from lpq.recipes import Recipe
@@ -39,7 +39,7 @@ class Target:
     """A layer, and the recipe that it gets."""
 
     name: str
-    layer: Remembering
+    layer: StatefulLayer
     recipe: Recipe
     """The static recipe."""
     dynamic: Recipe
@@ -119,7 +119,7 @@ class Place(NamedTuple):
     """A layer with a recipe, or an expert of a stack with one."""
 
     name: str
-    layer: Remembering
+    layer: StatefulLayer
     weight: str
     """The name of its weight, or of the stack."""
     stack: str = ""
@@ -176,7 +176,7 @@ def forgotten(model: nn.Module) -> str:
     )
 
 
-def _check_schedule(name: str, layer: Remembering) -> None:
+def _check_schedule(name: str, layer: StatefulLayer) -> None:
     if layer.schedule is not None and len(layer.schedule.pieces) > 1:
         raise CalibrationError(
             f"{name}: its recipe changes by step, {layer.schedule}, and static scales are of one recipe: convert the "

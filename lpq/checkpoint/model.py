@@ -23,7 +23,7 @@ from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.expert_stacks import renamed, stacks_in_files
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Policy, Recipe, Steps
 from lpq.registry.errors import words
 from lpq.registry.showing import listed
@@ -98,10 +98,10 @@ class Model:
             if isinstance(module, Layer):
                 yield plain_name(name), module
 
-    def remembering(self) -> Iterator[tuple[str, Remembering]]:
+    def remembering(self) -> Iterator[tuple[str, StatefulLayer]]:
         """The layers of lpq, and experts in stacks, whose quantizers remember statistics of each expert."""
         for name, module in self.module.named_modules(remove_duplicate=False):
-            if isinstance(module, Remembering):
+            if isinstance(module, StatefulLayer):
                 yield plain_name(name), module
 
     def memories(self) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ class Model:
         found: dict[str, Tensor] = {}
         halves: list[str] = []
         for name, layer in self.remembering():
-            kept = layer.kept()
+            kept = layer.state_buffers()
             for of in dict.fromkeys((memory.stack, memory.tensor) for memory in kept):
                 names = [memory.name for memory in kept if (memory.stack, memory.tensor) == of]
                 own = {PREFIX + _joined(name, key): getattr(layer, key) for key in names}

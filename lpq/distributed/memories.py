@@ -42,7 +42,7 @@ class Memories:
         self._kept: list[_Kept] = []
         self._replicas = replicas or Replicas()
         for module in root.modules():
-            if hasattr(module, "kept") and hasattr(module, "gathering") and mine(module):
+            if hasattr(module, "state_buffers") and hasattr(module, "gathering") and mine(module):
                 weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
                 if weight is not None:
                     mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0
@@ -58,7 +58,7 @@ class Memories:
             layer: Any = ref()
             if layer is None or (weight.requires_grad and id(weight) not in params):
                 continue
-            if not (moving := [getattr(layer, memory.name) for memory in layer.kept() if memory.moves]):
+            if not (moving := [getattr(layer, memory.name) for memory in layer.state_buffers() if memory.moves]):
                 continue
             if isinstance(moving[0], DTensor):
                 moving = [*map(local_part, moving)]

@@ -59,7 +59,7 @@ class WeightShard(Gathered, Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape:
-            place = getattr(self.layer() if self.layer is not None else None, "place", "")
+            place = getattr(self.layer() if self.layer is not None else None, "qualified_name", "")
             raise ValueError(
                 f"{f'{place}.weight: ' if place else ''}this weight, which lpq.convert(…, weights=…) prepared, is "
                 f"{list(self.shape)}, and what is assigned to its data {list(value.shape)}, as "

@@ -118,7 +118,7 @@ def _has_recipe(module: nn.Module) -> bool:
 
 def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     """Set, on a layer of lpq, how its input lies over the ranks, and how its output is to lie."""
-    name = getattr(module, "place", "") or type(module).__name__
+    name = getattr(module, "qualified_name", "") or type(module).__name__
     check_part(f"{description(name, module)}, input {layouts.input}, output {layouts.output}", mesh)
     if not hasattr(module, "weight_quantizer"):
         vars(module)[STYLED] = True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lpq.engines.entries import Entry, Memories, Multiplied, Pieces
 from lpq.nn.expert_stacks import Names, stacks_in_files
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
 from lpq.registry.showing import listed
 from lpq.torch_private.tensors import local_part
@@ -48,7 +48,7 @@ def is_quantized(recipe: Recipe | None) -> bool:
     return recipe is not None and not recipe.w.side("row").plain
 
 
-def states_of(module: Remembering, stack: str = "") -> dict[str, dict[str, Tensor]]:
+def states_of(module: StatefulLayer, stack: str = "") -> dict[str, dict[str, Tensor]]:
     """Return the states of the quantizers of a module, or of a stack in it, which are the same on all ranks."""
     return {t: {key: local_part(value) for key, value in state.items()} for t, state in module.states(stack).items()}
 

@@ -18,7 +18,7 @@ from lpq.nn import Layer
 from lpq.nn.conversion import schedules_of
 from lpq.nn.expert_stacks import ExpertStack
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
 from lpq.recipes.globs import matches
 from lpq.registry.errors import LpqError
@@ -54,7 +54,7 @@ class Intended:
         stored = {name: side for name, tensor in tensors.items() if (side := stored_side(tensor)) is not None}
         modules = {plain_name(name): module for name, module in module.named_modules()}
         if rules is None:
-            found = {n: m.recipe for n, m in modules.items() if isinstance(m, Remembering) and m.recipe is not None}
+            found = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
             return cls(found, stored, tuple(modules))
         schedules = schedules_of(module, recipes.policy(rules))[2]
         first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}

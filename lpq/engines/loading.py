@@ -28,7 +28,7 @@ from lpq.nn import Layer, convert
 from lpq.nn.expert_stacks import ExpertStack
 from lpq.nn.expert_stacks import renamed as in_files
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import decode, remember
 from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize
@@ -75,7 +75,7 @@ def load_quantized(
         given = Model(model)
         stacks = held_stacks(given.module, found)
         _check_model(given, found, stacks)
-        fresh = not any(isinstance(m, Remembering) and m.recipe is not None for m in model.modules())
+        fresh = not any(isinstance(m, StatefulLayer) and m.recipe is not None for m in model.modules())
         rules = _rules(renamed(found, stacks)) if policy is None and fresh else policy
         job = _Job(files, given, found, stacks, Intended.of(given, rules, weights, stacks))
         job.judge()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 
 UNCALLED = "; no pass has called it so far, while others were called: code that reads its weight multiplies as before"
 """The end of a note in the report."""
@@ -20,7 +20,7 @@ READ = "; a pass has read its weight, too: what code beside the layer multiplies
 def uncalled(model: nn.Module) -> set[str]:
     """The names of these layers. There are none before the first pass, and where a compiler traced a pass: what it
     compiled notes nothing."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Remembering) and m.recipe is not None}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
     if any(layer.traced for layer in layers.values()) or not any(layer.called for layer in layers.values()):
         return set()
     return {plain_name(name) for name, layer in layers.items() if not (layer.called or _waits(layer))}
@@ -28,10 +28,10 @@ def uncalled(model: nn.Module) -> set[str]:
 
 def read_past(model: nn.Module) -> set[str]:
     """The names of layers with a recipe whose weight the pass of another module has read."""
-    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, Remembering) and m.recipe is not None)
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None)
     return {plain_name(name) for name, layer in layers if layer.read_past}
 
 
-def _waits(layer: Remembering) -> bool:
+def _waits(layer: StatefulLayer) -> bool:
     """Whether its schedule leaves the layer in high precision at some step, in which it notes no pass."""
     return layer.schedule is not None and any(recipe is None for _, recipe in layer.schedule.pieces)

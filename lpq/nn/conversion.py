@@ -14,20 +14,20 @@ from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.coverage import coverage, matrices
+from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.expert_notes import expert_notes
 from lpq.nn.experts import adopt_experts, holds_experts, stacks
 from lpq.nn.functional import why_not_in_groups
-from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
 from lpq.nn.parallel_notes import parallel_notes
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import check_names
-from lpq.nn.remembering import Remembering
 from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.operations.operands import DTYPES
 from lpq.recipes import RecipeError, Schedule
@@ -149,7 +149,7 @@ def schedules_of(
 ) -> tuple[dict[str, list[str]], dict[str, str], dict[str, Schedule]]:
     """The names of all modules, those that are left out and why, and the recipes that a policy gives to each."""
     names = names_of(model)
-    without = left_out(model, names, policy)
+    without = exclusions(model, names, policy)
     schedules = {
         name: LEFT_ALONE if name in without else _schedule(policy, aliases, steps) for name, aliases in names.items()
     }
@@ -211,7 +211,7 @@ def check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate
                     f"{name or 'the layer'}: its {key} is {weight.dtype}; float32, bfloat16 and float16 can be "
                     "encoded: cast the model first, or have the policy give this layer no recipe"
                 )
-        own = module.memories() if isinstance(module, Remembering) else ()
+        own = module.memories() if isinstance(module, StatefulLayer) else ()
         why_unfit = why_not_in_groups if holds else getattr(module, "why_unfit", None)
         for recipe in planned:
             if why_unfit is not None and (why := why_unfit(Plan.of(recipe))) is not None:
@@ -230,12 +230,12 @@ def _convert_modules(
         if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
             continue  # inside a module that a plugin took as a whole: what is inside follows it
         module = model.get_submodule(name)
-        kind = module.kind.rpartition(".")[2] if isinstance(module, Remembering) else type(module).__name__
+        kind = module.kind.rpartition(".")[2] if isinstance(module, StatefulLayer) else type(module).__name__
         made, note = _convert_module(module, name, schedule)
         if made is not None:
             converted.append(Entry(name, kind, note))
-            if isinstance(made, Remembering):
-                made.place = name
+            if isinstance(made, StatefulLayer):
+                made.qualified_name = name
             if not name:
                 return made, converted, left  # which is the whole model
             if made is not module:
@@ -248,7 +248,7 @@ def _convert_modules(
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
     """The module in low precision, or None; and its recipe, or the reason why it has none."""
     first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
-    if isinstance(module, Remembering):
+    if isinstance(module, StatefulLayer):
         module.recipe, module.schedule = schedule.at(0), schedule
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
@@ -270,13 +270,13 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
             f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
             "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
         )
-    if isinstance(made, Remembering):
+    if isinstance(made, StatefulLayer):
         made.recipe, made.schedule = schedule.at(0), schedule
         return made, str(schedule)
     vars(made)[TAKEN] = first.title
     followers = {n: m for n, m in made.named_modules() if isinstance(m, Layer) and m.recipe == first and not m.schedule}
     for inner, layer in followers.items():
-        layer.place = f"{name}.{inner}".strip(".")
+        layer.qualified_name = f"{name}.{inner}".strip(".")
         layer.recipe, layer.schedule = schedule.at(0), schedule
     note = str(schedule)
     if not followers and len(schedule.pieces) > 1:
@@ -288,7 +288,7 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
 
 def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares: bool) -> None:
     """Give the layers of a model what they have in common: the step, the inputs, and whether ranks are compared."""
-    layers = [module for module in model.modules() if isinstance(module, Remembering)]
+    layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
     inputs, compared = Inputs(), Compared.of(model) if compares else None
@@ -385,7 +385,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
 
 def _is_made(module: nn.Module) -> bool:
     """Whether a conversion made it: lpq or a plugin."""
-    return isinstance(module, Remembering) or TAKEN in vars(module)
+    return isinstance(module, StatefulLayer) or TAKEN in vars(module)
 
 
 def _is_converted(module: nn.Module | None) -> bool:
@@ -395,7 +395,7 @@ def _is_converted(module: nn.Module | None) -> bool:
 
 def _given_since(module: nn.Module | None) -> str:
     """The end of a note: the recipe that a layer was given by hand in place of its policy's; else empty."""
-    if not isinstance(module, Remembering) or module.schedule is None:
+    if not isinstance(module, StatefulLayer) or module.schedule is None:
         return ""
     if any(module.recipe == recipe for _, recipe in module.schedule.pieces):
         return ""

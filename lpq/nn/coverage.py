@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lpq.nn.grouping import first_few, grouped
 from lpq.nn.linear import Layer
+from lpq.nn.name_ranges import first_few, grouped
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
 

@@ -47,8 +47,8 @@ class Experts(GroupedLayer):
     """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
 
-    def kept(self) -> tuple[Memory, ...]:
-        own = super().kept()
+    def state_buffers(self) -> tuple[Memory, ...]:
+        own = super().state_buffers()
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -21,7 +21,7 @@ from lpq.nn.input_checks import check_accumulation, check_static
 from lpq.nn.linear import Layer
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
-from lpq.nn.remembering import MOST_CALLS, Remembering
+from lpq.nn.stateful_layer import MOST_CALLS, StatefulLayer
 from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lpq.recipes import RecipeLike
 
 
-class GroupedLayer(Remembering):
+class GroupedLayer(StatefulLayer):
     """A layer that multiplies rows in groups, such as those of experts, by the matrices of stacks.
 
     Static statistics are buffers with a value for each group, by its number among the groups of all ranks.

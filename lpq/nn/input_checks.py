@@ -19,10 +19,10 @@ from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import base_of, has_storage, local_part
 
 if TYPE_CHECKING:
-    from lpq.nn.saved import Saved
+    from lpq.nn.weighted_layer import WeightedLayer
 
 
-def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
+def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
     """Raise if the layer cannot multiply this input by this weight."""
     _check_tensors(layer, input, weight)
     if input.shape[-1] != layer.in_features:
@@ -52,7 +52,7 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
         _check_prepared(layer)
 
 
-def _check_tensors(layer: Saved, input: Tensor, weight: Tensor) -> None:
+def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
     if input.is_nested:
@@ -100,7 +100,7 @@ def check_backward(dy: Tensor) -> None:
         )
 
 
-def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
+def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     """Raise if the layer cannot multiply this input by this weight, which a mesh of ranks shares out."""
     _check_tensors(layer, input, weight)
     mesh, placements = weight.device_mesh, weight.placements
@@ -141,7 +141,7 @@ def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
             )
 
 
-def check_parallel_input(layer: Saved, part: Tensor, parts: int) -> None:
+def check_parallel_input(layer: WeightedLayer, part: Tensor, parts: int) -> None:
     """Raise if this rank's part of the input does not fit; ``parts``: of how many its features are one."""
     if part.shape[-1] * parts != layer.in_features:
         way = (
@@ -155,7 +155,7 @@ def check_parallel_input(layer: Saved, part: Tensor, parts: int) -> None:
         )
 
 
-def _check_prepared(layer: Saved) -> None:
+def _check_prepared(layer: WeightedLayer) -> None:
     """Raise if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
     if base_of(layer.weight) is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
         raise RuntimeError(
@@ -177,7 +177,7 @@ def check_static(title: str, values: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+def check_memories(layer: WeightedLayer, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Refuse a DistributedDataParallel that overwrites the state of all ranks with that of one: the others would clamp
     larger values. Statistics of the weight are the same on all ranks."""
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
@@ -205,7 +205,7 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
     return any(id(buffer) in own for buffer in replica.modules_buffers)
 
 
-def check_accumulation(layer: Saved, weight: Tensor) -> None:
+def check_accumulation(layer: WeightedLayer, weight: Tensor) -> None:
     """Raise if backward cannot add the gradient of this weight in place."""
     if layer.gathering is not None or torch.compiler.is_compiling():
         where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"

@@ -22,10 +22,10 @@ from lpq.nn.input_checks import check, check_accumulation, check_memories, check
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
-from lpq.nn.remembering import states_of
-from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs, StaticValues
+from lpq.nn.stateful_layer import states_of
 from lpq.nn.step import Shapes, bind_few
+from lpq.nn.weighted_layer import WeightedLayer
 from lpq.operations import encode_operands, remember
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 State = dict[str, Tensor]
 
 
-class Layer(Saved):
+class Layer(WeightedLayer):
     """``y = x Wᵀ + b`` with the three products of ``recipe``.
 
     It extends a class of modules that has ``weight`` and ``bias`` and does the same in high precision: derive a
@@ -68,7 +68,7 @@ class Layer(Saved):
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self.gathering, self.gather, self.accumulate, self.stages, self.place = None, None, None, None, ""
+        self.gathering, self.gather, self.accumulate, self.stages, self.qualified_name = None, None, None, None, ""
         self._inputs, self.compared, self._calls = None, None, (None, {})
         self.forget_calls()
 

@@ -20,7 +20,7 @@ from lpq.distributed.cuts import Cut
 from lpq.distributed.part_encoders import SpanningStats, along, bind_exchange, bind_part
 from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.encoder import Wanted, through_operators
 from lpq.operations.measuring import measure
 from lpq.operations.operands import State, as_matrix
@@ -57,18 +57,18 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
                 _forget(layer, observer)
 
 
-def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[Remembering]:
+def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
     modules = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
-    found = [module for module in modules if isinstance(module, Remembering)]
+    found = [module for module in modules if isinstance(module, StatefulLayer)]
     if isinstance(layers, nn.Module):
         if not found:
             raise ValueError(f"{type(layers).__name__} has no layer of lpq to observe: convert it first, lpq.convert")
-    elif others := [type(module).__name__ for module in modules if not isinstance(module, Remembering)]:
+    elif others := [type(module).__name__ for module in modules if not isinstance(module, StatefulLayer)]:
         raise ValueError(f"{others[0]} is no layer of lpq: pass the converted model, or layers of it")
     return list({id(layer): layer for layer in found}.values())
 
 
-def _forget(layer: Remembering, observer: Observer) -> None:
+def _forget(layer: StatefulLayer, observer: Observer) -> None:
     """Take the observer off the layer once: another block may have put it there, too."""
     left = list(layer.observers)
     last = max(i for i, other in enumerate(left) if other is observer)

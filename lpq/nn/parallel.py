@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from lpq.formats import Quantizer
     from lpq.nn.plan import Plan
-    from lpq.nn.saved import Saved
     from lpq.nn.siblings import Inputs
+    from lpq.nn.weighted_layer import WeightedLayer
 
 _multiply: Any = Multiplication.apply
 
@@ -112,8 +112,9 @@ class Passes(NamedTuple):
 
 
 def multiply_parts(
-    layer: Saved, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype, own: Passes
-) -> DTensor:
+    layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
+    own: Passes,
+) -> DTensor:  # fmt: skip
     """Return the output of a layer, over the mesh of its weight."""
     _compare_ranks(layer, input, weight)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
@@ -171,7 +172,7 @@ def multiply_parts(
     return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
 
 
-def _compare_ranks(layer: Saved, input: Tensor, weight: DTensor) -> None:
+def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None:
     """Raise on all ranks of the mesh unless they have the same model and equal parts of the input. A compiled pass does
     not compare: nothing may wait inside of it."""
     local, encoded = local_part(input), None
@@ -199,8 +200,8 @@ def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placeme
 
 
 def _mesh_pass(
-    layer: Saved, plan: Plan, input: Tensor, weight: DTensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    needs: tuple[bool, bool], inputs: Inputs | None,
+    layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, w: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, needs: tuple[bool, bool], inputs: Inputs | None,
 ) -> tuple[MeshPass, Tensor, Tensor]:  # fmt: skip
     """Decide how passes of this kind go; return this rank's part of the input, and the tensor that siblings find, as
     well. All follows from sizes and placements, so all ranks decide alike."""
@@ -298,7 +299,7 @@ def _high(quantizer: Quantizer, row: bool, col: bool, cut: Cut, shape: Sequence[
     return why_high(quantizer, row, col, cut, prod(shape[:-1]), shape[-1], dtype) is not None
 
 
-def _sum(layer: Saved, shape: Sequence[int], bias: bool, rank: int, ranks: int) -> tuple[Cut | None, Placement]:
+def _sum(layer: WeightedLayer, shape: Sequence[int], bias: bool, rank: int, ranks: int) -> tuple[Cut | None, Placement]:
     """How ranks get the sum of their outputs: some of its rows each, all of it, or nothing yet."""
     wanted, last = layer.layouts.output if layer.layouts is not None else None, len(shape) - 1
     dim = wanted.dim % len(shape) if isinstance(wanted, Shard) else last
@@ -309,7 +310,7 @@ def _sum(layer: Saved, shape: Sequence[int], bias: bool, rank: int, ranks: int) 
     return None, Replicate()
 
 
-def _refuse_cut_blocks(layer: Saved, ranks: int, reasons: dict[str, str | None]) -> None:
+def _refuse_cut_blocks(layer: WeightedLayer, ranks: int, reasons: dict[str, str | None]) -> None:
     """Refuse parts of an operand if the ranks' shares of a dimension cut blocks that must stay whole."""
     for what, reason in reasons.items():
         if reason is not None:

@@ -19,7 +19,7 @@ from lpq.torch_private import autograd
 from lpq.torch_private.tensors import version_of
 
 if TYPE_CHECKING:
-    from lpq.nn.saved import Saved
+    from lpq.nn.weighted_layer import WeightedLayer
 
 States = Mapping[str, Mapping[str, Tensor]]
 
@@ -29,7 +29,7 @@ def runs_again() -> bool:
     return not torch.is_grad_enabled() or autograd.hooks_that_save() is not None
 
 
-def check(layer: Saved, states: States) -> None:
+def check(layer: WeightedLayer, states: States) -> None:
     """Refuse to run forward again if states of the layer have moved since, or if checkpointing is reentrant."""
     if torch.compiler.is_compiling():
         return

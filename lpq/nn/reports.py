@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lpq.nn.coverage import Coverage
-from lpq.nn.grouping import grouped
+from lpq.nn.name_ranges import grouped
 
 
 @dataclass(frozen=True)

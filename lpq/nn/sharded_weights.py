@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lpq.formats.stacks import is_stack
-from lpq.nn.grouping import first_few
 from lpq.nn.linear import Layer
+from lpq.nn.name_ranges import first_few
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError
 from lpq.tensor import QuantizedTensor

@@ -9,10 +9,10 @@ from torch import nn
 
 from lpq.nn.conversion import RECORD, Conversion, check_layers, check_length, conversions, names_of
 from lpq.nn.names import plain_name
-from lpq.nn.remembering import Remembering
 from lpq.nn.reports import Entry
 from lpq.nn.sharded_weights import check_weights
 from lpq.nn.stages import last_change
+from lpq.nn.stateful_layer import StatefulLayer
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -30,7 +30,7 @@ def set_step(model: nn.Module, step: int) -> None:
             "with the length of the run, or give it to lpq.replan"
         )
     for module in model.modules():
-        if isinstance(module, Remembering) and module.schedule is not None:
+        if isinstance(module, StatefulLayer) and module.schedule is not None:
             module.recipe = module.schedule.at(step)
             if module.stages is not None:
                 module.stages.move(step)
@@ -42,13 +42,13 @@ def replan(model: nn.Module, *, steps: int) -> None:
     """
     check_length(steps)
     conversions(model)
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Remembering)]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, StatefulLayer)]
     before = {name: layer.schedule for name, layer in layers if layer.schedule is not None}
     planned = {name: schedule.replan(steps) for name, schedule in before.items()}
     check_layers(model, planned)
     check_weights(model, None, None, planned)
     for name, schedule in planned.items():
-        layer = cast("Remembering", model.get_submodule(name))
+        layer = cast("StatefulLayer", model.get_submodule(name))
         layer.schedule = schedule
         if layer.stages is not None:
             layer.stages.last = last_change(planned.values())

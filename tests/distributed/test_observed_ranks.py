@@ -35,7 +35,7 @@ class Take:
         layer: Any = seen.layer
         if seen.name != "y":
             for part in seen.groups():
-                name = ".".join(str(n) for n in (layer.place, seen.name, part.group) if n is not None)
+                name = ".".join(str(n) for n in (layer.qualified_name, seen.name, part.group) if n is not None)
                 operands = [operand for operand in part.decoded() if operand is not None]
                 self.found[name] = part.statistics(), operands, part.is_part
 

@@ -32,7 +32,7 @@ class Experts(nn.Module):
     def __init__(self, place: str) -> None:
         super().__init__()
         self.both = lpq.nn.GroupedLinear(2, WIDTH, WIDTH, recipe="fp8-current")
-        self.both.place = place
+        self.both.qualified_name = place
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.both(x, torch.tensor([WIDTH // 2, WIDTH], dtype=torch.int32))
@@ -52,7 +52,7 @@ def graphs(model: nn.Module) -> int:
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4", "mxfp8-fwd-nvfp4-bwd"])
 def test_layers_of_one_recipe_share_a_graph(recipe: str) -> None:
     model = lpq.convert(nn.Sequential(*(Block() for _ in range(BLOCKS))), recipe)
-    assert len({block.up.place for block in model}) == BLOCKS
+    assert len({block.up.qualified_name for block in model}) == BLOCKS
     assert graphs(model) == 1
 
 

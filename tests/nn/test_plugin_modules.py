@@ -77,7 +77,7 @@ def test_layers_inside_follow_the_rules_that_end(plugin: Any) -> None:
     plugin(Layers)
     made = lpq.convert(model(), TWO, steps=20)
     assert titles(made) == ["nvfp4", "nvfp4", "bf16"], "what the plugin gave another recipe keeps it"
-    assert (made[1].up.place, made[1].down.place) == ("1.up", "")
+    assert (made[1].up.qualified_name, made[1].down.qualified_name) == ("1.up", "")
     lpq.set_step(made, 10)
     assert titles(made) == ["mxfp8", "mxfp8", "bf16"]
     assert torch.equal(copy.deepcopy(made)(X), made(X))
@@ -140,3 +140,9 @@ def test_a_plugin_may_keep_a_linear_as_it_is() -> None:
     finally:
         registry.refresh()
     assert [type(m) for m in made] == [nn.Linear, lpq.nn.Linear]
+
+
+def test_the_former_name_of_a_name_warns() -> None:
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    with pytest.warns(DeprecationWarning, match=r"layer\.qualified_name"):
+        assert model[0].place == model[0].qualified_name == "0"

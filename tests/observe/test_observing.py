@@ -30,7 +30,7 @@ class Ratios:
             return
         for part in seen.groups():
             layer: Any = part.layer
-            name = layer.place if part.group is None else f"{layer.place}.{part.group}"
+            name = layer.qualified_name if part.group is None else f"{layer.qualified_name}.{part.group}"
             x = part.value.float().reshape(-1, part.value.shape[-1])
             for operand in part.decoded():
                 if operand is not None:
@@ -290,10 +290,10 @@ def test_groups_are_told_of_as_separate_layers_are(recipe: str) -> None:
     """To the bit, with their random bits; a group without rows is left out."""
     torch.manual_seed(0)
     stack = GroupedLinear(3, 64, 32, recipe=recipe)
-    stack.place = "experts"
+    stack.qualified_name = "experts"
     alone = [lpq.nn.Linear(64, 32, recipe=recipe) for _ in range(3)]
     for i, layer in enumerate(alone):
-        layer.place = f"experts.{i}"
+        layer.qualified_name = f"experts.{i}"
         layer.load_state_dict({key: value[i] for key, value in stack.state_dict().items()})
     x, counts = torch.randn(40, 64), [24, 0, 16]
     found, expected = Ratios(), Ratios()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor
 
 from lpq.nn.read_past import Weight
-from lpq.nn.remembering import Remembering
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lpq.nn.accumulation import Accumulate
 
 
-class Saved(Remembering):
+class WeightedLayer(StatefulLayer):
     """A module with a weight, which FSDP2 may gather quantized, and with memories."""
 
     if TYPE_CHECKING:

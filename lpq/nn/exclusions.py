@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lpq.recipes import Policy
 
 
-def left_out(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Policy) -> dict[str, str]:
+def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Policy) -> dict[str, str]:
     """The layers of ``model`` that are left out, by name, and why. ``names``: all names of each module."""
     called = {name: [plain_name(alias) for alias in aliases] for name, aliases in names.items()}
     modules = {name: model.get_submodule(name) for name in names}

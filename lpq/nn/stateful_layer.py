@@ -14,6 +14,7 @@ from lpq import recipes, registry
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory, check_names
 from lpq.recipes.gemms import TENSORS
+from lpq.registry.warning import warn
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ MOST_CALLS = 16
 """The number of bound calls that a layer keeps, one for each kind of pass."""
 
 
-class Remembering(nn.Module):
+class StatefulLayer(nn.Module):
     """A module with a recipe, and with buffers of its quantizers, which are fp32 whatever the weights are cast to."""
 
     kind: ClassVar[str]
     """The class in messages."""
-    place: str = ""
+    qualified_name: str = ""
     """Its name in the model that was converted, for error messages."""
     transposed: bool = False
     """Whether its matrices are ``[in, out]``."""
@@ -65,7 +66,13 @@ class Remembering(nn.Module):
     def title(self) -> str:
         """Its name in messages. A compiler that reads it compiles each layer anew, and no more than eight: so only what
         raises an error reads it there."""
-        return f"layer {self.place}, {self.sized}" if self.place else self.sized
+        return f"layer {self.qualified_name}, {self.sized}" if self.qualified_name else self.sized
+
+    @property
+    def place(self) -> str:
+        """The former name of ``qualified_name``, for one version more."""
+        warn("layer.place will be removed in the next version: it is layer.qualified_name now", DeprecationWarning)
+        return self.qualified_name
 
     @property
     def sized(self) -> str:
@@ -93,7 +100,7 @@ class Remembering(nn.Module):
         self._recipe, self._plan = recipe, plan
         self.forget_calls()
         self.compare_again()
-        for memory in self.kept():
+        for memory in self.state_buffers():
             fresh = getattr(plan, memory.tensor).new_state(next(self.parameters()).device)
             self.register_buffer(memory.name, self.place_for(fresh[memory.key]))
 
@@ -137,21 +144,21 @@ class Remembering(nn.Module):
         if self.compared is not None:
             self.compared.in_pass()
 
-    def kept(self) -> tuple[Memory, ...]:
+    def state_buffers(self) -> tuple[Memory, ...]:
         """The buffers of its present recipe."""
         return self._plan.memories if self._plan is not None else ()
 
     def memories(self) -> dict[str, Tensor]:
         """All that its quantizers remember across steps, by the names of the buffers."""
-        return {memory.name: getattr(self, memory.name) for memory in self.kept()}
+        return {memory.name: getattr(self, memory.name) for memory in self.state_buffers()}
 
     def states(self, stack: str = "") -> dict[str, dict[str, Tensor]]:
         """The state of each tensor that has one, by the keys of its quantizer; of a ``stack`` if there are several."""
-        return states_of(self, [memory for memory in self.kept() if memory.stack == stack])
+        return states_of(self, [memory for memory in self.state_buffers() if memory.stack == stack])
 
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
-        return {memory.name: getattr(self, memory.name) for memory in self.kept() if not memory.moves}
+        return {memory.name: getattr(self, memory.name) for memory in self.state_buffers() if not memory.moves}
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, which nobody observes, and which no step of the model moves."""
