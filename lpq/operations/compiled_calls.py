@@ -3,7 +3,7 @@
 An operator costs the host several times as much as its bound kernel: the dispatcher, lists of tensors, finding the
 kernel. A compiled layer calls eight. Each function here takes the arguments of the operator of its name, and returns
 the same bytes. It calls that operator under autocast, which would round the operands of a reference, and where no
-kernel is bound.
+kernel is bound. The device is the current one, as Inductor makes it for the code that it writes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.format import check_there
 from lpq.kernels.table import kernels_allowed
-from lpq.operations.binding import Encoding, Multiply, Operand, Product, on_device
+from lpq.operations.binding import Encoding, Multiply, Operand, Product
 from lpq.operations.bound import Run, bind_product, bind_run
 from lpq.operations.exact_form import form_of
 from lpq.operations.random_seeds import drawn
 from lpq.operations.sides import quantizer_of
 from lpq.torch_private.compiling import call_in_place_of, once_when_traced
+from lpq.torch_private.dispatch import autocasts
 
 OperandKey = tuple[str, int, tuple[int, ...], torch.dtype]
 """An operand as an operator is given it: its ``Storage.text``, how many tensors, its shape and its dtype."""
+NEITHER = False, False
+"""No operand is made in its exact form."""
 
 
 def quantize(
@@ -33,14 +36,12 @@ def quantize(
     layouts: str, across: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """Encode as ``lpq::quantize`` does."""
-    device = x.device
-    if across or x.dim() != 2 or torch.is_autocast_enabled(device.type):
+    if across or x.dim() != 2 or autocasts():
         made: list[Tensor] = torch.ops.lpq.quantize.default(x, stats, row, col, seed, offset, measure, layouts, across)
         return made
     given = tuple([s is not None for s in stats]) if stats else ()
-    run = _encoding(row, col, x.shape, x.dtype, device, given, offset, measure, (False, False), kernels_allowed())
-    with on_device(device):
-        of_row, of_col, measured = run(x, stats, seed)
+    run = _encoding(row, col, x.shape, x.dtype, x.device, given, offset, measure, NEITHER, kernels_allowed())
+    of_row, of_col, measured = run(x, stats, seed)
     return [*of_row, *of_col, *measured]
 
 
@@ -50,8 +51,7 @@ def multiplicands(
     """Make multiplicands as ``lpq::multiplicands`` does."""
     exact = exact_row, exact_col
     run = _encoding(row, col, x.shape, x.dtype, x.device, (), 0, False, exact, kernels_allowed())
-    with on_device(x.device):
-        of_row, of_col, _ = run(x, (), seed)
+    of_row, of_col, _ = run(x, (), seed)
     return [*of_row, *of_col]
 
 
@@ -60,8 +60,7 @@ def gemm(
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
     """Multiply as ``lpq::gemm`` does."""
-    device = a[0].device
-    if torch.is_autocast_enabled(device.type):
+    if autocasts():
         product: Tensor = torch.ops.lpq.gemm.default(
             a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast_accumulate
         )
@@ -69,9 +68,7 @@ def gemm(
     check_there(a[0])
     check_there(b[0])
     left, right = (qa, len(a), tuple(shape_a), dtype_a), (qb, len(b), tuple(shape_b), dtype_b)
-    multiply = _product(left, right, dtype, device, fast_accumulate, kernels_allowed())
-    with on_device(device):
-        return multiply(a, b, bias)
+    return _product(left, right, dtype, a[0].device, fast_accumulate, kernels_allowed())(a, b, bias)
 
 
 @once_when_traced

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from imitated_gpu import calls_of, imitated_gpu
 from torch import Tensor, nn
 from torch._functorch import config as autograd_config
 from torch._inductor import config
@@ -61,6 +62,32 @@ def test_a_product_is_that_of_the_operator(text: str, autocast: bool) -> None:
     how = (left, right, torch.ones(48), text, text, [32, 64], [48, 64], dtype, dtype, dtype, False)
     with torch.autocast("cpu", enabled=autocast):
         assert torch.equal(compiled_calls.gemm(*how), torch.ops.lpq.gemm.default(*how))
+
+
+CALLS, PRODUCT_CALLS = (5, 4), (9, 2)
+"""Python calls of lpq, and buffers allocated, of an encoding that is given its amax and of a product (from C two calls
+fewer). Exactly: where there are fewer, lower the number."""
+
+
+def test_no_call_and_no_buffer_is_added() -> None:
+    x, amax, text, dtype = torch.zeros(256, 512, dtype=torch.bfloat16), torch.ones(()), "fp8", torch.bfloat16
+    with imitated_gpu() as gpu:
+        counts = []
+
+        def encode() -> None:
+            nonlocal operands
+            operands = compiled_calls.quantize(x, [amax], text, text, None, 0, False, "")
+
+        def multiply() -> None:
+            how = (None, text, text, [256, 512], [256, 512], dtype, dtype, dtype, False)
+            compiled_calls.gemm(operands[:2], operands[:2], *how)
+
+        operands: list[Tensor] = []
+        for call in (encode, multiply):
+            call()
+            before = gpu.allocated
+            counts.append((calls_of(call), gpu.allocated - before))
+    assert counts == [CALLS, PRODUCT_CALLS]
 
 
 def test_compiled_layers_call_no_operator() -> None:
