@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
-from lpq.distributed.cuts import Cut
 from lpq.distributed.expert_parallel import exchange_of
 from lpq.nn import Layer
 from lpq.nn.grouped_linear import GroupedLayer
+from lpq.operations.cut import Cut
 from lpq.torch_private.tensors import local_part
 
 

@@ -23,8 +23,8 @@ from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure
-from lpq.operations.operands import as_matrix
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import OPERANDS
 from lpq.tensor import QuantizedTensor

@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.optimizer import Saved
 from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like, touched
-from lpq.operations.operands import DTYPES
+from lpq.operations.inputs import DTYPES
 from lpq.registry.showing import listed
 
 BY_VALUE = 'or move its values: lpq.export(…, layout="lpq", decode=True), then lpq.checkpoint.import_file'

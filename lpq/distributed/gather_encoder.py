@@ -19,11 +19,11 @@ from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Encoding, on_device
 from lpq.operations.bound import Run, bind_run
 from lpq.operations.derived_operands import derives_col
-from lpq.operations.operands import moves, recalls, state_names
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.quantizing import quantize
 from lpq.operations.reduce_statistics import spans
 from lpq.operations.sides import declared
+from lpq.operations.states import moves, recalls, state_names
 
 Buffers = Sequence[Tensor]
 """The buffers of an operand, in the order of its layout; none of one that is not encoded."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.cuts import Cut
 from lpq.distributed.part_gathers import Arriving, OperandGather
 from lpq.formats import Storage
 from lpq.formats.layout import as_bytes
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
 from lpq.operations.bound import bind_writing
+from lpq.operations.cut import Cut
 from lpq.operations.exact_form import operand_of
 from lpq.operations.operators import can_call_directly, define
 from lpq.torch_private import symmetric

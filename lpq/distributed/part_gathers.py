@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.distributed.cuts import Cut
-from lpq.distributed.part_encoders import PartEncoder, bind_part
 from lpq.formats.layout import as_bytes
 from lpq.operations.binding import Encoded, Multiply, Operand
+from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import bind_derive, derives_col
 from lpq.operations.encoder import BindEncoder, Encoder, Known, Wanted, operands_of
-from lpq.operations.operands import as_matrix
+from lpq.operations.inputs import as_matrix
+from lpq.operations.part_encoders import PartEncoder, bind_part
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
 WORD = 8

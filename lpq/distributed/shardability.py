@@ -6,12 +6,12 @@ So every rank decides alike, and the report of a conversion can list the decisio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cache
 
 import torch
 
 from lpq.formats import Quantizer
+from lpq.operations.cut import why_cut
 from lpq.operations.derived_operands import derives_col, rounds_stochastically
 from lpq.operations.sides import measures_again
 
@@ -41,18 +41,6 @@ def why_uncut(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) 
     shard = rows // ranks
     sides = [(row, 0)] if derives_col(quantizer) else [(row, 0), (col, 1)]
     return why_cut(sides, shard, f"of its {rows} rows")
-
-
-def why_cut(sides: Iterable[tuple[Quantizer, int]], size: int, what: str) -> str | None:
-    """Why operands cannot be cut every ``size`` rows or columns, along the dimension named for each; None if they can.
-    ``what``: the noun for these rows or columns in the message."""
-    for side, dim in sides:
-        if (reason := side.why_no_parts(dim)) is not None:
-            return reason
-        for unit in side.units(dim):
-            if size % unit:
-                return f"shards of {size} {what} cut the blocks of {unit} of {side}"
-    return None
 
 
 def sent_bytes(

@@ -27,9 +27,9 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.stacks import is_stack
 from lpq.operations.measuring import measure
-from lpq.operations.operands import recall
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.reduce_statistics import Declared, Reductions
+from lpq.operations.states import recall
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
 from lpq.torch_private.operators import copy_each

@@ -12,7 +12,8 @@ from torch import Tensor
 from lpq.checkpoint.errors import CheckpointError
 from lpq.formats import Quantizer, Storage
 from lpq.operations import encode_operands
-from lpq.operations.operands import as_matrix, recall
+from lpq.operations.inputs import as_matrix
+from lpq.operations.states import recall
 from lpq.recipes import Recipe
 from lpq.tensor import QuantizedTensor
 

@@ -30,7 +30,7 @@ from lpq.engines.saved import SavedCheckpoint
 from lpq.engines.siblings import Siblings, fused
 from lpq.engines.writing import Directory, shards
 from lpq.files.disk import place
-from lpq.operations.operands import DTYPES
+from lpq.operations.inputs import DTYPES
 from lpq.registry.showing import listed, number
 from lpq.registry.warning import warn
 

@@ -30,7 +30,7 @@ from lpq.nn.expert_stacks import renamed as in_files
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import decode, remember
-from lpq.operations.operands import DTYPES
+from lpq.operations.inputs import DTYPES
 from lpq.operations.quantizing import quantize
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn

@@ -29,7 +29,7 @@ from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
-from lpq.operations.operands import DTYPES
+from lpq.operations.inputs import DTYPES
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import LpqError
 from lpq.registry.warning import warn

@@ -21,10 +21,11 @@ from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, bind_few
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import on_device
+from lpq.operations.inputs import DTYPES
 from lpq.operations.offsets import as_offsets
-from lpq.operations.operands import DTYPES, State
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds
+from lpq.operations.states import State
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor

@@ -21,7 +21,7 @@ from lpq.operations.decoding import decode
 from lpq.operations.encoder import BindEncoder, Encoder, Wanted, in_two_steps, operands_of
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
-from lpq.operations.operands import State
+from lpq.operations.states import State
 from lpq.tensor import QuantizedTensor
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from lpq.operations.operands import DTYPES
+from lpq.operations.inputs import DTYPES
 from lpq.operations.operators import ORDINARY
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.quantized_tensor import REMEDY

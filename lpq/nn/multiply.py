@@ -29,8 +29,8 @@ from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.group_products import sum_rows
-from lpq.operations.operands import State
 from lpq.operations.operators import can_bypass_dispatcher
+from lpq.operations.states import State
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.autograd import runs_whole
 from lpq.torch_private.operators import unsafe_view

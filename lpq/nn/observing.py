@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.cuts import Cut
-from lpq.distributed.part_encoders import SpanningStats, along, bind_exchange, bind_part
 from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.operations.cut import Cut
 from lpq.operations.encoder import Wanted, through_operators
+from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure
-from lpq.operations.operands import State, as_matrix
+from lpq.operations.part_encoders import SpanningStats, along, bind_exchange, bind_part
+from lpq.operations.states import State
 from lpq.recipes import recipe_sources
 from lpq.tensor.observed import Name, Observed, Observer
 from lpq.torch_private import autograd

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from lpq.distributed.compared import Compared
-from lpq.distributed.cuts import Cut, why_high
+from lpq.distributed.cuts import why_high
 from lpq.distributed.overlapped import can_overlap
 from lpq.distributed.part_gathers import begin_sum, finish_sum
 from lpq.kernels.table import kernels_allowed
@@ -28,7 +28,8 @@ from lpq.nn.parallel_step import SharedOut
 from lpq.nn.shared_input import EncodedInput, LastInput, SharedColumn
 from lpq.nn.step import Shapes, bind_few
 from lpq.operations.binding import on_device
-from lpq.operations.operands import as_matrix
+from lpq.operations.cut import Cut
+from lpq.operations.inputs import as_matrix
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import cuda

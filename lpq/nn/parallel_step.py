@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from lpq.distributed.cuts import Cut
 from lpq.distributed.overlapped import of_parts
-from lpq.distributed.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
 from lpq.distributed.part_gathers import bind_gathered, bind_gathered_high, finish_sum, of_arriving, summed
 from lpq.nn.plan import Plan
 from lpq.nn.step import BindProduct, Shapes, Step
 from lpq.operations.binding import Multiply, Product
+from lpq.operations.cut import Cut
 from lpq.operations.encoder import BindEncoder, Encoder, Wanted
+from lpq.operations.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
 
 SHARED_OUT = "tensor parallelism shares the layer out: whether it was encoded by statistics of all ranks cannot be told"
 

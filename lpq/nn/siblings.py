@@ -32,7 +32,7 @@ from torch import Tensor
 from lpq.nn.shared_input import LastInput
 from lpq.operations.binding import Encoded, Operand
 from lpq.operations.encoder import Encoder
-from lpq.operations.operands import State
+from lpq.operations.states import State
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part, version_of
 

@@ -27,7 +27,7 @@ from lpq.operations.encoder import (
     operands_of,
     through_operators,
 )
-from lpq.operations.operands import Moving, State, bind_remember
+from lpq.operations.states import Moving, State, bind_remember
 
 BindProduct = Callable[[Product], Multiply]
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.operations.operands import State
 from lpq.operations.operators import define
+from lpq.operations.states import State
 from lpq.torch_private import autograd
 from lpq.torch_private.compiling import call_in_place_of, once_when_traced
 

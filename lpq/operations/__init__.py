@@ -9,9 +9,10 @@ body is called directly: PyTorch's dispatcher costs the host more than all that 
 from lpq.operations.decoding import decode, decode_reference
 from lpq.operations.measuring import measure, measure_reference
 from lpq.operations.multiplying import gemm, gemm_reference
-from lpq.operations.operands import encode_operands, remember
+from lpq.operations.operands import encode_operands
 from lpq.operations.quantizing import quantize, quantize_as_written, quantize_reference
 from lpq.operations.sides import declared
+from lpq.operations.states import remember
 from lpq.operations.transposing import transpose, transpose_reference
 
 __all__ = [

@@ -16,8 +16,8 @@ from lpq.kernels import choose
 from lpq.operations import fused_pair
 from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Product
 from lpq.operations.format_calls import encoded_by
+from lpq.operations.inputs import as_matrix
 from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
-from lpq.operations.operands import as_matrix
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import serving, shared
 from lpq.operations.transposing import transpose_reference

@@ -22,11 +22,12 @@ from lpq.operations.bound import bind_run
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.exact_form import Form
+from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import bind_measure, measure
-from lpq.operations.operands import as_matrix, bind_recall, moves, recall, recalls
 from lpq.operations.quantizing import quantize
 from lpq.operations.sectioned import same_amaxes
 from lpq.operations.sides import declared, shared
+from lpq.operations.states import bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
 Known = Any
@@ -143,7 +144,9 @@ def through_operators(wanted: Wanted) -> Encoder:
     measures = wanted.measures or (wanted.remembers and moves(quantizer, *sides))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        x = as_matrix(x.clone() if is_view else x)  # as in ``_in_two_parts``
+        x = x.clone() if is_view else x  # as in ``_in_two_parts``
+        if wanted.sections is None:
+            x = as_matrix(x)
         if exact != (False, False) and row is not None and side is not None:
             made = fused_pair.multiplicands(x, row, side, seed, exact)
             if made is not None:

@@ -29,9 +29,9 @@ from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by, transposed_by
 from lpq.operations.measuring import measure_reference
-from lpq.operations.operands import State, recall
 from lpq.operations.quantizing import quantize
 from lpq.operations.sides import shared
+from lpq.operations.states import State, recall
 from lpq.operations.vmapped import vmapped
 
 ALIGNED = 8

@@ -22,10 +22,11 @@ from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, sectioned
 from lpq.operations.binding import Encoded, Encoding, on_device
 from lpq.operations.encoder import Encoder, Known, Wanted, operands_of, sides_of
+from lpq.operations.encoder import through_operators as each_matrix
 from lpq.operations.offsets import read
-from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.quantizing import quantize
+from lpq.operations.states import State, state_names
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
@@ -76,7 +77,8 @@ def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, 
     (row, col), (rows, cols), sections = sides_of(wanted), wanted.shape, wanted.sections
     assert sections is not None
     stack = sections.stack
-    by_itself = _of_stack(wanted) if stack else _of_groups(wanted, watched)
+    alone = wanted._replace(given=(), measures=False, exact=(False, False))
+    by_itself = each_matrix(alone).encode if stack else _of_groups(wanted, watched)
     if watched and (stack or True not in wanted.exact):
         return (False, False), by_itself
     e = Encoding(
@@ -100,16 +102,6 @@ def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, 
         return of_row, of_col, (found[0],) if wanted.measures and found[0] is not None else ()
 
     return exact, encode
-
-
-def _of_stack(wanted: Wanted) -> Encode:
-    def encode(w: Tensor, known: Known, seeds: Tensor | None) -> Encoded:
-        state = known if wanted.remembers else None
-        made = encode_operands(wanted.quantizer, w, row=wanted.row, col=wanted.col, seed=seeds, state=state)
-        row, col = (() if operand is None else operand.tensors() for operand in made[:2])
-        return row, col, ()
-
-    return encode
 
 
 def _of_groups(wanted: Wanted, watched: bool) -> Encode:
@@ -154,29 +146,32 @@ def encode_groups(
     return None if first is None else first.grouped(of_row), None if second is None else second.grouped(of_col)
 
 
+_of_each_group = registry.cached_few(each_matrix)
+
+
 def encode_groups_reference(
     x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
     state: State | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The buffers of the wanted operands, the row operand's first, made group by group."""
     rows, cols = x.shape
-    sides = [(quantizer.side("row"), 0, (rows, cols))] if row else []
-    sides += [(quantizer.side("col"), 1, (cols, rows))] if col else []
-    ends, out = read(offs, rows), _empty(x, len(offs), quantizer, row, col)
+    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None)
+    ends, out, encoder = read(offs, rows), _empty(x, len(offs), quantizer, row, col), _of_each_group(wanted)
     for tensor in out:
         tensor.zero_()
-    begins = [starts(ends, unit(side, dim)) for side, dim, _ in sides]
+    sides = [
+        (side, dim, starts(ends, unit(side, dim))) for dim, side in enumerate(sides_of(wanted)) if side is not None
+    ]
     for group, (start, stop) in enumerate(bounds(ends)):
-        seed = None if seeds is None else seeds[group]
+        seed, high = None if seeds is None else seeds[group], stop - start
         own = None if state is None else {name: values[group] for name, values in state.items()}
-        made = encode_operands(quantizer, x[start:stop], row=row, col=col, seed=seed, state=own)
-        rest = iter(out)
-        for (side, dim, _), at in zip(sides, begins, strict=True):
-            operand = made.row if dim == 0 else made.col
-            assert operand is not None
-            high, wide = operand.shape
-            for buffer, tensor in zip(side.layout, operand.tensors(), strict=True):
-                piece(buffer, next(rest), group, at[group], high, wide, dim).copy_(tensor)
+        if quantizer.col_source == "row":  # then it has to know the size
+            encoder = _of_each_group(wanted._replace(shape=(high, cols)))
+        made, rest = encoder.encode(x[start:stop], own, seed), iter(out)
+        for side, dim, begins in sides:
+            shape = (high, cols) if dim == 0 else (cols, high)
+            for buffer, tensor in zip(side.layout, made[dim], strict=True):
+                piece(buffer, next(rest), group, begins[group], *shape, dim).copy_(tensor)
     return out
 
 

@@ -24,7 +24,7 @@ from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
-from lpq.operations.operands import State, recall, recalls
+from lpq.operations.states import State, recall, recalls
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction, Quantizer

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lpq.operations.operands import DTYPES
+from lpq.operations.inputs import DTYPES
 from lpq.operations.operators import overwrites, written
 from lpq.tensor.encode_writes import overwrite, write
 from lpq.tensor.quantized_tensor import QuantizedTensor, Window

@@ -12,8 +12,8 @@ from lpq import operations
 from lpq.formats.format import Storage
 from lpq.formats.stacks import is_stack
 from lpq.operations.decoding import decode
+from lpq.operations.inputs import check_input
 from lpq.operations.measuring import measure_again
-from lpq.operations.operands import check_input
 from lpq.operations.reduce_statistics import Reductions, check_shard, spans
 from lpq.operations.sides import measures_again
 from lpq.tensor.quantized_tensor import QuantizedTensor

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.groups import bounds
 from lpq.operations.decoding import decode
+from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure
 from lpq.operations.offsets import read
-from lpq.operations.operands import State, as_matrix, encode_operands
+from lpq.operations.operands import encode_operands
+from lpq.operations.states import State
 from lpq.tensor.quantized_tensor import QuantizedTensor
 
 Name = Literal["x", "w", "dy", "y"]

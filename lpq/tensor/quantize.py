@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lpq.formats.format import Quantizer
 from lpq.operations.argument_checks import as_seed, check_dense, check_offset, check_stack, state_of
-from lpq.operations.operands import State, as_matrix, check_input, encode_operands, remember
+from lpq.operations.inputs import as_matrix, check_input
+from lpq.operations.operands import encode_operands
+from lpq.operations.states import State, remember
 from lpq.tensor.quantized_tensor import QuantizedTensor
 from lpq.tensor.traced import wrap_operands
 

@@ -25,8 +25,8 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.operations import groups, sectioned
 from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import TileSide
-from lpq.operations.operands import recall
 from lpq.operations.quantizing import quantize
+from lpq.operations.states import recall
 from lpq.testing.comparing import Poisoned
 
 pytestmark = [

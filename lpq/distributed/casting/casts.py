@@ -20,7 +20,7 @@ from lpq.distributed.casting.kinds import Item, Kind
 from lpq.formats import Storage
 from lpq.formats.format import Direction
 from lpq.formats.stacks import along
-from lpq.operations.operands import recall
+from lpq.operations.states import recall
 from lpq.torch_private.operators import copy_each
 
 NOTHING = torch.iinfo(torch.int32).min

@@ -15,16 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.distributed.cuts import Cut
-from lpq.distributed.part_encoders import bind_exchange, bind_part, bind_settle
 from lpq.distributed.part_gathers import Arriving, OperandGather, bind_gathered
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.joined import cat
 from lpq.operations.binding import operand_like
+from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import BindEncoder, Wanted, bind_encoder, through_operators
-from lpq.operations.operands import encode_operands, remember
+from lpq.operations.operands import encode_operands
+from lpq.operations.part_encoders import bind_exchange, bind_part, bind_settle
+from lpq.operations.states import remember
 from lpq.testing.conformance.test_parts import part_that_differs
 from lpq.testing.expect import one_nan, same, same_decoded, same_operand, there
 from lpq.testing.operands import SEED, normal, unit

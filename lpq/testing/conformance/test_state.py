@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lpq.formats import Quantizer
 from lpq.operations.measuring import measure_reference
-from lpq.operations.operands import encode_operands, recalls
+from lpq.operations.operands import encode_operands
 from lpq.operations.quantizing import quantize
 from lpq.operations.sides import declared
+from lpq.operations.states import recalls
 from lpq.testing.conformance.test_layout import check_buffers
 from lpq.testing.expect import same, same_operand, there
 from lpq.testing.operands import SEED, encode, measure, normal

@@ -26,8 +26,8 @@ from lpq.kernels.triton.tiles import (
     store_values,
 )
 from lpq.operations.decoding import decode_reference
+from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
-from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import declared, shared
 from lpq.operations.transposing import transpose_reference

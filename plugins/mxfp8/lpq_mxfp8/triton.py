@@ -25,8 +25,8 @@ from lpq.kernels.triton.tiles import (
     store_values,
 )
 from lpq.operations.decoding import decode_reference
+from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
-from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize_reference
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK

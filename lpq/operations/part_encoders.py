@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.distributed.cuts import Cut
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.joined import cat
 from lpq.operations.binding import Encoded
+from lpq.operations.cut import Cut
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
@@ -29,10 +29,11 @@ from lpq.operations.encoder import (
     second_of,
     sides_of,
 )
+from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure_again
-from lpq.operations.operands import as_matrix, moves, recall, recalls
 from lpq.operations.reduce_statistics import Declared, bind_reduction, spans
 from lpq.operations.sides import declared, measures_again
+from lpq.operations.states import moves, recall, recalls
 
 Seeds = Tensor | None
 
@@ -164,7 +165,7 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
     if cut.dim == 1:
         return bind(wanted._replace(across=cut.place(0)))
     if cut.stretches == 1:
-        return bind(wanted._replace(offset=cut.place(0)))
+        return bind(wanted._replace(offset=wanted.offset + cut.place(0)))
     (_, cols), needed = wanted.shape, declared(*sides)
     places = [wanted._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.stretches)]
     encoders, whole = [bind(place) for place in places], bind(wanted)

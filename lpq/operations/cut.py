@@ -1,0 +1,55 @@
+"""Matrices that ranks share out, along their rows or their columns.
+
+A rank encodes its part with the statistics of the whole, and with the random bits that belong to the part's place. So a
+part has the very bytes that the whole has there, and parts that are gathered are the whole operand, bit for bit. All of
+it follows from the declared layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lpq.formats.format import Quantizer
+
+
+class Cut(NamedTuple):
+    """How the ranks share out a matrix: equally."""
+
+    dim: int
+    """0: each rank has some of its rows; 1: some of its columns."""
+    rank: int
+    ranks: int
+    size: int
+    """How many rows or columns one stretch has; they lie side by side in the whole matrix."""
+    stretches: int = 1
+    """How many stretches each rank has. The ranks take turns: one stretch each, then the next. A batch of sequences has
+    one for each sequence."""
+
+    @property
+    def mine(self) -> int:
+        """How many rows or columns this rank has."""
+        return self.size * self.stretches
+
+    def place(self, stretch: int) -> int:
+        """The first row or column, in the whole matrix, of a stretch of this rank."""
+        return (stretch * self.ranks + self.rank) * self.size
+
+    def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:
+        """Why these operands cannot be encoded part by part; None if they can. It is the same on all ranks."""
+        derived = col and quantizer.col_source == "row"  # the column operand is made of the row operand
+        sides = [(quantizer.side("row"), self.dim)] if row or derived else []
+        sides += [(quantizer.side("col"), 1 - self.dim)] if col else []
+        return why_cut(sides, self.size, "rows" if self.dim == 0 else "columns")
+
+
+def why_cut(sides: Iterable[tuple[Quantizer, int]], size: int, what: str) -> str | None:
+    """Why operands cannot be cut every ``size`` rows or columns, along the dimension named for each; None if they can.
+    ``what``: the noun for these rows or columns in the message."""
+    for side, dim in sides:
+        if (reason := side.why_no_parts(dim)) is not None:
+            return reason
+        for unit in side.units(dim):
+            if size % unit:
+                return f"shards of {size} {what} cut the blocks of {unit} of {side}"
+    return None

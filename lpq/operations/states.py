@@ -1,0 +1,162 @@
+"""States of quantizers: the statistics that they remember across steps, read by encoders and moved behind a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.kernels import choose
+from lpq.operations.format_calls import Made, recalling
+from lpq.operations.operators import ORDINARY, can_call_directly
+from lpq.operations.reduce_statistics import reduce_stats
+from lpq.operations.sides import declared
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.formats.format import Quantizer
+
+State = Mapping[str, Tensor]
+
+
+def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
+    """The state prefix and the quantizer of each set of statistics that encoding these directions measures."""
+    state = quantizer.state_branches()
+    if "" in state:
+        return [("", state[""])]
+    wanted = (("row_", row), ("col_", col))
+    return [(prefix, branch) for prefix, branch in wanted if branch is not None]
+
+
+def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
+    """The statistics to encode with, from the state; None where a direction remembers nothing."""
+    return bind_recall(quantizer, row, col, lambda x, stats, seed: stats)(None, state, None)
+
+
+def bind_recall(
+    quantizer: Quantizer,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    run: Callable[[Any, list[Tensor | None], Any], Made],
+) -> Callable[[Any, State, Any], Made]:
+    """Return ``run``, which encodes these operands by given statistics, as a function of a state."""
+    branches = [
+        (branch, [(s.name, prefix + s.name) for s in branch.state]) for prefix, branch in _branches(quantizer, row, col)
+    ]
+    return recalling(branches, run)
+
+
+def state_names(quantizer: Quantizer) -> list[str]:
+    """The names of the statistics in a state, in order."""
+    return [prefix + s.name for prefix, branch in quantizer.state_branches().items() for s in branch.state]
+
+
+def recalls(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> tuple[bool, ...]:
+    """For each statistic whether ``recall`` gives it."""
+    return tuple(branch.recalls(stat) for _, branch in _branches(quantizer, row, col) for stat in branch.stats)
+
+
+def moves(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether encoding these directions measures what ``remember`` takes into the state."""
+    return any(branch.moves for _, branch in _branches(quantizer, row, col))
+
+
+def remember(
+    quantizer: Quantizer,
+    state: State,
+    measured: list[Tensor],
+    *,
+    row: bool = True,
+    col: bool = True,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
+    sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
+    if group is not None and moves(quantizer, *sides):
+        apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too
+        along = declared(sides[0], None) + declared(None, sides[1]) if apart else declared(*sides)
+        reduce_stats([(along, measured)], group)
+    rest = iter(measured)
+    for prefix, branch in _branches(quantizer, *sides):
+        stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
+        if branch.state and not branch.static:  # it moves, with fewer calls: this is in every step
+            named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
+            _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
+
+
+class Moving(NamedTuple):
+    """A tensor of a layer whose quantizer remembers, and the operands for which statistics of it were measured."""
+
+    tensor: str
+    """Its name."""
+    quantizer: Quantizer
+    row: bool
+    col: bool
+
+
+def bind_remember(
+    wanted: Sequence[Moving], device: torch.device
+) -> Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None]:
+    """``remember`` for several tensors of one layer, without a group, where the dispatcher may be bypassed: of states
+    and measured statistics by the tensors' names. Kernels that bind take all that are theirs at once."""
+    parts: list[tuple[str, Quantizer, list[tuple[str, str]], slice]] = []
+    for tensor, quantizer, row, col in wanted:
+        at = 0
+        for prefix, branch in _branches(
+            quantizer, quantizer.side("row") if row else None, quantizer.side("col") if col else None
+        ):
+            measured = slice(at, at + len(branch.stats))
+            at = measured.stop
+            if branch.state and not branch.static:
+                parts.append((tensor, branch, [(s.name, prefix + s.name) for s in branch.state], measured))
+    choices = [choose("remember", (branch.text,), device) for _, branch, *_ in parts]
+    unseen = [i for i, choice in enumerate(choices) if choice.impl is not None]  # which a kernel writes
+    together: dict[object, list[int]] = {}
+    for i, choice in enumerate(choices):
+        together.setdefault(choice.bind if choice.bind is not None else i, []).append(i)
+    runs: list[tuple[list[int], Callable[..., None]]] = []
+    for places in together.values():
+        choice, branches = choices[places[0]], [parts[i][1] for i in places]
+        bound = choice.bind(branches, device) if choice.bind is not None else None
+        runs.append((places, bound or _one_by_one(branches, choice.impl)))
+
+    def remember(states: Mapping[str, State], measured: Mapping[str, Sequence[Tensor]]) -> None:
+        memories = [{own: states[tensor][name] for own, name in names} for tensor, _, names, _ in parts]
+        stats = [
+            {s.name: values for s, values in zip(branch.stats, measured[tensor][at], strict=True)}
+            for tensor, branch, _, at in parts
+        ]
+        for places, run in runs:
+            run([memories[i] for i in places], [stats[i] for i in places])
+        torch.autograd.graph.increment_version([m for i in unseen for m in memories[i].values()])
+
+    return remember
+
+
+def _one_by_one(
+    branches: Sequence[Quantizer], impl: Callable[..., None] | None
+) -> Callable[[Sequence[State], Sequence[State]], None]:
+    def run(states: Sequence[State], stats: Sequence[State]) -> None:
+        for branch, state, found in zip(branches, states, stats, strict=True):
+            if impl is not None:
+                impl(branch, state, found)
+            else:
+                branch.remember(state, found)
+
+    return run
+
+
+def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+    """Take the reduced statistics of a step into the state. A compiler traces what the format wrote."""
+    tensors = (*state.values(), *stats.values())
+    if can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
+        impl = choose("remember", (side.text,), tensors[0].device).impl
+        if impl is not None:
+            impl(side, state, stats)
+            torch.autograd.graph.increment_version(state.values())  # a kernel writes unseen
+            return
+    side.remember(state, stats)
