@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.several_matrices import RowOperands, Scratch, encoded_together
+from lpq.distributed.several_matrices import RowOperands, encoded_together
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.layout import Stat
@@ -98,6 +98,9 @@ class Task(NamedTuple):
     """For each statistic of ``sides``, whether it is known before."""
 
 
+RowsKey = tuple[Quantizer, tuple[tuple[int, int], ...], torch.dtype, torch.device]
+Rows = dict[RowsKey, RowOperands]
+"""The encoders of several matrices, by what they are made of."""
 _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
 
@@ -106,11 +109,13 @@ class ShardsEncoder:
     """The encodings of several matrices, all on one device, each bound once.
 
     Where there are kernels for it, all matrices of one quantizer take one launch for each step, and what they are
-    encoded to is valid until something else is encoded in ``scratch``. Every other matrix has launches of its own."""
+    encoded to is valid until the next call. Every other matrix has launches of its own."""
 
-    def __init__(self, tasks: Sequence[Task], scratch: Scratch | None = None) -> None:
+    def __init__(self, tasks: Sequence[Task], rows: Rows | None = None) -> None:
+        """``rows``: the encoders of several matrices, which encoders of equal tasks share. None: each matrix has
+        launches of its own."""
         self._tasks, self._device = tasks, tasks[0].device if tasks else torch.device("cpu")
-        self._together = [] if scratch is None else _together(tasks, scratch)
+        self._together = [] if rows is None else _together(tasks, rows)
         apart = [*range(len(tasks))]
         for numbers, _ in self._together:
             apart = [n for n in apart if n not in numbers]
@@ -140,7 +145,7 @@ class ShardsEncoder:
         return made
 
 
-def _together(tasks: Sequence[Task], scratch: Scratch) -> list[tuple[list[int], RowOperands]]:
+def _together(tasks: Sequence[Task], rows: Rows) -> list[tuple[list[int], RowOperands]]:
     """The matrices that are encoded together: their numbers, and their encoder."""
     alike: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
     for n, (sides, way, shape, held, dtype, device, given) in enumerate(tasks):
@@ -149,13 +154,12 @@ def _together(tasks: Sequence[Task], scratch: Scratch) -> list[tuple[list[int], 
             continue
         alike.setdefault((sides.row, dtype), []).append(n)
     found: list[tuple[list[int], RowOperands]] = []
-    start = 0
     for (side, dtype), numbers in alike.items():
         if len(numbers) > 1:
-            shapes = [(tasks[n].shape[0], tasks[n].shape[1]) for n in numbers]
-            operands = RowOperands(side, shapes, dtype, tasks[numbers[0]].device, scratch, start)
+            shapes = tuple((tasks[n].shape[0], tasks[n].shape[1]) for n in numbers)
+            key = side, shapes, dtype, tasks[numbers[0]].device
+            operands = rows.get(key) or rows.setdefault(key, RowOperands(*key))
             found.append((numbers, operands))
-            start = operands.stop
     return found
 
 

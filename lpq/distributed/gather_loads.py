@@ -123,8 +123,10 @@ class Encoded(_Quantized):
         self._coded = [i for i in numbers if i not in self._stored]
         self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
         shared_out = gathers[0].site.group.size() > 1  # or nothing is sent, and operands stay until they are read
-        scratch = gathers[0].model.scratch(self._device) if shared_out else None
-        encode = self._encode = ShardsEncoder([self._task(i, shards[i]) for i in self._coded], scratch)
+        unit = gathers[0].unit
+        encode = self._encode = ShardsEncoder(
+            [self._task(i, shards[i]) for i in self._coded], unit.rows if shared_out and unit is not None else None
+        )
         self._together = encode.all if not self._stored else None
         """The encoder of all of them, if the same launches encode them."""
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
@@ -167,7 +169,7 @@ class Encoded(_Quantized):
         xs = [cast("WeightShard", shards[i]).held for i in coded]
         if self._together is not None and can_bypass_dispatcher(xs[0]):
             with on_device(self._device):
-                encoded = self._together.encode(xs, stats)
+                encoded = self._together.encode(xs, stats, [gathers[i].version for i in coded])
             self._staying, self._anew = encoded.staying, False
             return (encoded.flat,) if self._arrivals.flat else tuple(encoded.spread)
         if self._moves:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_unit import Unit
 from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
-from lpq.distributed.several_matrices import Measuring, Scratch
+from lpq.distributed.several_matrices import Measuring
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
 from lpq.distributed.weight_gather import Gather, Layer, measure_all, stale
@@ -48,7 +47,6 @@ class Gathering(Watcher):
         self._trained = Trained()
         self._memories: Memories | None = None
         self._measuring = Measuring()
-        self._scratch: dict[torch.device, Scratch] = {}
         steps().call(self)
 
     def __getstate__(self) -> nn.Module:
@@ -133,10 +131,6 @@ class Gathering(Watcher):
         gathers = self._find()
         measure_all(stale(gathers, fsdp.shards(gather.site for gather in gathers)), reductions, self._measuring)
         reductions.run()
-
-    def scratch(self, device: torch.device) -> Scratch:
-        """The memory of what is encoded on a device to be sent, for all weights of the model."""
-        return self._scratch.setdefault(device, Scratch(device))
 
     def weights(self) -> dict[str, Tensor]:
         """All weights that ``lpq.convert`` prepared, as an optimizer has them, by name."""

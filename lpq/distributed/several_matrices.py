@@ -131,31 +131,10 @@ class Measuring:
         return bound
 
 
-class Scratch:
-    """Memory of what is encoded to be sent, for each stream: a later encoding on the same stream writes over it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._size = device, 0
-        self.memory: dict[int, Tensor] = {}
-        """The present memory, by stream."""
-
-    def reserve(self, size: int) -> None:
-        """Have at least so many bytes from now on."""
-        self._size = max(self._size, size)
-
-    def on(self, stream: int) -> Tensor:
-        """The memory for a stream, which is the present one."""
-        memory = self.memory.get(stream)
-        if memory is None or memory.nbytes < self._size:
-            memory = self.memory[stream] = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-        return memory
-
-
 class BoundRows(NamedTuple):
     """The row operands of several matrices and statistics at some places in memory, and the launches that make them."""
 
     pointers: list[int]
-    memory: Tensor
     table: Tensor
     launches: Sequence[Callable[[], None]]
     buffers: list[list[Tensor]]
@@ -163,25 +142,21 @@ class BoundRows(NamedTuple):
     staying: list[Tensor]
     """Those that are the same for all shards of a weight; they lie in memory of their own."""
     spread: list[Tensor]
-    """The bytes of the others, which lie in a ``Scratch``, and are valid until something else is encoded there on the
-    same stream."""
+    """The bytes of the others."""
     flat: Tensor
     """All of these, one behind the other, with padding."""
 
 
 class RowOperands:
-    """The row operand of each of several matrices, whose statistics are given."""
+    """The row operand of each of several matrices, whose statistics are given. Each stream has one memory, which a
+    later encoding on the same stream writes over."""
 
-    def __init__(
-        self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, scratch: Scratch,
-        start: int = 0,
-    ) -> None:  # fmt: skip
-        """``dtype``: elements, which are in fp32, are rounded to it. ``start``: the first byte of ``scratch`` to use;
-        ``stop`` is the first behind those used."""
+    def __init__(self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
+        """``dtype``: elements, which are in fp32, are rounded to it."""
         kernels = kernels_of(side, device)
         assert kernels is not None
         self._kernels: CastKernels = kernels
-        self._shapes, self._device, self._scratch, self._block = shapes, device, scratch, side.stats[-1].block
+        self._shapes, self._device, self._block = shapes, device, side.stats[-1].block
         self._macros = kernels.compiled_for(self._block, col=False, dtype=dtype)
         self._count = len(side.stats)
         (codes,) = (buffer for buffer in side.layout if not buffer.from_stats)
@@ -202,31 +177,41 @@ class RowOperands:
             for owns, made in zip(self._own, self._made, strict=True)
             for own, (size, *_) in zip(owns, made, strict=True)
         ]
-        *places, self.stop = accumulate(sizes, initial=start)
-        self._start, count = start, len(side.layout)
+        *places, self._size = accumulate(sizes, initial=0)
+        count = len(side.layout)
         self._places = [places[i : i + count] for i in range(0, len(places), count)]
         self.sizes = [n for n, own in zip(sizes, (o for owns in self._own for o in owns), strict=True) if own is None]
-        """The bytes of each buffer that lies in ``scratch``, with padding."""
-        scratch.reserve(self.stop)
+        """The bytes of each buffer that is not the same for all shards of a weight, with padding."""
         self._first = [*accumulate((Grid(side.stats[-1], "row", *shape).count for shape in shapes), initial=0)]
         self._factors = torch.empty(self._first[-1], dtype=torch.float32, device=device)
         self._bound: dict[int, BoundRows] = {}
+        self._encoded: dict[int, tuple[BoundRows, Sequence[object]]] = {}
+        """The last encoding on each stream, with its ``versions``."""
 
-    def encode(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> BoundRows:
-        """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None."""
+    def encode(
+        self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], versions: Sequence[object] = ()
+    ) -> BoundRows:
+        """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None.
+        ``versions``: an object for each matrix that is another one once its values or its statistics may be others.
+        What the last call on this stream encoded is returned again if these are the same."""
         stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
         pointers, count = [x.data_ptr() for x in xs], self._count
         pointers += [stat.data_ptr() for of_one in stats for stat in of_one[:count] if stat is not None]
         bound = self._bound.get(stream)
-        if bound is None or bound.pointers != pointers or bound.memory is not self._scratch.memory.get(stream):
-            bound = self._bind(pointers, self._scratch.on(stream))
+        if bound is None or bound.pointers != pointers:
+            bound = self._bind(pointers)
             if not captured(self._device):
                 self._bound[stream] = bound
+        last = self._encoded.get(stream)
+        if last is not None and last[0] is bound and versions and last[1] == versions and not captured(self._device):
+            return bound  # a recorded graph, which is replayed with other values, encodes them
         for launch in bound.launches:
             launch()
+        self._encoded[stream] = bound, versions
         return bound
 
-    def _bind(self, pointers: list[int], memory: Tensor) -> BoundRows:
+    def _bind(self, pointers: list[int]) -> BoundRows:
+        memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         buffers: list[list[Tensor]] = []
         staying: list[Tensor] = []
         spread: list[Tensor] = []
@@ -248,9 +233,7 @@ class RowOperands:
             )
             for kernel, which in ((self._kernels.scales, SCALES), (self._kernels.codes, CODES))
         ]
-        return BoundRows(
-            pointers, memory, table.rows, launches, buffers, staying, spread, memory[self._start : self.stop]
-        )
+        return BoundRows(pointers, table.rows, launches, buffers, staying, spread, memory)
 
     def _row(self, i: int, values: int, stats: Sequence[int], buffers: Sequence[Tensor]) -> Fragment:
         """The row of a table for one matrix."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.alike import Comparison
-from lpq.distributed.gather_encoder import Sides, sides_of
+from lpq.distributed.gather_encoder import Rows, Sides, sides_of
 from lpq.distributed.gathered_operand import Whole
-from lpq.distributed.several_matrices import Measuring, Scratch, measured_together
+from lpq.distributed.several_matrices import Measuring, measured_together
 from lpq.distributed.shard import WeightShard, plain, plain_each
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not, why_uncut
@@ -72,9 +72,6 @@ class Model(Protocol):
     def refresh(self) -> None:
         """Measure every weight of it that was written to; a collective."""
 
-    def scratch(self, device: torch.device) -> Scratch:
-        """The memory of what is encoded on a device to be sent, for all weights of the model."""
-
 
 class Load(Protocol):
     """Weights of a unit that send together, in FSDP2's hook of the first of them."""
@@ -98,6 +95,8 @@ class Unit(Protocol):
     gathers: Sequence[Gather]
     begun: dict[Gather, Load] | None
     """The loads of the gather that has begun, each by the weight that sends it, until the last has arrived."""
+    rows: Rows
+    """The encoders of several of its shards; gathers for forward and for backward share them."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
         """The tensors to gather of this weight, and of others that send with it."""
@@ -151,6 +150,8 @@ class Gather:
         self.spanning: list[Tensor | None] = []
         """Those of ``stats`` that reach beyond a shard; None in place of others."""
         self.measured: Measured | None = None
+        self.version: object = None
+        """Another object once the values of the shard, or the statistics to encode it with, may be others."""
         self.runs_again = checkpointed
         """Whether forward runs again in backward, which then needs the row operand too."""
         self.operands: Operands | None = None
@@ -255,6 +256,7 @@ class Gather:
             if not self._known:  # launches are bound to where they lie
                 self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]
             pairs = [(own, k) for own, k in zip(self._known, known, strict=True) if own is not None and k is not None]
+            self.version = object()
             if copies is None:
                 copy_pairs(pairs)
             else:
@@ -338,7 +340,7 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
 
     def reduced() -> None:
         for gather, measured in found:
-            gather.measured = measured
+            gather.measured, gather.version = measured, object()
 
     reductions.afterwards(reduced)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import lpq
 from lpq import operations
 from lpq.core import Quantizer
-from lpq.distributed.several_matrices import RowOperands, Scratch, ShardStatistics
+from lpq.distributed.several_matrices import RowOperands, ShardStatistics
 from lpq.formats.format import Direction
 from lpq.kernels.placing import RankPieces, bind_places
 from lpq.operations.derived_operands import Derived, bind_derive_into
@@ -41,17 +41,34 @@ def matrices(seed: int, device: torch.device) -> list[Tensor]:
 
 def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
     """Of given statistics, twice: at other places in memory."""
-    side, scratch = lpq.quantizer(text), Scratch(device)
-    several = RowOperands(side, SHAPES, dtype, device, scratch, start=512)
+    side, flat = lpq.quantizer(text), None
+    several = RowOperands(side, SHAPES, dtype, device)
     for seed in range(2):
         xs = matrices(seed, device)
         stats = [[s * 1.5 for s in operations.measure_reference(x.to(dtype), side, None)] for x in xs]
-        for memory in scratch.memory.values():
-            memory.fill_(POISON)
-        for i, made in enumerate(several.encode(xs, stats).buffers):
+        if flat is not None:
+            flat.fill_(POISON)
+        made = several.encode(xs, stats)
+        flat = made.flat
+        for i, buffers in enumerate(made.buffers):
             expected = quantize_reference(xs[i].to(dtype), stats[i], side, None, None, 0, False)
-            for k, (one, other) in enumerate(zip(made, expected, strict=True)):
+            for k, (one, other) in enumerate(zip(buffers, expected, strict=True)):
                 same(one, other.contiguous(), f"{text}, matrix {i}, buffer {k}")
+
+
+def check_versions(text: str, device: torch.device) -> None:
+    """What is encoded is returned again for the same versions of all matrices, and for no others."""
+    side, xs = lpq.quantizer(text), matrices(0, device)
+    several = RowOperands(side, SHAPES, torch.float32, device)
+    stats = [[*operations.measure_reference(x, side, None)] for x in xs]
+    versions = [object() for _ in xs]
+    first = several.encode(xs, stats, versions)
+    expected = first.flat.clone()
+    first.flat.fill_(POISON)
+    assert several.encode(xs, stats, [*versions]).flat.eq(POISON).all()
+    for others in ([*versions[:-1], object()], versions, [], []):  # without versions each call encodes
+        same(several.encode(xs, stats, others).flat, expected, f"{text}, {others}")
+        first.flat.fill_(POISON)
 
 
 def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device: torch.device) -> None:

@@ -49,8 +49,8 @@ COSTS = {
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
-SCRATCH = {"fp8-current": SIZE * SIZE // 2, "fp8-delayed": SIZE * SIZE // 2}
-"""The bytes of each weight of the largest unit in which all units are encoded."""
+CODES = {"fp8-current": SIZE * SIZE // 2, "fp8-delayed": SIZE * SIZE // 2}
+"""The bytes of each weight that is encoded for gathers in forward, and sent again in backward."""
 TABLES = 2048
 """The bytes, whatever the number of weights, of tables that kernels of several matrices read."""
 
@@ -173,7 +173,7 @@ def _freed(rank: int, recipe: str) -> None:
         during = _held()
         step.model[0].reshard()
     assert during - after > WEIGHTS * SIZE * SIZE // 4, "nothing is seen of what is gathered"
-    most = WEIGHTS * (HELD[recipe] + SCRATCH.get(recipe, 0)) + TABLES
+    most = WEIGHTS * (HELD[recipe] + CODES.get(recipe, 0)) + TABLES
     assert after - before <= most, (after - before, most)
 
 

@@ -14,6 +14,7 @@ from several import (
     check_operands,
     check_places,
     check_statistics,
+    check_versions,
 )
 
 from lpq.formats.format import Direction
@@ -38,3 +39,8 @@ def test_each_is_put_in_its_place() -> None:
 @pytest.mark.parametrize("text", TURNED)
 def test_each_is_transposed(text: str) -> None:
     check_derived(text, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_the_same_versions_are_not_encoded_again(text: str) -> None:
+    check_versions(text, torch.device("cuda", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
 from lpq.testing.expect import same
 
-STEPS = 3
+STEPS = 4
+ENCODED = {"fp8-current": 8, "fp8-delayed": 12}
+"""How often a unit is encoded, of two units in three steps of two passes each: once in a step or, by statistics of
+steps before, in each pass, which moves them; and again where it was written to. In the last step operators encode."""
+WRITTEN = {0: "between steps", 1: "by rank", 2: "before backward"}
+"""The steps after which, or in which, a weight is written to, and where."""
 
 
 class Watching(TorchDispatchMode):
@@ -32,7 +38,7 @@ class Watching(TorchDispatchMode):
 
 
 def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
-    """The results, gradients and weights of a few steps, of which one follows a write between steps."""
+    """The results, gradients and weights of a few steps, each of two passes. Weights are written to beside them."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(width, inner), nn.LayerNorm(inner), nn.Linear(inner, width, bias=False))
@@ -47,25 +53,32 @@ def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
     out: list[Tensor] = []
     for step in range(STEPS):
         x = torch.randn(32, width, generator=torch.Generator().manual_seed(step), requires_grad=True)
-        with Watching() if step == STEPS - 1 else nullcontext():  # what is encoded by operators is sent likewise
-            y = model(x)
-            y.square().mean().backward()
-        out += [y.detach(), x.grad, *(p.grad.full_tensor() for p in model.parameters())]  # type: ignore[list-item, union-attr]
+        weight, written = model[0][0].weight, WRITTEN.get(step)
+        for _ in range(2):
+            with Watching() if step == STEPS - 1 else nullcontext():  # what is encoded by operators is sent likewise
+                y = model(x)
+                if written == "before backward" and recipe != "fp8-delayed":  # which refuses that
+                    weight.data.mul_(0.5)
+                y.square().mean().backward()
+            out += [y.detach(), x.grad.clone()]  # type: ignore[union-attr]
+        out += [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1:
-            with torch.no_grad():
-                model[0][0].weight.mul_(3.0)
+        with torch.no_grad():
+            if written == "between steps":
+                weight.mul_(3.0)
+            elif written == "by rank":
+                weight.to_local().mul_(1.0 + torch.distributed.get_rank())
     return [*out, *(p.full_tensor() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
 def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[int, int]) -> None:
     """``wanted``: the kernels that are launched; ``sizes``: the inputs and the outputs of a layer."""
-    expected, names = trained(recipe, *sizes), set()
+    expected, names = trained(recipe, *sizes), Counter[str]()
     imitated.shared_folder = Path(folder)
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
-        names.add(self.name)
+        names[self.name] += 1
         imitated.launch(self, macros, blocks, arguments, backwards=len(names) % 2 == 0)
 
     with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
@@ -73,6 +86,7 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[in
         patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda device, kernels: True)
         made = trained(recipe, *sizes)
-    assert names == wanted
+    assert set(names) == wanted
+    assert names["codes"] == ENCODED.get(recipe, 0), names
     for i, (one, other) in enumerate(zip(made, expected, strict=True)):
         same(one, other, f"{recipe}, tensor {i}")

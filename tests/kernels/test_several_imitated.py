@@ -20,6 +20,7 @@ from several import (
     check_operands,
     check_places,
     check_statistics,
+    check_versions,
 )
 from several_gathered import check
 
@@ -55,6 +56,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_each_has_its_own_operand(text: str, dtype: torch.dtype, launched: list[str]) -> None:
     check_operands(text, dtype, CPU)
     assert launched == ["scales", "codes"] * 2
+
+
+@pytest.mark.parametrize("text", QUANTIZERS[:1])
+def test_the_same_versions_are_not_encoded_again(text: str, launched: list[str]) -> None:
+    check_versions(text, CPU)
+    assert launched == ["scales", "codes"] * 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
