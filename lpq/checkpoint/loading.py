@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from lpq.checkpoint.agreeing import ALIKE, check_alike
+from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.finding import Found, find
@@ -25,9 +26,10 @@ from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 
+@model_first
 def load(
-    path: str | Path,
     model: nn.Module,
+    path: str | Path,
     optimizer: Optimizers = None,
     *,
     any_policy: bool = False,

@@ -43,7 +43,7 @@ class Model:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise CheckpointError(
-                f"model is to be a torch.nn.Module, not {type(model).__name__}: pass the model itself, no state_dict()"
+                f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, no state_dict()"
             )
         self.module = _unwrapped(model)
         self._given = model

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from lpq.checkpoint.agreeing import ALIKE, Meshes, check_alike
+from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
@@ -30,9 +31,10 @@ from lpq.registry.warning import warn
 from lpq.torch_private.distributed import device_types
 
 
+@model_first
 def save(
-    directory: str | Path,
     model: nn.Module,
+    directory: str | Path,
     optimizer: Optimizers = None,
     *,
     step: int | None = None,
@@ -61,9 +63,10 @@ def save(
     return target
 
 
+@model_first
 def save_async(
-    directory: str | Path,
     model: nn.Module,
+    directory: str | Path,
     optimizer: Optimizers = None,
     *,
     step: int | None = None,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lpq.checkpoint import pickles
 from lpq.checkpoint.agreeing import ALIKE, check_one_model
+from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
@@ -30,7 +31,7 @@ from lpq.registry.warning import warn
 
 
 def write_file(
-    path: str | Path, model: nn.Module, decode: bool, process_group: dist.ProcessGroup | None
+    model: nn.Module, path: str | Path, decode: bool, process_group: dist.ProcessGroup | None
 ) -> tuple[Path, Description]:
     """Write the whole model into one file, as ``lpq.export(model, path, layout="lpq")`` describes it."""
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
@@ -56,10 +57,11 @@ def export_file(
     """Deprecated: call ``lpq.export(model, path, layout="lpq")``, which writes the same file."""
     call = f'lpq.export(model, path, layout="lpq"{", decode=True" if decode else ""})'
     warn(f"lpq.checkpoint.export_file will be removed in the next version: call {call}", DeprecationWarning)
-    return write_file(path, model, decode, process_group)[0]
+    return write_file(model, path, decode, process_group)[0]
 
 
-def import_file(path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> Info:
+@model_first
+def import_file(model: nn.Module, path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """Load a file of ``lpq.export(…, layout="lpq")``, or any with a state dict, into the model, however it is sharded.
 
     All ranks that share the model call it, or those of ``process_group``. A weight that is stored quantized takes one

@@ -211,7 +211,7 @@ def _one_file(
         raise CheckpointError(f'layout="{ONE_FILE}" writes a model as it is, and takes decode and process_group alone')
     if isinstance(model, str | Path):
         raise CheckpointError(f'layout="{ONE_FILE}" is of a model: load {model} into one, and export that')
-    written, description = write_file(path, model, decode, process_group)
+    written, description = write_file(model, path, decode, process_group)
     layers: dict[str, tuple[str, ...]] = {}
     for name, entry in description.quantized.items():
         layers[entry["quantizer"]] = (*layers.get(entry["quantizer"], ()), shown(name))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
+from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.ranks import Ranks
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
     from lpq.recipes import PolicyLike
 
 
+@model_first
 def load_quantized(
-    path: str | Path, model: nn.Module, *, policy: PolicyLike | None = None, weights: Weights | None = "quantized"
+    model: nn.Module, path: str | Path, *, policy: PolicyLike | None = None, weights: Weights | None = "quantized"
 ) -> nn.Module:
     """Load a directory that ``lpq.export`` wrote, or another program in one of its layouts, into ``model``; return it.
 

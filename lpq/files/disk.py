@@ -19,7 +19,8 @@ PLAIN = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 def place(path: object, named: str = "path") -> Path:
     """The place of a file or a directory that a user gave under this name."""
     if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"{named} is of type {type(path).__name__}, and is to name a place on the disk")
+        model = ": the model is the first argument" if hasattr(path, "state_dict") else ""
+        raise CheckpointError(f"{named} must be str or Path, got {type(path).__name__}{model}")
     if not os.fspath(path):
         raise CheckpointError(f"{named} is empty: give a place on the disk, as '.' for the current directory")
     return Path(path) if Path(path).name not in ("", "..") else resolved(Path(path))  # names of others are made of its

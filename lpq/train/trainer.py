@@ -165,7 +165,7 @@ class Trainer:
             "config": self.config.to_toml(),
         }
         try:
-            checkpoint.save(directory, self.model, self.optimizer, step=self.step, extra=beside, keep=KEEP)
+            checkpoint.save(self.model, directory, self.optimizer, step=self.step, extra=beside, keep=KEEP)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}. Free some space or make the directory writable, then go on with --resume"
@@ -186,7 +186,7 @@ class Trainer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # ``say`` gets them below
                 self._check(checkpoint.info(directory, process_group=dist.group.WORLD).extra)
-                found = checkpoint.load(directory, self.model, self.optimizer)
+                found = checkpoint.load(self.model, directory, self.optimizer)
         except checkpoint.NoCheckpoint as none:
             if any(directory.glob("step-*")):
                 say(str(none))

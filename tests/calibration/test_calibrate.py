@@ -74,9 +74,9 @@ def test_fused_layers_encode_the_input_that_they_share_once(
     """As before they were calibrated, and of a checkpoint too; control: layers that share nothing."""
     x, together = data(1)[0].requires_grad_(), converted(recipe)
     lpq.calibrate(together, data())
-    lpq.checkpoint.save(tmp_path / "run", together)
+    lpq.checkpoint.save(together, tmp_path / "run")
     loaded = lpq.convert(model(), lpq.checkpoint.info(tmp_path / "run").policy)
-    lpq.checkpoint.load(tmp_path / "run", loaded)
+    lpq.checkpoint.load(loaded, tmp_path / "run")
     apart = copy.deepcopy(together)
     for layer in layers(apart).values():
         layer.share_inputs(Inputs())

@@ -96,9 +96,9 @@ def _resharded(rank: int, folder: str) -> None:
     expected, static = exported(net), statics(net)
     policy = net.__dict__["lpq_conversion"].policy
     for step, ranks in enumerate((2, 4)):
-        lpq.checkpoint.save(Path(folder) / str(step), net)
+        lpq.checkpoint.save(net, Path(folder) / str(step))
         net = sharded(policy, ranks)
-        lpq.checkpoint.load(Path(folder) / str(step), net)
+        lpq.checkpoint.load(net, Path(folder) / str(step))
         assert same(statics(net), static)
         assert same(exported(net), expected), ranks
         if ranks == 2:
@@ -118,9 +118,9 @@ def _reshared(rank: int, folder: str) -> None:
     expected, static = exported(net), statics(net)
     policy = net.__dict__["lpq_conversion"].policy
     for step, tp in enumerate((2, 4)):
-        lpq.checkpoint.save(Path(folder) / str(step), net)
+        lpq.checkpoint.save(net, Path(folder) / str(step))
         net = parallel(lpq.convert(model(experts=1), policy), 4 // tp, tp, fsdp=tp == 2)
-        lpq.checkpoint.load(Path(folder) / str(step), net)
+        lpq.checkpoint.load(net, Path(folder) / str(step))
         assert same({name: local_part(value) for name, value in statics(net).items()}, static), tp
         assert same(exported(net), expected), tp
         if tp == 2:

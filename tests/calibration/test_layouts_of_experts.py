@@ -127,7 +127,7 @@ def _experts_over_two_and_shards_of_two(rank: int, recipe: str, folder: str) -> 
     lpq.export(net, Path(folder) / "x", layout="compressed-tensors")
     found = {name: value for file in Path(folder).glob("x/*.safetensors") for name, value in _bytes_of(file)}
     assert same(found, codes)
-    lpq.checkpoint.save(Path(folder) / "run", net)
+    lpq.checkpoint.save(net, Path(folder) / "run")
     if rank == 0:
         lpq.export(Path(folder) / "run", Path(folder) / "y", layout="compressed-tensors", process_group=of_one())
         assert same(dict(_bytes_of(Path(folder) / "y" / "model.safetensors")), codes)

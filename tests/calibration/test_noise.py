@@ -96,7 +96,7 @@ def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
     monkeypatch.setenv("COLUMNS", "120")
     batches: list[Tensor] = [torch.randn(4, 64) for _ in range(3)]
     net = lpq.convert(made(), "fp8-current")
-    lpq.checkpoint.save(tmp_path / "run", net)
+    lpq.checkpoint.save(net, tmp_path / "run")
     torch.save(batches, tmp_path / "data.pt")
     options = ("--model", "test_noise:made", "--data", tmp_path / "data.pt", "--samples", 8)
     assert run("calibrate", tmp_path / "run", tmp_path / "out", *options) == 0
@@ -109,7 +109,7 @@ def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
     assert float(rows[0][1]) <= float(rows[1][1])
     found = dict(lpq.export.stream(net, "compressed-tensors"))
     lpq.export(tmp_path / "out", tmp_path / "files", layout="compressed-tensors")
-    read = lpq.load_quantized(tmp_path / "files", made())
+    read = lpq.load_quantized(made(), tmp_path / "files")
     again = dict(lpq.export.stream(read, "compressed-tensors"))
     assert found["0.input_scale"] == again["0.input_scale"]
     assert run("calibrate", tmp_path / "run", tmp_path / "b") == 2
@@ -147,7 +147,7 @@ def test_the_command_refuses_in_words(
 ) -> None:  # fmt: skip
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.chdir(tmp_path)
-    lpq.checkpoint.save("run", lpq.convert(made(), "fp8-current"))
+    lpq.checkpoint.save(lpq.convert(made(), "fp8-current"), "run")
     torch.save([torch.randn(4, 64)], "data.pt")
     torch.save([torch.randn(4, 65)], "wide.pt")
     torch.save(["a"], "words.pt")
@@ -159,7 +159,7 @@ def test_the_command_refuses_in_words(
 
 def test_the_command_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint would go, before a batch went through."""
-    lpq.checkpoint.save(tmp_path / "run", lpq.convert(made(), "fp8-current"))
+    lpq.checkpoint.save(lpq.convert(made(), "fp8-current"), tmp_path / "run")
     before = (tmp_path / "run" / "lpq.json").read_bytes()
     assert run("calibrate", tmp_path / "run", tmp_path / "run") == 1
     assert "run is there already: give another directory, or remove it" in capsys.readouterr().err

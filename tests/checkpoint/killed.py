@@ -53,11 +53,11 @@ def kill_in_every_moment(rank: int, folder: Path) -> None:
     """Make ``folder/<moment>``, a run whose checkpoint of step 10 is whole and whose next one was never finished."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that was forked has no CUDA
     for moment, (module, name, call, step) in MOMENTS.items():
-        checkpoint.save(folder / moment, model(1.0), step=10)
+        checkpoint.save(model(1.0), folder / moment, step=10)
         child = os.fork()
         if child == 0:
             setattr(module, name, die_in(getattr(module, name), call))
-            checkpoint.save(folder / moment, model(2.0), step=step)
+            checkpoint.save(model(2.0), folder / moment, step=step)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"{moment}: the process was not killed"

@@ -94,7 +94,7 @@ def test_a_model_whose_experts_cannot_be_named_is_saved_with_a_warning(
     monkeypatch.setattr(checkpoint.model, "stacks_in_files", fail)
     model = nn.ModuleDict({"experts": lpq.nn.GroupedLinear(2, 32, 32, recipe="mxfp8")})
     with pytest.warns(CheckpointWarning, match=r"lpq\.export refuses it: export the model .*no such function"):
-        checkpoint.save(tmp_path / "saved", model)
+        checkpoint.save(model, tmp_path / "saved")
     with pytest.raises(CheckpointError, match="expert"):
         lpq.export(tmp_path / "saved", tmp_path / "exported", layout="compressed-tensors")
 

@@ -63,7 +63,7 @@ def _states(layer: nn.Module, tensor: str) -> dict[str, Tensor]:
 def _weights_follow_them(path: Path) -> None:
     """Gathered weights are encoded with the frozen amax of each operand."""
     net = built(How(**RUNS["gathered"], width=128))
-    checkpoint.load(path / "gathered", net)
+    checkpoint.load(net, path / "gathered")
     _check_frozen(net)
     values = {name: whole(p.detach()).clone() for name, p in net.named_parameters()}
     states = {name: _states(layer, "w") for name, layer in net.named_modules() if isinstance(layer, lpq.nn.Linear)}
@@ -95,7 +95,7 @@ def _loads_them(path: Path, **options: Any) -> None:
         how = How(**run, width=128, **options)
         net = built(how)
         assert not any(buffer.any() for buffer in _frozen(net).values())
-        checkpoint.load(path / name, net)
+        checkpoint.load(net, path / name)
         _check_frozen(net)
         step(net, optimizer_for(how, net), 9, how)
         _check_frozen(net)

@@ -65,11 +65,11 @@ def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module], **group
         r"no tensor joins the ranks \[0\] and \[1, 2\], so these have models of their own.*process_group=mesh\.get_gr"
     )
     for function in (
-        lambda: checkpoint.save(folder / "mixed", net, step=1, **group),
-        *(() if group else (lambda: checkpoint.save_async(folder / "mixed", net, step=1),)),
-        lambda: checkpoint.load(folder / "whole", net, **group),
+        lambda: checkpoint.save(net, folder / "mixed", step=1, **group),
+        *(() if group else (lambda: checkpoint.save_async(net, folder / "mixed", step=1),)),
+        lambda: checkpoint.load(net, folder / "whole", **group),
         lambda: lpq.export(net, folder / "mixed.pt", layout="lpq", **group),
-        lambda: checkpoint.import_file(folder / "whole.pt", net, **group),
+        lambda: checkpoint.import_file(net, folder / "whole.pt", **group),
     ):
         _refused(None, function, words)
     assert not (folder / "mixed").exists()
@@ -83,21 +83,21 @@ def _each_by_itself(
     net = shard(Net(seed, 64, SMALL), mesh)
     optimizer = optimizer_of(net, seed)
     truth = Net(seed, 64, SMALL)
-    checkpoint.save(own, net, optimizer, step=1, process_group=group)
+    checkpoint.save(net, own, optimizer, step=1, process_group=group)
     words = r"training talks over process_group, and would while it is written: pass one that is for this alone"
-    _refused(group, lambda: checkpoint.save_async(own, net, optimizer, step=2, process_group=group), words)
-    saving = checkpoint.save_async(own, net, optimizer, step=2, process_group=writers)
-    checkpoint.save(own, net, optimizer, step=3, process_group=writers)  # which waits for the other one
+    _refused(group, lambda: checkpoint.save_async(net, own, optimizer, step=2, process_group=group), words)
+    saving = checkpoint.save_async(net, own, optimizer, step=2, process_group=writers)
+    checkpoint.save(net, own, optimizer, step=3, process_group=writers)  # which waits for the other one
     assert saving.wait() == own / "step-00000002"
     lpq.export(net, own / "one.pt", layout="lpq", process_group=group)
     assert checkpoint.info(own, process_group=group).step == 3
     for number in (1, 2, 3):
         fresh = shard(Net(9, 64, SMALL), mesh)
         its = optimizer_of(fresh, None)
-        checkpoint.load(own / f"step-0000000{number}", fresh, its, process_group=group)
+        checkpoint.load(fresh, own / f"step-0000000{number}", its, process_group=group)
         assert model_differences(fresh, truth) == {}
         assert optimizer_differences(its, optimizer_of(truth, seed)) == {}
-    checkpoint.import_file(own / "one.pt", fresh := shard(Net(9, 64, SMALL), mesh), process_group=group)
+    checkpoint.import_file(fresh := shard(Net(9, 64, SMALL), mesh), own / "one.pt", process_group=group)
     assert model_differences(fresh, truth) == {}
 
 
@@ -107,16 +107,16 @@ def _within_the_pair(rank: int, folder: Path, group: dist.ProcessGroup, mesh: De
         given = make([p for p in net.parameters() if p.requires_grad], lr=0.1) if rank == 2 else None
         words = rf"rank 1 has \[no optimizer\], and rank 2 has \[{make.__name__}\]\. Pass the same"
         for function in (
-            lambda: checkpoint.save(folder / "given", net, given, process_group=group),  # noqa: B023
-            lambda: checkpoint.save_async(folder / "given", net, given, process_group=group),  # noqa: B023
-            lambda: checkpoint.load(folder / "1", net, given, process_group=group),  # noqa: B023
+            lambda: checkpoint.save(net, folder / "given", given, process_group=group),  # noqa: B023
+            lambda: checkpoint.save_async(net, folder / "given", given, process_group=group),  # noqa: B023
+            lambda: checkpoint.load(net, folder / "1", given, process_group=group),  # noqa: B023
         ):
             _refused(group, function, words)
     stepped = optimizer_of(net, 1)
     if rank == 2:
         stepped.state.clear()
     _refused(
-        group, lambda: checkpoint.save(folder / "given", net, stepped, process_group=group),
+        group, lambda: checkpoint.save(net, folder / "given", stepped, process_group=group),
         r"different tensors.*: rank 1 has \[optimizer\.state.*, and rank 2 has \[none\]",
     )  # fmt: skip
     assert not (folder / "given").exists()
@@ -126,15 +126,15 @@ def _within_the_pair(rank: int, folder: Path, group: dist.ProcessGroup, mesh: De
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing.disk, "digest", full if rank == 2 else writing.disk.digest)
-        saving = checkpoint.save_async(folder / "1", net, step=4, process_group=group)
+        saving = checkpoint.save_async(net, folder / "1", step=4, process_group=group)
         saving._future.exception()
     with pytest.warns(CheckpointWarning, match=r"step-00000004 could not be saved.*rank 2: .*the disk is full"):
-        checkpoint.save(folder / "1", net, step=5, process_group=group)
+        checkpoint.save(net, folder / "1", step=5, process_group=group)
 
 
 def _all(rank: int, folder: Path) -> None:
     everyone = dist.group.WORLD
-    checkpoint.save(folder / "whole", Net(1, 64, SMALL), process_group=everyone)
+    checkpoint.save(Net(1, 64, SMALL), folder / "whole", process_group=everyone)
     lpq.export(Net(1, 64, SMALL), folder / "whole.pt", layout="lpq", process_group=everyone)
     groups = [dist.new_group(ranks) for ranks in (ALONE, PAIR)]
     writers = [dist.new_group(ranks, backend="gloo") for ranks in (ALONE, PAIR)]
@@ -150,10 +150,10 @@ def _all(rank: int, folder: Path) -> None:
         _within_the_pair(rank, folder, writers[1], mesh)
     else:
         with pytest.raises(CheckpointError, match="process_group is to be a group that this process is in"):
-            checkpoint.save(folder / "1", nn.Linear(2, 2), process_group=groups[1])
+            checkpoint.save(nn.Linear(2, 2), folder / "1", process_group=groups[1])
     if rank == 1:
         words = re.escape("a tensor lies over the ranks [1, 2], and those that were called together are [1]")
-        _refused(lone, lambda: checkpoint.save(folder, shard(Net(1, 64, SMALL), mesh), process_group=lone), words)
+        _refused(lone, lambda: checkpoint.save(shard(Net(1, 64, SMALL), mesh), folder, process_group=lone), words)
 
 
 def test_three_ranks(tmp_path: Path) -> None:

@@ -41,20 +41,20 @@ CLASSES = [
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A checkpoint of version 1, whose index is a pickle; every value is 10."""
-    return opcodes.as_version_1(checkpoint.save(tmp_path / "saved", model(10.0)))
+    return opcodes.as_version_1(checkpoint.save(model(10.0), tmp_path / "saved"))
 
 
 @pytest.fixture
 def later(tmp_path: Path) -> Path:
     """A checkpoint with an index in JSON; every value is 10."""
-    return checkpoint.save(tmp_path / "later", model(10.0))
+    return checkpoint.save(model(10.0), tmp_path / "later")
 
 
 def refused(path: Path, words: str) -> None:
     """It is not loaded, nothing is overwritten, and no class is another one than before."""
     net, before = model(0.0), [dict(vars(cls)) for cls in CLASSES]
     with pytest.raises(CheckpointError, match=words):
-        checkpoint.load(path, net)
+        checkpoint.load(net, path)
     assert all(not parameter.any() for parameter in net.parameters())
     assert [dict(vars(cls)) for cls in CLASSES] == before
 
@@ -62,7 +62,7 @@ def refused(path: Path, words: str) -> None:
 def test_what_is_kept_beside_tensors_is_refused_in_words_of_ours(path: Path) -> None:
     """torch's own advise to load the file unsafely."""
     put(path, "extra.pt", opcodes.saved_evil(path / "ran"))
-    for read in (lambda: checkpoint.load(path, model(0.0)), lambda: checkpoint.info(path)):
+    for read in (lambda: checkpoint.load(model(0.0), path), lambda: checkpoint.info(path)):
         with pytest.raises(CheckpointError, match=r"its extra\.pt: it .* something else than tensors and") as caught:
             read()
         assert "weights_only" not in str(caught.value)
@@ -167,7 +167,7 @@ def test_no_other_file_of_a_checkpoint_does_either(path: Path, tmp_path: Path) -
         put(path, "extra.pt", raw)
         refused(path, "cannot be loaded: .*UnpicklingError")
         with pytest.raises(CheckpointError, match="holds something else than tensors"):
-            checkpoint.import_file(_written(tmp_path / "one.pt", raw), model(0.0))
+            checkpoint.import_file(model(0.0), _written(tmp_path / "one.pt", raw))
         assert not marker.exists()
 
 
@@ -229,7 +229,7 @@ def test_no_index_takes_more_time_or_memory_than_it_has_bytes(path: Path) -> Non
         refused(path, rf"its index \(\.metadata\) is refused: .*({words})")
     put(path, ".metadata", plain[:-1] + b"r" + (2**26).to_bytes(4, "little") + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    checkpoint.load(path, net := model(0.0))  # as a memo of few entries, one of which has a large number
+    checkpoint.load(net := model(0.0), path)  # as a memo of few entries, one of which has a large number
     assert net[0].weight[0, 0] == 10.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (100 << 10)
     put(path, ".metadata", _wide(path))
@@ -241,7 +241,7 @@ def test_no_name_is_looked_up_in_torch(path: Path, monkeypatch: pytest.MonkeyPat
     raw, asked = (path / ".metadata").read_bytes(), list[str]()
     put(path, ".metadata", b"\x80\x02ctorch\nof_nobody\n" + raw[2:])
     monkeypatch.setattr(torch, "__getattr__", asked.append)
-    checkpoint.load(path, model(0.0))  # what nothing uses is passed over
+    checkpoint.load(model(0.0), path)  # what nothing uses is passed over
     assert "of_nobody" not in asked
     names = b"".join(b"ctorch\nof_nobody%d\n" % i for i in range(1000))
     put(path, ".metadata", b"\x80\x02" + names + raw[2:])
@@ -256,9 +256,9 @@ def test_no_tuple_is_hashed_for_ever(path: Path, tmp_path: Path) -> None:
         put(path, "extra.pt", raw)
         refused(path, r"its extra\.pt: it has tuples in tuples without end")
         with pytest.raises(CheckpointError, match="tuples in tuples"):
-            checkpoint.import_file(_written(tmp_path / "one.pt", raw), model(0.0))
+            checkpoint.import_file(model(0.0), _written(tmp_path / "one.pt", raw))
     kept = {"pairs": tuple((i, (i, str(i))) for i in range(3000)), "deep": ((((1,),),),), (1, (2, 3)): [(), {}]}
-    saved = checkpoint.save(tmp_path / "honest", model(1.0), extra=kept)
+    saved = checkpoint.save(model(1.0), tmp_path / "honest", extra=kept)
     assert checkpoint.info(saved).extra == kept
 
 
@@ -293,7 +293,7 @@ def test_no_record_is_inflated(path: Path, tmp_path: Path) -> None:
     refused(path, r"__0_0\.distcp cannot be read for its piece of 0\.weight: it has records that are compressed")
     (tmp_path / "one.pt").write_bytes(bomb)
     with pytest.raises(CheckpointError, match="records that are compressed"):
-        checkpoint.import_file(tmp_path / "one.pt", model(0.0))
+        checkpoint.import_file(model(0.0), tmp_path / "one.pt")
 
 
 def test_a_piece_that_is_another_one_is_named(path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_piece_that_is_another_one_is_named(path: Path) -> None:
             r"partly overwritten: .*__0_0\.distcp cannot be read for its piece of 0\.weight: it is not what the index"
         )
         with pytest.raises(CheckpointError, match=words) as raised:
-            checkpoint.load(path, model(0.0))
+            checkpoint.load(model(0.0), path)
         assert "line" not in str(raised.value)
 
 
@@ -330,7 +330,7 @@ def test_an_index_that_an_older_python_wrote_is_read(path: Path) -> None:
     assert b"getattr" in raw.getvalue()
     put(path, ".metadata", raw.getvalue())
     net = model(0.0)
-    checkpoint.load(path, net)
+    checkpoint.load(net, path)
     assert all((parameter == 10.0).all() for parameter in net.parameters())
 
 
@@ -388,7 +388,7 @@ def test_what_is_wrong_in_it_is_refused_before_anything_is_overwritten(path: Pat
         put(path, ".metadata", pickle.dumps(found))
         refused(path, words)
     put(path, ".metadata", raw)
-    checkpoint.load(path, net := model(0.0))
+    checkpoint.load(net := model(0.0), path)
     assert net[0].weight[0, 0] == 10.0
 
 
@@ -424,7 +424,7 @@ def test_an_index_in_json_is_judged(later: Path) -> None:
         put(later, "index.json", text)
         refused(later, r"its index \(index\.json\) is refused: it ")
     put(later, "index.json", raw)
-    checkpoint.load(later, net := model(0.0))
+    checkpoint.load(net := model(0.0), later)
     assert net[0].weight[0, 0] == 10.0
 
 
@@ -432,7 +432,7 @@ def test_the_pickle_beside_an_index_in_json_is_not_read(later: Path, path: Path,
     marker = tmp_path / "ran"
     for evil in (pickle.dumps(Evil(Path.touch, marker)), b"no pickle"):
         put(later, ".metadata", evil)
-        checkpoint.load(later, net := model(0.0))
+        checkpoint.load(net := model(0.0), later)
         assert all((parameter == 10.0).all() for parameter in net.parameters())
         put(path, ".metadata", evil)
         refused(path, r"its index \(\.metadata\) is refused")
@@ -476,7 +476,7 @@ def test_files_that_lie_elsewhere_or_are_not_listed_are_refused(path: Path, tmp_
     data.unlink()
     beside.rename(path / "data")
     data.symlink_to("data")  # within the checkpoint it may lie where it likes
-    checkpoint.load(path, model(0.0))
+    checkpoint.load(model(0.0), path)
     raw = (path / "manifest.json").read_bytes()
     for name in (".metadata", "lpq.json", "extra.pt"):
         opcodes.listed(path, lambda files: {n: said for n, said in files.items() if n != name})  # noqa: B023

@@ -34,14 +34,14 @@ def content() -> bytes:
 
 
 def loaded(folder: Path) -> object:
-    path = checkpoint.save(folder / "saved", model())
+    path = checkpoint.save(model(), folder / "saved")
     put(path, "extra.pt", content())
-    return checkpoint.load(path, model())
+    return checkpoint.load(model(), path)
 
 
 def imported(folder: Path) -> object:
     (folder / "model.pt").write_bytes(content())
-    return checkpoint.import_file(folder / "model.pt", model())
+    return checkpoint.import_file(model(), folder / "model.pt")
 
 
 def calibrated(folder: Path) -> object:
@@ -50,7 +50,7 @@ def calibrated(folder: Path) -> object:
 
 
 def saved(folder: Path) -> object:
-    return checkpoint.save(folder / "saved", model(), extra={"mine": Own()})
+    return checkpoint.save(model(), folder / "saved", extra={"mine": Own()})
 
 
 def advice(error: BaseException) -> bool:

@@ -55,7 +55,8 @@ CHANGES: list[tuple[Change, str]] = [
 
 
 def test_what_is_no_state_of_it_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "saved", *trained())
+    net, optimizer = trained()
+    path = checkpoint.save(net, tmp_path / "saved", optimizer)
     raw = (path / "extra.pt").read_bytes()
     net, optimizer = trained()
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -65,8 +66,8 @@ def test_what_is_no_state_of_it_is_refused(tmp_path: Path) -> None:
         torch.save(beside, buffer := io.BytesIO())
         put(path, "extra.pt", buffer.getvalue())
         with pytest.raises(CheckpointError, match=rf"its optimizer state \(extra\.pt\).* {words}"):
-            checkpoint.load(path, net, optimizer)
+            checkpoint.load(net, path, optimizer)
     put(path, "extra.pt", raw)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    checkpoint.load(path, net, optimizer)  # which has another state than the one above
+    checkpoint.load(net, path, optimizer)  # which has another state than the one above
     assert not all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

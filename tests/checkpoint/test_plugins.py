@@ -96,37 +96,37 @@ WORDS = (
 
 
 def test_it_says_which_plugin_to_install(acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path / "stored", stored())
+    checkpoint.save(stored(), tmp_path / "stored")
     lpq.export(stored(), tmp_path / "stored.pt", layout="lpq")
     converted = lpq.convert(nn.Sequential(nn.Linear(32, 64)), "fprop=acme, dgrad=mxfp8, wgrad=bf16")
-    checkpoint.save(tmp_path / "converted", converted)
+    checkpoint.save(converted, tmp_path / "converted")
     acme.remove()
     ordinary = nn.Sequential(nn.Linear(32, 64))
     for name in ("stored", "converted"):
         with pytest.raises(MissingPlugin, match=WORDS):
-            checkpoint.load(tmp_path / name, ordinary)
+            checkpoint.load(ordinary, tmp_path / name)
     with pytest.raises(MissingPlugin, match=WORDS):
-        checkpoint.import_file(tmp_path / "stored.pt", ordinary)
+        checkpoint.import_file(ordinary, tmp_path / "stored.pt")
     with pytest.raises(MissingPlugin, match=WORDS):
         _ = checkpoint.info(tmp_path / "converted").policy
-    checkpoint.load(tmp_path / "converted", ordinary, any_policy=True)  # its weights are in high precision
+    checkpoint.load(ordinary, tmp_path / "converted", any_policy=True)  # its weights are in high precision
     assert torch.equal(ordinary[0].weight, converted[0].weight)
 
     acme.install()
     monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
     registry.refresh()
     with pytest.raises(CheckpointError, match=r"acme, which cannot be used here: .*LPQ_LOAD_PLUGINS= leaves it out"):
-        checkpoint.load(tmp_path / "stored", ordinary)
+        checkpoint.load(ordinary, tmp_path / "stored")
     monkeypatch.delenv("LPQ_LOAD_PLUGINS")
     registry.refresh()
     net = stored()
-    checkpoint.load(tmp_path / "stored", net)
+    checkpoint.load(net, tmp_path / "stored")
     assert torch.equal(net[0].weight.col.data, stored()[0].weight.col.data)
 
 
 def test_in_a_process_that_never_had_it(acme: Acme, tmp_path: Path) -> None:
     """And any reader of DCP gets the bytes without it."""
-    checkpoint.save(tmp_path / "stored", net := stored())
+    checkpoint.save(net := stored(), tmp_path / "stored")
     torch.save(net[0].weight.col.data, tmp_path / "data.pt")
     code = f"""
         import torch

@@ -50,7 +50,7 @@ def _agreed(error: BaseException) -> str:
 def _whole(folder: Path) -> None:
     """The first checkpoint is whole still, and is the one that is loaded."""
     net = _net(2)
-    assert checkpoint.load(folder, net).step == 1
+    assert checkpoint.load(net, folder).step == 1
     assert model_differences(net, Net(1, 64, SMALL)) == {}
 
 
@@ -62,7 +62,7 @@ def _one_rank_raises_while_it_writes(rank: int, folder: Path) -> None:
         patch.setattr(writing.disk, "digest", refuse if rank == 1 else writing.disk.digest)
         for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).wait()):
             with pytest.raises(CheckpointError) as raised:
-                save(folder, _net(2), step=2)
+                save(_net(2), folder, step=2)
             message = _agreed(raised.value)
             assert "step-00000002 could not be saved, and those before it are as they were" in message
             assert "rank 1: Unspeakable: the disk is full" in message
@@ -75,7 +75,7 @@ def _one_rank_raises_before_it_writes(rank: int, folder: Path) -> None:
     if rank == 1:
         net.plain.bias = nn.Parameter(torch.empty(7, device="meta"))
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.save(folder, net, step=2)
+        checkpoint.save(net, folder, step=2)
     assert "rank 1: plain.bias is on the meta device" in _agreed(raised.value)
 
 
@@ -83,7 +83,7 @@ def _ranks_disagree(rank: int, folder: Path) -> None:
     net = _net(2)
     lpq.set_step(net, 9 * rank)
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.save(folder, net, step=2)
+        checkpoint.save(net, folder, step=2)
     message = _agreed(raised.value)
     assert "the ranks hold different layers, quantizers, recipes or steps" in message
     assert "rank 0 has [" in message
@@ -93,7 +93,7 @@ def _ranks_disagree(rank: int, folder: Path) -> None:
         net.plain.bias = nn.Parameter(torch.zeros(1 + len(net.plain.bias)))
     for save in (checkpoint.save, checkpoint.save_async):
         with pytest.raises(CheckpointError) as raised:
-            save(folder, net, step=2)
+            save(net, folder, step=2)
         message = _agreed(raised.value)
         assert "the ranks hold different tensors, and a checkpoint is of one model: rank 0 has [plain.bias [" in message
         assert "and rank 1 has [more.weight [5, 3]]" in message
@@ -102,7 +102,7 @@ def _ranks_disagree(rank: int, folder: Path) -> None:
 def _one_rank_finds_damage(rank: int, folder: Path) -> None:
     """Each rank reads a share of the files only."""
     path = folder / "damaged"
-    checkpoint.save(path, _net(1))
+    checkpoint.save(_net(1), path)
     dist.barrier()
     for name in sorted(p.name for p in path.iterdir() if p.suffix == ".distcp"):
         raw = (path / name).read_bytes()
@@ -112,14 +112,14 @@ def _one_rank_finds_damage(rank: int, folder: Path) -> None:
         dist.barrier()
         net = _net(2)
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.load(path, net)
+            checkpoint.load(net, path)
         assert f"{name}: its SHA-256 is not that of its manifest" in _agreed(raised.value)
         assert set(model_differences(net, Net(2, 64, SMALL))) == set()
         dist.barrier()
         if rank == 0:
             (path / name).write_bytes(raw)
         dist.barrier()
-    checkpoint.load(path, net)
+    checkpoint.load(net, path)
 
 
 def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
@@ -138,7 +138,7 @@ def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
         dist.barrier()
         net = _net(2)
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.import_file(path, net)
+            checkpoint.import_file(net, path)
         said = _agreed(raised.value)
         finders.add(said.partition("rank ")[2][:1])
         assert "it is damaged or was changed since it was saved (BadZipFile)" in said
@@ -148,7 +148,7 @@ def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
     if rank == 0:
         path.write_bytes(raw)
     dist.barrier()
-    checkpoint.import_file(path, net)
+    checkpoint.import_file(net, path)
     assert model_differences(net, Net(1, 64, SMALL)) == {}
 
 
@@ -156,7 +156,7 @@ def _one_rank_has_another_model(rank: int, folder: Path) -> None:
     formats = SMALL if rank == 0 else {**SMALL, "mx": "nvfp4"}
     net = shard(Net(2, 64, formats), init_device_mesh("cpu", (2,)))
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.load(folder / "step-00000001", net)
+        checkpoint.load(net, folder / "step-00000001")
     assert "rank 1: stored.mx.weight was saved as mxfp8, and the model stores it as nvfp4" in _agreed(raised.value)
     assert model_differences(net, Net(2, 64, formats)) == {}
 
@@ -168,7 +168,7 @@ def _training_goes_on_while_it_is_written(rank: int, folder: Path) -> None:
     slow, real = time.sleep, writing.disk.digest
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing.disk, "digest", lambda path: (slow(0.5), real(path))[1])
-        begun = checkpoint.save_async(folder / "async", net, optimizer, step=4, extra={"rank": rank})
+        begun = checkpoint.save_async(net, folder / "async", optimizer, step=4, extra={"rank": rank})
         assert not begun.done()
         other = _net(2)
         with torch.no_grad():
@@ -186,7 +186,7 @@ def _training_goes_on_while_it_is_written(rank: int, folder: Path) -> None:
         assert begun.wait() == folder / "async" / "step-00000004"
     fresh = _net(2)
     optimizer = optimizer_of(fresh, None)
-    assert checkpoint.load(folder / "async", fresh, optimizer).extra == {"rank": 0}
+    assert checkpoint.load(fresh, folder / "async", optimizer).extra == {"rank": 0}
     truth = Net(1, 64, SMALL)
     assert model_differences(fresh, truth) == {}
     assert optimizer_differences(optimizer, optimizer_of(truth, 1)) == {}
@@ -205,7 +205,7 @@ def _saving_that_cannot_begin_leaves_no_group(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.dcp, "async_save", refuse)
         with pytest.raises(CheckpointError, match=r"could not be saved.*can't start new thread"):
-            checkpoint.save_async(folder / "unbegun", net)
+            checkpoint.save_async(net, folder / "unbegun")
     assert made[0] > groups
     assert len(distributed_c10d._world.pg_map) == groups
 
@@ -214,8 +214,8 @@ def _ranks_remember_differently(rank: int, folder: Path) -> None:
     """They saw other inputs: as after a step, the largest amax of all of them counts."""
     net = _net(1)
     net.remembering.x_amax_history.copy_(torch.tensor([1.0, 2.0, 0.0, rank]) if rank else torch.tensor([5.0, 0, 0, 0]))
-    checkpoint.save(folder / "memories", net)
-    checkpoint.load(folder / "memories", net)
+    checkpoint.save(net, folder / "memories")
+    checkpoint.load(net, folder / "memories")
     assert net.remembering.x_amax_history.tolist() == [5.0, 2.0, 0.0, 1.0]
 
 
@@ -227,13 +227,13 @@ def _quantized_of_a_checkpoint_in_high_precision(rank: int, folder: Path) -> Non
     with torch.no_grad():
         layer[0].weight.copy_(values)
     mesh = init_device_mesh("cpu", (2,))
-    checkpoint.save(folder / "plain", shard(layer, mesh))
+    checkpoint.save(shard(layer, mesh), folder / "plain")
     for text in ("fp8", "nvfp4", "mxfp8", "hybrid(row=fp8, col=nvfp4)"):
         quantizer = lpq.quantizer(text)
         stored = nn.Sequential(nn.Linear(64, 128, bias=False))
         stored[0].weight = nn.Parameter(quantizer.quantize(torch.zeros(128, 64).bfloat16()), requires_grad=False)
         shard(stored, mesh)
-        checkpoint.load(folder / "plain", stored)
+        checkpoint.load(stored, folder / "plain")
         truth = nn.Sequential(nn.Linear(64, 128, bias=False))
         truth[0].weight = nn.Parameter(quantizer.quantize(values.bfloat16()), requires_grad=False)
         assert model_differences(stored, truth) == {}, text
@@ -249,7 +249,7 @@ def _shards_that_cut_blocks_are_refused(rank: int, folder: Path) -> None:
     net = nn.Linear(32, 96, bias=False)
     net.weight = nn.Parameter(made, requires_grad=False)
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.save(folder / "cut", net)
+        checkpoint.save(net, folder / "cut")
     assert "the shards cut blocks of the format" in _agreed(raised.value)
 
 
@@ -257,7 +257,7 @@ def _ranks_write_to_different_places(rank: int, folder: Path) -> None:
     """Each would write its own part, and neither place would have a whole checkpoint."""
     target = folder / "places"
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.save(target / str(rank), _net(2), step=2)
+        checkpoint.save(_net(2), target / str(rank), step=2)
     places = ", and ".join(f"rank {r} has [{target / str(r) / 'step-00000002'}]" for r in range(2))
     found: list[str] = [""] * 2
     dist.all_gather_object(found, str(raised.value))
@@ -278,10 +278,10 @@ def _own_disks(rank: int, folder: Path, name: str, change: Callable[[Path], None
 def _ranks_are_given_different_paths(rank: int, folder: Path) -> None:
     net = _net(2)
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.load(folder / ("step-00000001", "nowhere")[rank], net)
+        checkpoint.load(net, folder / ("step-00000001", "nowhere")[rank])
     assert "cannot be loaded: the ranks were given different paths: " in str(raised.value)
     assert model_differences(net, Net(2, 64, SMALL)) == {}
-    checkpoint.load(folder / "step-00000001", net)
+    checkpoint.load(net, folder / "step-00000001")
 
 
 def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
@@ -291,7 +291,7 @@ def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
         path = _own_disks(rank, folder, name, lambda at: (at / name).unlink())  # noqa: B023
         net = _net(2)
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.load(path, net)
+            checkpoint.load(net, path)
         assert name in _agreed(raised.value)
         if "partly overwritten" not in str(raised.value):
             assert model_differences(net, Net(2, 64, SMALL)) == {}
@@ -314,16 +314,16 @@ def _one_rank_encodes(rank: int, folder: Path) -> None:
         lpq.export(made, folder / f"{name}.pt", layout="lpq")
     dist.barrier()
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.import_file(folder / f"{('plain', 'stored')[rank]}.pt", stored())
+        checkpoint.import_file(stored(), folder / f"{('plain', 'stored')[rank]}.pt")
     assert "cannot be imported: the ranks read different files, or hold different models" in str(raised.value)
     _agreed(CheckpointError("imported on no rank"))
     with pytest.raises(CheckpointError) as raised:
         lpq.export(plain() if rank else stored(), folder / "mixed.pt", layout="lpq")
     assert "the ranks hold different models, and the file is of one" in _agreed(raised.value)
     assert not (folder / "mixed.pt").exists()
-    checkpoint.save(folder / "unstored", plain())
+    checkpoint.save(plain(), folder / "unstored")
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.load(folder / "unstored", plain() if rank else stored())
+        checkpoint.load(plain() if rank else stored(), folder / "unstored")
     assert "the ranks read different files under that name, or hold different models" in _agreed(raised.value)
 
 
@@ -331,7 +331,7 @@ Check = Callable[[int, Path], None]
 
 
 def _after_a_save(rank: int, check: Check, folder: Path) -> None:
-    checkpoint.save(folder, _net(1), step=1)
+    checkpoint.save(_net(1), folder, step=1)
     check(rank, folder)
 
 
@@ -363,11 +363,11 @@ def _one_rank_is_killed(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-    checkpoint.save(folder, _net(1), step=1)
+    checkpoint.save(_net(1), folder, step=1)
     if rank == 1:
         writing.disk.digest = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     try:
-        checkpoint.save(folder, _net(2), step=2)
+        checkpoint.save(_net(2), folder, step=2)
     except CheckpointError as error:
         (folder / "said").write_text(str(error))
 
@@ -382,5 +382,5 @@ def test_a_rank_that_is_killed_does_not_leave_the_others_waiting(tmp_path: Path)
     assert "step-00000002 could not be saved, and those before it" in (tmp_path / "said").read_text()
     net = Net(2, 64, SMALL)
     assert not [*tmp_path.glob("*.partial")]
-    assert checkpoint.load(tmp_path, net).step == 1
+    assert checkpoint.load(net, tmp_path).step == 1
     assert model_differences(net, Net(1, 64, SMALL)) == {}

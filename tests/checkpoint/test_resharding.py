@@ -53,7 +53,7 @@ def _loaded(path: Path, net: torch.nn.Module, rows: int = 512, formats: dict[str
     before = model_differences(net, truth)
     assert set(before) >= {f"stored.{name}.weight" for name in formats}, "there is something to load"
     optimizer = optimizer_of(net, None)
-    info = checkpoint.load(path, net, optimizer)
+    info = checkpoint.load(net, path, optimizer)
     assert model_differences(net, truth) == {}
     assert optimizer_differences(optimizer, optimizer_of(truth, TRUTH)) == {}
     assert (info.step, info.steps, info.extra) == (3, 10, {"tokens": 12345})
@@ -61,7 +61,7 @@ def _loaded(path: Path, net: torch.nn.Module, rows: int = 512, formats: dict[str
 
 
 def _save(path: Path, net: torch.nn.Module) -> Path:
-    return checkpoint.save(path, net, optimizer_of(net, TRUTH), step=3, extra={"tokens": 12345})
+    return checkpoint.save(net, path, optimizer_of(net, TRUTH), step=3, extra={"tokens": 12345})
 
 
 def _weight(value: float) -> torch.nn.Linear:
@@ -73,7 +73,7 @@ def _weight(value: float) -> torch.nn.Linear:
 
 
 def _save_tiles(path: Path, mesh: DeviceMesh) -> None:
-    checkpoint.save(path, shard(_weight(1.0), mesh, (Shard(0), Shard(1))))
+    checkpoint.save(shard(_weight(1.0), mesh, (Shard(0), Shard(1))), path)
 
 
 def _on_four(rank: int, folder: Path) -> None:
@@ -102,14 +102,14 @@ def _on_four_again(rank: int, folder: Path) -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _loaded(folder / "hsdp-one", shard(_net(OTHER, FEW), hybrid, (Replicate(), Shard(0))), formats=FEW)
     net = shard(_net(OTHER), mesh)
-    checkpoint.import_file(folder / "one.pt", net)
+    checkpoint.import_file(net, folder / "one.pt")
     assert model_differences(net, _net(TRUTH)) == {}
     plain = shard(_net(OTHER, {}), mesh)
     plain.stored = nn.ModuleDict({name: nn.Linear(COLS, ROWS, bias=False) for name in EVERY})
     for layer in plain.stored.values():  # stored quantized in the file, in high precision here
         placed = distribute_tensor(torch.zeros(ROWS, COLS), mesh, [Shard(0)])
         layer.weight = nn.Parameter(placed, requires_grad=False)
-    checkpoint.import_file(folder / "one.pt", plain)
+    checkpoint.import_file(plain, folder / "one.pt")
     decoded = torch.load(folder / "one-decoded.pt", weights_only=True)["model"]
     for name, layer in plain.stored.items():
         assert torch.equal(layer.weight.full_tensor(), decoded[f"stored.{name}.weight"]), name
@@ -141,7 +141,7 @@ def test_four_two_one_four(tmp_path: Path) -> None:
         _loaded(tmp_path / f"{source}-two", net, formats=formats)
         _save(tmp_path / f"{source}-one", net)
     tiles = _weight(-3.0)
-    checkpoint.load(tmp_path / "tiles", tiles)
+    checkpoint.load(tiles, tmp_path / "tiles")
     assert model_differences(tiles, _weight(1.0)) == {}
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
     lpq.export(net, tmp_path / "one.pt", layout="lpq")
@@ -167,9 +167,9 @@ def test_a_checkpoint_of_a_later_step_gives_layers_the_recipe_of_that_step(tmp_p
     saved = Net(TRUTH)
     lpq.set_step(saved, CHANGED)
     assert "remembering.x_amax" not in saved.state_dict()
-    checkpoint.save(tmp_path, saved, step=CHANGED)
+    checkpoint.save(saved, tmp_path, step=CHANGED)
     net = Net(OTHER)
     assert "remembering.x_amax" in net.state_dict()
-    assert checkpoint.load(tmp_path, net).step == CHANGED
+    assert checkpoint.load(net, tmp_path).step == CHANGED
     assert model_differences(net, saved) == {}
     assert net.remembering.recipe == saved.remembering.recipe == lpq.recipe("mxfp8()")

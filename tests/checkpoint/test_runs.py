@@ -29,7 +29,7 @@ def value(net: nn.Module) -> float:
 
 
 def loaded(path: Path) -> float:
-    checkpoint.load(path, net := model(0.0))
+    checkpoint.load(net := model(0.0), path)
     return value(net)
 
 
@@ -50,12 +50,12 @@ def truncate(path: Path) -> None:
 
 def test_after_a_run_went_back_what_was_written_last_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (10, 20, 30):
-        checkpoint.save(tmp_path, model(float(number)), step=number)
+        checkpoint.save(model(float(number)), tmp_path, step=number)
     monkeypatch.setattr(time, "time_ns", lambda: 5)  # a clock that was put back, too
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
         assert loaded(tmp_path) == 30.0
-    checkpoint.save(tmp_path, model(21.0), step=20)
+    checkpoint.save(model(21.0), tmp_path, step=20)
     words = rf"{step(20)} is loaded, which was written last: {step(30)} beside it is of a later step"
     with pytest.warns(CheckpointWarning, match=words):
         assert loaded(tmp_path) == 21.0
@@ -67,7 +67,7 @@ def test_after_a_run_went_back_what_was_written_last_is_loaded(tmp_path: Path, m
     truncate(tmp_path / step(20) / "extra.pt")
     with pytest.warns(CheckpointWarning, match=rf"{step(20)} is refused"):
         assert loaded(tmp_path) == 30.0
-    checkpoint.save(tmp_path, model(40.0), step=40)
+    checkpoint.save(model(40.0), tmp_path, step=40)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
         assert loaded(tmp_path) == 40.0
@@ -75,12 +75,12 @@ def test_after_a_run_went_back_what_was_written_last_is_loaded(tmp_path: Path, m
 
 def test_checkpoints_that_do_not_tell_when_they_were_written_go_by_their_steps(tmp_path: Path) -> None:
     for number in (20, 10):
-        path = checkpoint.save(tmp_path, model(float(number)), step=number)
+        path = checkpoint.save(model(float(number)), tmp_path, step=number)
         said = json.loads((path / "manifest.json").read_text())
         del said["written"]
         (path / "manifest.json").write_text(json.dumps(said))
     assert loaded(tmp_path) == 20.0
-    checkpoint.save(tmp_path, model(5.0), step=5)
+    checkpoint.save(model(5.0), tmp_path, step=5)
     with pytest.warns(CheckpointWarning, match=rf"{step(20)}, {step(10)} beside it are of later steps"):
         assert loaded(tmp_path) == 5.0
 
@@ -90,11 +90,11 @@ def test_checkpoints_that_do_not_tell_when_they_were_written_go_by_their_steps(t
 
 def test_only_whole_ones_are_counted(tmp_path: Path) -> None:
     for number in (10, 20, 30):
-        checkpoint.save(tmp_path, model(float(number)), step=number)
+        checkpoint.save(model(float(number)), tmp_path, step=number)
     truncate(tmp_path / step(20) / "__0_0.distcp")
     (tmp_path / step(30) / "manifest.json").unlink()
     with pytest.warns(CheckpointWarning, match=rf"leaves in .* no manifest\.json of lpq's: {step(30)}"):
-        checkpoint.save(tmp_path, model(40.0), step=40, keep=2)
+        checkpoint.save(model(40.0), tmp_path, step=40, keep=2)
     assert names(tmp_path) == [step(10), step(30), step(40)]
 
 
@@ -104,11 +104,11 @@ def test_what_is_no_checkpoint_is_neither_removed_nor_replaced(tmp_path: Path) -
         (tmp_path / step(number) / "manifest.json").write_text('{"name": "a web page"}')
         (tmp_path / step(number) / "picture.png").touch()
     with pytest.raises(CheckpointError, match="no checkpoint that could be replaced: give another directory"):
-        checkpoint.save(tmp_path, model(10.0), step=10)
+        checkpoint.save(model(10.0), tmp_path, step=10)
     with pytest.raises(CheckpointError, match="no checkpoint that could be replaced: give step="):
-        checkpoint.save(tmp_path / step(5), model(10.0))
+        checkpoint.save(model(10.0), tmp_path / step(5))
     with pytest.warns(CheckpointWarning, match=rf"{step(5)}, {step(10)}"):
-        checkpoint.save(tmp_path, model(20.0), step=20, keep=1)
+        checkpoint.save(model(20.0), tmp_path, step=20, keep=1)
     assert names(tmp_path) == [step(5), step(10), step(20)]
     assert names(tmp_path / step(5)) == ["manifest.json", "picture.png"]
 
@@ -123,18 +123,18 @@ from lpq import checkpoint
 from lpq.files import disk
 def full(path): raise OSError("the disk is full")
 try:
-    checkpoint.save(Path(sys.argv[1]), model(2.0), step=10, keep=1)
+    checkpoint.save(model(2.0), Path(sys.argv[1]), step=10, keep=1)
 except checkpoint.CheckpointError as error:
     print(error)
 disk.digest = full
-checkpoint.save_async(Path(sys.argv[2]), model(2.0), step=11)
+checkpoint.save_async(model(2.0), Path(sys.argv[2]), step=11)
 """
 """Is refused, and then leaves a save in the background to itself, which fails."""
 
 
 def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second finds the first at it, is refused, and takes nothing away from it."""
-    checkpoint.save(tmp_path, model(0.0), step=10)
+    checkpoint.save(model(0.0), tmp_path, step=10)
     other: list[subprocess.CompletedProcess[str]] = []
     real = writing.Writer.finish
 
@@ -145,15 +145,15 @@ def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
         other.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment))
         monkeypatch.setattr(writing.Writer, "finish", real)
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* is saving it at this moment"):
-            checkpoint.save(tmp_path, model(3.0), step=10)
-        checkpoint.save(tmp_path, model(4.0), step=20, keep=1)  # whose tidying leaves it alone, too
+            checkpoint.save(model(3.0), tmp_path, step=10)
+        checkpoint.save(model(4.0), tmp_path, step=20, keep=1)  # whose tidying leaves it alone, too
         real(*args, **options)
 
     monkeypatch.setattr(writing.Writer, "finish", slow)
     with pytest.warns(
         CheckpointWarning, match=rf"{step(10)} is this process's.*process \d+ on .*, process {os.getpid()}"
     ):
-        checkpoint.save(tmp_path, model(1.0), step=10)
+        checkpoint.save(model(1.0), tmp_path, step=10)
     (done,) = other
     assert f"process {os.getpid()} on" in done.stdout
     assert "is saving it at this moment, and the checkpoint will be that one's" in done.stdout
@@ -162,7 +162,7 @@ def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
     assert "(nobody called Saving.wait)" in done.stderr
     assert loaded(tmp_path / step(10)) == 1.0
     assert claim.LOCK not in names(tmp_path / step(10))
-    checkpoint.save(tmp_path, model(5.0), step=10)
+    checkpoint.save(model(5.0), tmp_path, step=10)
     assert loaded(tmp_path / step(10)) == 5.0
 
 
@@ -171,9 +171,9 @@ def test_the_lock_of_a_save_that_failed_is_free_again(tmp_path: Path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(disk, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
             with pytest.raises(CheckpointError, match="the disk is full"):
-                save(tmp_path, model(1.0), step=1)
+                save(model(1.0), tmp_path, step=1)
         assert names(tmp_path) == []
-        assert save(tmp_path, model(2.0), step=1) == tmp_path / step(1)
+        assert save(model(2.0), tmp_path, step=1) == tmp_path / step(1)
         assert names(tmp_path) == [step(1)]
         shutil.rmtree(tmp_path / step(1))
 
@@ -181,7 +181,7 @@ def test_the_lock_of_a_save_that_failed_is_free_again(tmp_path: Path, monkeypatc
 def test_a_directory_that_is_no_directory_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / f"{step(1)}.partial").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="is there and is no directory: move it away"):
-        checkpoint.save(tmp_path, model(1.0), step=1)
+        checkpoint.save(model(1.0), tmp_path, step=1)
 
 
 # ------------------------------------------------------------------------------ what nobody waited for
@@ -191,7 +191,7 @@ def failed(folder: Path, number: int) -> checkpoint.Saving:
     """A save in the background that has failed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
-        saving = checkpoint.save_async(folder, model(1.0), step=number)
+        saving = checkpoint.save_async(model(1.0), folder, step=number)
         saving._future.exception()
     return saving
 
@@ -208,12 +208,12 @@ def test_a_save_that_failed_and_was_not_waited_for_is_told(tmp_path: Path) -> No
     with pytest.warns(
         CheckpointWarning, match=rf"{step(2)} could not be saved.*disk is full.*nobody called Saving\.wait"
     ):
-        checkpoint.save(tmp_path, model(3.0), step=3)
+        checkpoint.save(model(3.0), tmp_path, step=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
         assert loaded(tmp_path / step(3)) == 3.0  # and it was saved
         with pytest.raises(CheckpointError):
             failed(tmp_path, 4).wait()
-        checkpoint.save(tmp_path, model(5.0), step=5)  # what was told is told once
-        checkpoint.save_async(tmp_path, model(6.0), step=6)._future.result()
-        checkpoint.save(tmp_path, model(7.0), step=7)
+        checkpoint.save(model(5.0), tmp_path, step=5)  # what was told is told once
+        checkpoint.save_async(model(6.0), tmp_path, step=6)._future.result()
+        checkpoint.save(model(7.0), tmp_path, step=7)

@@ -26,12 +26,12 @@ def twice(recipe: str | None = None, **how: Any) -> nn.Sequential:
 def test_memories_come_and_go(tmp_path: Path) -> None:
     remembers = twice("fp8-delayed")
     remembers(torch.randn(8, 64)).sum().backward()
-    checkpoint.save(tmp_path / "without", twice())
-    checkpoint.load(tmp_path / "without", remembers, any_policy=True)
+    checkpoint.save(twice(), tmp_path / "without")
+    checkpoint.load(remembers, tmp_path / "without", any_policy=True)
     assert not remembers[0].x_amax_history.any()
     remembers(torch.randn(8, 64)).sum().backward()
-    checkpoint.save(tmp_path / "with", remembers)
-    checkpoint.load(tmp_path / "with", twice("fp8-current"), any_policy=True)
+    checkpoint.save(remembers, tmp_path / "with")
+    checkpoint.load(twice("fp8-current"), tmp_path / "with", any_policy=True)
     lpq.export(remembers, tmp_path / "decoded.pt", layout="lpq", decode=True)
     names = torch.load(tmp_path / "decoded.pt", weights_only=True)["model"]
     assert list(names) == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -41,8 +41,8 @@ def _largest_of_all(rank: int, folder: Path) -> None:
     net, other = twice("fp8-delayed"), twice("fp8-delayed")
     for memory in net[0].memories().values():
         memory.fill_(1.0 + rank)
-    checkpoint.save(folder, net, process_group=dist.group.WORLD)
-    checkpoint.load(folder, other)
+    checkpoint.save(net, folder, process_group=dist.group.WORLD)
+    checkpoint.load(other, folder)
     assert all(memory.unique().tolist() == [2.0] for memory in other[0].memories().values())
 
 
@@ -57,8 +57,8 @@ def test_a_weight_takes_its_master(given: bool, tmp_path: Path) -> None:
     load_high_precision(net, twice().state_dict(), optimizer)
     net(torch.randn(8, 64)).square().sum().backward()
     optimizer.step()
-    checkpoint.save(tmp_path, net, optimizer)
+    checkpoint.save(net, tmp_path, optimizer)
     plain = twice()
-    checkpoint.load(tmp_path, plain, torch.optim.SGD(plain.parameters(), lr=0.1) if given else None, any_policy=True)
+    checkpoint.load(plain, tmp_path, torch.optim.SGD(plain.parameters(), lr=0.1) if given else None, any_policy=True)
     assert torch.equal(plain[0].weight, optimizer.masters[net[0].weight])
     assert not torch.equal(plain[0].weight, net[0].weight.dequantize())

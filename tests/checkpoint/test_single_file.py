@@ -25,7 +25,7 @@ def test_bit_for_bit(tmp_path: Path) -> None:
     assert content["lpq"]["quantized"]["model.stored.mx.weight"]["quantizer"] == "mxfp8"
     assert content["model"]["stored.fp4.weight.row.data"].dtype == torch.uint8
     loaded = Net(2)
-    info = checkpoint.import_file(path, loaded)
+    info = checkpoint.import_file(loaded, path)
     assert model_differences(loaded, net) == {}
     assert info.policy == lpq.policy(content["lpq"]["conversions"][""]["policy"])
 
@@ -102,13 +102,13 @@ def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     stored[0].weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.randn(64, 32)), requires_grad=False)
     lpq.export(stored, tmp_path / "stored.pt", layout="lpq")
     plain = nn.Sequential(nn.Linear(32, 64, dtype=torch.bfloat16))
-    checkpoint.import_file(tmp_path / "stored.pt", plain)
+    checkpoint.import_file(plain, tmp_path / "stored.pt")
     assert torch.equal(plain[0].weight, stored[0].weight.dequantize().bfloat16())
     assert torch.equal(plain[0].bias, stored[0].bias.bfloat16())
 
     values = nn.Sequential(nn.Linear(32, 64))
     torch.save(values.state_dict(), tmp_path / "plain.pt")  # anybody's file
-    checkpoint.import_file(tmp_path / "plain.pt", stored)
+    checkpoint.import_file(stored, tmp_path / "plain.pt")
     truth = lpq.quantizer("mxfp8").quantize(values[0].weight)
     assert torch.equal(as_bytes(stored[0].weight.row.data), as_bytes(truth.row.data))
     assert torch.equal(as_bytes(stored[0].weight.col.scale), as_bytes(truth.col.scale))
@@ -116,7 +116,7 @@ def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     torch.save(stored.state_dict(), tmp_path / "torch.pt")  # with a quantized tensor in it
     again = nn.Sequential(nn.Linear(32, 64))
     again[0].weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.zeros(64, 32)), requires_grad=False)
-    checkpoint.import_file(tmp_path / "torch.pt", again)
+    checkpoint.import_file(again, tmp_path / "torch.pt")
     assert isinstance(again[0].weight, QuantizedTensor)
     assert torch.equal(as_bytes(again[0].weight.col.data), as_bytes(truth.col.data))
 
@@ -126,7 +126,7 @@ def test_a_stack_is_decoded(tmp_path: Path) -> None:
     stack = lpq.quantizer("mxfp8").quantize(torch.randn(3, 64, 32), stack=True)
     stored.experts = nn.Parameter(stack, requires_grad=False)
     plain.experts = nn.Parameter(torch.zeros(3, 64, 32))
-    checkpoint.import_file(lpq.export(stored, tmp_path / "stored.pt", layout="lpq").path, plain)
+    checkpoint.import_file(plain, lpq.export(stored, tmp_path / "stored.pt", layout="lpq").path)
     assert torch.equal(plain.experts, stack.dequantize())
     content = torch.load(lpq.export(stored, tmp_path / "decoded.pt", layout="lpq", decode=True).path, weights_only=True)
     assert torch.equal(content["model"]["experts"], stack.dequantize())
@@ -135,21 +135,21 @@ def test_a_stack_is_decoded(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = lpq.export(nn.Sequential(nn.Linear(4, 4)), tmp_path / "model.pt", layout="lpq").path
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: 0.weight was saved with shape \[4, 4\]"):
-        checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 8)))
+        checkpoint.import_file(nn.Sequential(nn.Linear(4, 8)), path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model\.pt cannot be imported: it (is damaged|holds)"):
-        checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+        checkpoint.import_file(nn.Sequential(nn.Linear(4, 4)), path)
     for garbage in (b"garbage" * 100, b""):
         path.write_bytes(garbage)
         with pytest.raises(CheckpointError, match=r"it is damaged, or torch\.save did not write it"):
-            checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+            checkpoint.import_file(nn.Sequential(nn.Linear(4, 4)), path)
     with pytest.raises(CheckpointError, match=r"it is a directory; if that is a checkpoint, lpq\.checkpoint\.load"):
-        checkpoint.import_file(tmp_path, nn.Sequential(nn.Linear(4, 4)))
+        checkpoint.import_file(nn.Sequential(nn.Linear(4, 4)), tmp_path)
     torch.save({"weight": Path}, path)
     with pytest.raises(CheckpointError, match=r"model\.pt cannot be imported: it (is damaged|holds)"):
-        checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+        checkpoint.import_file(nn.Sequential(nn.Linear(4, 4)), path)
     with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: there is no such file"):
-        checkpoint.import_file(tmp_path / "nowhere.pt", nn.Linear(4, 4))
+        checkpoint.import_file(nn.Linear(4, 4), tmp_path / "nowhere.pt")
 
 
 def _changed(path: Path, of: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
             with pytest.raises(
                 CheckpointError, match=r"model\.pt cannot be imported: it is damaged or was changed since"
             ):
-                checkpoint.import_file(path, other)
+                checkpoint.import_file(other, path)
             assert model_differences(other, Net(2)) == {}
     computed = get_crc32_options()
     try:
@@ -179,7 +179,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
         lpq.export(net, path, layout="lpq")
     finally:
         set_crc32_options(computed)
-    checkpoint.import_file(path, other)
+    checkpoint.import_file(other, path)
     assert model_differences(other, net) == {}
 
 
@@ -207,8 +207,8 @@ def test_what_is_incomplete_is_refused_in_words(
     path = lpq.export(model, tmp_path / "model.pt", layout="lpq").path
     content = torch.load(path, weights_only=True)
     torch.save({**content, "mine": 1}, path)  # what is beside it is nobody's business
-    checkpoint.import_file(path, model)
+    checkpoint.import_file(model, path)
     change(content)
     torch.save(content, path)
     with pytest.raises(CheckpointError, match=rf"model\.pt cannot be imported: .*{words}"):
-        checkpoint.import_file(path, model)
+        checkpoint.import_file(model, path)

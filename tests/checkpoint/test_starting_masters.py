@@ -110,14 +110,14 @@ def encoded(net: nn.Module, of: dict[str, Tensor]) -> None:
 def quietly(path: Path, net: nn.Module, optimizer: Optimizer | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
-        checkpoint.load(path, net, optimizer)
+        checkpoint.load(net, path, optimizer)
 
 
 def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
     net, optimizer = trained(recipe, "high_precision", shard)
     saved = {name: value.clone() for name, value in values(net).items()}
-    checkpoint.save(folder / "with", net, optimizer)
-    checkpoint.save(folder / "without", net)
+    checkpoint.save(net, folder / "with", optimizer)
+    checkpoint.save(net, folder / "without")
 
     for used in (False, True):  # masters that took steps of their own are overwritten, too
         stored = made(recipe, "quantized", shard)
@@ -156,7 +156,7 @@ def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
 def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
     stored, optimizer = trained(recipe, "quantized", shard)
     kept = {name: value.clone() for name, value in masters(stored, optimizer).items()}
-    checkpoint.save(folder / "masters", stored, optimizer)
+    checkpoint.save(stored, folder / "masters", optimizer)
 
     net = made(recipe, "high_precision", shard)
     resumed = adam(net)
@@ -176,12 +176,12 @@ def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
 
 def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
     stored, optimizer = trained(recipe, "quantized", shard)
-    checkpoint.save(folder / "dropped", stored, optimizer)
+    checkpoint.save(stored, folder / "dropped", optimizer)
     before = {n: [as_bytes(b).clone() for _, s in w.operands for b in s.tensors()] for n, w in values(stored).items()}
     net = made(recipe, "quantized", shard)
     ordinary = MasterWeights(adam(net), keep=False)
     with pytest.warns(CheckpointWarning) as told:
-        checkpoint.load(folder / "dropped", net, ordinary)
+        checkpoint.load(net, folder / "dropped", ordinary)
     (line,) = [str(w.message) for w in told]
     assert f"the fp32 masters of 4 weights are left out ({', '.join(WEIGHTS)})" in line
     assert "wrap it in lpq.optim.MasterWeights before loading" in line
@@ -200,7 +200,7 @@ def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
     stored = made(recipe, "quantized", shard)
     ordinary = MasterWeights(adam(stored), keep=False)
     step(stored, ordinary, 0, how(recipe, "quantized", shard))
-    checkpoint.save(folder / "plain", stored, ordinary)
+    checkpoint.save(stored, folder / "plain", ordinary)
     net = made(recipe, "quantized", shard)
     optimizer = MasterWeights(adam(net))
     quietly(folder / "plain", net, optimizer)
@@ -223,7 +223,7 @@ def _frozen_weights(folder: Path, recipe: str, shard: bool) -> None:
     stored, params = frozen("quantized")
     optimizer = MasterWeights(AdamW(params, lr=1e-2))
     step(stored, optimizer, 0, how(recipe, "quantized", shard))
-    checkpoint.save(folder / "frozen", stored, optimizer)
+    checkpoint.save(stored, folder / "frozen", optimizer)
     decoded = {name: weight.dequantize() for name, weight in values(stored).items()}
     kept = {name: local(optimizer.masters[p]) for name, p in stored.named_parameters() if p in optimizer.masters}
     assert list(kept) == WEIGHTS[2:]
@@ -275,7 +275,7 @@ def test_a_frozen_weight_is_decoded_whole_where_shards_cut_its_blocks(tmp_path: 
     net = nn.Sequential(nn.Linear(128, 192))
     values = torch.randn(192, 128) * torch.arange(1, 193)[:, None]
     net[0].weight = nn.Parameter(lpq.quantizer(BLOCKS).quantize(values), requires_grad=False)
-    checkpoint.save(tmp_path, net, SGD([net[0].bias], 0.1))
+    checkpoint.save(net, tmp_path, SGD([net[0].bias], 0.1))
     spawn(_loaded_in_shards, 2, tmp_path, net[0].weight.dequantize())
 
 
@@ -299,10 +299,10 @@ def test_an_ordinary_model_in_bf16_gives_masters_its_very_values(tmp_path: Path)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
     first = stepped(plain, adam(plain))
-    checkpoint.save(tmp_path, plain, first)
+    checkpoint.save(plain, tmp_path, first)
     net = layer(dtype=torch.bfloat16)
     optimizer = MasterWeights(adam(net))
-    checkpoint.load(tmp_path, net, optimizer)
+    checkpoint.load(net, tmp_path, optimizer)
     assert torch.equal(optimizer.masters[net[0].weight], plain[0].weight.float())
     state = optimizer.state_dict()["state"][0]
     for name in ("exp_avg", "exp_avg_sq"):
@@ -315,7 +315,7 @@ def test_a_model_in_bf16_takes_masters_rounded(tmp_path: Path) -> None:
     net = layer(dtype=torch.bfloat16)
     optimizer = MasterWeights(adam(net))
     stepped(net, optimizer)
-    checkpoint.save(tmp_path, net, optimizer)
+    checkpoint.save(net, tmp_path, optimizer)
     other = layer("high_precision", dtype=torch.bfloat16)
     version = other[0].weight._version
     quietly(tmp_path, other, None)
@@ -325,7 +325,7 @@ def test_a_model_in_bf16_takes_masters_rounded(tmp_path: Path) -> None:
     assert not torch.equal(other[0].weight, net[0].weight.dequantize())
     assert other[0].weight._version > version, "what was derived from it is out of date"
     plain = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
-    checkpoint.load(tmp_path, plain, any_policy=True)
+    checkpoint.load(plain, tmp_path, any_policy=True)
     assert torch.equal(plain[0].weight, other[0].weight)
 
 
@@ -337,7 +337,7 @@ def test_a_frozen_stored_layer_loads_into_an_ordinary_model(tmp_path: Path, wrap
     weight = lpq.quantizer("mxfp8").quantize(torch.randn(32, 64), **sides)
     net[0].weight = nn.Parameter(weight, requires_grad=False)
     optimizer = wrap(adam(net[1]))
-    checkpoint.save(tmp_path, net, optimizer)
+    checkpoint.save(net, tmp_path, optimizer)
     other = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
     version = other[0].weight._version
     quietly(tmp_path, other, adam(other[1]))
@@ -349,18 +349,18 @@ def test_a_frozen_stored_layer_loads_into_an_ordinary_model(tmp_path: Path, wrap
     quietly(tmp_path, mixed, None)
     assert torch.equal(rounded.weight, weight.dequantize().bfloat16())
     with pytest.raises(CheckpointError, match=r"0\.weight was saved with shape \[32, 64\] and is \[48, 64\]"):
-        checkpoint.load(tmp_path, nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)))
+        checkpoint.load(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)), tmp_path)
 
 
 def test_a_stored_weight_that_may_have_been_trained_is_not_decoded(tmp_path: Path) -> None:
     net = layer()
-    checkpoint.save(tmp_path / "trained", net, stepped(net, MasterWeights(adam(net), keep=False)))
-    checkpoint.save(tmp_path / "unknown", net)
+    checkpoint.save(net, tmp_path / "trained", stepped(net, MasterWeights(adam(net), keep=False)))
+    checkpoint.save(net, tmp_path / "unknown")
     for name in ("trained", "unknown"):
         with pytest.raises(
             CheckpointError, match=r"0\.weight was saved as mxfp8, .*lpq\.export\(…, layout=\"lpq\", decode=True\)"
         ):
-            checkpoint.load(tmp_path / name, layer(None))
+            checkpoint.load(layer(None), tmp_path / name)
 
 
 def test_a_master_of_somebody_else_stays_the_optimizers_own(tmp_path: Path) -> None:
@@ -368,20 +368,20 @@ def test_a_master_of_somebody_else_stays_the_optimizers_own(tmp_path: Path) -> N
     net = layer("high_precision")
     optimizer = SGD(net.parameters(), 0.1)
     optimizer.state[net[0].weight] = {"master": torch.full((32, 64), 7.0)}
-    checkpoint.save(tmp_path, net, optimizer)
+    checkpoint.save(net, tmp_path, optimizer)
     other = layer("high_precision")
     resumed = SGD(other.parameters(), 0.1)
-    checkpoint.load(tmp_path, other, resumed)
+    checkpoint.load(other, tmp_path, resumed)
     assert torch.equal(other[0].weight, net[0].weight)
     assert torch.equal(resumed.state[other[0].weight]["master"], torch.full((32, 64), 7.0))
 
 
 def test_an_optimizer_that_took_steps_is_no_new_one(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, layer("high_precision"))
+    checkpoint.save(layer("high_precision"), tmp_path)
     net = layer()
     optimizer = stepped(net, MasterWeights(adam(net)))
     with pytest.raises(CheckpointError, match="it was saved without an optimizer: load it without, or start"):
-        checkpoint.load(tmp_path, net, optimizer)
+        checkpoint.load(net, tmp_path, optimizer)
 
 
 def deeper() -> nn.Module:
@@ -403,22 +403,22 @@ def wider() -> nn.Module:
 def test_of_a_model_that_differs_the_model_is_spoken_of(tmp_path: Path, make: type[nn.Module], words: str) -> None:
     """Its optimizer differs as well, because of that."""
     plain = nn.Sequential(nn.Linear(64, 32))
-    checkpoint.save(tmp_path / "with", plain, stepped(plain, adam(plain)))
-    checkpoint.save(tmp_path / "without", plain)
+    checkpoint.save(plain, tmp_path / "with", stepped(plain, adam(plain)))
+    checkpoint.save(plain, tmp_path / "without")
     for name in ("with", "without"):
         net = make()
         for optimizer in (adam(net), adam(wider())):  # the latter is not of this model at all
             with pytest.raises(CheckpointError, match=words):
-                checkpoint.load(tmp_path / name, net, optimizer)
+                checkpoint.load(net, tmp_path / name, optimizer)
 
 
 def test_what_an_optimizer_has_no_place_for_is_said_of_the_optimizer(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(64, 32))
     weight, bias = plain.parameters()
     groups = [stepped(plain, AdamW([weight])), stepped(plain, AdamW([bias]))]
-    checkpoint.save(tmp_path, plain, groups)
+    checkpoint.save(plain, tmp_path, groups)
     with pytest.raises(CheckpointError, match=r"tensors for which the optimizer has no place: optimizer\.state\.0\.b"):
-        checkpoint.load(tmp_path, plain, groups[:1])
+        checkpoint.load(plain, tmp_path, groups[:1])
 
 
 # ------------------------------------------------------------------------------------ a step without gradients

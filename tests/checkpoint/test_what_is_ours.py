@@ -28,8 +28,8 @@ def calibrated(path: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
-    "save": lambda path: checkpoint.save(path, model(1.0)),
-    "save_async": lambda path: checkpoint.save_async(path, model(1.0)).wait(),
+    "save": lambda path: checkpoint.save(model(1.0), path),
+    "save_async": lambda path: checkpoint.save_async(model(1.0), path).wait(),
     "export": lambda path: lpq.export(converted(), path),
     "one file": lambda path: lpq.export(model(1.0), path, layout="lpq"),
     "calibrate": calibrated,
@@ -96,7 +96,7 @@ def test_what_could_not_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.
 
     def save() -> None:
         with pytest.raises(CheckpointError, match="No space left"):
-            checkpoint.save(tmp_path / "a", model(1.0))
+            checkpoint.save(model(1.0), tmp_path / "a")
 
     with pytest.warns(CheckpointWarning, match=r"a\.partial is not finished, and cannot be removed: Device"):
         save()
@@ -104,48 +104,48 @@ def test_what_could_not_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_directory_of_others_that_is_in_the_way_of_the_one_before(tmp_path: Path) -> None:
     notes(tmp_path / "b.replaced")
-    checkpoint.save(tmp_path / "b", model(1.0))  # which moves nothing aside
+    checkpoint.save(model(1.0), tmp_path / "b")  # which moves nothing aside
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=r"b\.replaced, where .* is kept meanwhile, is not lpq's: move it away"):
-        checkpoint.save(tmp_path / "b", model(2.0))
+        checkpoint.save(model(2.0), tmp_path / "b")
     assert tree(tmp_path) == before
 
 
 def test_what_lies_in_a_checkpoint_that_is_replaced_stays_there(tmp_path: Path) -> None:
-    own = checkpoint.save(tmp_path / "own", model(1.0))
+    own = checkpoint.save(model(1.0), tmp_path / "own")
     ours = tree(own)
     notes(own)
     notes(own / "tokenizer")
     with pytest.warns(CheckpointWarning, match=r"but for what lpq did not write: .*own/notes\.txt, .*own/tokenizer"):
-        checkpoint.save(own, model(2.0))
+        checkpoint.save(model(2.0), own)
     assert tree(own) == sorted([*ours, "notes.txt", "tokenizer/notes.txt"])
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
-    checkpoint.load(own, net := model(0.0))
+    checkpoint.load(net := model(0.0), own)
     assert float(next(net.parameters()).detach().max()) == 2.0
 
 
 def test_what_lies_in_a_checkpoint_that_is_removed_stays_there(tmp_path: Path) -> None:
-    first = checkpoint.save(tmp_path, model(1.0), step=1)
+    first = checkpoint.save(model(1.0), tmp_path, step=1)
     notes(first)
     with pytest.warns(CheckpointWarning, match=rf"{first.name} was removed but for .*: .*{first.name}/notes\.txt"):
-        checkpoint.save(tmp_path, model(2.0), step=2, keep=1)
+        checkpoint.save(model(2.0), tmp_path, step=2, keep=1)
     assert tree(first) == ["notes.txt"]
 
 
 def test_a_removal_that_ends_half_way_goes_on(tmp_path: Path) -> None:
-    first = checkpoint.save(tmp_path, model(1.0), step=1)
+    first = checkpoint.save(model(1.0), tmp_path, step=1)
     (first / "extra.pt").unlink()
-    checkpoint.save(tmp_path, model(2.0), step=2, keep=1)
+    checkpoint.save(model(2.0), tmp_path, step=2, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_a_manifest_that_names_files_elsewhere_removes_none(tmp_path: Path) -> None:
-    first = checkpoint.save(tmp_path / "run", model(1.0), step=1)
+    first = checkpoint.save(model(1.0), tmp_path / "run", step=1)
     notes(tmp_path)
     manifest = first / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"__0_0.distcp"', '"../../notes.txt"'))
     with pytest.warns(CheckpointWarning, match=r"did not write: .*__0_0\.distcp"):
-        checkpoint.save(tmp_path / "run", model(2.0), step=2, keep=1)
+        checkpoint.save(model(2.0), tmp_path / "run", step=2, keep=1)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -157,17 +157,17 @@ def test_checkpoints_of_other_programs_stay(tmp_path: Path) -> None:
     notes(tmp_path / "step-00000007.partial")
     before = tree(tmp_path)
     with pytest.warns(CheckpointWarning, match=r"keep=2 leaves .*: step-00000007\.partial, step-500, step-1000"):
-        saved = checkpoint.save(tmp_path, model(1.0), step=1001, keep=2)
+        saved = checkpoint.save(model(1.0), tmp_path, step=1001, keep=2)
     assert {*before} < {*tree(tmp_path)}
     with pytest.raises(CheckpointError, match="is no checkpoint that could be replaced"):
-        checkpoint.save(tmp_path / "step-500", model(1.0))
-    assert checkpoint.load(saved, model(0.0)).step == 1001
+        checkpoint.save(model(1.0), tmp_path / "step-500")
+    assert checkpoint.load(model(0.0), saved).step == 1001
 
 
 def test_what_was_there_is_back_where_a_save_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = checkpoint.save(tmp_path / "a", model(1.0))
+    saved = checkpoint.save(model(1.0), tmp_path / "a")
     before = tree(tmp_path)
 
     def fails(*_: object) -> None:
@@ -176,7 +176,7 @@ def test_what_was_there_is_back_where_a_save_cannot_take_its_place(
 
     monkeypatch.setattr(writing.Claim, "publish", fails)
     with pytest.raises(CheckpointError, match=r"and those before it are as they were: .*Input/output"):
-        checkpoint.save(saved, model(2.0))
+        checkpoint.save(model(2.0), saved)
     assert tree(tmp_path) == before
 
 
@@ -184,31 +184,31 @@ def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("saved", "exported", "converted", "run"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "saved")
-    checkpoint.save(".", model(1.0))
+    checkpoint.save(model(1.0), ".")
     for path in (".", "../saved", "../saved/../saved/."):
-        checkpoint.load(path, net := model(0.0))
+        checkpoint.load(net := model(0.0), path)
         assert float(next(net.parameters()).detach().max()) == 1.0
         assert checkpoint.info(path).step is None
     assert Path.cwd() == tmp_path / "saved"
     with pytest.raises(CheckpointError, match="is the current directory"):
-        checkpoint.save(".", model(2.0))
+        checkpoint.save(model(2.0), ".")
     monkeypatch.chdir(tmp_path / "exported")
     lpq.export(converted(), ".")
     assert "config.json" in [path.name for path in Path().iterdir()]
     monkeypatch.chdir(tmp_path / "converted")
-    checkpoint.save(".", converted())
+    checkpoint.save(converted(), ".")
     assert lpq.export(".", "../exported-again").layers
     monkeypatch.chdir(tmp_path / "run")
     for number in (1, 2):
-        checkpoint.save(".", model(1.0), step=number)
-    assert checkpoint.load(".", model(0.0)).step == 2
+        checkpoint.save(model(1.0), ".", step=number)
+    assert checkpoint.load(model(0.0), ".").step == 2
     with pytest.raises(CheckpointError, match="directory is empty: give a place on the disk"):
-        checkpoint.save("", model(1.0))
+        checkpoint.save(model(1.0), "")
     assert not list(tmp_path.glob("*.partial"))
     with pytest.raises(CheckpointError, match="is the root of a file system"):
-        checkpoint.save("/", model(1.0))
+        checkpoint.save(model(1.0), "/")
 
 
 def test_a_name_that_no_load_takes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the name of an unfinished one"):
-        checkpoint.save(tmp_path / "a.partial", model(1.0))
+        checkpoint.save(model(1.0), tmp_path / "a.partial")

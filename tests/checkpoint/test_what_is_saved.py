@@ -72,13 +72,13 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run(tmp_path: Path, make: Any, 
     net = gpt(DELAYED_THEN_BLOCKS, 10)
     optimizer = make([{"params": list(net[0].parameters())}, {"params": list(net[2:].parameters()), "lr": 0.01}], 0.02)
     train(net, optimizer, range(saved_at))
-    checkpoint.save(tmp_path, net, optimizer, step=saved_at)
+    checkpoint.save(net, tmp_path, optimizer, step=saved_at)
     train(net, optimizer, range(saved_at, 10))
 
     other = gpt(DELAYED_THEN_BLOCKS, 10)
     groups = [{"params": list(other[2:].parameters())}, {"params": list(other[0].parameters())}]
     resumed = make(groups, 0.5)
-    info = checkpoint.load(tmp_path, other, resumed)
+    info = checkpoint.load(other, tmp_path, resumed)
     assert [g["lr"] for g in resumed.param_groups] == [0.01, 0.02]
     train(other, resumed, range(info.step or 0, 10))
     assert model_differences(other, net) == {}
@@ -120,9 +120,9 @@ def test_moments_keep_their_dtype(tmp_path: Path, masters: bool) -> None:
 
     net, optimizer = begun()
     run(net, optimizer)
-    checkpoint.save(tmp_path, net, optimizer, step=3)
+    checkpoint.save(net, tmp_path, optimizer, step=3)
     other, its = begun()
-    checkpoint.load(tmp_path, other, its)
+    checkpoint.load(other, tmp_path, its)
     states = (its.optimizer if masters else its).state.values()
     assert [state["moment"].dtype for state in states] == [torch.bfloat16] * 2
     assert run(other, its) == run(net, optimizer)
@@ -130,7 +130,7 @@ def test_moments_keep_their_dtype(tmp_path: Path, masters: bool) -> None:
 
 def test_the_policy_and_the_length_of_the_run_come_back(tmp_path: Path) -> None:
     policy = lpq.policy(POLICY)
-    checkpoint.save(tmp_path, Net(1, 64, SMALL), step=3)
+    checkpoint.save(Net(1, 64, SMALL), tmp_path, step=3)
     info = checkpoint.info(tmp_path)
     assert (info.policy, info.steps, info.step) == (policy, STEPS, 3)
     assert info.policies == {"": policy}
@@ -142,41 +142,41 @@ def test_the_policy_and_the_length_of_the_run_come_back(tmp_path: Path) -> None:
 
 
 def test_another_policy_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, gpt("mxfp8"), step=3)
+    checkpoint.save(gpt("mxfp8"), tmp_path, step=3)
     for other in (gpt("nvfp4"), nn.Sequential(*gpt("mxfp8"))):  # the latter is a model that nobody converted
         before = [as_bytes(p).clone() for p in other.parameters()]
         with pytest.raises(CheckpointError, match=r"(?s)another policy.*mxfp8.*lpq\.checkpoint\.info\(path\)\.policy"):
-            checkpoint.load(tmp_path, other)
+            checkpoint.load(other, tmp_path)
         assert all(torch.equal(as_bytes(p), b) for p, b in zip(other.parameters(), before, strict=True))
     info = checkpoint.info(tmp_path)
     net = lpq.convert(nn.Sequential(*gpt("bf16")), info.policy, steps=info.steps)
-    assert checkpoint.load(tmp_path, net).step == 3
+    assert checkpoint.load(net, tmp_path).step == 3
 
 
 @pytest.mark.parametrize(("steps", "same"), [(10, True), (20, False)])
 def test_the_length_of_a_run_is_part_of_a_policy_with_fractions(tmp_path: Path, steps: int, same: bool) -> None:
-    checkpoint.save(tmp_path, gpt(DELAYED_THEN_BLOCKS, 10))
-    checkpoint.save(tmp_path / "no fractions", gpt("mxfp8", 10))
-    checkpoint.load(tmp_path / "no fractions", gpt("mxfp8", steps))
+    checkpoint.save(gpt(DELAYED_THEN_BLOCKS, 10), tmp_path)
+    checkpoint.save(gpt("mxfp8", 10), tmp_path / "no fractions")
+    checkpoint.load(gpt("mxfp8", steps), tmp_path / "no fractions")
     if same:
-        checkpoint.load(tmp_path, gpt(DELAYED_THEN_BLOCKS, steps))
+        checkpoint.load(gpt(DELAYED_THEN_BLOCKS, steps), tmp_path)
     else:
         with pytest.raises(CheckpointError, match=r"(?s)for 10 steps.*for 20 steps"):
-            checkpoint.load(tmp_path, gpt(DELAYED_THEN_BLOCKS, steps))
+            checkpoint.load(gpt(DELAYED_THEN_BLOCKS, steps), tmp_path)
 
 
 def test_going_on_under_another_policy_on_purpose(tmp_path: Path) -> None:
     net = gpt("fp8-delayed")
     train(net, torch.optim.SGD(net.parameters(), 0.1), range(3))
-    checkpoint.save(tmp_path, net)
+    checkpoint.save(net, tmp_path)
     blocks = gpt("mxfp8")
-    checkpoint.load(tmp_path, blocks, any_policy=True)
+    checkpoint.load(blocks, tmp_path, any_policy=True)
     assert torch.equal(blocks[0].weight, net[0].weight)
-    checkpoint.save(tmp_path, blocks)
+    checkpoint.save(blocks, tmp_path)
     back = gpt("fp8-delayed")
     train(back, torch.optim.SGD(back.parameters(), 0.1), range(3))
     assert back[0].x_amax_history.any()
-    checkpoint.load(tmp_path, back, any_policy=True)
+    checkpoint.load(back, tmp_path, any_policy=True)
     assert not back[0].x_amax_history.any(), "what another run remembered is forgotten"
     assert torch.equal(back[0].weight, net[0].weight)
 
@@ -184,9 +184,9 @@ def test_going_on_under_another_policy_on_purpose(tmp_path: Path) -> None:
 def test_a_model_that_was_never_converted_gives_its_weights_to_any(tmp_path: Path) -> None:
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
-    checkpoint.save(tmp_path, plain)
+    checkpoint.save(plain, tmp_path)
     net = gpt("nvfp4", weights="quantized")
-    info = checkpoint.load(tmp_path, net)
+    info = checkpoint.load(net, tmp_path)
     assert info.policy is None
     truth = net[0].weight.quantizer.quantize(plain[0].weight)
     for (_, a), (_, b) in zip(net[0].weight.operands, truth.operands, strict=False):
@@ -196,21 +196,21 @@ def test_a_model_that_was_never_converted_gives_its_weights_to_any(tmp_path: Pat
 
 
 def test_layers_made_by_hand_must_have_the_recipes_that_they_had(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")))
-    checkpoint.load(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")))
+    checkpoint.save(nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")), tmp_path)
+    checkpoint.load(nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")), tmp_path)
     with pytest.raises(CheckpointError, match=r"other recipes when they were saved: 0 \(mxfp8\(\), and x=nvfp4"):
-        checkpoint.load(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="nvfp4")))
+        checkpoint.load(nn.Sequential(lpq.nn.Linear(8, 8, recipe="nvfp4")), tmp_path)
 
 
 def test_buffers_of_users_are_no_memories(tmp_path: Path) -> None:
     net, other = gpt(), gpt()
-    checkpoint.save(tmp_path / "without", net)
+    checkpoint.save(net, tmp_path / "without")
     for found, value in ((net, 3.0), (other, 1.0)):
         found[0].register_buffer("temperature", torch.tensor([value]))
     with pytest.raises(CheckpointError, match=r"it has nothing for these tensors of the model: 0\.temperature"):
-        checkpoint.load(tmp_path / "without", other)
+        checkpoint.load(other, tmp_path / "without")
     assert other[0].temperature == 1
-    checkpoint.load(checkpoint.save(tmp_path / "with", net), other)
+    checkpoint.load(other, checkpoint.save(net, tmp_path / "with"))
     assert other[0].temperature == 3
     lpq.export(net, tmp_path / "decoded.pt", layout="lpq", decode=True)
     assert torch.load(tmp_path / "decoded.pt", weights_only=True)["model"]["0.temperature"] == 3
@@ -221,28 +221,28 @@ def test_loading_that_fails_leaves_recipes_and_memories(tmp_path: Path) -> None:
     later, net = gpt({"rules": rules}, 10), gpt({"rules": rules}, 10)
     adam, sgd = torch.optim.Adam(later.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
     train(later, adam, range(3, 4))
-    checkpoint.save(tmp_path, later, adam)
+    checkpoint.save(later, tmp_path, adam)
     train(net, sgd, range(1))
     before = {name: memory.clone() for name, memory in net[0].memories().items()}
     assert any(memory.any() for memory in before.values())
     with pytest.raises(CheckpointError):
-        checkpoint.load(tmp_path, net, sgd)
+        checkpoint.load(net, tmp_path, sgd)
     assert net[0].recipe.title == "fp8-delayed"
     assert all(torch.equal(memory, before[name]) for name, memory in net[0].memories().items())
     train(net, sgd, range(1, 2))
 
 
 def test_modules_bring_state_of_their_own(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, nn.Sequential(nn.Linear(4, 4), Counter(7)))
+    checkpoint.save(nn.Sequential(nn.Linear(4, 4), Counter(7)), tmp_path)
     net = nn.Sequential(nn.Linear(4, 4), Counter(0))
-    checkpoint.load(tmp_path, net)
+    checkpoint.load(net, tmp_path)
     assert net[1].seen == {"seen": 7}
 
 
 def test_extra_is_what_can_be_read_without_running_code(tmp_path: Path) -> None:
     extra = {"rng": torch.get_rng_state(), "scheduler": {"last_lr": [0.1]}, "position": (3, None), "text": "ü"}
-    checkpoint.save(tmp_path, nn.Linear(2, 2), extra=extra)
-    found = checkpoint.load(tmp_path, nn.Linear(2, 2)).extra
+    checkpoint.save(nn.Linear(2, 2), tmp_path, extra=extra)
+    found = checkpoint.load(nn.Linear(2, 2), tmp_path).extra
     assert torch.equal(found.pop("rng"), extra.pop("rng"))
     assert found == extra
     for wrong, words in (
@@ -252,12 +252,12 @@ def test_extra_is_what_can_be_read_without_running_code(tmp_path: Path) -> None:
         ({"bag": {1, 2}, "made": Fraction(1, 2)}, r"extra holds a Fraction at \['made'\]"),
     ):
         with pytest.raises(CheckpointError, match=rf"saved.*: {words}, which torch.load.*would not read: save numbers"):
-            checkpoint.save(tmp_path, nn.Linear(2, 2), extra=wrong)
-    assert checkpoint.load(tmp_path, nn.Linear(2, 2)).extra["text"] == "ü"
+            checkpoint.save(nn.Linear(2, 2), tmp_path, extra=wrong)
+    assert checkpoint.load(nn.Linear(2, 2), tmp_path).extra["text"] == "ü"
 
 
 def test_what_is_known_of_a_checkpoint_reads_well(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, Net(1, 64, SMALL), step=3, extra={"epoch": 2, "rng": torch.zeros(10_000)})
+    path = checkpoint.save(Net(1, 64, SMALL), tmp_path, step=3, extra={"epoch": 2, "rng": torch.zeros(10_000)})
     (tmp_path / "step-00000004.partial").mkdir()
     with pytest.warns(checkpoint.CheckpointWarning):
         info = checkpoint.info(tmp_path)
@@ -270,16 +270,16 @@ def test_what_is_known_of_a_checkpoint_reads_well(tmp_path: Path) -> None:
     assert len(lines) < 12
     assert max(map(len, lines)) < 200
     assert "quantized=" in repr(info)
-    assert str(checkpoint.info(checkpoint.save(tmp_path / "plain", nn.Linear(2, 2)))) == str(tmp_path / "plain")
+    assert str(checkpoint.info(checkpoint.save(nn.Linear(2, 2), tmp_path / "plain"))) == str(tmp_path / "plain")
 
 
 def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
     net = Net(1, 64, SMALL)
     net.plain.compile()
     net.stored["mx"] = torch.compile(net.stored["mx"])  # type: ignore[assignment]
-    checkpoint.save(tmp_path, torch.compile(net))
+    checkpoint.save(torch.compile(net), tmp_path)
     loaded = Net(2, 64, SMALL)
-    checkpoint.load(tmp_path, loaded)
+    checkpoint.load(loaded, tmp_path)
     assert model_differences(loaded, Net(1, 64, SMALL)) == {}
 
 
@@ -287,9 +287,9 @@ def test_a_replicated_model_is_saved_as_itself(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         net = nn.Linear(4, 4)
-        checkpoint.save(tmp_path, DistributedDataParallel(net))
+        checkpoint.save(DistributedDataParallel(net), tmp_path)
         loaded = nn.Linear(4, 4)
-        checkpoint.load(tmp_path, DistributedDataParallel(loaded))
+        checkpoint.load(DistributedDataParallel(loaded), tmp_path)
     finally:
         torch.distributed.destroy_process_group()
     assert torch.equal(loaded.weight, net.weight)
@@ -298,7 +298,7 @@ def test_a_replicated_model_is_saved_as_itself(tmp_path: Path) -> None:
 def test_others_read_it_without_lpq(tmp_path: Path) -> None:
     """Its tensors are DCP's, each plain, and ``weights_only=True`` reads the rest."""
     net = Net(1, 64, SMALL)
-    path = checkpoint.save(tmp_path, net, step=1)
+    path = checkpoint.save(net, tmp_path, step=1)
     weight = net.stored["mx"].weight
     index = FileSystemReader(path).read_metadata().state_dict_metadata
     assert index["model.stored.mx.weight.col.data"].size == (96, 64)
@@ -310,49 +310,49 @@ def test_others_read_it_without_lpq(tmp_path: Path) -> None:
 
 
 def test_what_was_derived_from_a_weight_is_known_to_be_out_of_date(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, net := Net(1, 64, SMALL))
+    checkpoint.save(net := Net(1, 64, SMALL), tmp_path)
     versions = {name: p._version for name, p in net.named_parameters()}
-    checkpoint.load(tmp_path, net)
+    checkpoint.load(net, tmp_path)
     assert all(p._version > versions[name] for name, p in net.named_parameters())
-    checkpoint.save(tmp_path, plain := gpt("mxfp8"))
+    checkpoint.save(plain := gpt("mxfp8"), tmp_path)
     with pytest.raises(RuntimeError, match="the weight was changed while its encoded form is held"):
         _load_into_a_held_model(tmp_path, plain)
 
 
 def _load_into_a_held_model(path: Path, model: nn.Module) -> None:
     with lpq.hold_weights(model):
-        checkpoint.load(path, model)
+        checkpoint.load(model, path)
         model(torch.zeros(32, 64))
         pytest.fail("the pass must say it")
 
 
 def test_a_checkpoint_of_a_later_lpq_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)
+    checkpoint.save(nn.Linear(2, 2), tmp_path, step=1)
     with monkeypatch.context() as later:
         later.setattr(checkpoint.description.Description, "json", lambda self: json.dumps({"version": 99}).encode())
-        newest = checkpoint.save(tmp_path, nn.Linear(2, 2), step=2)
+        newest = checkpoint.save(nn.Linear(2, 2), tmp_path, step=2)
     with pytest.raises(
         CheckpointError, match="version 99 of the format, and this lpq reads versions up to 2: pip install"
     ):
-        checkpoint.load(newest, nn.Linear(2, 2))
+        checkpoint.load(nn.Linear(2, 2), newest)
 
 
 @pytest.mark.parametrize("wrong", [{"step": -1}, {"step": True}, {"keep": 1}, {"step": 1, "keep": 0}])
 def test_arguments_are_judged(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"a step is|keep="):
-        checkpoint.save(tmp_path, nn.Linear(2, 2), **wrong)
+        checkpoint.save(nn.Linear(2, 2), tmp_path, **wrong)
 
 
 def test_saving_while_training_goes_on_in_one_process(tmp_path: Path) -> None:
     net = Net(1, 64, SMALL)
-    saving = checkpoint.save_async(tmp_path, net, step=1)
+    saving = checkpoint.save_async(net, tmp_path, step=1)
     with torch.no_grad():
         for tensor in net.state_dict().values():
             tensor.zero_()
     assert saving.wait().name == "step-00000001"
     assert saving.done()
     loaded = Net(2, 64, SMALL)
-    checkpoint.load(tmp_path, loaded)
+    checkpoint.load(loaded, tmp_path)
     assert model_differences(loaded, Net(1, 64, SMALL)) == {}
 
 
@@ -369,9 +369,9 @@ def test_a_half_of_what_a_quantizer_remembers_starts_anew(tmp_path: Path) -> Non
         for memory in [*each[0].memories().values(), *each[1].memories().values()]:
             memory.fill_(3.0)
     remembers[0]._non_persistent_buffers_set.add("x_amax")
-    path = checkpoint.save(tmp_path / "half", remembers)
+    path = checkpoint.save(remembers, tmp_path / "half")
     torch.save(remembers.state_dict(), tmp_path / "half.pt")
-    for load in (lambda: checkpoint.load(path, other), lambda: checkpoint.import_file(tmp_path / "half.pt", other)):
+    for load in (lambda: checkpoint.load(other, path), lambda: checkpoint.import_file(other, tmp_path / "half.pt")):
         other[0].x_amax.fill_(3.0)
         with pytest.warns(CheckpointWarning, match=r"has nothing for 0\.x_amax, and for what else .* starts anew"):
             load()

@@ -42,8 +42,8 @@ def _actions(folder: Path) -> dict[str, Callable[..., object]]:
     """Each action on a model that no rank shares with another."""
     net, layers = Net(1, 64, SMALL), _layers()
     return {
-        "save": lambda **group: checkpoint.save(folder / "saved", net, **group),
-        "save_async": lambda **group: checkpoint.save_async(folder / "later", net, **group).wait(),
+        "save": lambda **group: checkpoint.save(net, folder / "saved", **group),
+        "save_async": lambda **group: checkpoint.save_async(net, folder / "later", **group).wait(),
         "one file": lambda **group: lpq.export(net, folder / "one.pt", layout="lpq", **group),
         "export": lambda **group: lpq.export(layers, folder / "files", layout="compressed-tensors", **group),
         "export of a path": lambda **group: lpq.export(folder / "layers", folder / "again", **group),
@@ -54,13 +54,13 @@ def _actions(folder: Path) -> dict[str, Callable[..., object]]:
 def _rank_0_alone(rank: int, folder: Path) -> None:
     """It waits for none of the others. They are refused, as they may hold the same model or another one."""
     if rank == 0:
-        checkpoint.save(folder / "layers", _layers())
+        checkpoint.save(_layers(), folder / "layers")
         for act in _actions(folder).values():
             act()
     dist.barrier()  # which rank 0 would not reach
     fresh = Net(2, 64, SMALL)
     for name in ("saved", "later"):
-        checkpoint.load(folder / name, fresh)
+        checkpoint.load(fresh, folder / name)
         assert model_differences(fresh, Net(1, 64, SMALL)) == {}
     assert (folder / "one.pt").exists()
     assert (folder / "files").exists()
@@ -76,16 +76,16 @@ def _replicas_are_whole_on_each(rank: int, folder: Path) -> None:
     """Rank 0 saves and exports the wrapper alone; what writes to a model is for all of them, and says so."""
     net = DistributedDataParallel(_layers())
     if rank == 0:
-        checkpoint.save(folder / "saved", net)
-        checkpoint.save_async(folder / "later", net).wait()
+        checkpoint.save(net, folder / "saved")
+        checkpoint.save_async(net, folder / "later").wait()
         lpq.export(net, folder / "one.pt", layout="lpq")
         lpq.export(net, folder / "files", layout="compressed-tensors")
         assert dict(lpq.export.stream(net, "compressed-tensors"))
         for act in (
-            lambda: checkpoint.load(folder / "saved", net),
-            lambda: checkpoint.import_file(folder / "one.pt", net),
+            lambda: checkpoint.load(net, folder / "saved"),
+            lambda: checkpoint.import_file(net, folder / "one.pt"),
             lambda: lpq.calibrate(net, [torch.ones(2, 64)]),
-            lambda: checkpoint.save(folder / "x", net, process_group=dist.group.WORLD),
+            lambda: checkpoint.save(net, folder / "x", process_group=dist.group.WORLD),
         ):
             with (
                 mock.patch.object(meeting, "limit", return_value=0.1),
@@ -93,27 +93,27 @@ def _replicas_are_whole_on_each(rank: int, folder: Path) -> None:
             ):
                 act()
     dist.barrier()  # which rank 0 would not reach
-    checkpoint.load(folder / "saved", net)
+    checkpoint.load(net, folder / "saved")
     with (
         pytest.raises(LpqError, match="rank 0 alone saves a model that is whole on each rank")
         if rank
         else nullcontext()
     ):
-        checkpoint.save(folder / "again", net)
-    checkpoint.save(folder / "together", net, process_group=dist.group.WORLD)
+        checkpoint.save(net, folder / "again")
+    checkpoint.save(net, folder / "together", process_group=dist.group.WORLD)
 
 
 def _one_rank_reads(rank: int, folder: Path) -> None:
     """A checkpoint, and into a model of its own. Where that is read which ranks share, a rank that does not says so."""
     if rank == 0:
-        checkpoint.save(folder / "saved", Net(1, 64, SMALL))
+        checkpoint.save(Net(1, 64, SMALL), folder / "saved")
         lpq.export(Net(1, 64, SMALL), folder / "one.pt", layout="lpq")
     dist.barrier()
     if rank == 1:
         checkpoint.info(folder / "saved")
-        checkpoint.load(folder / "saved", fresh := Net(2, 64, SMALL))
+        checkpoint.load(fresh := Net(2, 64, SMALL), folder / "saved")
         assert model_differences(fresh, Net(1, 64, SMALL)) == {}
-        checkpoint.import_file(folder / "one.pt", fresh := Net(2, 64, SMALL))
+        checkpoint.import_file(fresh := Net(2, 64, SMALL), folder / "one.pt")
         assert model_differences(fresh, Net(1, 64, SMALL)) == {}
     dist.barrier()  # which rank 1 would not reach
 
@@ -121,7 +121,7 @@ def _one_rank_reads(rank: int, folder: Path) -> None:
 def _a_group_acts_together(rank: int, folder: Path) -> None:
     """Its ranks have the same files, and scales that cover the inputs of all of them."""
     group = dist.group.WORLD
-    checkpoint.save(folder / "layers", _layers(), process_group=group)
+    checkpoint.save(_layers(), folder / "layers", process_group=group)
     for name, act in _actions(folder).items():
         if name != "save_async":  # it would talk over the group of the test
             act(process_group=group)
@@ -139,19 +139,19 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
     bad = rank == 1
     path: Any = 3 if bad else folder / "net"
     for function, words in (
-        (lambda: checkpoint.save(folder, net, step=-1 if bad else 1), "rank 1: a step is a whole number"),
-        (lambda: checkpoint.save(folder, net, step=1, keep=0 if bad else 1), "rank 1: keep=0: it is how many"),
-        (lambda: checkpoint.save_async(folder, net, step="1" if bad else 1), "rank 1: a step is a whole number"),
-        (lambda: checkpoint.save(path, net), "rank 1: directory is of type int"),
-        (lambda: checkpoint.load(path, net), "rank 1: path is of type int"),
-        (lambda: checkpoint.info(path, process_group=dist.group.WORLD), "rank 1: path is of type int"),
-        (lambda: lpq.export(net, path, layout="lpq"), "rank 1: path is of type int"),
-        (lambda: checkpoint.import_file(path, net), "rank 1: path is of type int"),
-        (lambda: checkpoint.save(folder / "y", 3 if bad else net), "rank 1: model is to be a torch.nn.Module, not int"),
-        (lambda: lpq.export(layers, path), "rank 1: path is of type int"),
+        (lambda: checkpoint.save(net, folder, step=-1 if bad else 1), "rank 1: a step is a whole number"),
+        (lambda: checkpoint.save(net, folder, step=1, keep=0 if bad else 1), "rank 1: keep=0: it is how many"),
+        (lambda: checkpoint.save_async(net, folder, step="1" if bad else 1), "rank 1: a step is a whole number"),
+        (lambda: checkpoint.save(net, path), "rank 1: directory must be str or Path, got int"),
+        (lambda: checkpoint.load(net, path), "rank 1: path must be str or Path, got int"),
+        (lambda: checkpoint.info(path, process_group=dist.group.WORLD), "rank 1: path must be str or Path, got int"),
+        (lambda: lpq.export(net, path, layout="lpq"), "rank 1: path must be str or Path, got int"),
+        (lambda: checkpoint.import_file(net, path), "rank 1: path must be str or Path, got int"),
+        (lambda: checkpoint.save(3 if bad else net, folder / "y"), "rank 1: model must be a torch.nn.Module, got int"),
+        (lambda: lpq.export(layers, path), "rank 1: path must be str or Path, got int"),
         (lambda: lpq.export(3 if bad else layers, folder / "x"), "rank 1: a model, or the directory .* no int"),
         (lambda: lpq.calibrate(layers, batches, samples=0 if bad else 1), "rank 1: samples=0: it is a whole"),
-        (lambda: lpq.calibrate(layers, batches, state=path), "rank 1: state is of type int"),
+        (lambda: lpq.calibrate(layers, batches, state=path), "rank 1: state must be str or Path, got int"),
         (lambda: lpq.calibrate(layers, batches, siblings=[("a", "b")] if bad else [("0", "1")]), r"rank 1: siblings"),
     ):
         _all_say(function, words)

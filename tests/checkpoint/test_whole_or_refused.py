@@ -24,7 +24,7 @@ def value(net: nn.Module) -> float:
 
 
 def saved(directory: Path, *steps: int) -> list[Path]:
-    return [checkpoint.save(directory, model(float(step)), step=step) for step in steps]
+    return [checkpoint.save(model(float(step)), directory, step=step) for step in steps]
 
 
 def truncate(path: Path) -> None:
@@ -53,11 +53,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     for name, words in (("run", "give step= to save one in it"), ("else", "give step="), ("file", "file is a file")):
         with pytest.raises(CheckpointError, match=words):
-            checkpoint.save(tmp_path / name, model(3.0))
+            checkpoint.save(model(3.0), tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "empty").mkdir()
     for number in (1.0, 2.0):
-        assert checkpoint.load(checkpoint.save(tmp_path / "empty", model(number)), model(0.0)).step is None
+        assert checkpoint.load(model(0.0), checkpoint.save(model(number), tmp_path / "empty")).step is None
 
 
 def test_a_link_to_a_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_link_to_a_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -
     (tmp_path / "run" / archived.name).symlink_to(archived)
     saved(tmp_path / "run", 2)
     with pytest.warns(CheckpointWarning, match="leaves in .* what is a link.*: step-00000001"):
-        checkpoint.save(tmp_path / "run", model(3.0), step=3, keep=1)
+        checkpoint.save(model(3.0), tmp_path / "run", step=3, keep=1)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [archived.name, "step-00000003"]
-    assert checkpoint.load(archived, model(0.0)).step == 1
+    assert checkpoint.load(model(0.0), archived).step == 1
 
 
 FILES = ("__0_0.distcp", "index.json", ".metadata", "lpq.json", "extra.pt")
@@ -90,10 +90,10 @@ def test_damage_is_found_before_anything_is_loaded(
     damage(newest / name)
     net = model(0.0)
     with pytest.raises(CheckpointError, match=rf"step-00000020 is refused: .*{words}"):
-        checkpoint.load(newest, net)
+        checkpoint.load(net, newest)
     assert value(net) == 0.0
     with pytest.warns(CheckpointWarning, match=rf"20 is refused: .*{words}.*; step-00000010 is loaded in its place"):
-        info = checkpoint.load(tmp_path, net)
+        info = checkpoint.load(net, tmp_path)
     assert (value(net), info.step) == (10.0, 10)
     assert len(info.refused) == 1
 
@@ -102,23 +102,23 @@ def test_damage_is_found_before_anything_is_loaded(
 def test_what_is_whole_is_loaded_without_a_word(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 100_000_000)
     net = model(0.0)
-    assert checkpoint.load(tmp_path, net).step == 100_000_000
+    assert checkpoint.load(net, tmp_path).step == 100_000_000
     assert value(net) == 100_000_000.0
-    assert checkpoint.load(tmp_path / "step-00000010", net).refused == ()
+    assert checkpoint.load(net, tmp_path / "step-00000010").refused == ()
 
 
 def test_when_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
     for path in saved(tmp_path, 10, 20):
         truncate(path / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"(?s)20 is refused.*10 is refused.*No whole checkpoint") as raised:
-        checkpoint.load(tmp_path, model(0.0))
+        checkpoint.load(model(0.0), tmp_path)
     assert not isinstance(raised.value, NoCheckpoint), "a run must not start anew in silence"
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save(model(1.0).state_dict(), path)
-    for read in (checkpoint.info, lambda path: checkpoint.load(path, model(0.0))):
+    for read in (checkpoint.info, lambda path: checkpoint.load(model(0.0), path)):
         with pytest.raises(CheckpointError, match=r"model\.pt is a file, and a checkpoint is a directory.*import_file"):
             read(path)
 
@@ -128,30 +128,30 @@ def test_the_others_of_the_run_are_named_where_one_is_not_whole(tmp_path: Path) 
     truncate(damaged / "__0_0.distcp")
     others = "step-00000010, step-00000005: load .*, of which the newest whole one is taken"
     with pytest.raises(CheckpointError, match=rf"(?s)20 is refused.*Beside it there is {others}") as raised:
-        checkpoint.load(damaged, model(0.0))
+        checkpoint.load(model(0.0), damaged)
     assert "No whole checkpoint" not in str(raised.value)
     with pytest.raises(NoCheckpoint, match=rf"no checkpoint in .*30\. Beside it there is step-00000020, {others}"):
-        checkpoint.load(tmp_path / "step-00000030", model(0.0))
-    truncate(checkpoint.save(tmp_path / "latest", model(1.0)) / "lpq.json")
+        checkpoint.load(model(0.0), tmp_path / "step-00000030")
+    truncate(checkpoint.save(model(1.0), tmp_path / "latest") / "lpq.json")
     with pytest.raises(CheckpointError, match="No whole checkpoint is left there"):
-        checkpoint.load(tmp_path / "latest", model(0.0))
+        checkpoint.load(model(0.0), tmp_path / "latest")
 
 
 def test_where_there_never_was_one_a_run_may_start(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint in .*nowhere: there is no such folder$"):
-        checkpoint.load(tmp_path / "nowhere", model(0.0))
+        checkpoint.load(model(0.0), tmp_path / "nowhere")
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint in [^:]*$"):
-        checkpoint.load(tmp_path, model(0.0))
+        checkpoint.load(model(0.0), tmp_path)
     others = tmp_path / "others"
     others.mkdir()
     (others / "config.json").write_text("{}")
     with pytest.raises(NoCheckpoint, match=r"config\.json among them: load it with the library that wrote"):
-        checkpoint.load(others, model(0.0))
+        checkpoint.load(model(0.0), others)
     (tmp_path / "step-00000010.partial").mkdir()
     with pytest.raises(NoCheckpoint, match="never finished"):
-        checkpoint.load(tmp_path, model(0.0))
+        checkpoint.load(model(0.0), tmp_path)
     with pytest.raises(NoCheckpoint, match="never finished"):
-        checkpoint.load(tmp_path / "step-00000010", model(0.0))
+        checkpoint.load(model(0.0), tmp_path / "step-00000010")
 
 
 def test_a_process_killed_while_saving_leaves_the_previous_one(tmp_path: Path) -> None:
@@ -165,25 +165,25 @@ def _previous_one_serves(run: Path, step: int) -> None:
     net = model(0.0)
     if step == 20:
         with pytest.raises(CheckpointError, match="it was never finished"):
-            checkpoint.load(run / "step-00000020", net)
+            checkpoint.load(net, run / "step-00000020")
         with pytest.warns(CheckpointWarning, match="it was never finished"):
-            info = checkpoint.load(run, net)
+            info = checkpoint.load(net, run)
     else:
-        info = checkpoint.load(run, net)
+        info = checkpoint.load(net, run)
     assert (value(net), info.step) == (1.0, 10), run
-    checkpoint.save(run, model(3.0), step=step)  # and what was left behind is no hindrance
+    checkpoint.save(model(3.0), run, step=step)  # and what was left behind is no hindrance
     assert [p.name for p in sorted(run.iterdir()) if p.name.endswith(f"{step}")] == [f"step-{step:08d}"]
     assert not list(run.glob("*.partial"))
     assert not list(run.glob("*.replaced"))
-    checkpoint.load(run, net)
+    checkpoint.load(net, run)
     assert value(net) == 3.0
 
 
 def test_one_takes_the_place_of_another(tmp_path: Path) -> None:
     for number in (1.0, 2.0):
-        assert checkpoint.save(tmp_path / "latest", model(number)) == tmp_path / "latest"
+        assert checkpoint.save(model(number), tmp_path / "latest") == tmp_path / "latest"
     net = model(0.0)
-    assert checkpoint.load(tmp_path / "latest", net).step is None
+    assert checkpoint.load(net, tmp_path / "latest").step is None
     assert value(net) == 2.0
     assert [p.name for p in tmp_path.iterdir()] == ["latest"]
 
@@ -195,18 +195,18 @@ def test_so_many_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     words = "run went back to step-00000025, and keep=2 will remove .* at the next save: step-00000030"
     with pytest.warns(CheckpointWarning, match=words):
-        checkpoint.save(tmp_path, model(25.0), step=25, keep=2)
+        checkpoint.save(model(25.0), tmp_path, step=25, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-000000{n}" for n in (20, 25, 30))]
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
-        checkpoint.save(tmp_path, model(27.0), step=27, keep=2)
+        checkpoint.save(model(27.0), tmp_path, step=27, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-00000025", "step-00000027"]
 
 
 def test_a_disk_that_takes_nothing_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="step-00000010 could not be saved, and those before it"):
-        checkpoint.save(tmp_path / "file", model(1.0), step=10)
+        checkpoint.save(model(1.0), tmp_path / "file", step=10)
 
 
 def test_an_interrupt_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +217,6 @@ def test_an_interrupt_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(disk, "digest", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, model(20.0), step=20)
+        checkpoint.save(model(20.0), tmp_path, step=20)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]

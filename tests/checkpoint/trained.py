@@ -91,7 +91,7 @@ def _is_as_written_down(
     folder: Path, name: str, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, truth: nn.Module
 ) -> None:
     """``truth``: a model to load into."""
-    checkpoint.import_file(folder / f"{name}-{number}.pt", truth)
+    checkpoint.import_file(truth, folder / f"{name}-{number}.pt")
     found, expected = _values(net), _values(truth)
     assert found.keys() == expected.keys()
     assert [n for n in found if not torch.equal(found[n], expected[n])] == [], (name, number)
@@ -118,7 +118,7 @@ def uninterrupted(
             begin(net)
         for number in range(LAST):
             if number == SAVED:
-                saving = checkpoint.save_async(folder / saved / name, net, optimizer, step=number, keep=1)
+                saving = checkpoint.save_async(net, folder / saved / name, optimizer, step=number, keep=1)
                 _write_down(folder, name, number, net, optimizer)
             step(net, optimizer, number, how)
         _write_down(folder, name, LAST, net, optimizer)
@@ -138,13 +138,13 @@ def resumed(
         if used and name in ("gathered", "masters"):
             step(net, optimizer, 7, how)
         before = {n: t.clone() for n, t in _values(net).items()}
-        info = checkpoint.load(folder / source / name, net, optimizer)
+        info = checkpoint.load(net, folder / source / name, optimizer)
         assert (info.step, info.policy) == (SAVED, lpq.policy(how.recipe))
         assert [n for n, t in _values(net).items() if not torch.equal(t, before[n])], "there was nothing to load"
         truth = built(how)
         _is_as_written_down(folder, name, SAVED, net, optimizer, truth)
         if then is not None:
-            checkpoint.save(folder / then / name, net, optimizer, step=SAVED)
+            checkpoint.save(net, folder / then / name, optimizer, step=SAVED)
         for number in range(SAVED, LAST):
             step(net, optimizer, number, how)
         _is_as_written_down(folder, name, LAST, net, optimizer, truth)

@@ -98,7 +98,7 @@ UNKNOWN = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the directory of a run that ended."""
     folder = tmp_path_factory.mktemp("run")
-    lpq.checkpoint.save(folder / "recipe", lpq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8"), step=1)
+    lpq.checkpoint.save(lpq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8"), folder / "recipe", step=1)
     torch.save([torch.zeros(2, 32)], folder / "batches.pt")
     (folder / "config.toml").touch()
     return folder

@@ -74,11 +74,11 @@ def _a_model_that_was_loaded(rank: int, folder: str) -> None:
     alone, trained = converted(way.recipe), sharded(converted(way.recipe))
     for net in (alone, trained):
         _stepped(net, optimizer_of(net, way))
-    lpq.checkpoint.save(Path(folder) / "run", trained, step=1)
+    lpq.checkpoint.save(trained, Path(folder) / "run", step=1)
 
     def restored() -> nn.Sequential:
         net = sharded(converted(way.recipe))
-        lpq.checkpoint.load(Path(folder) / "run", net)
+        lpq.checkpoint.load(net, Path(folder) / "run")
         return net
 
     def unpickled() -> nn.Sequential:

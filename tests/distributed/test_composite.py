@@ -58,9 +58,9 @@ def _gathered_and_saved(rank: int, path: Path) -> None:
             mesh, placements = layer.weight.device_mesh, layer.weight.placements
             layer.weight.copy_(distribute_tensor(new, mesh, placements, src_data_rank=None))
     _check(net, CUT, written, x)
-    checkpoint.save(path, net)
+    checkpoint.save(net, path)
     other, _ = _net(CUT, "quantized", 77)
-    checkpoint.load(path, other)
+    checkpoint.load(other, path)
     _check(other, CUT, written, x)
 
 

@@ -275,9 +275,9 @@ def _saved(rank: int, folder: str) -> None:
     own, gradient, offs = rows(rank)
     model(own, offs).backward(gradient)
     optimizer.step()
-    lpq.checkpoint.save(folder, model, optimizer)
+    lpq.checkpoint.save(model, folder, optimizer)
     other, restored = of(2, 2)
-    lpq.checkpoint.load(folder, other, restored)
+    lpq.checkpoint.load(other, folder, restored)
     for (name, before), after in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(before.full_tensor(), after.full_tensor()), name
         moments = optimizer.state[before]["exp_avg"], restored.state[after]["exp_avg"]

@@ -66,7 +66,7 @@ class Run:
         cast_master_weights([weight], [master], [start], dist.group.WORLD)
 
     def save(self) -> None:
-        lpq.checkpoint.save(self.folder / "run", self.net, self.optimizer, step=2)
+        lpq.checkpoint.save(self.net, self.folder / "run", self.optimizer, step=2)
 
 
 def _in_forward(run: Run, patch: pytest.MonkeyPatch) -> None:

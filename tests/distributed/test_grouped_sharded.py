@@ -163,13 +163,13 @@ def _saved(rank: int, folder: Path, save: bool, ranks: int) -> None:
     if ranks > 1:
         fully_shard(model)
     if save:
-        lpq.checkpoint.save(folder, model)
+        lpq.checkpoint.save(model, folder)
         return
     expected = [_whole(p) for p in model.parameters()]
     with torch.no_grad():
         for p in model.parameters():
             local_part(p).zero_()
-    lpq.checkpoint.load(folder, model)
+    lpq.checkpoint.load(model, folder)
     for p, wanted in zip(model.parameters(), expected, strict=True):
         assert torch.equal(_whole(p), wanted)
 

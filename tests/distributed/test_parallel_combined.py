@@ -238,12 +238,12 @@ def _loaded_elsewhere(rank: int, folder: str) -> None:
     x, dy = data()
     net(x).backward(dy)
     optimizer.step()
-    lpq.checkpoint.save(folder, net, optimizer)
+    lpq.checkpoint.save(net, folder, optimizer)
     expected, kept = net(x).detach(), {name: whole(memory) for name, memory in net.named_buffers()}
     assert any(memory.any() for memory in kept.values())
     for layout in ("alone", "four", "both"):
         other, optimizer = made(layout, 1)
-        lpq.checkpoint.load(folder, other, optimizer)
+        lpq.checkpoint.load(other, folder, optimizer)
         for name, memory in other.named_buffers():
             assert torch.equal(whole(memory), kept[name]), (layout, name)
         y = other(x).detach()

@@ -67,9 +67,9 @@ def _checkpoints_of_shards_load_whole(rank: int, folder: Path) -> None:
     for text in value_formats.NAMES:
         how = How(_recipe(text), "quantized", **SIZES)
         _, net = train(how, 1)
-        path = checkpoint.save(folder / text, net)
+        path = checkpoint.save(net, folder / text)
         for loaded, shards in ((built(how), True), (built(How(how.recipe, "quantized", shard=False, **SIZES)), False)):
-            checkpoint.load(path, loaded)
+            checkpoint.load(loaded, path)
             if not shards:
                 _shards_are_those_of(net, loaded, rank)
                 continue

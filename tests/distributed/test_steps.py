@@ -105,10 +105,10 @@ def _saved_by_a_hook(rank: int, folder: str) -> None:
     """A checkpoint that a hook of the optimizer saves has what the step makes."""
     net, other = sharded(converted("fp8-current")), sharded(converted("fp8-current"))
     optimizer = rounding(WRITERS["loop"](net.parameters()))
-    optimizer.register_step_post_hook(lambda *_: lpq.checkpoint.save(folder, net, step=1))
+    optimizer.register_step_post_hook(lambda *_: lpq.checkpoint.save(net, folder, step=1))
     give_gradients(net, 0)
     optimizer.step()
-    lpq.checkpoint.load(folder, other)
+    lpq.checkpoint.load(other, folder)
     assert equal(bytes_of(other), bytes_of(net))
 
 
@@ -175,7 +175,7 @@ def _goes_on(rank: int, folder: str) -> None:
         run(net, optimizer, range(3))
         saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
         assert not any("master" in state for state in saved[1]["state"].values())
-        lpq.checkpoint.save(Path(folder) / kind, net, optimizer, step=3)
+        lpq.checkpoint.save(net, Path(folder) / kind, optimizer, step=3)
         losses = run(net, optimizer, range(3, 5))
 
         def loaded(net: nn.Sequential, optimizer: Optimizer, saved: Any = saved) -> None:
@@ -184,7 +184,7 @@ def _goes_on(rank: int, folder: str) -> None:
             optimizer.load_state_dict(saved[1])
 
         def resumed(net: nn.Sequential, optimizer: Optimizer, kind: str = kind) -> None:
-            lpq.checkpoint.load(Path(folder) / kind, net, optimizer)
+            lpq.checkpoint.load(net, Path(folder) / kind, optimizer)
 
         for load in (loaded, resumed):
             other = begun()
@@ -195,9 +195,9 @@ def _goes_on(rank: int, folder: str) -> None:
     kept = sharded(converted("fp8-current"))
     masters = MasterWeights(WRITERS["loop"](kept.parameters()))
     step(kept, masters, 0, Way(""))
-    lpq.checkpoint.save(Path(folder) / "masters", kept, masters, step=1)
+    lpq.checkpoint.save(kept, Path(folder) / "masters", masters, step=1)
     with pytest.warns(UserWarning, match="the fp32 masters of 4 weights are left out"):
-        lpq.checkpoint.load(Path(folder) / "masters", *begun("loop"))
+        lpq.checkpoint.load(*begun("loop"))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_static_scales_are_written_and_read_back(
     found = tensors(tmp_path / "x")
     assert made.notes == (NO_MODEL,)
     assert sorted(n for n in found if n.endswith(scale)) == sorted(f"{name}.{scale}" for name in layers(model))
-    read: Any = lpq.load_quantized(tmp_path / "x", Net(dtype=torch.bfloat16))
+    read: Any = lpq.load_quantized(Net(dtype=torch.bfloat16), tmp_path / "x")
     with torch.no_grad():
         expected = model.eval()(TOKENS)
         assert torch.equal(read.eval()(TOKENS), expected)
@@ -73,7 +73,7 @@ def test_fused_layers_of_a_calibrated_model_have_one_scale(tmp_path: Path) -> No
 def test_a_checkpoint_of_a_calibrated_model_is_exported(tmp_path: Path) -> None:
     model = lpq.convert(Net(dtype=torch.bfloat16), "nvfp4")
     lpq.calibrate(model, [TOKENS])
-    lpq.checkpoint.save(tmp_path / "run", model)
+    lpq.checkpoint.save(model, tmp_path / "run")
     lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
     lpq.export(model, tmp_path / "y", layout="compressed-tensors")
     assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
@@ -115,6 +115,6 @@ def test_transformers_computes_the_logits_of_a_trained_and_calibrated_model(tmp_
         assert errors[0] <= within
         assert errors[1] > errors[0]
         assert (plain - expected).norm() / expected.norm() > errors[0]
-        again = lpq.load_quantized(path, tiny.llama(dtype)).eval()
+        again = lpq.load_quantized(tiny.llama(dtype), path).eval()
         if recipe == "fp8-current":
             assert torch.equal(again(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)

@@ -108,8 +108,8 @@ def test_a_wrapper_adds_nothing_to_names(tmp_path: Path) -> None:
     model = lpq.convert(Net(), "mxfp8")
     wrapped = nn.DataParallel(model)
     assert same(dict(lpq.export.stream(wrapped, "modelopt")), dict(lpq.export.stream(model, "modelopt")))
-    lpq.checkpoint.save(tmp_path / "run", wrapped)
-    lpq.checkpoint.load(tmp_path / "run", lpq.convert(Net(), "mxfp8"))
+    lpq.checkpoint.save(wrapped, tmp_path / "run")
+    lpq.checkpoint.load(lpq.convert(Net(), "mxfp8"), tmp_path / "run")
 
 
 def test_tied_weights_are_written_once_and_stay_in_high_precision(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_tied_weights_are_written_once_and_stay_in_high_precision(tmp_path: Path
 def test_a_checkpoint_of_tied_weights_is_exported_as_its_model_is(include: Any, tmp_path: Path) -> None:
     """Once, in high precision, and with a note where training multiplies its codes."""
     model = lpq.convert(Net(tied=True, dtype=torch.bfloat16), "mxfp8", include=include)
-    lpq.checkpoint.save(tmp_path / "run", model)
+    lpq.checkpoint.save(model, tmp_path / "run")
     of_model = lpq.export(model, tmp_path / "x", layout="compressed-tensors")
     of_run = lpq.export(tmp_path / "run", tmp_path / "y", layout="compressed-tensors")
     assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_tied_weights_is_exported_as_its_model_is(include: Any, 
 def test_a_layer_in_two_places_is_exported_once_from_a_checkpoint_too(tmp_path: Path) -> None:
     layer = nn.Linear(64, 64)
     model = lpq.convert(nn.Sequential(layer, nn.ReLU(), layer), "mxfp8")
-    lpq.checkpoint.save(tmp_path / "run", model)
+    lpq.checkpoint.save(model, tmp_path / "run")
     found = lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
     assert same(tensors(tmp_path / "x"), dict(lpq.export.stream(model, "compressed-tensors")))
     assert found.left == ()
@@ -145,7 +145,7 @@ def test_a_layer_in_two_places_is_exported_once_from_a_checkpoint_too(tmp_path: 
 
 def test_the_index_of_a_checkpoint_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not for each tensor: the index of a large model has millions of pieces."""
-    lpq.checkpoint.save(tmp_path / "run", lpq.convert(Net(), "mxfp8"))
+    lpq.checkpoint.save(lpq.convert(Net(), "mxfp8"), tmp_path / "run")
     read: list[Path] = []
     read_index = reading.read_index
     monkeypatch.setattr(reading, "read_index", lambda path, sizes: (read.append(path), read_index(path, sizes))[1])
@@ -272,7 +272,10 @@ def test_wrong_arguments_are_refused_in_words(options: Any, words: str, tmp_path
 
 def test_a_place_that_cannot_be_one_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place, words in ((tmp_path / "file" / "x", r"x\.partial cannot be made: "), (None, "path is of type NoneType")):
+    for place, words in (
+        (tmp_path / "file" / "x", r"x\.partial cannot be made: "),
+        (None, "path must be str or Path, got NoneType"),
+    ):
         with pytest.raises(CheckpointError, match=words):
             lpq.export(lpq.convert(Net(), "mxfp8"), place, layout="modelopt")  # type: ignore[arg-type]
 
@@ -386,7 +389,7 @@ def test_small_files_of_the_base_are_copied(tmp_path: Path) -> None:
 
 def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = lpq.convert(Net(), "mxfp8")
-    lpq.checkpoint.save(tmp_path / "run", model, step=3)
+    lpq.checkpoint.save(model, tmp_path / "run", step=3)
     options = ["--layout", "modelopt", "--dtype", "bfloat16", "--leave", "*.down_proj"]
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "x"), *options])
@@ -415,7 +418,7 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
 def test_the_command_warns_in_words_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There is no line of the user's to which the warning could point."""
     model = nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 64)})
-    lpq.checkpoint.save(tmp_path / "run", lpq.convert(model, "nvfp4"))
+    lpq.checkpoint.save(lpq.convert(model, "nvfp4"), tmp_path / "run")
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "x")])
     (line,) = capsys.readouterr().err.splitlines()
@@ -427,7 +430,7 @@ def test_the_command_warns_in_words_alone(tmp_path: Path, capsys: pytest.Capture
 def test_a_checkpoint_is_exported_as_its_model_is(recipe: Any, weights: Any, tmp_path: Path) -> None:
     model: Any = lpq.convert(Net(), recipe, weights=weights)
     model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
-    lpq.checkpoint.save(tmp_path / "run", model, step=3)
+    lpq.checkpoint.save(model, tmp_path / "run", step=3)
     options = {"layout": "compressed-tensors"}
     lpq.export(model, tmp_path / "model", **options)
     lpq.export(tmp_path / "run", tmp_path / "saved", **options)

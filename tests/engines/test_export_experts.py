@@ -67,11 +67,11 @@ def test_each_expert_has_the_bytes_of_a_layer(recipe: str, tmp_path: Path) -> No
         lpq.export(model, tmp_path / f"{weights}", layout=LAYOUT, input_amax=amax)
         assert same(tensors(tmp_path / f"{weights}"), expected)
         assert tiny.config(tmp_path / f"{weights}")["ignore"] == ["router"]
-        lpq.checkpoint.save(tmp_path / f"run-{weights}", model)
+        lpq.checkpoint.save(model, tmp_path / f"run-{weights}")
         lpq.export(tmp_path / f"run-{weights}", tmp_path / f"of-{weights}", layout=LAYOUT, input_amax=amax)
         assert same(tensors(tmp_path / f"of-{weights}"), expected)
         assert tiny.config(tmp_path / f"of-{weights}")["ignore"] == ["router"]
-    read: Any = lpq.load_quantized(tmp_path / "None", Model(apart=True))
+    read: Any = lpq.load_quantized(Model(apart=True), tmp_path / "None")
     with torch.no_grad():
         x = torch.randn(8, WIDTH)
         assert torch.equal(
@@ -79,7 +79,7 @@ def test_each_expert_has_the_bytes_of_a_layer(recipe: str, tmp_path: Path) -> No
         )
         assert read.experts[1].up_proj(x).isfinite().all()
     for weights in (None, "quantized"):
-        stacks: Any = lpq.load_quantized(tmp_path / "None", Model(), weights=weights)
+        stacks: Any = lpq.load_quantized(Model(), tmp_path / "None", weights=weights)
         with torch.no_grad():
             y = stacks.experts.up_proj(x, [2, 0, 5, 1])
             for i, rows in ((0, slice(0, 2)), (2, slice(2, 7)), (3, slice(7, 8))):
@@ -98,12 +98,12 @@ def test_calibrated_experts_are_imported_with_their_scales(tmp_path: Path) -> No
     lpq.export(model, tmp_path / "x", layout="modelopt")
     expected = tensors(tmp_path / "x")
     assert len({expected[f"experts.{i}.up_proj.input_scale"].item() for i in range(COUNT)}) == COUNT
-    read: Any = lpq.load_quantized(tmp_path / "x", Model())
+    read: Any = lpq.load_quantized(Model(), tmp_path / "x")
     side = model.experts.up_proj.recipe.x.side("row")
     assert read.experts.up_proj.recipe.x.side("row") == side
     assert torch.allclose(read.experts.up_proj.static_values()["x_row_amax"], model.experts.up_proj.x_row_amax)
     for policy in (None, "nvfp4"):
-        again = lpq.load_quantized(tmp_path / "x", Model(), policy=policy)
+        again = lpq.load_quantized(Model(), tmp_path / "x", policy=policy)
         lpq.export(again, tmp_path / f"{policy}", layout="modelopt")
         assert same(tensors(tmp_path / f"{policy}"), expected)
     again.train()
@@ -112,7 +112,7 @@ def test_calibrated_experts_are_imported_with_their_scales(tmp_path: Path) -> No
     safetensors: Any = pytest.importorskip("safetensors.torch")
     safetensors.save_file(lacking, tmp_path / "x" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.0\.up_proj.*quantized and not experts\.1\.up_proj"):
-        lpq.load_quantized(tmp_path / "x", Model())
+        lpq.load_quantized(Model(), tmp_path / "x")
 
 
 def test_experts_that_are_left_are_ignored_by_name(tmp_path: Path) -> None:
@@ -204,12 +204,12 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
     router = "model.layers.0.block_sparse_moe.gate" if name == "Mixtral" else "model.layers.0.mlp.gate"
     assert f"{router}.weight" in expected
     assert router in tiny.config(tmp_path / "x")["ignore"]
-    read = lpq.load_quantized(tmp_path / "x", fused(name, **sizes)).eval()
+    read = lpq.load_quantized(fused(name, **sizes), tmp_path / "x").eval()
     lpq.export(read, tmp_path / "y", layout=LAYOUT)
     assert same(tensors(tmp_path / "y"), expected)
     with torch.no_grad():
         assert torch.equal(read(tokens).logits, model(tokens).logits)
-    decoded = lpq.load_quantized(tmp_path / "x", fused(name, **sizes), weights=None)
+    decoded = lpq.load_quantized(fused(name, **sizes), tmp_path / "x", weights=None)
     key = "model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(decoded.get_parameter(key), read.get_parameter(key).dequantize())
     changed = {**expected}
@@ -218,7 +218,7 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
     safetensors: Any = pytest.importorskip("safetensors.torch")
     safetensors.save_file(changed, tmp_path / "x" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks .*scale"):
-        lpq.load_quantized(tmp_path / "x", fused(name, **sizes))
+        lpq.load_quantized(fused(name, **sizes), tmp_path / "x")
 
 
 def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_said(tmp_path: Path) -> None:
@@ -279,11 +279,11 @@ def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
     (tmp_path / "base" / "config.json").write_text('{"architectures": ["Mine"], "dtype": "bfloat16"}')
     assert sum(map(len, made.layers.values())) == count
     if name in ("Qwen3Moe", "Mixtral"):
-        models["stored"] = lpq.load_quantized(tmp_path / "x", fused(name, **sizes))
+        models["stored"] = lpq.load_quantized(fused(name, **sizes), tmp_path / "x")
         stored: Any = models["stored"].get_parameter("model.layers.0.mlp.experts.down_proj")
         assert isinstance(stored, lpq.QuantizedTensor)
     for key, one in models.items():
-        lpq.checkpoint.save(tmp_path / f"run-{key}", one)
+        lpq.checkpoint.save(one, tmp_path / f"run-{key}")
         found = lpq.export(tmp_path / f"run-{key}", tmp_path / f"of-{key}", layout=LAYOUT, base=tmp_path / "base")
         assert same(tensors(tmp_path / f"of-{key}"), tensors(tmp_path / "x"))
         assert {*found.left} - {*made.left} == {"model.embed_tokens"}
@@ -302,10 +302,10 @@ def test_a_checkpoint_that_does_not_name_its_experts_is_refused_in_words(
 
     monkeypatch.setattr(lpq.checkpoint.model, "stacks_in_files", fail)
     for name, model, said in (("a", fused("Mixtral"), "experts.down_proj"), ("b", Model(), "experts.down_proj.weight")):
-        lpq.checkpoint.save(tmp_path / name, lpq.convert(model, "mxfp8"))
+        lpq.checkpoint.save(lpq.convert(model, "mxfp8"), tmp_path / name)
         with pytest.raises(CheckpointError, match=rf"{said} seems to hold experts.*load it into its model"):
             lpq.export(tmp_path / name, tmp_path / "x", layout=LAYOUT)
-    lpq.checkpoint.load(tmp_path / "b", lpq.convert(Model(), "mxfp8"))
+    lpq.checkpoint.load(lpq.convert(Model(), "mxfp8"), tmp_path / "b")
 
 
 @pytest.mark.parametrize(

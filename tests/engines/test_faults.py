@@ -372,12 +372,12 @@ def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_
     kind, damage, words = FAULTS[fault]
     folder = copied(exported[kind], tmp_path / "x")
     recipe = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "block": "fp8-block"}.get(kind, "fp8-current")
-    lpq.load_quantized(folder, Net(), policy=recipe)  # before
+    lpq.load_quantized(Net(), folder, policy=recipe)  # before
     damage(folder)
     model: Any = lpq.convert(Net(), recipe)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=f"{folder} cannot be loaded: .*(?:{words})"):
-        lpq.load_quantized(folder, model)
+        lpq.load_quantized(model, folder)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -396,7 +396,7 @@ def test_a_model_that_files_do_not_fit_is_not_converted(fault: str, exported: di
     model = Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=words):
-        lpq.load_quantized(folder, model)
+        lpq.load_quantized(model, folder)
     assert not any(isinstance(module, lpq.nn.Layer) for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -437,40 +437,40 @@ def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(
     path, model = exported.get(kind, tmp_path / "x"), Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=words) as refused:
-        lpq.load_quantized(path, model, policy=policy)
+        lpq.load_quantized(model, path, policy=policy)
     assert not any(isinstance(module, lpq.nn.Layer) for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     said = re.search(r"policy=(\{.*\}); or by weights=None", str(refused.value))
     assert said is not None
-    read: Any = lpq.load_quantized(path, model, policy=ast.literal_eval(said[1]))
+    read: Any = lpq.load_quantized(model, path, policy=ast.literal_eval(said[1]))
     stored = {str(layer.weight.row.quantizer) for layer in layers(read).values()}
     assert (stored, len(layers(read))) == ({fits}, 4)
-    lpq.load_quantized(path, Net(), policy=policy, weights=None)
+    lpq.load_quantized(Net(), path, policy=policy, weights=None)
 
 
 def test_a_converted_model_that_does_not_fit_is_told_the_recipes_that_do(exported: dict[str, Path]) -> None:
     model = lpq.convert(Net(), "mxfp8", weights="quantized")
     words = r"stored as mxfp8: convert by what fits .*'recipe': 'x=mxfp8\(\), w=fp8\(\), dy=mxfp8\(\)'"
     with pytest.raises(CheckpointError, match=words):
-        lpq.load_quantized(exported["one"], model)
+        lpq.load_quantized(model, exported["one"])
 
 
 def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Path) -> None:
     words = r"weights of linear layers that the model has not: blocks\.0\.mlp.*; build the model that was exported"
     with pytest.raises(CheckpointError, match=words):
-        lpq.load_quantized(exported["one"], nn.Sequential(nn.Linear(16, 16)))
+        lpq.load_quantized(nn.Sequential(nn.Linear(16, 16)), exported["one"])
     with pytest.raises(CheckpointError, match=r"embed\.weight has shape \[64, 128\], and in .* \[64, 256\]: make"):
-        lpq.load_quantized(exported["one"], Net(width=256))
+        lpq.load_quantized(Net(width=256), exported["one"])
     with torch.device("meta"):
         empty = Net()
     with pytest.raises(CheckpointError, match=r"embed\.weight is on the meta device"):
-        lpq.load_quantized(exported["one"], empty)
+        lpq.load_quantized(empty, exported["one"])
     with pytest.raises(CheckpointError, match=r"it is a file: give the directory"):
-        lpq.load_quantized(exported["one"] / "model.safetensors", Net())
-    with pytest.raises(CheckpointError, match=r"path is of type NoneType, and is to name"):
-        lpq.load_quantized(None, Net())  # type: ignore[arg-type]
+        lpq.load_quantized(Net(), exported["one"] / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"path must be str or Path, got NoneType"):
+        lpq.load_quantized(Net(), None)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="no such directory"):
-        lpq.load_quantized(tmp_path / "nothing", Net())
+        lpq.load_quantized(Net(), tmp_path / "nothing")
 
 
 def test_a_block_of_rows_with_scales_of_their_own_is_no_square(exported: dict[str, Path], tmp_path: Path) -> None:
@@ -478,6 +478,6 @@ def test_a_block_of_rows_with_scales_of_their_own_is_no_square(exported: dict[st
     folder = copied(exported["nvfp4"], tmp_path / "x")
     with_tensors(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8)[3].sub_(1))(folder)
     with pytest.raises(CheckpointError, match=rf"{UP}: its rows have scales of their own, and nvfp4\(block=16x16\)"):
-        lpq.load_quantized(folder, Net(), policy="nvfp4")
-    read: Any = lpq.load_quantized(folder, Net())
+        lpq.load_quantized(Net(), folder, policy="nvfp4")
+    read: Any = lpq.load_quantized(Net(), folder)
     assert str(read.blocks[0].mlp.up_proj.weight.row.quantizer) == "nvfp4"

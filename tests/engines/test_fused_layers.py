@@ -77,7 +77,7 @@ def test_layers_that_an_engine_fuses_lie_alike(apart: str, other: str, words: st
 def test_one_sibling_that_is_left_is_refused(tmp_path: Path) -> None:
     """Also of a checkpoint, and by the command."""
     model = lpq.convert(Fused(), "mxfp8")
-    lpq.checkpoint.save(tmp_path / "run", model)
+    lpq.checkpoint.save(model, tmp_path / "run")
     for source in (model, tmp_path / "run"):
         with pytest.raises(CheckpointError, match=r"self_attn\.v_proj in high precision"):
             lpq.export(source, tmp_path / "x", leave=["*.v_proj"])

@@ -40,7 +40,7 @@ def test_import_and_export_give_the_same_bytes(case: Case, tmp_path: Path) -> No
     """All files, of every layout; and in between the operands of the model that was exported."""
     model = lpq.convert(Net(dtype=torch.bfloat16), case.recipe)
     lpq.export(model, tmp_path / "a", **case.options(model))
-    read: Any = lpq.load_quantized(tmp_path / "a", zeroed())
+    read: Any = lpq.load_quantized(zeroed(), tmp_path / "a")
     lpq.export(read, tmp_path / "b", layout=case.layout)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
@@ -61,7 +61,7 @@ def test_a_model_goes_on_training_with_the_codes_that_it_had(recipe: str, tmp_pa
     with torch.no_grad():
         expected = model(TOKENS)
     lpq.export(model, tmp_path / "x", layout="compressed-tensors")
-    read: Any = lpq.load_quantized(tmp_path / "x", zeroed(), policy=recipe)
+    read: Any = lpq.load_quantized(zeroed(), tmp_path / "x", policy=recipe)
     with torch.no_grad():
         assert torch.equal(read(TOKENS), expected)
     for name, layer in layers(read).items():
@@ -82,7 +82,7 @@ def test_a_model_goes_on_training_with_the_codes_that_it_had(recipe: str, tmp_pa
 def test_weights_in_high_precision_get_what_the_codes_decode_to(weights: Any, tmp_path: Path) -> None:
     model = lpq.convert(Net(dtype=torch.bfloat16), "mxfp8")
     lpq.export(model, tmp_path / "x", layout="modelopt")
-    read: Any = lpq.load_quantized(tmp_path / "x", zeroed(torch.float32), policy="mxfp8", weights=weights)
+    read: Any = lpq.load_quantized(zeroed(torch.float32), tmp_path / "x", policy="mxfp8", weights=weights)
     for name, layer in layers(read).items():
         assert layer.weight.dtype == torch.float32
         assert torch.equal(layer.weight.detach().clone(), decoded(layers(model)[name], torch.float32))
@@ -97,7 +97,7 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(TOKENS)
     lpq.export(model, tmp_path / "x", layout="modelopt")
-    read: Any = lpq.load_quantized(tmp_path / "x", zeroed(torch.float32))
+    read: Any = lpq.load_quantized(zeroed(torch.float32), tmp_path / "x")
     with torch.no_grad():
         assert torch.equal(read(TOKENS), expected)
         assert not torch.equal(read(TOKENS), model.requires_grad_(False)(TOKENS + 1))
@@ -126,10 +126,10 @@ def test_an_amax_is_found_again_from_its_quotient(dtype: torch.dtype) -> None:
 def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
     model = lpq.convert(Net(tied=True), "mxfp8")
     lpq.export(model, tmp_path / "x", layout="modelopt")
-    read: Any = lpq.load_quantized(tmp_path / "x", Net(tied=True))
+    read: Any = lpq.load_quantized(Net(tied=True), tmp_path / "x")
     assert read.lm_head.weight is read.embed.weight
     with pytest.raises(CheckpointError, match=r"nothing for these tensors of the model: lm_head\.weight"):
-        lpq.load_quantized(tmp_path / "x", Net())
+        lpq.load_quantized(Net(), tmp_path / "x")
 
 
 def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -
     group = {"targets": ["Linear"], "format": format, **said}
     described = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"g": group}, "ignore": []}
     by_others(tmp_path / "theirs", found, described)
-    read: Any = lpq.load_quantized(tmp_path / "theirs", nn.Sequential(nn.Linear(64, 64)))
+    read: Any = lpq.load_quantized(nn.Sequential(nn.Linear(64, 64)), tmp_path / "theirs")
     ours = read[0].weight.dequantize(torch.float32)
     assert torch.allclose(ours, weight, atol=0.6)
     if kind == "nvfp4":
@@ -210,13 +210,13 @@ def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -
     found = {"0.weight": weight, "0.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
     config = {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
     by_others(tmp_path / "a", found, config)
-    read: Any = lpq.load_quantized(tmp_path / "a", nn.Sequential(nn.Linear(64, 32, bias=False)))
+    read: Any = lpq.load_quantized(nn.Sequential(nn.Linear(64, 32, bias=False)), tmp_path / "a")
     assert torch.equal(read[0].weight.row.scale, exponents)
     scale = torch.rand(()).bfloat16()
     found = {"0.weight": weight, "0.weight_scale_inv": scale}
     config = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "dynamic"}
     by_others(tmp_path / "b", found, config)
-    read = lpq.load_quantized(tmp_path / "b", nn.Sequential(nn.Linear(64, 32, bias=False)))
+    read = lpq.load_quantized(nn.Sequential(nn.Linear(64, 32, bias=False)), tmp_path / "b")
     assert torch.equal(read[0].weight.dequantize(), weight.float() * scale.float())
 
 
@@ -228,7 +228,7 @@ def test_one_scale_of_a_tensor_is_read_by_either_name(names: tuple[str, str], sh
     weight, scale = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.rand(()) + 0.1
     found = {"0.weight": weight, f"0.{names[0]}": scale.view(shape), f"0.{names[1]}": torch.tensor(0.25).view(shape)}
     by_others(tmp_path / "a", found, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["1"]})
-    read: Any = lpq.load_quantized(tmp_path / "a", nn.Sequential(nn.Linear(64, 32, bias=False)))
+    read: Any = lpq.load_quantized(nn.Sequential(nn.Linear(64, 32, bias=False)), tmp_path / "a")
     assert torch.equal(read[0].weight.dequantize(), weight.float() * scale)
     assert [value.item() for value in read[0].static_values().values()] == [448 * 0.25]
     again = dict(lpq.export.stream(read, "modelopt"))
@@ -252,13 +252,13 @@ def test_arguments_of_compressed_tensors_that_are_not_there_are_its_defaults(tmp
             "config_groups": {"g": {"targets": ["Linear"], "weights": given}},
         }
         by_others(path, {"0.weight": weight, "0.weight_scale": part}, config)
-        read: Any = lpq.load_quantized(path, nn.Sequential(nn.Linear(64, 32, bias=False)))
+        read: Any = lpq.load_quantized(nn.Sequential(nn.Linear(64, 32, bias=False)), path)
         expected = weight.float() * (part.float() if strategy != "group" else 2.0**-7)
         assert torch.equal(read[0].weight.dequantize(), expected)
     config["config_groups"]["g"]["weights"] = {"type": "float"}
     (path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(CheckpointError, match=r"weight_scale has shape \[32, 2\], and for a weight"):
-        lpq.load_quantized(path, nn.Sequential(nn.Linear(64, 32, bias=False)))
+        lpq.load_quantized(nn.Sequential(nn.Linear(64, 32, bias=False)), path)
 
 
 def test_scales_of_a_kv_cache_are_left_out_with_a_warning(tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_scales_of_a_kv_cache_are_left_out_with_a_warning(tmp_path: Path) -> Non
     by_others(tmp_path / "y", found, {})
     (tmp_path / "y" / "config.json").write_text(config_json)
     with pytest.warns(CheckpointWarning, match=r"KV cache \(blocks\.0\.self_attn\.k_proj\.k_scale, .*left out"):
-        read: Any = lpq.load_quantized(tmp_path / "y", Net())
+        read: Any = lpq.load_quantized(Net(), tmp_path / "y")
     assert not [name for name, _ in lpq.export.stream(read, "modelopt") if name.endswith("k_scale")]
     owner: Any = Net()
     owner.blocks[0].self_attn.k_scale = nn.Parameter(torch.zeros(()))
     with pytest.warns(CheckpointWarning, match=r"k_proj\.k_scale, blocks\.0\.self_attn\.v_proj\.v_scale\)"):
-        lpq.load_quantized(tmp_path / "y", owner)
+        lpq.load_quantized(owner, tmp_path / "y")
     assert owner.blocks[0].self_attn.k_scale == 1

@@ -79,7 +79,7 @@ def test_a_model_that_others_quantized_is_read_as_they_read_it(preset: str, tmp_
     for scales in bf16, which become fp32."""
     with contextlib.redirect_stderr(io.StringIO()):
         theirs = saved_by_others(preset, tmp_path / "theirs")
-    read = lpq.load_quantized(tmp_path / "theirs", llama()).eval()
+    read = lpq.load_quantized(llama(), tmp_path / "theirs").eval()
     assert len(layers(read)) == 7
     for name, layer in layers(read).items():
         assert torch.equal(layer.weight.dequantize(), theirs.get_parameter(f"{name}.weight")), name
@@ -128,7 +128,7 @@ def test_a_model_that_transformers_quantized_is_read_as_it_reads_it(
                 parameter.data.fill_(0.25)
         quantized.save_pretrained(tmp_path / "x")
         theirs = read(tmp_path / "x", dtype=torch.bfloat16)
-    ours = lpq.load_quantized(tmp_path / "x", llama()).eval()
+    ours = lpq.load_quantized(llama(), tmp_path / "x").eval()
     assert len(layers(ours)) == 7
     for name, layer in layers(ours).items():
         assert torch.equal(layer.weight.dequantize(), theirs.get_parameter(f"{name}.weight")), name
@@ -149,4 +149,4 @@ def test_integers_of_others_are_refused_by_name(preset: str, tmp_path: Path) -> 
     model.config.quantization_config = QuantizationConfig(config_groups=groups, ignore=["lm_head"]).to_dict()
     model.save_pretrained(tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"no format that is installed has weights as those of its group_0"):
-        lpq.load_quantized(tmp_path / "x", llama())
+        lpq.load_quantized(llama(), tmp_path / "x")

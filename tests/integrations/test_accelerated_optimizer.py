@@ -40,16 +40,16 @@ def masters(optimizer: Any) -> list[torch.Tensor]:
 def test_a_checkpoint_has_the_optimizer_for_which_it_stands(tmp_path: Path) -> None:
     model = net()
     optimizer = prepared(model, steps=2)
-    checkpoint.save(tmp_path, model, optimizer, step=2)
+    checkpoint.save(model, tmp_path, optimizer, step=2)
     expected = copy.deepcopy(masters(optimizer))
     assert len(expected) == 2
     other = net()
     again = prepared(other, steps=1)
-    checkpoint.load(tmp_path, other, again)
+    checkpoint.load(other, tmp_path, again)
     assert all(map(torch.equal, masters(again), expected))
     own = net()
     alone = MasterWeights(torch.optim.AdamW(own.parameters(), lr=1e-2))
-    checkpoint.load(tmp_path, own, alone)
+    checkpoint.load(own, tmp_path, alone)
     assert all(map(torch.equal, alone.masters.values(), expected))
 
 

@@ -178,8 +178,8 @@ def test_they_follow_the_steps_of_a_policy_and_a_checkpoint_has_their_recipe(tmp
     assert {experts.recipe.title for experts in experts_of(net)} == {"nvfp4"}
     lpq.set_step(net, 2)
     assert {experts.recipe.title for experts in experts_of(net)} == {"mxfp8"}
-    lpq.checkpoint.save(tmp_path, net)
-    lpq.checkpoint.load(tmp_path, again)
+    lpq.checkpoint.save(net, tmp_path)
+    lpq.checkpoint.load(again, tmp_path)
     words = torch.randint(WORDS, (2, 8))
     with torch.no_grad():
         assert torch.equal(net(input_ids=words).logits, again(input_ids=words).logits)

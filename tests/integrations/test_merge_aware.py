@@ -40,7 +40,7 @@ def base(path: Path) -> Any:
         net = lpq.convert(Net().bfloat16(), "nvfp4")
         lpq.calibrate(net, [X])
         lpq.export(net, path, layout="compressed-tensors")
-    return lpq.load_quantized(path, Net().bfloat16())
+    return lpq.load_quantized(Net().bfloat16(), path)
 
 
 def adapted(path: Path, aware: bool, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def test_merged_models_are_exported(tmp_path: Path) -> None:
         expected = model(X)
     lpq.export(model.merge_and_unload(), tmp_path / "merged", layout="compressed-tensors")
     with torch.no_grad():
-        assert torch.equal(lpq.load_quantized(tmp_path / "merged", Net().bfloat16())(X), expected)
+        assert torch.equal(lpq.load_quantized(Net().bfloat16(), tmp_path / "merged")(X), expected)
 
 
 def test_a_base_in_high_precision_keeps_them_too() -> None:

@@ -152,5 +152,5 @@ def test_what_another_recipe_remembers_of_more_steps_is_dropped(tmp_path: Any) -
     assert torch.equal(short[0].weight, long[0].weight)
     assert not short[0].x_amax_history.any()
     short(X).sum().backward()
-    lpq.checkpoint.load(lpq.checkpoint.save(tmp_path, long), short, any_policy=True)
+    lpq.checkpoint.load(short, lpq.checkpoint.save(long, tmp_path), any_policy=True)
     assert not short[0].x_amax_history.any()

@@ -108,7 +108,7 @@ def test_a_weight_that_is_stored_quantized_is_refused(strict: bool, tmp_path: Pa
     with pytest.raises(RuntimeError, match=words):
         torch.export.export(model, (x,), strict=strict)
     lpq.export(model, tmp_path / "model.pt", layout="lpq", decode=True)
-    lpq.checkpoint.import_file(tmp_path / "model.pt", lpq.convert(plain, "mxfp8"))
+    lpq.checkpoint.import_file(lpq.convert(plain, "mxfp8"), tmp_path / "model.pt")
     assert torch.equal(torch.export.export(plain, (x,), strict=strict).module()(x), model(x))
 
 

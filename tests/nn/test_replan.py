@@ -115,11 +115,11 @@ def test_a_model_that_was_not_converted_has_nothing_to_plan() -> None:
 
 def test_a_length_that_was_never_given_is_saved_as_it_is(tmp_path: Any) -> None:
     model = lpq.convert(net(), FRACTIONS, steps="later")
-    lpq.checkpoint.save(tmp_path / "c", model)
+    lpq.checkpoint.save(model, tmp_path / "c")
     assert lpq.checkpoint.info(tmp_path / "c").steps == "later"
     again = lpq.convert(net(), FRACTIONS, steps="later")
-    lpq.checkpoint.load(tmp_path / "c", again)
+    lpq.checkpoint.load(again, tmp_path / "c")
     assert torch.equal(again[0].weight, model[0].weight)
     lpq.replan(again, steps=10)
     with pytest.raises(lpq.checkpoint.CheckpointError, match="another policy"):
-        lpq.checkpoint.load(tmp_path / "c", again)
+        lpq.checkpoint.load(again, tmp_path / "c")

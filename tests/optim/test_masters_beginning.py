@@ -74,7 +74,7 @@ def test_what_is_initialised_later_and_what_keeps_no_masters_is_not_told_of() ->
 
 def test_codes_of_files_have_no_other_values(tmp_path: Path) -> None:
     lpq.export(lpq.convert(pretrained(), "fp8-row"), tmp_path / "files")
-    model = lpq.load_quantized(tmp_path / "files", pretrained())
+    model = lpq.load_quantized(pretrained(), tmp_path / "files")
     optimizer = MasterWeights(SGD(model.parameters(), lr=0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

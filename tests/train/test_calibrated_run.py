@@ -28,7 +28,7 @@ def calibrated(path: Path) -> dict[str, torch.Tensor]:
     """The static values of a checkpoint, loaded into a model of its policy."""
     info = lpq.checkpoint.info(path)
     model = lpq.convert(GPT(Shape(1, 2, 32)), info.policy)
-    lpq.checkpoint.load(path, model)
+    lpq.checkpoint.load(model, path)
     return {f"{n}.{key}": v for n, m in model.named_modules() if isinstance(m, lpq.nn.Layer)
             for key, v in m.static_values().items()}  # fmt: skip
 
@@ -51,7 +51,7 @@ def test_a_run_is_calibrated_on_its_own_text(
     info = lpq.checkpoint.info(of_recipe)
     assert tomllib.loads(info.extra["config"])["batch"] == config.batch
     model = lpq.convert(GPT(Shape(1, 2, 32)), info.policy)
-    lpq.checkpoint.load(of_recipe, model)
+    lpq.checkpoint.load(model, of_recipe)
     text = load(config.data, config.seq)
     batches = [text.batch(config.seed, step, config.batch, config.seq)[0] for step in range(4)]
     with torch.autocast("cpu", torch.bfloat16, enabled=fast_bf16(torch.device("cpu"))):

@@ -163,7 +163,7 @@ def test_a_checkpoint_is_what_pytorch_reads_alone(trainer: Trainer, tmp_path: Pa
 
 
 def test_what_another_program_saved_is_not_gone_on_from(trainer: Trainer, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", trainer.model, trainer.optimizer, step=1, extra={"epoch": 1})
+    checkpoint.save(trainer.model, tmp_path / "c", trainer.optimizer, step=1, extra={"epoch": 1})
     with pytest.raises(CheckpointError, match="was not written by lpq train"):
         trainer.resume(tmp_path / "c", silent)
 

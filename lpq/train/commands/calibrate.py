@@ -77,7 +77,7 @@ def calibrate(
     made = lpq.calibrate(
         job.model, job.batches, method=chosen, samples=samples, percentile=percentile, state=state, forward=job.forward
     )
-    lpq.checkpoint.save(directory, job.model)
+    lpq.checkpoint.save(job.model, directory)
     typer.echo(f"{directory}: {made}")
     recipes: dict[str, Any] = {plain_name(n): getattr(m, "recipe", None) for n, m in job.model.named_modules()}
     rows = []
@@ -172,5 +172,5 @@ def _loaded(path: Path, info: Any, model: Any) -> Any:
     if info.policy is None:
         raise OptionError(f"{path} is of a model that was not converted: there is no scale to calibrate")
     lpq.convert(model, info.policy, steps=info.steps, weights="quantized" if info.description.quantized else None)
-    lpq.checkpoint.load(path, model)
+    lpq.checkpoint.load(model, path)
     return model

@@ -1,0 +1,40 @@
+"""The order of arguments: the model is the first one. The earlier order is understood for one version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from lpq.registry.warning import warn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def model_first(function: F) -> F:
+    """Let ``function(model, path, …)`` be called as ``function(path, model, …)``, too, with a ``DeprecationWarning``.
+
+    A model is a module and a path is none, so the two orders cannot be taken for each other."""
+    model, path, *_ = signature(function).parameters
+    name = f"{function.__module__.rpartition('.')[0]}.{function.__name__}"
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if args and not isinstance(args[0], nn.Module):
+            if isinstance(named.get(model), nn.Module) and path not in named:
+                args, named = args[1:], {path: args[0], **named}
+            elif len(args) > 1 and isinstance(args[1], nn.Module):
+                args = (args[1], args[0], *args[2:])
+            else:
+                return function(*args, **named)
+            warn(
+                f"{name}({path}, {model}) will be an error in the next version: the model is the first argument, call "
+                f"{name}({model}, {path})",
+                DeprecationWarning,
+            )
+        return function(*args, **named)
+
+    return cast("F", call)
