@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
-from lpq.distributed.expert_parallel import exchange_of
+from lpq.distributed.expert_rows import exchange_of
 from lpq.nn import Layer
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.operations.cut import Cut

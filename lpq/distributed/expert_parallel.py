@@ -6,10 +6,8 @@ rows of all ranks, one rank's behind the other's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
@@ -17,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lpq.distributed.alike import check_part, description
 from lpq.distributed.compared import Compared
-from lpq.distributed.expert_rows import Dispatch, Sent, combine, dispatch, encoded_rows
+from lpq.distributed.expert_rows import Dispatch, Exchange, encoded_rows
 from lpq.tensor.fsdp_protocol import Gathered
 
 __all__ = ["ExpertParallel"]
@@ -55,44 +53,12 @@ class ExpertParallel(ParallelStyle):
             if hasattr(part, "dispatched"):
                 part.dispatched = self.how
                 part.compared = getattr(part, "compared", None) or compared
-        module.expert_exchange = Exchange(type(module).__name__, self.how, next(module.parameters()).shape[0])
+        module.expert_exchange = Exchange(module, self.how)
         if getattr(module, "routes_tokens", False):  # and so uses the exchange itself
             return distribute_module(module, device_mesh, _share_out)
         before: Any = _dispatch_inputs  # torch's type returns nothing, and torch uses the result
         after: Any = _combine_outputs
         return distribute_module(module, device_mesh, _share_out, before, after)
-
-
-class Exchange:
-    """Sends the rows of a call to their experts, and the results back."""
-
-    def __init__(self, title: str, how: Dispatch, experts: int) -> None:
-        """``title``: the name of the module in messages."""
-        self.title, self.how, self.experts = title, how, experts
-        self.sends = True
-        """Whether this rank sends rows to any expert."""
-        self._call: Sent | None = None
-        """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
-
-    def dispatch(
-        self, module: nn.Module, rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rows of all ranks for this rank's experts, and where each expert's end."""
-        if not self.sends:
-            ends = torch.zeros_like(ends) if isinstance(ends, Tensor) else [0 for _ in ends]
-        rows, ends, self._call = dispatch(self.title, rows, ends, self.experts, mesh, self.how, module)
-        return rows, ends
-
-    def combine(self, results: Tensor) -> Tensor:
-        """Return the results of the caller's own rows."""
-        assert self._call is not None
-        call, self._call = self._call, None
-        return combine(results, call, self.how)
-
-
-def exchange_of(module: nn.Module) -> Exchange | None:
-    """The exchange of a module whose experts ranks share out; None: they do not."""
-    return vars(module).get("expert_exchange")
 
 
 def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
@@ -105,7 +71,7 @@ def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor
         )
     exchange: Exchange = module.expert_exchange
     rows, ends = inputs
-    return exchange.dispatch(module, rows, ends, mesh)
+    return exchange.dispatch(rows, ends, mesh)
 
 
 def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:

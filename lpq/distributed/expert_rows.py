@@ -52,74 +52,88 @@ class Sent(NamedTuple):
     group: str
 
 
-def dispatch(
-    title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int, mesh: DeviceMesh, how: Dispatch,
-    module: nn.Module,
-) -> tuple[Tensor, Tensor, Sent]:  # fmt: skip
-    """Send rows to the ranks of the experts of a module. Return the rows of all ranks for the experts of this one,
-    where each expert's end, and an argument for ``combine``.
+class Exchange:
+    """Sends the rows of a call of a module to their experts, and the results back."""
 
-    Where they travel encoded, the tensor that is returned has the row operand alone. The host waits for the numbers of
-    rows. Where a rank's ends make no sense, its rows cannot be encoded, or its module is another one, all ranks raise.
-    """
-    ranks, group = mesh.size(), mesh.get_group()
-    counts, lines, mistake = _prepared(title, rows, ends, experts, how, module)
-    described: Described | None = vars(module).get("described")
-    if described is None:
-        described = vars(module)["described"] = Described(title, module)
-    number, text = described.with_rows(rows)
-    number %= MODELS
-    own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
-    each = [own.shape[1]] * ranks
-    came = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)
-    counts, arriving = own[:, :-1], came[:, :-1]
-    sent, received, models = torch.stack([counts.sum(1), arriving.sum(1), came[:, -1]]).tolist()
-    if min(received) < 0:  # on all ranks, as one sends such numbers to all
-        if min(sent) < 0 and mistake is None:
-            mistake = ValueError(
-                f"{title}: offs does not grow from 0, ends behind the last row, or is not where the rows of each "
-                f"expert end. It is {[*map(int, ends)]}, and there are {len(rows)} rows: pass "
-                "counts.cumsum(0, dtype=torch.int32)"
-            )
-        raise_on_all(mistake, [Ranks(group)], f"{title}: ", " send its rows", ValueError)
-    if {*models} != {number}:  # on all ranks, as each one gets the numbers of all
-        Ranks(group).equal(text.split("\n"), "the ranks do not have the same experts", REMEDY)
-    expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
-    order = expert.argsort(stable=True)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    call = Sent(order, back, sent, received, len(rows), group.group_name)
-    came_rows: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
-    return came_rows, arriving.sum(0).cumsum(0, dtype=torch.int32), call
+    def __init__(self, module: nn.Module, how: Dispatch) -> None:
+        self.title, self.experts = type(module).__name__, next(module.parameters()).shape[0]
+        self.sends = True
+        """Whether this rank sends rows to any expert."""
+        self._module, self._how, self._described = module, how, Described(type(module).__name__, module)
+        self._call: Sent | None = None
+        """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
+
+    def dispatch(self, rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this one, and where
+        each expert's end.
+
+        Where they travel encoded, the tensor that is returned has the row operand alone. The host waits for the numbers
+        of rows. Where a rank's ends make no sense, its rows cannot be encoded, or its module is another one, all ranks
+        raise.
+        """
+        ranks, group, title = mesh.size(), mesh.get_group(), self.title
+        counts, lines, mistake = self._prepare(rows, ends)
+        number, text = self._described.with_rows(rows)
+        number %= MODELS
+        own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
+        each = [own.shape[1]] * ranks
+        came = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)
+        counts, arriving = own[:, :-1], came[:, :-1]
+        sent, received, models = torch.stack([counts.sum(1), arriving.sum(1), came[:, -1]]).tolist()
+        if min(received) < 0:  # on all ranks, as one sends such numbers to all
+            if min(sent) < 0 and mistake is None:
+                mistake = ValueError(
+                    f"{title}: offs does not grow from 0, ends behind the last row, or is not where the rows of each "
+                    f"expert end. It is {[*map(int, ends)]}, and there are {len(rows)} rows: pass "
+                    "counts.cumsum(0, dtype=torch.int32)"
+                )
+            raise_on_all(mistake, [Ranks(group)], f"{title}: ", " send its rows", ValueError)
+        if {*models} != {number}:  # on all ranks, as each one gets the numbers of all
+            Ranks(group).equal(text.split("\n"), "the ranks do not have the same experts", REMEDY)
+        expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
+        order = expert.argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        self._call = call = Sent(order, back, sent, received, len(rows), group.group_name)
+        came_rows: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
+        return came_rows, arriving.sum(0).cumsum(0, dtype=torch.int32)
+
+    def _prepare(self, rows: Tensor, ends: Tensor | Sequence[int]) -> tuple[Tensor, Lines | None, Exception | None]:
+        """Count the rows of each expert, and encode those that travel encoded. On a mistake the numbers are negative,
+        and the error is returned if it is found without waiting for the device: the other ranks wait for these
+        numbers."""
+        title, experts = self.title, self.experts
+        try:
+            if rows.dim() != 2:
+                raise ValueError(f"{title}: the input is {list(rows.shape)}, and must be [rows, features]: flatten it")
+            known = as_offsets(title, ends, experts, rows).to(torch.int64)
+            if not self.sends:
+                known = torch.zeros_like(known)
+            encodes = self._how == "encoded"
+            lines = _lines(rows.detach(), encoded_rows(title, self._module)) if encodes else None
+        except Exception as error:
+            return torch.full((experts,), WRONG, device=rows.device), None, error
+        counts = known.diff(prepend=known.new_zeros(1))
+        fits = (counts >= 0).all() & (known[-1] <= len(rows))
+        return torch.where(fits, counts, WRONG), lines, None
+
+    def combine(self, results: Tensor) -> Tensor:
+        """Send results back. Return those of this rank's own rows, in their order; zero where a row went to no expert.
+        Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such
+        gradients."""
+        assert self._call is not None
+        call, self._call = self._call, None
+        quantizer = getattr(results.grad_fn, "encoded_gradient", None) if self._how == "encoded" else None
+        if quantizer is not None and why_not_row_by_row(quantizer) is not None:
+            quantizer = None
+        y: Tensor = _exchange(results, call, False, None, quantizer)
+        behind = call.rows - len(y)
+        return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
 
 
-def _prepared(
-    title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int, how: Dispatch, module: nn.Module
-) -> tuple[Tensor, Lines | None, Exception | None]:
-    """How many rows each expert gets, and the rows that travel encoded. On a mistake the numbers are negative, and the
-    error is returned if it is found without waiting for the device: the other ranks wait for these numbers."""
-    try:
-        if rows.dim() != 2:
-            raise ValueError(f"{title}: the input is {list(rows.shape)}, and must be [rows, features]: flatten it")
-        known = as_offsets(title, ends, experts, rows).to(torch.int64)
-        lines = _lines(rows.detach(), encoded_rows(title, module)) if how == "encoded" else None
-    except Exception as error:
-        return torch.full((experts,), WRONG, device=rows.device), None, error
-    counts = known.diff(prepend=known.new_zeros(1))
-    fits = (counts >= 0).all() & (known[-1] <= len(rows))
-    return torch.where(fits, counts, WRONG), lines, None
-
-
-def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
-    """Send results back. Return those of this rank's own rows, in their order; zero where a row went to no expert.
-    Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such gradients.
-    """
-    quantizer = getattr(output.grad_fn, "encoded_gradient", None) if dispatched == "encoded" else None
-    if quantizer is not None and why_not_row_by_row(quantizer) is not None:
-        quantizer = None
-    y: Tensor = _exchange(output, call, False, None, quantizer)
-    behind = call.rows - len(y)
-    return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
+def exchange_of(module: nn.Module) -> Exchange | None:
+    """Return the exchange of a module whose experts ranks share out; None: they do not."""
+    return vars(module).get("expert_exchange")
 
 
 class _Exchange(torch.autograd.Function):

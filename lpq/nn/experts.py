@@ -21,7 +21,7 @@ from lpq.nn.read_past import Weight
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
-    from lpq.distributed.expert_parallel import Exchange
+    from lpq.distributed.expert_rows import Exchange
     from lpq.recipes import Recipe
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -144,7 +144,7 @@ def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     exchange: Exchange | None = experts.expert_exchange
     if exchange is None:
         return _made(experts, rows, ends)
-    return exchange.combine(_made(experts, *exchange.dispatch(experts, rows, ends, experts.down_proj.device_mesh)))
+    return exchange.combine(_made(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
 
 
 def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
