@@ -19,15 +19,14 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import touched
 from lpq.engines.intended import Intended, recipe_of, stored_side
-from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, static_key, store_quantized
+from lpq.engines.loading_experts import by_module, held_stacks, make_static, operand_of, static_key, store_quantized
 from lpq.engines.models import RECORD
 from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
 from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
-from lpq.nn.expert_stacks import ExpertStack
-from lpq.nn.expert_stacks import renamed as in_files
+from lpq.nn.expert_stacks import ExpertStack, renamed
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import decode, remember
@@ -78,7 +77,7 @@ def load_quantized(
         stacks = held_stacks(given.module, found)
         _check_model(given, found, stacks)
         fresh = not any(isinstance(m, StatefulLayer) and m.recipe is not None for m in model.modules())
-        rules = _rules(renamed(found, stacks)) if policy is None and fresh else policy
+        rules = _rules(by_module(found, stacks)) if policy is None and fresh else policy
         job = _Job(files, given, found, stacks, Intended.of(given, rules, weights, stacks))
         job.judge()
         if rules is not None:
@@ -138,7 +137,7 @@ class _Job:
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
         tensors = self._tensors()
-        other = in_files(self.model.module, [name for name in tensors if name not in self.stacks])
+        other = renamed(self.model.module, [name for name in tensors if name not in self.stacks])
         used: set[str] = set()
         filled: set[int] = set()
         for name, tensor in tensors.items():
@@ -227,7 +226,7 @@ class _Job:
 
     def _unfit(self, what: str) -> CheckpointError:
         """The error that weights which are to be stored quantized do not fit the files."""
-        fitting = self.intended.fitting(renamed(self.found, self.stacks))
+        fitting = self.intended.fitting(by_module(self.found, self.stacks))
         return CheckpointError(f"{what}: convert by what fits the files, {fitting}; or by weights=None, which decodes")
 
     def _judge_plain(self, name: str, tensor: Tensor, own: str, number: int | None = None) -> None:
@@ -271,8 +270,8 @@ class _Job:
                 local.copy_(decode(operand, local.dtype))
             touched(tensors[name])
         kept = dict(self.amaxes)
-        for one in self.stacks.values():
-            make_static(one, kept)
+        for stack in self.stacks.values():
+            make_static(stack, kept)
         for name, layer in self.model.layers():
             if name in kept and _remembers(layer, kept[name]):
                 del kept[name]

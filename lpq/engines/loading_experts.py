@@ -20,37 +20,37 @@ from lpq.registry.showing import listed
 def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, ExpertStack]:
     """The stacks for whose experts the files have quantized layers, by the names of their parameters."""
     held = {}
-    for one in stacks_in_files(model):
-        there = [layer for layer in one.layers if layer in found]
+    for stack in stacks_in_files(model):
+        there = [layer for layer in stack.layers if layer in found]
         if not there:
             continue
-        if lacking := [layer for layer in one.layers if layer not in found]:
+        if lacking := [layer for layer in stack.layers if layer not in found]:
             raise CheckpointError(
-                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {one.name} of the model "
+                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {stack.name} of the model "
                 "holds all of them in one tensor"
             )
         kinds = {(id(found[layer].scheme), id(found[layer].inputs)): layer for layer in there}
         if len(kinds) > 1:
             raise CheckpointError(
-                f"the files have {listed([*kinds.values()])} in several formats, and {one.name} of the model holds "
+                f"the files have {listed([*kinds.values()])} in several formats, and {stack.name} of the model holds "
                 "them in one tensor"
             )
-        held[one.name] = one
+        held[stack.name] = stack
     return held
 
 
-def renamed(found: Mapping[str, Quantized], held: Mapping[str, ExpertStack]) -> dict[str, Quantized]:
-    """The quantized layers by the names that modules of the model have: those of experts are one."""
-    holder_of = {layer: one.holder_name for one in held.values() for layer in one.layers}
-    made: dict[str, Quantized] = {}
+def by_module(found: Mapping[str, Quantized], held: Mapping[str, ExpertStack]) -> dict[str, Quantized]:
+    """Return the quantized layers by the names of the model's modules, of which one holds many experts."""
+    holder_of = {layer: stack.holder_name for stack in held.values() for layer in stack.layers}
+    modules: dict[str, Quantized] = {}
     for layer, quantized in found.items():
         name = holder_of.get(layer, layer)
-        before = made.setdefault(name, quantized)
+        before = modules.setdefault(name, quantized)
         if (before.scheme, before.inputs) != (quantized.scheme, quantized.inputs):
             raise CheckpointError(
                 f"the files have {before.name} and {layer} in several formats, and {name} of the model has one recipe"
             )
-    return made
+    return modules
 
 
 def store_quantized(held: Mapping[str, ExpertStack]) -> None:
@@ -58,13 +58,13 @@ def store_quantized(held: Mapping[str, ExpertStack]) -> None:
 
     ``lpq.convert`` leaves them in high precision.
     """
-    for one in held.values():
-        if not one.key or one.recipe is None or (w := one.recipe.w).side("row").plain:
+    for stack in held.values():
+        if not stack.key or stack.recipe is None or (w := stack.recipe.w).side("row").plain:
             continue
-        weight = one.weight
+        weight = stack.weight
         if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
             made = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
-            setattr(one.holder, one.key, nn.Parameter(made, requires_grad=weight.requires_grad))
+            setattr(stack.holder, stack.key, nn.Parameter(made, requires_grad=weight.requires_grad))
 
 
 def operand_of(names: Names, read: Callable[[str], Storage]) -> Storage:
@@ -95,12 +95,12 @@ def static_key(x: Quantizer) -> str | None:
 
 
 @torch.no_grad()
-def make_static(one: ExpertStack, amaxes: dict[str, Tensor]) -> None:
+def make_static(stack: ExpertStack, amaxes: dict[str, Tensor]) -> None:
     """Have experts be static by the amaxes of their inputs in the files, which are taken out, if their recipe is."""
-    key = static_key(one.recipe.x) if one.recipe is not None else None
-    if key is None or any(layer not in amaxes for layer in one.layers):
+    key = static_key(stack.recipe.x) if stack.recipe is not None else None
+    if key is None or any(layer not in amaxes for layer in stack.layers):
         return
-    place = one.holder.states(one.key)["x"][key]
-    for number, layers in enumerate(one.names):  # layers of one matrix have one input
+    place = stack.holder.states(stack.key)["x"][key]
+    for number, layers in enumerate(stack.names):  # layers of one matrix have one input
         place[number].copy_(torch.stack([amaxes.pop(layer).reshape(()) for layer in layers]).amax())
-    one.holder.forget_calls()
+    stack.holder.forget_calls()

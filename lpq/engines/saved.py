@@ -21,7 +21,7 @@ from lpq.checkpoint.reading import Reader
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stack, Stacks, is_quantized, left_modules, split
 from lpq.nn.expert_stacks import numbered
-from lpq.nn.experts import DOWN, UP
+from lpq.nn.fused_experts import DOWN, UP
 from lpq.recipes import Recipe
 
 

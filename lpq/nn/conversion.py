@@ -16,8 +16,9 @@ from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.expert_notes import expert_notes
-from lpq.nn.experts import adopt_experts, holds_experts, stacks
 from lpq.nn.functional import why_not_in_groups
+from lpq.nn.fused_experts import adopt as adopt_experts
+from lpq.nn.fused_experts import holds_experts, stacks
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
 from lpq.nn.parallel_notes import parallel_notes

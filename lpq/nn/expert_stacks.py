@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.experts import DOWN, UP, holds_experts, is_transposed, stacks
+from lpq.nn.fused_experts import DOWN, UP, holds_experts, is_transposed, stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
 

@@ -196,7 +196,7 @@ def _experts_are_described_where_something_changed(rank: int) -> None:
     assert [times(X[0]), times(X[0])] == [1, 0]
     model.up.stages.move(1)
     assert [times(X[0]), times(X[0])] == [1, 0]
-    assert copy.deepcopy(model.described)._layers[0] is not model.up, "a copy describes itself"
+    assert copy.deepcopy(model.expert_exchange)._described._layers[0] is not model.up, "a copy describes itself"
 
 
 def _rows_that_one_rank_cannot_encode(rank: int) -> None:

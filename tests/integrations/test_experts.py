@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import lpq
-from lpq.nn.experts import Experts
+from lpq.nn.fused_experts import FusedExperts
 from lpq.recipes import RecipeError
 
 HIDDEN, INNER, COUNT, WORDS, STEPS = 32, 48, 4, 64, 20
@@ -152,7 +152,7 @@ def test_tokens_of_experts_that_are_elsewhere_add_nothing() -> None:
 def test_they_are_converted_again_copied_and_left_alone() -> None:
     net = lpq.convert(made(mixtral), "mxfp8")
     first = experts_of(net)[0]
-    assert isinstance(first, Experts)
+    assert isinstance(first, FusedExperts)
     assert type(copy.deepcopy(first)) is type(first)
     assert copy.deepcopy(first).recipe == first.recipe
     lpq.convert(
@@ -167,7 +167,7 @@ def test_a_recipe_with_memories_is_refused_before_anything_is_changed() -> None:
     net = made(mixtral)
     with pytest.raises(RecipeError, match=r"model\.layers\.0\.mlp\.experts cannot have the recipe fp8-delayed: it rem"):
         lpq.convert(net, "fp8-delayed")
-    assert not any(isinstance(module, Experts | lpq.nn.Linear) for module in net.modules())
+    assert not any(isinstance(module, FusedExperts | lpq.nn.Linear) for module in net.modules())
 
 
 def test_they_follow_the_steps_of_a_policy_and_a_checkpoint_has_their_recipe(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lpq
 from lpq.distributed.alike import description, digest
 from lpq.kernels import tensor_maps, tiles
 from lpq.kernels.cuda import CudaKernel
@@ -129,6 +130,39 @@ def test_a_mode_around_backward_takes_what_kernels_kept(recipe: str, with_kernel
     with Watched():
         dx, dw = torch.autograd.grad(y, (x, layer.weight), torch.zeros_like(y))
     assert (dx.shape, dw.shape) == (x.shape, layer.weight.shape)
+
+
+class Fused(nn.Module):
+    """Experts with transformers' interface, without a gate."""
+
+    num_experts, has_gate, has_bias, is_transposed, is_concatenated = 4, False, False, False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.zeros(4, SMALL, SMALL, dtype=torch.bfloat16))
+        self.down_proj = nn.Parameter(torch.zeros(4, SMALL, SMALL, dtype=torch.bfloat16))
+
+    def act_fn(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("recipe", BY_KERNELS)
+def test_fused_experts_cost_what_two_grouped_layers_do(recipe: str, with_kernels: Gpu) -> None:
+    fused: Any = lpq.convert(nn.ModuleDict({"experts": Fused()}), recipe)["experts"]  # type: ignore[index]
+    layers = [GroupedLinear(4, SMALL, SMALL, bias=False, recipe=recipe, dtype=torch.bfloat16) for _ in range(2)]
+    x = torch.zeros(4 * SMALL, SMALL, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.arange(1, 5, dtype=torch.int32) * SMALL
+
+    def of_fused() -> None:
+        fused.multiply("down_proj", fused.multiply("up_proj", x, ends), ends).sum().backward()
+
+    def of_layers() -> None:
+        layers[1](layers[0](x, ends), ends).sum().backward()
+
+    for step in [of_fused, of_layers] * WARM:
+        step()
+    forward = 2  # GroupedLinear's own, which calls multiply
+    assert calls_of(of_fused) == calls_of(of_layers) - forward
 
 
 @pytest.mark.parametrize("recipe", BY_REFERENCE)

@@ -32,7 +32,7 @@ another's, and whose weights are transposed. They are looked up, not imported.""
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
-class Experts(GroupedLayer):
+class FusedExperts(GroupedLayer):
     """The experts of a mixture; ``class_for`` makes the subclass of this and of the class before the conversion.
 
     Static statistics are buffers such as ``gate_up_proj_x_amax``. With ``recipe=None`` it does what it did before the
@@ -52,7 +52,7 @@ class Experts(GroupedLayer):
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles name the class before the conversion: no module has this one."""
+        """Name the class before the conversion in copies and pickles, as no module has this one."""
         return _empty, (self.base,), self.__getstate__()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +65,8 @@ class Experts(GroupedLayer):
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether the module holds experts that ``adopt_experts`` converts."""
-    if isinstance(module, Experts):
+    """Whether the module holds experts that ``adopt`` converts."""
+    if isinstance(module, FusedExperts):
         return True
     fits = all(hasattr(module, name) for name in ATTRIBUTES) or is_dense(module)
     return fits and "forward" not in vars(module) and all(w.dim() == 3 for w in stacks(module).values())
@@ -74,7 +74,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 def is_dense(module: nn.Module) -> bool:
     """Whether each expert is given rows for all tokens."""
-    cls = module.base if isinstance(module, Experts) else type(module)
+    cls = module.base if isinstance(module, FusedExperts) else type(module)
     return any(cls is getattr(sys.modules.get(where), name, None) for where, name in DENSE)
 
 
@@ -84,38 +84,38 @@ def is_transposed(module: Any) -> bool:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of the experts by name, each ``[experts, …, …]``."""
+    """Return the weights of the experts by name, each ``[experts, …, …]``."""
     return {name: w for name in (*UP, DOWN) if isinstance(w := getattr(module, name, None), nn.Parameter)}
 
 
-def adopt_experts(module: nn.Module, recipe: Recipe | None) -> Experts:
+def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
     """Turn this very module into converted experts: parameters, hooks and references to it stay."""
-    if not isinstance(module, Experts):
+    if not isinstance(module, FusedExperts):
         base: Any = type(module)
         module.__class__ = class_for(base)
-    assert isinstance(module, Experts)
+    assert isinstance(module, FusedExperts)
     module.transposed = is_transposed(module)
     module.recipe = recipe
     return module
 
 
 @cache
-def class_for(base: Any) -> type[Experts]:
-    """The class that modules of the class ``base`` become."""
+def class_for(base: Any) -> type[FusedExperts]:
+    """Return the class that modules of the class ``base`` become."""
     weights = {name: Weight() for name in (*UP, DOWN)}
     own = {"base": base, "kind": base.__name__, "__module__": __name__, **weights}
-    made: type[Experts] = type(base.__name__, (Experts, base), own)
-    return made
+    subclass: type[FusedExperts] = type(base.__name__, (FusedExperts, base), own)
+    return subclass
 
 
-def _empty(base: Any) -> Experts:
-    """Fresh experts, whose state comes from ``__setstate__``."""
+def _empty(base: Any) -> FusedExperts:
+    """Return fresh experts, whose state comes from ``__setstate__``."""
     cls = class_for(base)
     return cls.__new__(cls)
 
 
 def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the results of each token's experts, ``[tokens, hidden]``.
+    """Return the weighted sum of the results of each token's experts, ``[tokens, hidden]``.
 
     An index of no expert adds nothing: transformers' expert parallelism has it for experts of other ranks.
     """
@@ -123,7 +123,7 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     index, order = top_k_index.reshape(-1).sort(stable=True)
     each = torch.arange(experts.num_experts, device=index.device, dtype=index.dtype)
     ends = torch.searchsorted(index, each, right=True, out_int32=True)
-    rows = _each(experts, hidden_states[order // chosen], ends)
+    rows = _over_ranks(experts, hidden_states[order // chosen], ends)
     weighted = rows * top_k_weights.reshape(-1)[order].unsqueeze(1)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     y: Tensor = weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
@@ -131,24 +131,24 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
-    """The results for rows that lie expert by expert, equally many for each."""
+    """Return the results for rows that lie expert by expert, equally many for each."""
     count = experts.gate_up_proj.shape[0]
     rows = hidden_states.reshape(-1, experts.hidden_size)
     each = rows.shape[0] // count
     ends = torch.arange(1, count + 1, device=rows.device, dtype=torch.int32) * each
-    return _each(experts, rows, ends)
+    return _over_ranks(experts, rows, ends)
 
 
-def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """The results of experts for their rows, on whichever rank the experts are."""
+def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the results of all experts for their rows. Ranks may share the experts out."""
     exchange: Exchange | None = experts.expert_exchange
     if exchange is None:
-        return _made(experts, rows, ends)
-    return exchange.combine(_made(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
+        return _multiply(experts, rows, ends)
+    return exchange.combine(_multiply(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
 
 
-def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """The results of this rank's experts for their rows."""
+def _multiply(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the results of this rank's experts for their rows."""
     dense = is_dense(experts)
     rows = experts.multiply(UP[0] if dense or experts.has_gate else UP[1], rows, ends)
     if dense:
