@@ -22,7 +22,7 @@ from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_uncut
 from lpq.formats import Buffer, Quantizer
 from lpq.formats.format import Direction
-from lpq.formats.stacks import along
+from lpq.formats.sections import along
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.dtensor import dtensor_over

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lpq.distributed.alike import REMEDY, Described
 from lpq.distributed.ranks import Ranks, raise_on_all
 from lpq.formats import Quantizer, Storage
-from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.layout import row_major
+from lpq.formats.sections import why_not_row_by_row
 from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import encode_operands
 from lpq.tensor import QuantizedTensor

@@ -14,7 +14,7 @@ from lpq.distributed.several_matrices import RowOperands, encoded_together
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.layout import Stat
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Encoding, on_device
 from lpq.operations.bound import Run, bind_run

@@ -18,7 +18,7 @@ from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.weight_gather import Copies, Gather, Operands, copy_pairs
 from lpq.formats.layout import as_bytes
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.operations.binding import on_device
 from lpq.operations.derived_operands import Derived, bind_derive_into
 from lpq.operations.operators import can_bypass_dispatcher

@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import as_bytes
-from lpq.formats.stacks import is_stack, transposed
+from lpq.formats.sections import is_stack, transposed
 from lpq.operations.derived_operands import Derived
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp

@@ -21,7 +21,7 @@ from lpq.distributed.casting.fragments import Grid
 from lpq.distributed.casting.kinds import in_fragments
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
-from lpq.formats.stacks import along
+from lpq.formats.sections import along
 from lpq.kernels.fragments import CastKernels, Fragment, fragment_table
 from lpq.kernels.host_to_device import captured
 from lpq.kernels.table import kernels_allowed

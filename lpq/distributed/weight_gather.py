@@ -25,7 +25,7 @@ from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not, why_uncut
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.operations.measuring import measure
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.reduce_statistics import Declared, Reductions

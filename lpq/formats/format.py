@@ -279,7 +279,7 @@ class Storage:
     quantizer: Quantizer
     """The quantizer of this operand: its options are the storage's options."""
     shape: tuple[int, ...]
-    """Rows and columns of the matrix it stands for; in a stack (``formats.stacks``), behind the number of matrices."""
+    """Rows and columns of the matrix; in a stack (``formats.sections``), behind the number of matrices."""
     dtype: torch.dtype
     """The dtype of the matrix it stands for."""
 

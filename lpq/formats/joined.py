@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lpq.formats.format import Storage
 from lpq.formats.layout import as_bytes
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 
 
 def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | None:

@@ -1,8 +1,31 @@
-"""Sections: matrices that are encoded and multiplied each by itself, as if there were no other."""
+"""Sections: matrices that are encoded and multiplied each by itself, as if there were no other.
+
+A *stack* has matrices of one size, one behind the other along a leading dimension. A format is written for one matrix,
+and its layout is of one: the buffers of a stack are those of its matrices, stacked, and a buffer with a value for a
+whole matrix has one for each. So a stack can be cut anywhere between two of them.
+
+*Groups* are rows of several matrices of different sizes, one behind the other. Where each group ends is in a tensor on
+the device only, so buffers have a size that suffices for any sizes of the groups. In an operand each group begins at a
+multiple of ``unit``, so that no block is of two groups. A buffer with a value for all rows of a matrix has one for each
+group. Places that belong to no group are zero. The groups lie along dimension 0 of a row operand and along dimension 1,
+the contraction, of a column operand.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.layout import Buffer
+
+ALIGNED = 128
+"""Groups along a contraction begin at a multiple of this, so that lines of 8-bit elements are aligned for the fetches
+of GPUs: else a product takes longer."""
 
 
 class Sections(NamedTuple):
@@ -12,3 +35,168 @@ class Sections(NamedTuple):
     stack: bool
     at_once: bool
     """Whether the device computes all of them at once, and the host does not read where groups end."""
+
+
+# ---------------------------------------------------------------------------------------------- stacks
+
+
+def is_stack(shape: Sequence[object]) -> bool:
+    """Whether an operand of this shape is a stack ``[count, rows, cols]``."""
+    return len(shape) == 3
+
+
+def matrices(stack: Storage) -> list[Storage]:
+    """The operands of the matrices, over views of the buffers."""
+    parts = zip(*(tensor.unbind() for tensor in stack.tensors()), strict=True)
+    return [stack.wrap(list(tensors), stack.quantizer, stack.shape[1:], stack.dtype) for tensors in parts]
+
+
+def part(stack: Storage, start: int, stop: int) -> Storage:
+    """The stack of matrices ``[start, stop)``, as views."""
+    tensors = [tensor[start:stop] for tensor in stack.tensors()]
+    return stack.wrap(tensors, stack.quantizer, (stop - start, *stack.shape[1:]), stack.dtype)
+
+
+def narrowed(operand: Storage, dim: int, start: int, stop: int) -> Storage | None:
+    """Rows (0) or columns (1) of a matrix, as ``Storage.narrow``; of a stack, matrices."""
+    return part(operand, start, stop) if is_stack(operand.shape) else operand.narrow(dim, start, stop)
+
+
+def joined(stack: Storage) -> Storage | None:
+    """Return the operand of one matrix, that of all matrices below each other, over views of the buffers; None where
+    that would join blocks of two of them, or values of whole matrices."""
+    (count, rows, cols), side = stack.shape, stack.quantizer
+    heights = [buffer.block[0] for buffer in side.layout]
+    if not count or any(height is None or rows % height for height in heights) or side.why_no_parts(0) is not None:
+        return None
+    tensors = [tensor.flatten(0, 1) for tensor in stack.tensors()]
+    return stack.wrap(tensors, side, (count * rows, cols), stack.dtype)
+
+
+def stacked(operands: Sequence[Storage]) -> Storage:
+    """The stack of these operands, at least one, of matrices of one size and with one quantizer."""
+    first = operands[0]
+    tensors = [torch.stack(buffers) for buffers in zip(*(o.tensors() for o in operands), strict=True)]
+    return first.wrap(tensors, first.quantizer, (len(operands), *first.shape), first.dtype)
+
+
+def each(function: Callable[[Storage], Storage], stack: Storage, empty: Callable[[], Storage]) -> Storage:
+    """Return the stack of the results of ``function`` for each matrix; ``empty`` makes it where there is no matrix."""
+    return stacked([function(matrix) for matrix in matrices(stack)]) if stack.shape[0] else empty()
+
+
+def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of an operand in this direction, of a matrix or of a stack of them; also the way back."""
+    *count, rows, cols = shape
+    return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """A matrix, or each of a stack, transposed: a view."""
+    return matrix.transpose(-2, -1)
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+class Grouped(NamedTuple):
+    """An operand of rows in groups."""
+
+    quantizer: Quantizer
+    tensors: Sequence[Tensor]
+    shape: tuple[int, int]
+    """The shape of the matrix of all rows, those behind the last group included."""
+    dtype: torch.dtype
+    dim: int
+    """The dimension along which the groups lie."""
+    decoded: bool = False
+    """Whether it exists decoded only, for a product: a matrix in bf16, in the basis in which the operand is stored,
+    with the groups at their places in the operand."""
+
+    def matrix(self, group: int, start: int, stop: int, at: int) -> Storage:
+        """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""
+        side, dim = self.quantizer, self.dim
+        shape = [*self.shape]
+        shape[dim] = stop - start
+        rows, cols = shape
+        pieces = [piece(b, t, group, at, rows, cols, dim) for b, t in zip(side.layout, self.tensors, strict=True)]
+        if not side.plain:
+            pieces = [b.laid(t) for b, t in zip(side.layout, pieces, strict=True)]
+        return side.storage.wrap(pieces, side, (rows, cols), self.dtype)
+
+
+def unit(side: Quantizer, dim: int) -> int:
+    """The number of rows (0) or columns (1) to whose multiple each group is padded in an operand."""
+    if side.plain:
+        return 1
+    return math.lcm(ALIGNED if dim == 1 else 1, *side.units(dim))
+
+
+def why_not_row_by_row(quantizer: Quantizer) -> str | None:
+    """Why rows cannot be encoded before their groups are known, and kept as a row operand alone; None if they can be.
+    Each row then has the same bytes in any group, and the column operand of a group is made of these bytes."""
+    side = quantizer.side("row")
+    if side.plain:
+        return f"{side} leaves rows as they are"
+    if side.stochastic:
+        return f"{side} rounds with random bits of a row's place in its group"
+    for covering in (*side.stats, *side.layout):
+        if covering.block[0] is None:
+            return f"{covering.name} of {side} is of all rows of a group together"
+        if covering.block[0] > 1:
+            return f"{covering.name} of {side} is of {covering.block[0]} rows together"
+    if side.why_no_parts(0) is not None:
+        return side.why_no_parts(0)
+    for each in (side, quantizer.side("col")):
+        if each.state:
+            return f"{each} is scaled by what is known of the experts of each rank"
+    if quantizer.col_source != "row":
+        return (
+            f"the column operand of {quantizer}, of which the gradient of the weight is made, is not made of its row "
+            "operand, as col_source=row has it"
+        )
+    return None
+
+
+def capacity(rows: int, groups: int, unit: int) -> int:
+    """The number of rows that suffices for so many rows in so many groups, each padded to a multiple of ``unit``."""
+    return (rows + groups * (unit - 1)) // unit * unit
+
+
+def grid(buffer: Buffer, rows: int, cols: int, groups: int, dim: int, unit: int) -> tuple[int, ...]:
+    """The shape of a buffer of an operand ``[rows, cols]`` with so many groups along ``dim``."""
+    values = () if buffer.values is None else (buffer.values,)
+    if buffer.block == (None, None):
+        return (groups, *values)
+    if dim == 0:
+        rows = capacity(rows, groups, unit)
+    else:
+        cols = capacity(cols, groups, unit)
+    lattice = [*buffer.lattice(rows, cols)]
+    if buffer.block[dim] is None:
+        lattice[dim] = groups
+    return (*lattice, *values)
+
+
+def piece(buffer: Buffer, tensor: Tensor, group: int, at: int, rows: int, cols: int, dim: int) -> Tensor:
+    """The part of a buffer that belongs to one group, a matrix ``[rows, cols]`` that begins at ``at``: a view."""
+    if buffer.block == (None, None):
+        return tensor[group]
+    step = buffer.block[dim]
+    if step is None:
+        return tensor.narrow(dim, group, 1)
+    return tensor.narrow(dim, at // step, buffer.lattice(rows, cols)[dim])
+
+
+def bounds(offs: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each group begins and ends."""
+    return list(zip((0, *offs), offs, strict=False))
+
+
+def starts(offs: Sequence[int], unit: int) -> list[int]:
+    """Where each group begins in an operand in which they are padded to multiples of ``unit``."""
+    found, at = [], 0
+    for start, stop in bounds(offs):
+        found.append(at)
+        at += -(-(stop - start) // unit) * unit
+    return found

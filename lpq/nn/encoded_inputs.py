@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.groups import why_not_row_by_row
+from lpq.formats.sections import why_not_row_by_row
 from lpq.operations.binding import Encoded, on_device
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Encoder, Wanted, operands_of

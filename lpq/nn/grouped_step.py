@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
-from lpq.formats.groups import why_not_row_by_row
-from lpq.formats.sections import Sections
+from lpq.formats.sections import Sections, why_not_row_by_row
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, Step

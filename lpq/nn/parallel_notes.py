@@ -12,7 +12,7 @@ from torch import nn
 from lpq.distributed.cuts import why_high
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
-from lpq.formats.groups import why_not_row_by_row
+from lpq.formats.sections import why_not_row_by_row
 from lpq.nn.linear import Layer
 from lpq.operations.cut import Cut
 from lpq.torch_private import symmetric

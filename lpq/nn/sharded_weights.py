@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.nn.linear import Layer
 from lpq.nn.name_ranges import first_few
 from lpq.operations.derived_operands import derives_col

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lpq import registry
 from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
 from lpq.formats import Quantizer
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.nn import Layer
 from lpq.operations.derived_operands import derives_col
 from lpq.tensor import QuantizedTensor, quantize

@@ -17,8 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from lpq import registry
 from lpq.formats.format import Storage
-from lpq.formats.groups import Grouped
-from lpq.formats.sections import Sections
+from lpq.formats.sections import Grouped, Sections
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.exact_form import Form, Multiplicand
 from lpq.operations.multiplying import gemm_reference

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
-from lpq.formats.stacks import is_stack, joined, matrices
+from lpq.formats.sections import is_stack, joined, matrices
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import decoded_by

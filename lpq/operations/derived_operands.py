@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Storage
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.kernels import choose
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.table import kernels_allowed

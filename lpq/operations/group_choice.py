@@ -12,7 +12,7 @@ import torch
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer
-from lpq.formats.groups import unit
+from lpq.formats.sections import unit
 from lpq.kernels import Choice, choose
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Operand

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Storage, check_there
-from lpq.formats.groups import Grouped, bounds, starts, unit
-from lpq.formats.sections import Sections
-from lpq.formats.stacks import is_stack, matrices
+from lpq.formats.sections import Grouped, Sections, bounds, is_stack, matrices, starts, unit
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, groups
 from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like

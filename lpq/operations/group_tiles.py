@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.groups import Grouped, capacity, unit
 from lpq.formats.layout import Buffer, Covering, bytes_of
 from lpq.formats.random_bits import RandomBits, bytes_at
-from lpq.formats.stacks import matrices
+from lpq.formats.sections import Grouped, capacity, matrices, unit
 from lpq.kernels import choose
 from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
 from lpq.operations.binding import Operand, Product

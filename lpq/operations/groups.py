@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
 from lpq.formats.layout import as_bytes, row_major
-from lpq.formats.sections import Sections
+from lpq.formats.sections import Grouped, Sections, bounds, grid, piece, starts, unit
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, sectioned
 from lpq.operations.binding import Encoded, Encoding, on_device

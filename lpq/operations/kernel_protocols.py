@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction, Quantizer, Storage
-from lpq.formats.groups import Grouped
+from lpq.formats.sections import Grouped
 from lpq.kernels.fragments import CastKernels
 from lpq.operations.binding import Encode, Encoding, Multiply, Operand, Product, Transposes
 from lpq.operations.binding import Transpose as BoundTranspose

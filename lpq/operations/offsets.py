@@ -8,7 +8,7 @@ from itertools import accumulate as sums
 import torch
 from torch import Tensor
 
-from lpq.formats.groups import bounds
+from lpq.formats.sections import bounds
 
 
 def as_offsets(title: str, offs: Tensor | Sequence[int], groups: int, x: Tensor) -> Tensor:

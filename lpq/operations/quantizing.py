@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.random_bits import RandomBits
-from lpq.formats.stacks import is_stack
-from lpq.formats.stacks import transposed as turned
+from lpq.formats.sections import is_stack
+from lpq.formats.sections import transposed as turned
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.measuring import empty_stats, measure_reference, traced_stats
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.groups import capacity, grid, unit
+from lpq.formats.sections import capacity, grid, unit
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
-from lpq.formats.stacks import along, each, is_stack
+from lpq.formats.sections import along, each, is_stack
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import transposed_by

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lpq.formats.format import Direction, Storage
 from lpq.formats.joined import cat
-from lpq.formats.stacks import along, matrices, narrowed
+from lpq.formats.sections import along, matrices, narrowed
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.registry.warning import warn
 from lpq.tensor.assigning import AVERAGE, assign, copy_

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpq import operations
 from lpq.formats.format import Storage
-from lpq.formats.stacks import is_stack
+from lpq.formats.sections import is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import check_input
 from lpq.operations.measuring import measure_again

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.groups import bounds
+from lpq.formats.sections import bounds
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure

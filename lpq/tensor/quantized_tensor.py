@@ -20,7 +20,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.formats.layout import bytes_of
-from lpq.formats.stacks import along, is_stack
+from lpq.formats.sections import along, is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.transposing import transpose

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.layout import Buffer
-from lpq.formats.stacks import along, is_stack
+from lpq.formats.sections import along, is_stack
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 

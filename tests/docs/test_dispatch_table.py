@@ -10,7 +10,7 @@ from snippets import ROOT
 import lpq
 from lpq import registry
 from lpq.distributed.shardability import operand_bytes
-from lpq.formats.groups import why_not_row_by_row
+from lpq.formats.sections import why_not_row_by_row
 
 FEATURES = 4096
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.layout import row_major
+from lpq.formats.sections import Grouped, bounds, starts, unit
 from lpq.nn import GroupedLinear, functional
 from lpq.operations import group_tiles, groups
 from lpq.testing.options import family

@@ -13,8 +13,7 @@ from torch import Tensor
 import lpq
 from lpq import registry
 from lpq.formats.format import Storage
-from lpq.formats.groups import Grouped, bounds, starts, unit
-from lpq.formats.stacks import matrices
+from lpq.formats.sections import Grouped, bounds, matrices, starts, unit
 from lpq.kernels.table import why_not
 from lpq.operations import group_tiles
 from lpq.operations.decoding import decode

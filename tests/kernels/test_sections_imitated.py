@@ -16,10 +16,8 @@ import lpq
 from lpq import registry
 from lpq.core import Quantizer, Storage
 from lpq.formats.format import Direction
-from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.layout import row_major
-from lpq.formats.sections import Sections
-from lpq.formats.stacks import matrices
+from lpq.formats.sections import Grouped, Sections, bounds, matrices, starts, unit
 from lpq.kernels import sections, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import groups, sectioned

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
 from lpq import registry
-from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.layout import row_major
+from lpq.formats.sections import Grouped, bounds, starts, unit
 from lpq.nn import GroupedLinear
 from lpq.operations import group_tiles, groups
 from lpq.testing.options import family

@@ -19,7 +19,7 @@ from lpq.distributed.casting.fragments import Grid, Span
 from lpq.distributed.casting.kinds import Item, Kind
 from lpq.formats import Storage
 from lpq.formats.format import Direction
-from lpq.formats.stacks import along
+from lpq.formats.sections import along
 from lpq.operations.states import recall
 from lpq.torch_private.operators import copy_each
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
-from lpq.formats.groups import bounds, starts, unit
-from lpq.formats.stacks import matrices
+from lpq.formats.sections import bounds, matrices, starts, unit
 from lpq.operations.groups import encode_groups
 from lpq.operations.operands import encode_operands
 from lpq.testing.expect import same_operand, there

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.formats.groups import Grouped, unit
+from lpq.formats.sections import Grouped, unit
 from lpq.operations.group_tiles import padded_ends
 from lpq.torch_private.operators import scaled_grouped_matmul
 from lpq_fp8.quantizer import FP8Quantizer

@@ -12,7 +12,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from lpq.formats.groups import capacity, unit
+from lpq.formats.sections import capacity, unit
 from lpq.kernels import tensor_maps
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
