@@ -86,23 +86,32 @@ def calibrate(
 ) -> Calibrated:
     """Make the scales of inputs and weights static, in place, from what goes through ``model``; return a record.
 
-    ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
-    its own, or those that share out layers by tensor parallelism with the same ones. If ranks do not share the model,
-    rank 0 calls it alone, or all with ``process_group=torch.distributed.group.WORLD``. Its layers get static recipes,
-    for training, evaluation and ``lpq.export``. The result is the same to the bit however weights are sharded and
-    whichever rank has which batch. It runs in evaluation, without gradients, under the recipes that the model has, but
+    The layers get static recipes, for training, evaluation and ``lpq.export``. All ranks that share the model call
+    this. If ranks do not share it, rank 0 calls it alone, or all with
+    ``process_group=torch.distributed.group.WORLD``. The result is the same to the bit however weights are sharded and
+    whichever rank has which batch. The model runs in evaluation, without gradients, under the recipes that it has, but
     for scales that are static already.
 
-    ``batches``: tensors, sequences of arguments or mappings of them, each with samples along the first dimension of its
-    first tensor; ``forward(model, batch)`` may call the model otherwise. It ends with the batch that makes ``samples``
-    of all ranks together. ``method``: ``"max"`` takes the largest magnitude; ``"percentile"`` cuts off the elements of
-    inputs beyond the magnitude that ``percentile`` percent of them do not exceed, and goes through the batches twice;
-    ``"mse"`` and ``"four_over_six"`` search the scale of each block of a weight, where its format has some, with the
-    largest magnitudes for all else. ``siblings``: groups of the last parts of the names of layers, or of patterns of
-    these, that engines fuse if they are beside each other, and that therefore get one scale. ``unseen``: layers that no
-    token went through get the input scales of their siblings, with a warning, or are an ``"error"``. ``state``: a file
-    in which statistics are kept, every so many rounds (``every``); a call that finds it goes on from there, with the
-    same batches on any number of ranks that they are dealt out to in turn. ``progress``: show a bar, in a terminal.
+    Args:
+        model: A model that ``lpq.convert`` converted, sharded or not.
+        batches: Tensors, sequences of arguments or mappings of them, each with samples along the first dimension of its
+            first tensor. Each rank has batches of its own; ranks that share out layers by tensor parallelism have the
+            same ones.
+        method: ``"max"`` takes the largest magnitude. ``"percentile"`` cuts off the elements of inputs beyond a
+            percentile, and goes through the batches twice. ``"mse"`` and ``"four_over_six"`` search the scale of each
+            block of a weight, where its format has some, with the largest magnitudes for all else.
+        samples: The number of samples of all ranks together. Calibration ends with the batch that completes them.
+        percentile: The percentage of the elements of inputs that are not cut off, for ``method="percentile"``.
+        siblings: Groups of layers that engines fuse if they are beside each other, and that therefore get one scale:
+            the last parts of their names, or patterns of these.
+        unseen: ``"siblings"``: layers that no token went through get the input scales of their siblings, with a
+            warning. ``"error"``: they are an error.
+        forward: ``forward(model, batch)`` calls the model in another way than with the arguments of the batch.
+        state: A file in which statistics are kept. A call that finds it goes on from there, with the same batches on
+            any number of ranks that they are dealt out to in turn.
+        every: The number of rounds after which ``state`` is written.
+        progress: Show a bar, in a terminal.
+        process_group: The ranks that calibrate together; None: the ranks that share the model.
     """
     ranks = Together.of(process_group, is_shared(model), "calibrates", first=True)
 

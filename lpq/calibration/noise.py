@@ -31,10 +31,15 @@ class Noise(NamedTuple):
 
 @torch.no_grad()
 def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = through) -> list[Noise]:
-    """The noise of each layer with a recipe, the noisiest first, on batches that go through the model.
+    """Measure the noise of each layer with a recipe, on batches that go through the model; list the noisiest first.
 
     A layer's output is compared with the product in fp32 of the same input, which is noisy itself where layers before
-    it are. It is for models that are not sharded.
+    it are.
+
+    Args:
+        model: A converted model that is not sharded.
+        batches: Tensors, sequences of arguments or mappings of them.
+        forward: ``forward(model, batch)`` calls the model in another way than with the arguments of the batch.
     """
     layers = {
         (place.layer, place.stack): place.name if place.expert is None else place.weight.removesuffix(".weight")

@@ -81,10 +81,13 @@ class Info:
 
 
 def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
-    """Describe the checkpoint at ``path``, or, of the run there, the last one written that is whole.
+    """Describe a checkpoint.
 
-    Each rank reads for itself, or those of ``process_group`` together. The tensors are not read; ``load`` checks their
-    digests, this only the sizes of their files.
+    The tensors are not read; ``load`` checks their digests, this only the sizes of their files.
+
+    Args:
+        path: A checkpoint, or the directory of a run, of which the last one written that is whole is described.
+        process_group: The ranks that read together; None: each reads for itself.
     """
     ranks = ranks_of(process_group, False, "reads")
     found = find(ranks.each(lambda: place(path)), ranks, thorough=False)

@@ -35,21 +35,26 @@ def load(
     any_policy: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Info:
-    """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; return its info.
+    """Load a checkpoint into the model and its optimizer, on any number of ranks; return its info.
 
-    All ranks that share the model call it, or those of ``process_group``, over which the model then lies. ``path`` is a
-    checkpoint, or the directory of a run: then the last one written that is whole is loaded, and warnings name those
-    that were refused and those of later steps. Every file is compared with the manifest before anything is written.
-
-    The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
-    call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember
-    starts anew where nothing was saved. An optimizer that took no step yet gets its state made.
+    All ranks that share the model call it, or those of ``process_group``. Every file is compared with the manifest
+    before anything is written. The layers get the recipes that they had at the step of the checkpoint; call
+    ``lpq.set_step`` in the loop as before.
 
     Weights that are stored quantized may come from a checkpoint in high precision: they are encoded, and masters of
     ``lpq.optim.MasterWeights`` take the values themselves, which needs no saved optimizer. Weights in high precision
     may come from a checkpoint of stored ones with masters, and take these; a stored weight that the saved optimizer did
     not have was frozen, and they take what it decodes to. Masters that have no place are left out, with a warning
     unless the checkpoint is loaded without an optimizer.
+
+    Args:
+        model: The model to load into, with the policy that it was saved with.
+        path: A checkpoint, or the directory of a run. Of a run the last checkpoint written that is whole is loaded, and
+            warnings name those that were refused and those of later steps.
+        optimizer: The optimizer, or a sequence of several. One that took no step yet gets its state made.
+        any_policy: Let the model keep a policy of its own. What its quantizers remember starts anew where nothing was
+            saved.
+        process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model), "loads")
     with ranks.saying("nothing is loaded"):

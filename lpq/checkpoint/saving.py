@@ -42,14 +42,22 @@ def save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save the model, its policy and its optimizer (or several) as ``directory/step-00000100``; return that path.
+    """Save the model, its policy and its optimizer as ``directory/step-00000100``; return that path.
 
-    All ranks call it, or those of ``process_group``, over which the model then lies. If the model is whole on each rank
-    (no DTensor gives each a part, as with ``DistributedDataParallel``), rank 0 calls it alone. Without ``step``,
-    ``directory`` itself is the checkpoint. ``extra`` is whatever else the run needs (a scheduler's state, the position
-    in the data): the first rank's is kept, if ``torch.load(…, weights_only=True)`` can read it. ``keep``: of this run
-    only so many whole checkpoints stay, up to this one; the others are removed. A checkpoint in the same place is
-    replaced once the new one is whole. While another job saves it, it is refused.
+    All ranks call it, or those of ``process_group``. If the model is whole on each rank (no DTensor gives each a part,
+    as with ``DistributedDataParallel``), rank 0 calls it alone. A checkpoint in the same place is replaced once the new
+    one is whole. While another job saves it, it is refused.
+
+    Args:
+        model: The model, sharded or not.
+        directory: The directory of the run. Without ``step`` it is the checkpoint itself.
+        optimizer: The optimizer, or a sequence of several.
+        step: The number of the step, from 0 on.
+        extra: Whatever else the run needs (a scheduler's state, the position in the data), if ``torch.load(…,
+            weights_only=True)`` can read it. The first rank's is kept.
+        keep: The number of whole checkpoints of this run that stay, up to this one. The others are removed. None: all
+            stay.
+        process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
     with ranks.saying("nothing is saved"):
@@ -74,12 +82,21 @@ def save_async(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """As ``save``, but return once all is copied to the CPU's memory: training may go on while it is written.
+    """Save as ``save`` does, but return once all is copied to the CPU's memory: training may go on while it is written.
 
     It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. An error in one that nobody
-    waits for is a warning in ``Saving.done``, at the next save or at the process's end. The ranks that write
-    talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks. A
-    ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
+    waits for is a warning in ``Saving.done``, at the next save or at the process's end.
+
+    Args:
+        model: The model, sharded or not.
+        directory: The directory of the run. Without ``step`` it is the checkpoint itself.
+        optimizer: The optimizer, or a sequence of several.
+        step: The number of the step, from 0 on.
+        extra: As for ``save``.
+        keep: As for ``save``.
+        process_group: The ranks over which the model lies: a group with gloo, over which nothing else talks meanwhile.
+            None: all ranks, which get a group of their own, so that it does not matter over what, and when, training
+            talks.
     """
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
     with ranks.saying("nothing is saved"):

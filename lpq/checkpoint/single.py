@@ -67,7 +67,12 @@ def import_file(model: nn.Module, path: str | Path, *, process_group: dist.Proce
     All ranks that share the model call it, or those of ``process_group``. A weight that is stored quantized takes one
     that was saved by the same quantizer, or encodes one that was saved in high precision. A weight in high precision
     takes the decoded values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not
-    compared. A file that was changed after it was saved is refused.
+    compared.
+
+    Args:
+        model: The model to load into.
+        path: The file. One that was changed after it was saved is refused.
+        process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model), "imports")
     with ranks.saying("nothing is imported"):

@@ -19,6 +19,9 @@ def attach(parameter: Tensor) -> None:
     FSDP2's first gather does that, and so do the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint``, and any
     write to the weight of a layer that FSDP2 has sharded. Call it for other shards, such as those of a file or a
     pickle: before it, a write that needs statistics of the whole tensor is an error.
+
+    Args:
+        parameter: The sharded parameter, a DTensor.
     """
     part = local_part(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(part, QuantizedTensor):

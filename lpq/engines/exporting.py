@@ -92,30 +92,36 @@ class Export:
     ) -> Exported:
         """Write a model into the directory ``path`` for inference engines; return a record.
 
-        ``model`` is a model that ``lpq.convert`` converted, however its weights are stored and sharded; then all ranks
-        call this, or those of ``process_group``, and none of them holds more than its shards and one layer. Or it is
-        the directory of a checkpoint of ``lpq.checkpoint.save``. Such a directory, or a model that ranks do not share,
-        is exported by rank 0 alone.
-
         Weights have the codes that the layers multiply, bit for bit: those that are stored quantized as they are, those
-        in high precision encoded once as their recipe does it in forward. ``layout`` is ``"compressed-tensors"``,
-        ``"modelopt"``, or one that a plugin brings (``lpq export --help`` lists them), or ``"lpq"``.
-
-        ``base``: the directory of the model that was trained, whose tokenizer, templates and other small files are
-        copied, and whose configuration is taken where the model has none. Without it they are those of the directory
-        from which transformers loaded the model, if that is here. ``dtype``: the dtype to which training casts
-        weights before a layer encodes them (autocast does not), and in which all else is written; without it, that in
-        which FSDP2 gathers weights, or that of each tensor. ``input_amax``: the amax of the inputs of layers, by name,
-        for layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
-        patterns of layers whose weights stay in high precision. ``siblings``: layers that engines fuse, as ``q_proj``,
-        ``k_proj`` and ``v_proj``, must lie ``"alike"``; with ``"any"`` they need not, for engines that fuse none.
-        ``shard_bytes``: the most bytes of one file.
+        in high precision encoded once as their recipe does it in forward. All ranks that share the model call this, or
+        those of ``process_group``, and none of them holds more than its shards and one layer. A model that ranks do not
+        share, or the directory of a checkpoint, is exported by rank 0 alone.
 
         ``layout="lpq"`` writes the whole model into one file, ``path``, for ``lpq.checkpoint.import_file``: all tensors
-        bit for bit, whatever their names. With ``decode`` it is for programs without lpq, which load
-        ``torch.load(path, weights_only=True)["model"]`` as any state dict: quantized weights are tensors of their own
-        dtype, and what quantizers remember is left out. The other arguments are for engines. The first rank has the
-        whole model in the CPU's memory on the way.
+        bit for bit, whatever their names. The first rank has the whole model in the CPU's memory on the way. Of the
+        arguments below it takes ``decode`` and ``process_group``.
+
+        Args:
+            model: A model that ``lpq.convert`` converted, however its weights are stored and sharded; or the directory
+                of a checkpoint of ``lpq.checkpoint.save``.
+            path: The directory to write, or the file for ``layout="lpq"``.
+            layout: ``"compressed-tensors"``, ``"modelopt"``, one that a plugin brings (``lpq export --help`` lists
+                them), or ``"lpq"``.
+            base: The directory of the model that was trained, whose tokenizer, templates and other small files are
+                copied, and whose configuration is taken where the model has none. None: the directory from which
+                transformers loaded the model, if that is here.
+            dtype: The dtype to which training casts weights before a layer encodes them (autocast does not), and in
+                which all else is written. None: the one in which FSDP2 gathers weights, or each tensor's own.
+            input_amax: The amax of the inputs of layers, by name, for layouts with static scales. None: what quantizers
+                remember; ``{}``: none.
+            leave: Names and patterns of layers whose weights stay in high precision.
+            siblings: ``"alike"``: layers that engines fuse, as ``q_proj``, ``k_proj`` and ``v_proj``, must lie alike.
+                ``"any"``: they need not, for engines that fuse none.
+            shard_bytes: The most bytes of one file.
+            decode: For ``layout="lpq"``: write a file for programs without lpq, which load ``torch.load(path,
+                weights_only=True)["model"]`` as any state dict. Quantized weights are tensors of their own dtype, and
+                what quantizers remember is left out.
+            process_group: The ranks over which the model lies; None: all ranks.
         """
         if layout == ONE_FILE or decode:
             for_engines = (base, dtype, input_amax, *leave, siblings, shard_bytes)
@@ -152,12 +158,21 @@ class Export:
         siblings: Siblings = "alike",
         process_group: dist.ProcessGroup | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a model as an engine of this layout names and reads them, one after the other.
+        """Yield the tensors of a model as an engine of this layout names and reads them, one after the other.
 
         It is for refitting an engine while training goes on. Weights that are stored quantized, sharded or not, are
         gathered as they are, one at a time: there is no copy in high precision. All ranks go through it together, or
         those of ``process_group``, and each gets all tensors, on its device. Where ranks do not share the model, each
-        goes through its own. The arguments are those of ``lpq.export``.
+        goes through its own.
+
+        Args:
+            model: A model that ``lpq.convert`` converted.
+            layout: The layout of the engine, as for ``lpq.export``.
+            dtype: As for ``lpq.export``.
+            input_amax: As for ``lpq.export``.
+            leave: As for ``lpq.export``.
+            siblings: As for ``lpq.export``.
+            process_group: The ranks over which the model lies; None: all ranks.
         """
         ranks = ranks_of(process_group, is_shared(model, replicas=False), "streams")
         with ranks.saying("the model cannot be streamed"):

@@ -51,18 +51,19 @@ def load_quantized(
 ) -> nn.Module:
     """Load a directory that ``lpq.export`` wrote, or another program in one of its layouts, into ``model``; return it.
 
-    ``model`` has the architecture of the files, and its own values are replaced. If it is not converted yet, that is
-    done: by ``policy``, or by recipes that multiply as an engine does in forward, and in bf16 backward, which is for
-    inference and for adapters over frozen weights.
+    If the model is not converted yet, that is done: by ``policy``, or by recipes that multiply as an engine does in
+    forward, and in bf16 backward, which is for inference and for adapters over frozen weights. Everything is judged,
+    the policy too, before the model is converted and a value of the files is written. Shard it afterwards.
 
-    ``weights``, as for ``lpq.convert``: with ``"quantized"`` weights are stored with the codes of the files, bit for
-    bit; the recipe of each layer must then be one whose weights lie so. A column operand that does not follow from the
-    row operand is encoded from what that decodes to, and masters of ``lpq.optim.MasterWeights`` begin there. With
-    ``"high_precision"`` or ``None`` weights get what the codes decode to, in their own dtype. A model that is converted
-    already keeps its weights as they are stored.
-
-    Everything is judged, the policy too, before the model is converted and a value of the files is written. Shard it
-    afterwards.
+    Args:
+        model: A model with the architecture of the files, whose own values are replaced. If it is converted already,
+            its weights stay stored as they are.
+        path: The directory.
+        policy: The policy of a model that is not converted; None: the recipes that the files tell.
+        weights: How weights are stored, as for ``lpq.convert``. ``"quantized"``: with the codes of the files, bit for
+            bit; the recipe of each layer must then be one whose weights lie so. A column operand that does not follow
+            from the row operand is encoded from what that decodes to, and masters of ``lpq.optim.MasterWeights`` begin
+            there. ``"high_precision"`` or ``None``: weights get what the codes decode to, in their own dtype.
     """
     path = place(path)
     with Ranks(alone=True).saying(f"{path} cannot be loaded"):

@@ -18,7 +18,10 @@ METHOD = "lpq"
 def attach(model: nn.Module) -> nn.Module:
     """Have ``model.save_pretrained`` write what weights that are stored quantized decode to, and return the model.
 
-    ``LpqCallback`` does it, too. A sharded model is to be saved without it: what accelerate gathers is decoded already.
+    ``LpqCallback`` does it, too.
+
+    Args:
+        model: The model. Save a sharded one without this: what accelerate gathers is decoded already.
     """
     if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
         from transformers.quantizers.base import HfQuantizer

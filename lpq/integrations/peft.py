@@ -67,8 +67,11 @@ class MergeAware:
 def merge_aware(model: nn.Module) -> nn.Module:
     """Have each LoRA adapter over a layer with a recipe train as it will compute when it is merged; return the model.
 
-    Call it on what ``get_peft_model`` returns. ``merge_and_unload`` then gives the outputs that the adapter was trained
-    with, to the bit. One adapter of a layer is active at a time, without dropout and without a bias of its own.
+    ``merge_and_unload`` then gives the outputs that the adapter was trained with, to the bit. One adapter of a layer is
+    active at a time, without dropout and without a bias of its own.
+
+    Args:
+        model: The model that ``get_peft_model`` returns.
     """
     found = 0
     for name, module in model.named_modules():

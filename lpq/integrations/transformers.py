@@ -80,6 +80,11 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
 
     A step decides the recipe, and the recipe decides what of the checkpoint layers remember. So where a policy gives
     delayed scaling at that step and not at step 0, call it before ``trainer.train(resume_from_checkpoint=checkpoint)``.
+
+    Args:
+        model: The converted model.
+        checkpoint: The directory of the checkpoint.
+        any_policy: Let the model have another policy than the one in the checkpoint.
     """
     path = Path(checkpoint) / "trainer_state.json"
     if not path.is_file():

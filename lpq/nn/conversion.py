@@ -85,25 +85,30 @@ def convert(
 ) -> nn.Module:
     """Convert the linear layers of ``model`` in place and return it.
 
-    ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is
-    the length of the run, for rules that end at a fraction of it; see ``set_step``. ``"later"``: ``replan`` gives it,
-    as the callback for Hugging Face's Trainer does. A model may be converted again.
+    A model may be converted again. A policy that is one recipe leaves out layers with ``lm_head``, ``gate`` or
+    ``router`` between the dots of their names. Any policy leaves out layers with fewer than 16 inputs or outputs,
+    unless a rule matches such layers only; see ``lpq.policy``.
 
-    A policy that is one recipe leaves out layers with ``lm_head``, ``gate`` or ``router`` between the dots of their
-    names, and any policy those with fewer than 16 inputs or outputs, unless a rule matches such layers only; see
-    ``lpq.policy``. ``include="all"`` leaves nothing out by name or size.
+    Make the optimizer after this and after ``fully_shard``. A weight that is stored quantized keeps its format: rules
+    that give it another one, at this step or a later one, are refused before anything is changed.
 
-    ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
-    are, and FSDP2 gathers their quantized form. ``"quantized"``: the shards themselves are stored quantized, and
-    stepped through ``lpq.optim.MasterWeights``; a weight that cannot be cut for ``ranks`` ranks stays in high
-    precision. ``None``: FSDP2 gathers in high precision, but for weights that an earlier call prepared, which stay so.
-    A weight that is stored quantized keeps its format: rules that give it another one, at this step or a later one, are
-    refused before anything is changed. Make the optimizer after this and after ``fully_shard``.
-
-    ``accumulate`` is for gradients that are summed over micro-batches without autograd's help: backward adds the
-    gradient of a weight in place: ``"grad"`` to its ``.grad``, if that is there, ``"main_grad"`` to its ``.main_grad``,
-    in the dtype of that tensor. Post-accumulate-grad hooks of the weight are called after that; its tensor hooks are
-    called with ``None``. ``torch.autograd.grad`` returns gradients as ever, and adds to none.
+    Args:
+        model: The model to convert.
+        policy: A policy, or anything that makes a recipe: a name, the grammar, a mapping, a TOML file.
+        steps: The length of the run, for rules that end at a fraction of it; see ``set_step``. ``"later"``: ``replan``
+            gives it, as the callback for Hugging Face's Trainer does.
+        include: ``"all"`` leaves nothing out by name or size.
+        weights: How weights travel in a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards
+            stay as they are, and FSDP2 gathers their quantized form. ``"quantized"``: the shards themselves are stored
+            quantized, and stepped through ``lpq.optim.MasterWeights``. ``None``: FSDP2 gathers in high precision,
+            except for weights that an earlier call prepared, which stay so.
+        ranks: The number of ranks that will share out the weights, for ``weights="quantized"``. A weight that cannot be
+            cut for them stays in high precision.
+        accumulate: Where backward adds the gradient of a weight in place, for micro-batches that are summed without
+            autograd's help: ``"grad"`` adds to its ``.grad``, if that is there, and ``"main_grad"`` to its
+            ``.main_grad``, in the dtype of that tensor. Post-accumulate-grad hooks of the weight are called after that,
+            and its tensor hooks are called with ``None``. ``torch.autograd.grad`` returns gradients as ever, and adds
+            to none.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
@@ -335,9 +340,13 @@ def conversions(model: nn.Module) -> dict[str, Conversion]:
 def report(model: nn.Module, *, full: bool = False) -> Report:
     """Report the modules that ``convert`` converted, those that it left alone and why, and how weights travel now.
 
-    The text begins with how much of the model is converted. Modules with equal lines share one; ``full=True`` gives
-    each its own. Once a pass has called some layers, those that it did not call are named, and count as not converted.
-    Those that it called and whose weight another module has read besides are named, and count as converted.
+    The text begins with how much of the model is converted. Once a pass has called some layers, those that it did not
+    call are named, and count as not converted. Those that it called and whose weight another module has read besides
+    are named, and count as converted.
+
+    Args:
+        model: The converted model, or a part of it.
+        full: Give each module a line of its own. Modules with equal lines share one otherwise.
     """
     parts = conversions(model)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}

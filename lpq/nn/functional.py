@@ -41,10 +41,14 @@ if TYPE_CHECKING:
 def grouped_linear(
     x: Tensor, w: Tensor, offs: Tensor | Sequence[int], recipe: RecipeLike, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply each group of rows by a matrix of its own, with the operands of ``recipe``; see ``nn.GroupedLinear``.
+    """Multiply each group of rows by a matrix of its own; see ``nn.GroupedLinear``.
 
-    ``x`` is ``[rows, K]``, ``w`` is ``[groups, N, K]``, ordinary or a stack that is stored quantized, and ``bias``, if
-    there is one, ``[groups, N]``. ``offs``: where each group ends, int32 on the device of ``x``, or a list of counts.
+    Args:
+        x: The rows of all groups, ``[rows, K]``.
+        w: The matrix of each group, ``[groups, N, K]``: an ordinary tensor, or a stack that is stored quantized.
+        offs: Where each group ends, int32 on the device of ``x``, or a list of counts.
+        recipe: The recipe of the operands. It must not remember statistics across steps.
+        bias: ``[groups, N]``, or None.
     """
     title = "grouped_linear"
     if not isinstance(w, Tensor) or w.dim() != 3:

@@ -37,7 +37,10 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
 
     Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not check, on leaving.
-    Inside of another ``hold_weights``, weights that the outer one holds stay with it.
+    Inside another ``hold_weights``, weights that the outer one holds stay with it.
+
+    Args:
+        model: The model whose layers hold their weights.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"hold_weights: the model is a {type(model).__name__}: pass an nn.Module")

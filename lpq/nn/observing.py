@@ -42,9 +42,13 @@ _CHANGING = threading.Lock()
 def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[O]:
     """Have ``observer`` told of each tensor that ``layers`` encode in the passes inside.
 
-    ``layers``: a converted model, or some of its layers. Blocks may be nested, and threads may have blocks of their
-    own: each observer is told of the passes of all. Behind the block, left by an error or not, the layers have the
-    observers that they had before. A backward tells those of its forward, also behind the block.
+    Blocks may be nested, and threads may have blocks of their own: each observer is told of the passes of all. Behind
+    the block, left by an error or not, the layers have the observers that they had before. A backward tells the
+    observers of its forward, also behind the block.
+
+    Args:
+        layers: A converted model, or some of its layers.
+        observer: The object that is told, by its method ``observe``.
     """
     chosen = _layers(layers)
     with _CHANGING:

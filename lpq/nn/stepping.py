@@ -18,8 +18,11 @@ from lpq.nn.stateful_layer import StatefulLayer
 def set_step(model: nn.Module, step: int) -> None:
     """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay.
 
-    A step beyond the length of the run is refused. Where recipes change by step and an optimizer steps without this,
-    the next forward warns.
+    Where recipes change by step and an optimizer steps without this, the next forward warns.
+
+    Args:
+        model: The converted model.
+        step: The number of the step that begins, from 0 on. A step beyond the length of the run is refused.
     """
     if type(step) is not int or step < 0:
         raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
@@ -37,8 +40,14 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def replan(model: nn.Module, *, steps: int) -> None:
-    """Plan the policy for a run of so many steps, whatever length ``convert`` was given. Layers keep the recipe that
-    they have until ``set_step``. Recipes that ``convert`` would refuse are refused here, before anything is changed.
+    """Plan the policy for a run of another length than ``convert`` was given.
+
+    Layers keep the recipe that they have until ``set_step``. Recipes that ``convert`` would refuse are refused here,
+    before anything is changed.
+
+    Args:
+        model: The converted model.
+        steps: The length of the run.
     """
     check_length(steps)
     conversions(model)

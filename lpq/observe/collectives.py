@@ -60,5 +60,9 @@ def collectives() -> Iterator[list[Collective]]:
 
 
 def gathered_bytes(seen: list[Collective]) -> int:
-    """The bytes that all-gathers brought together."""
+    """Count the bytes that all-gathers brought together.
+
+    Args:
+        seen: The list of ``collectives``.
+    """
     return sum(c.bytes for c in seen if c.kind == "all_gather")

@@ -76,11 +76,14 @@ def memory(
     blocks: Iterable[nn.Module] = (),
     param_dtype: torch.dtype | None = None,
 ) -> Memory:
-    """Count the bytes of the parameters of ``model`` when FSDP2 shards it over so many ranks and AdamW trains it.
+    """Count the bytes of the parameters of a model that FSDP2 shards and AdamW trains.
 
-    The model may have been converted, with ``weights=…`` or without, and may be sharded already; then ``ranks`` is
-    known. ``blocks`` are the modules on which ``fully_shard`` is called before it is called on the model: these are
-    gathered once more in backward. ``param_dtype`` is that of FSDP2's ``MixedPrecisionPolicy``.
+    Args:
+        model: A model, converted or not, with ``weights=…`` or without. It may be sharded already.
+        ranks: The number of ranks that share it; None: as it is sharded, or one rank.
+        blocks: The modules on which ``fully_shard`` is called before it is called on the model. These are gathered once
+            more in backward.
+        param_dtype: The one of FSDP2's ``MixedPrecisionPolicy``.
     """
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gathering is not None}
@@ -97,7 +100,11 @@ def memory(
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """The bytes that this rank holds of a tensor, which may be sharded, stored quantized, or both."""
+    """Count the bytes that this rank holds of a tensor.
+
+    Args:
+        tensor: An ordinary tensor, or one that is sharded, stored quantized, or both.
+    """
     part = local_part(tensor)
     return part.held_bytes if isinstance(part, QuantizedTensor) else part.nbytes
 

@@ -22,9 +22,14 @@ def gemm(
     dtype: torch.dtype | None = None,
     fast_accumulate: bool = False,
 ) -> Tensor:
-    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32, as ``dtype`` (default: the dtype of ``a``).
+    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32.
 
-    ``fast_accumulate`` lets a kernel sum in less than fp32 where the hardware offers that. The reference never does.
+    Args:
+        a: The left operand, as ``t.row``.
+        b: The right operand, with as many columns: both have the contraction along their columns.
+        bias: One number for each row of ``b``, or None.
+        dtype: The dtype of the result; None: the dtype of ``a``.
+        fast_accumulate: Let a kernel sum in less than fp32 where the hardware offers that. The reference never does.
     """
     for operand in (a, b):
         if not isinstance(operand, Storage):

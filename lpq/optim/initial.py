@@ -23,9 +23,14 @@ from lpq.torch_private.tensors import local_part
 def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
     """Load ordinary weights into a model whose weights are sharded, stored quantized, or both.
 
-    ``state_dict`` has the whole tensors by name, the same on every rank. Masters get the values themselves; weights
-    are encoded from them, with one reduction for all. Parameters and buffers must all be there, and nothing else; if
-    they are not on one rank, all raise, and the weights that are stored quantized are as they were.
+    Masters get the values themselves; weights are encoded from them, with one reduction for all. Parameters and buffers
+    must all be there, and nothing else. If they are not on one rank, all raise, and the weights that are stored
+    quantized are as they were.
+
+    Args:
+        model: The model to load into.
+        state_dict: The whole tensors by name, the same on every rank.
+        optimizer: The ``MasterWeights`` whose masters get the values; None: there is none.
     """
     masters = itself(optimizer) if optimizer is not None else None
     if masters is not None and not isinstance(masters, MasterWeights):

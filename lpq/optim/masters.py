@@ -61,8 +61,10 @@ class _Seen(NamedTuple):
 class MasterWeights(Optimizer):
     """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters.
 
-    ``keep=False``: there are no masters between steps, but fp32 copies for as long as a step runs. A weight is still
-    rounded once a step; updates that are too small for its format are lost.
+    Args:
+        optimizer: The optimizer that steps the masters in place of the weights.
+        keep: Keep the masters between steps. False: there are fp32 copies for as long as a step runs. A weight is still
+            rounded once a step; updates that are too small for its format are lost.
     """
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:

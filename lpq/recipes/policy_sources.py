@@ -24,18 +24,22 @@ TABLE = (RULES, "leave", "least")
 
 
 def policy(source: PolicyLike, *, include: Include = None) -> Policy:
-    """Make a policy. ``source`` is one of these:
-
-    - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``;
-      ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
-    - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
-    - anything that ``lpq.recipe`` takes: that recipe for all layers but those with ``lm_head``, ``gate`` or ``router``
-      between the dots of their names, as by ``"leave": ["lm_head", "gate", "router"]`` beside ``"rules"``
-    - a policy, which is returned as it is
+    """Make a policy.
 
     No rule gives a recipe to layers with fewer than 16 inputs or outputs, as adapters are, unless a pattern of it
-    matches such layers only; ``"least": 16`` beside ``"rules"`` is that number. ``include="all"`` has rules mean all
-    layers that they match: nothing is left out by name or size.
+    matches such layers only; ``"least": 16`` beside ``"rules"`` is that number.
+
+    Args:
+        source: One of these:
+
+            - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``;
+              ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
+            - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
+            - anything that ``lpq.recipe`` takes: that recipe for all layers but those with ``lm_head``, ``gate`` or
+              ``router`` between the dots of their names, as by ``"leave": ["lm_head", "gate", "router"]`` beside
+              ``"rules"``
+            - a policy, which is returned as it is
+        include: ``"all"`` has rules mean all layers that they match: nothing is left out by name or size.
     """
     if include not in (None, "all"):
         raise RecipeError(f"include={include!r}: it is 'all' or None")

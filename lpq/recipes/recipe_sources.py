@@ -31,13 +31,16 @@ KEYS = (*GEMMS, *TENSORS, *map(str, OPERANDS), *SUMS, *KEPT, "name")
 
 
 def recipe(source: RecipeLike) -> Recipe:
-    """Make a recipe. ``source`` is one of these:
+    """Make a recipe.
 
-    - the name of a recipe, ``"nvfp4"``, or a quantizer for every operand, ``"mxfp8(dtype=e5m2)"``
-    - the grammar: ``"fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"``
-    - a mapping with the same keys, nested or not: ``{"fprop": "mxfp8", "dgrad": {"dy": "mxfp8", "w": …}, …}``
-    - a TOML file with such a table: a ``Path``, or a string that ends in ``.toml``; or its text
-    - a recipe, which is returned as it is
+    Args:
+        source: One of these:
+
+            - the name of a recipe, ``"nvfp4"``, or a quantizer for every operand, ``"mxfp8(dtype=e5m2)"``
+            - the grammar: ``"fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"``
+            - a mapping with the same keys, nested or not: ``{"fprop": "mxfp8", "dgrad": {"dy": "mxfp8", "w": …}, …}``
+            - a TOML file with such a table: a ``Path``, or a string that ends in ``.toml``; or its text
+            - a recipe, which is returned as it is
     """
     return _recipe(source, ())
 

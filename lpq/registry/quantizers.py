@@ -23,9 +23,11 @@ KEPT = 1000
 
 
 def quantizer(text: Any, /, **options: Any) -> Any:
-    """The quantizer that a text describes: a name, or as much as ``"nvfp4(block=16x16, rht=true)"``.
+    """Make the quantizer that a text describes.
 
-    ``options`` add to those in the text. A quantizer is returned as it is.
+    Args:
+        text: A name, or as much as ``"nvfp4(block=16x16, rht=true)"``. A quantizer is returned as it is.
+        **options: Options beside the ones in the text, as ``block="16x16"``.
     """
     if isinstance(text, str):
         return _quantizer(text, options) if options or len(text) > KEPT else _from_text(text)

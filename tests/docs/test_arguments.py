@@ -1,0 +1,75 @@
+"""Every parameter of a public function is explained under ``Args:`` in its docstring."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from reference_page import DIRECTIVE, resolve
+from snippets import ROOT
+
+PUBLIC = (
+    "lpq", "lpq.calibration", "lpq.checkpoint", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.optim",
+    "lpq.recipes",
+)  # fmt: skip
+PAGE = ROOT / "docs" / "api.md"
+METHODS = ("lpq.engines.Export.__call__", "lpq.engines.Export.stream", "lpq.optim.MasterWeights")
+"""What is called like a function, and is none."""
+OTHERS = ("export_file", "cast_master_weights", "finish_gather")
+"""Functions that will be removed in the next version, or whose text explains their arguments together."""
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """List the functions that the packages and the page of the API have, by one of their names."""
+    names = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
+    names += [match[1] for match in DIRECTIVE.finditer(PAGE.read_text())]
+    found = {id(value): (path, value) for path in names if inspect.isfunction(value := resolve(path))}
+    found |= {id(value): (path, value) for path in METHODS for value in [resolve(path)]}
+    return {path: value for path, value in found.values() if path.rpartition(".")[2] not in OTHERS}
+
+
+def unexplained(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Return the parameters and the names under ``Args:``, where these differ."""
+    parameters = [
+        "*" * (p.kind is p.VAR_POSITIONAL) + "**" * (p.kind is p.VAR_KEYWORD) + p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self"
+    ]
+    _, _, text = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    told = re.findall(r"^ {4}(\*{0,2}\w+): \S", text, re.MULTILINE)
+    return ([], []) if parameters == told else (parameters, told)
+
+
+@pytest.mark.parametrize("path", functions())
+def test_each_parameter_is_explained_in_its_place(path: str) -> None:
+    assert unexplained(functions()[path]) == ([], [])
+
+
+def test_a_parameter_that_is_not_explained_is_noticed() -> None:
+    def silent(x: int) -> None:
+        """Do nothing."""
+
+    def swapped(x: int, *, y: int = 0) -> None:
+        """Do nothing.
+
+        Args:
+            y: A number.
+            x: A number.
+        """
+
+    def told(x: int, *rest: int, **options: int) -> None:
+        """Do nothing.
+
+        Args:
+            x: A number.
+            *rest: Numbers.
+            **options: Numbers
+                by their names.
+        """
+
+    assert unexplained(silent) == (["x"], [])
+    assert unexplained(swapped) == (["x", "y"], ["y", "x"])
+    assert unexplained(told) == ([], [])
+    assert len(functions()) > 25
