@@ -48,8 +48,7 @@ _MOVED = {
     "lpq.core.quantize": "lpq.operations.operands", "lpq.core.quantizer": "lpq.formats.format",
     "lpq.core.storage": "lpq.formats.format", "lpq.core.tensor": "lpq.tensor.quantized_tensor",
     "lpq.ops": "lpq.kernels", "lpq.ops.cubins": "lpq.kernels.nvrtc_cache", "lpq.ops.cuda": "lpq.kernels.cuda",
-    "lpq.ops.errors": "lpq.kernels.errors", "lpq.ops.fragments": "lpq.kernels.fragments",
-    "lpq.ops.fresh": "lpq.kernels.fresh", "lpq.ops.table": "lpq.kernels.table",
+    "lpq.ops.errors": "lpq.kernels.errors", "lpq.ops.fresh": "lpq.kernels.fresh", "lpq.ops.table": "lpq.kernels.table",
     "lpq.ops.triton": "lpq.kernels.triton", "lpq.ops.triton.numbers": "lpq.kernels.triton.numbers",
 }  # fmt: skip
 """The modules that pages for authors of plugins named in earlier builds, and where their names are now."""

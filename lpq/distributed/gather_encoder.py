@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.several_matrices import RowOperands, encoded_together
+from lpq.distributed.several_matrices import RowOperands, bind_rows, several_of
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.layout import Stat
@@ -150,15 +150,17 @@ def _together(tasks: Sequence[Task], rows: Rows) -> list[tuple[list[int], RowOpe
     alike: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
     for n, (sides, way, shape, held, dtype, device, given) in enumerate(tasks):
         count = len(sides.row.stats)
-        if is_stack(shape) or way.sends_col or not encoded_together(sides.row, "row", given[:count], held, device):
+        if is_stack(shape) or way.sends_col or held is not torch.float32 or not all(given[:count]):
             continue
-        alike.setdefault((sides.row, dtype), []).append(n)
+        if several_of(sides.row, device) is not None:
+            alike.setdefault((sides.row, dtype), []).append(n)
     found: list[tuple[list[int], RowOperands]] = []
     for (side, dtype), numbers in alike.items():
-        if len(numbers) > 1:
-            shapes = tuple((tasks[n].shape[0], tasks[n].shape[1]) for n in numbers)
-            key = side, shapes, dtype, tasks[numbers[0]].device
-            operands = rows.get(key) or rows.setdefault(key, RowOperands(*key))
+        shapes = tuple((tasks[n].shape[0], tasks[n].shape[1]) for n in numbers)
+        key = side, shapes, dtype, tasks[numbers[0]].device
+        operands = rows.get(key) or (bind_rows(*key) if len(numbers) > 1 else None)
+        if operands is not None:
+            rows[key] = operands
             found.append((numbers, operands))
     return found
 

@@ -1,90 +1,100 @@
 """Master weights that ranks share out: cast to quantized weights that every rank holds whole.
 
-As in ZeRO: each rank owns a piece of each flattened fp32 master, anywhere, of any length. One collective for all
-weights brings every rank the facts that it needs from the others; then each rank has all scales and encodes its piece.
-Once the bytes are gathered, every buffer has, bit for bit, the bytes of the encoded whole master.
+As in ZeRO: each rank owns a part of each flattened fp32 master, anywhere, of any length. A rank takes zeros for the
+elements of the others. It measures, the ranks reduce the statistics of all weights in one collective, and it encodes:
+then it has all scales, and the codes of its own elements. Where codes cannot be had so, because a code is of several
+elements or depends on others, the ranks exchange the elements, and each encodes the whole. Once the codes are gathered,
+every buffer has, bit for bit, the bytes of the encoded whole master.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lpq.distributed.casting.agreement import Agreement
-from lpq.distributed.casting.batched import Batched, serves
-from lpq.distributed.casting.casts import Cast, Piece, Views
-from lpq.distributed.casting.given import items_of
-from lpq.distributed.casting.kinds import Item, Kind
-from lpq.distributed.casting.reference import Reference
+from lpq.distributed.master_parts import MasterPart, States, agreed_parts
+from lpq.formats import Quantizer
+from lpq.operations.derived_operands import derive_col, derives_col
+from lpq.operations.measuring import measure
+from lpq.operations.operands import encode_operands
+from lpq.operations.quantizing import quantize
+from lpq.operations.reduce_statistics import reduce_max
+from lpq.operations.states import recall, remember
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.encode_writes import overwrite
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Piece", "Pieces", "cast_master_weights", "finish_gather"]
+NOTHING = torch.iinfo(torch.int32).min
+"""The bits for the elements of other ranks: no bits are less as integers, so a MAX leaves those of the owner."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The codes of an operand that have to be gathered, and the part of them that this rank has written. The parts of
+    all ranks make up the buffer."""
+
+    weight: int
+    """The place of its weight in the list that was cast."""
+    name: str
+    """The operand and the buffer, such as ``row.data``."""
+    buffer: Tensor
+    """One-dimensional, in the order of the flattened weight, with one code for each element."""
+    start: int
+    """The part of this rank is ``buffer[start:stop]``."""
+    stop: int
+
+    @property
+    def own(self) -> Tensor:
+        """The part of the buffer that this rank has to send."""
+        return self.buffer[self.start : self.stop]
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """The places in ``buffer`` that a rank sends which owns elements ``[start, stop)`` of the flattened weight."""
+        return start, stop
 
 
 class Pieces(list[Piece]):
     """The pieces to gather after a cast: those of the same buffers on all ranks, in the same order."""
 
-    def __init__(self, items: Sequence[Item], rank: int, ranks: int) -> None:
-        kinds: dict[Kind, list[Item]] = {}
-        self._without_elements = [item for item in items if not item.weight.numel()]
-        for item in items:
-            if item.weight.numel():
-                kinds.setdefault(item.kind, []).append(item)
-        self.casts = casts(kinds, rank, ranks)
-        self._agreement = Agreement(items, rank, ranks)
-        pieces = (piece for cast in self.casts for part in cast.parts for piece in part.pieces())
-        super().__init__(sorted(pieces, key=lambda piece: piece.weight))
-        self._shapes = {kind: kind.words(len(same), ranks) for kind, same in kinds.items()}
+    def __init__(self) -> None:
+        super().__init__()
+        self._unfinished: dict[int, tuple[QuantizedTensor, list[tuple[Tensor, Tensor]]]] = {}
 
-    def tell(self) -> Tensor:
-        """The words that this rank sends to the others, for a MAX over the ranks."""
-        count = sum(math.prod(shape) for shapes in self._all_shapes for shape in shapes)
-        words = torch.zeros(count, dtype=torch.int32, device=self._agreement.device)
-        agreement, views = self._views(words)
-        self._agreement.write(*agreement)
-        for cast in self.casts:
-            cast.write_words(views)
-        return words
+    def add(self, part: MasterPart) -> None:
+        """Add the codes of a weight, which this rank has written as far as it owns the elements."""
+        weight, laid = part.weight, []
+        for direction, operand in weight.operands:
+            if direction == "col" and weight.row is not None and derives_col(weight.quantizer):
+                continue
+            for buffer, codes in zip(operand.quantizer.layout, operand.tensors(), strict=True):
+                if not buffer.from_stats:
+                    codes = codes if direction == "row" else codes.t()
+                    flat = codes.reshape(-1)
+                    self.append(Piece(part.index, f"{direction}.{buffer.name}", flat, *part.span))
+                    laid.append((codes, flat.view(codes.shape)))
+        self._unfinished[part.index] = weight, laid
 
-    def encode(self, words: Tensor) -> None:
-        """Write the buffers, or the parts of them, that this rank can write, from the words of all ranks."""
-        agreement, views = self._views(words)
-        self._agreement.check(*agreement)
-        for cast in self.casts:
-            cast.encode(views)
-        for item in self._without_elements:  # as any rank can
-            item.weight.copy_(torch.empty(item.weight.shape, device=item.weight.device))
-
-    @property
-    def _all_shapes(self) -> list[list[tuple[int, ...]]]:
-        """The shapes of all that the ranks exchange, in order: first the facts that must agree, then those of each
-        kind."""
-        return [self._agreement.shapes, *self._shapes.values()]
-
-    def _views(self, words: Tensor) -> tuple[list[Tensor], Views]:
-        """Split what ranks exchange."""
-        shapes = self._all_shapes
-        parts = iter(torch.split(words, [math.prod(shape) for same in shapes for shape in same]))
-        agreement, *rest = [[next(parts).view(shape) for shape in same] for same in shapes]
-        return agreement, dict(zip(self._shapes, rest, strict=True))
-
-
-def casts(kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> list[Cast]:
-    """How weights are cast: all together that kernels serve, the others kind by kind."""
-    batched = {kind: items for kind, items in kinds.items() if serves(kind, items[0].weight.device)}
-    found: list[Cast] = [Batched(batched, rank, ranks)] if batched else []
-    for kind, items in kinds.items():
-        if kind not in batched:
-            found.append(Reference(kind, items, rank, ranks))
-    return found
+    @torch.no_grad()
+    def finish(self, only: Collection[int] | None) -> None:
+        """Write what follows from the gathered codes."""
+        for index, (weight, laid) in self._unfinished.items():
+            if only is not None and index not in only:
+                continue
+            for codes, gathered in laid:
+                if codes.data_ptr() != gathered.data_ptr():
+                    codes.copy_(gathered)
+            derived = None
+            if weight.row is not None and weight.col is not None and derives_col(weight.quantizer):
+                derived = derive_col(weight.quantizer, weight.row)
+            overwrite(weight, None, derived)
+            _note_a_write(weight)
 
 
 def cast_master_weights(
@@ -93,10 +103,10 @@ def cast_master_weights(
     offsets: Sequence[int],
     group: ProcessGroup | None,
     *,
-    states: Sequence[Mapping[str, Tensor] | None] | None = None,
+    states: States | None = None,
     seed: Tensor | int | None = None,
 ) -> Pieces:
-    """Write this rank's parts of the masters into the quantized weights, with one all-reduce for all of them.
+    """Write this rank's parts of the masters into the quantized weights.
 
     ``masters[i]`` (fp32, 1-D; empty or None if this rank owns nothing of it) are the elements of the flattened
     weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Without a group this
@@ -104,66 +114,108 @@ def cast_master_weights(
     codes of its own elements. Gather the returned pieces: fill each ``piece.buffer`` from the ``piece.own`` of all
     ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
 
-    Before anything is written, all ranks refuse a part of a master that one of them refuses, and weights, states or
-    seeds that differ between them. (Where they differ so that the all-reduce itself has another size, the backend ends
-    it: gloo at once, NCCL after its timeout.)
+    Before anything is written, ranks exchange what they were given, and the host waits for that. All raise if one of
+    them refuses its part of a master, or if weights, states or seeds differ. Then there is one all-reduce of the
+    statistics of all weights.
+
+    A weight is dearer if a code of it is of several elements, as where two share a byte, or if its format does not
+    declare what follows from statistics (``Buffer.from_stats``), rotates, or makes the column operand of the decoded
+    row operand. The fp32 elements of all such weights are in an all-reduce of their own, each rank encodes all of
+    them, and there are no pieces.
 
     ``states[i]`` is the state of delayed scaling for weight ``i``; it is updated. ``seed``, the same on all ranks, is
     for stochastic rounding: weight ``i`` rounds as with ``seed + i``.
 
-    Where the kernel table has kernels for the operation ``cast``, they serve all weights of a quantizer at once,
-    whatever their shapes. Other weights are cast together if their shapes and quantizers are equal, up to 2^26
-    elements at a time; of these each rank encodes the whole, with zeros for elements that it has not.
-
-    It can be recorded in a CUDA graph, after a call that was not. A replay casts what the same masters hold then into
-    the same weights, with the same random bits unless ``seed`` is a tensor that was changed. The places of the weights
-    are recorded with it, as one launch more for each 22 operands.
-
-    A weight with an operand in a rotated basis, or of a format that does not declare what follows from statistics
-    (``Buffer.from_stats``), is dearer: its fp32 elements are in the all-reduce, and each rank encodes all of it. So it
-    has no pieces.
+    It can be recorded in a CUDA graph, after a call that was not: what ranks were given is not compared then. A replay
+    casts what the same masters hold then into the same weights, with the same random bits unless ``seed`` is a tensor
+    that was changed.
     """
-    import torch.distributed as dist
-
-    rank, ranks = _place(group)
-    items = items_of(weights, masters, offsets, states, seed, ranks)
-    with _reference(items):
-        pieces = Pieces(items, rank, ranks)
-        words = pieces.tell()
-        if ranks > 1 and len(words):
-            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-        pieces.encode(words)
+    parts, pieces = agreed_parts(weights, masters, offsets, group, states, seed), Pieces()
+    device = parts[0].weight.device if parts else torch.device("cpu")
+    many = group if group is not None and group.size() > 1 else None
+    apart: list[MasterPart] = []
+    whole: list[MasterPart] = []
+    for part in parts:
+        (apart if many is not None and part.weight.numel() and _codes_are_apart(part) else whole).append(part)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        elements: Sequence[Tensor] = [part.values for part in whole]
+        stats = [measure(part.matrix(), *part.sides) for part in apart]
+        if many is not None:
+            elements = _exchanged(whole, many)
+            reduced = iter(reduce_max([stat for found in stats for stat in found], many))
+            stats = [[next(reduced) for _ in found] for found in stats]
+        for part, values in zip(whole, elements, strict=True):
+            _encode_whole(part, values)
+        for part, found in zip(apart, stats, strict=True):
+            _encode_own(part, found)
+            pieces.add(part)
     return pieces
 
 
 def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
     """Write the operands that follow from the gathered bytes, of all weights that were cast; with ``only``, of those at
     these places in the list of weights."""
-    for cast in pieces.casts:
-        chosen = [i for i, item in enumerate(cast.items) if only is None or item.index in only]
-        with _reference([cast.items[i] for i in chosen]):
-            cast.finish(chosen)
+    pieces.finish(only)
 
 
-@contextmanager
-def _reference(items: Sequence[Item]) -> Iterator[None]:
-    """Run the code of formats in the precision in which it is written. Autograd gets notice of changed weights only."""
-    device = items[0].weight.device.type if items else "cpu"
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        yield
-    for item in items:
-        item.weight.writes.count += 1
-        if not item.weight.is_inference():
-            torch.autograd.graph.increment_version(item.weight)
+def beside_zeros(side: Quantizer) -> bool:
+    """Whether elements have, with the statistics of the whole, the codes that they have in the whole where zeros stand
+    for others that are not in their block: whether the format declares it."""
+    mixed = side.uncut or side.rotation is not None or any(s.reduce != "max" or s.round > 1 for s in side.stats)
+    return side.plain or (not mixed and any(buffer.from_stats for buffer in side.layout))
 
 
-def _place(group: ProcessGroup | None) -> tuple[int, int]:
-    """This rank's place in the group, and how many there are."""
+def _codes_are_apart(part: MasterPart) -> bool:
+    """Whether each element has codes of its own, which follow from it and the statistics."""
+    codes = [b for side in part.sides if side is not None for b in side.layout if not b.from_stats]
+    return (
+        part.weight.quantizer.col_source == "original"
+        and all(side is None or beside_zeros(side) for side in part.sides)
+        and all(b.block == (1, 1) and b.pad == 1 and b.values is None for b in codes)
+    )
+
+
+def _exchanged(parts: Sequence[MasterPart], group: ProcessGroup) -> Sequence[Tensor]:
+    """All elements of these masters, from all ranks."""
     import torch.distributed as dist
 
-    if group is None:
-        return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this rank is not in the group that shares out the masters: only its members may cast them")
-    return rank, dist.get_world_size(group)
+    if not parts:
+        return []
+    sizes = [part.weight.numel() for part in parts]
+    bits = torch.full((sum(sizes),), NOTHING, dtype=torch.int32, device=parts[0].weight.device)
+    for part, own in zip(parts, torch.split(bits, sizes), strict=True):
+        own[slice(*part.span)] = part.values.view(torch.int32)
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return torch.split(bits.view(torch.float32), sizes)
+
+
+def _encode_whole(part: MasterPart, values: Tensor) -> None:
+    """Write the whole weight, all of whose elements are here."""
+    weight, state = part.weight, part.state
+    row, col = (side is not None for side in part.sides)
+    x = values.view(weight.matrix_shape)
+    made = encode_operands(weight.quantizer, x, row=row, col=col, state=state, seed=part.seed)
+    if state is not None:
+        remember(weight.quantizer, state, made.measured, row=row, col=col)
+    overwrite(weight, made.row, made.col)
+    _note_a_write(weight)
+
+
+def _encode_own(part: MasterPart, stats: list[Tensor]) -> None:
+    """Write all that follows from the statistics of the whole weight, and the codes of the elements that are here."""
+    weight, state, (row, col) = part.weight, part.state, part.sides
+    used: list[Tensor] = stats
+    if state is not None:
+        known = recall(weight.quantizer, row, col, state)
+        used = [stat if own is None else own for own, stat in zip(known, stats, strict=True)]
+    made_row, made_col, _ = quantize(part.matrix(), used, row, col, part.seed)
+    if state is not None:
+        remember(weight.quantizer, state, stats, row=row is not None, col=col is not None)
+    overwrite(weight, made_row, made_col)
+    _note_a_write(weight)
+
+
+def _note_a_write(weight: QuantizedTensor) -> None:
+    """Have autograd count the write."""
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)

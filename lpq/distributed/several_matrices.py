@@ -1,14 +1,13 @@
-"""Several matrices of any shapes, which are measured or encoded by one launch for each step.
+"""Several matrices of any shapes, which are measured by one launch, or whose row operands are encoded by one.
 
-The kernels are those that cast fragments of master weights (``lpq/kernels/fragments.py``). Here each matrix is the
-shard of a weight in fp32, and one fragment, which is whole. Launches are bound to addresses: shards and statistics stay
-where they are from step to step.
+Each matrix is the shard of a weight in fp32. Launches are bound to addresses: shards and statistics stay where they are
+from step to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,93 +15,94 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.casting.batched import CODES, MEASURE, SCALES, WORD, kernels_of
-from lpq.distributed.casting.fragments import Grid
-from lpq.distributed.casting.kinds import in_fragments
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
-from lpq.formats.sections import along
-from lpq.kernels.fragments import CastKernels, Fragment, fragment_table
+from lpq.formats.layout import Block, Stat
+from lpq.kernels import KernelError, amaxes, choose
+from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.host_to_device import captured
+from lpq.kernels.launch_table import Launch
 from lpq.kernels.table import kernels_allowed
+from lpq.operations.binding import EncodeSeveral
+from lpq.operations.kernel_protocols import BindSeveral
+from lpq.operations.reduce_statistics import spans
 from lpq.torch_private import cuda
 
+WORD = 4
+"""Bytes of a statistic."""
 ALIGNED = 16
 """Each buffer begins at a multiple of so many bytes."""
 MOST = 64
 """Sets of matrices whose statistics are bound."""
+OF: dict[Block, bool] = {(None, None): False, (None, 1): True}
+"""The blocks of a matrix that the kernel measures, and whether they are its columns."""
 Shape = tuple[int, int]
 
 
-def measured_together(side: Quantizer, held: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel measures several matrices for this quantizer in one launch."""
-    return held is torch.float32 and _served(side, device, kernels_allowed())
+def spanning(side: Quantizer, direction: Direction) -> list[Stat]:
+    """The statistics of an operand that reach beyond the shards of a weight, or cover all of a matrix."""
+    return [stat for stat in side.stats if spans((stat, int(direction == "col")))]
+
+
+def measured_together(side: Quantizer, direction: Direction, held: torch.dtype, device: torch.device) -> bool:
+    """Whether one launch measures all statistics of several matrices that reach beyond these."""
+    stats = spanning(side, direction)
+    if len(stats) > 1 or not all(stat.largest and _of_matrix(stat, direction) in OF for stat in stats):
+        return False
+    return held is torch.float32 and amaxes.serves(device, kernels_allowed())
+
+
+def _of_matrix(stat: Stat, direction: Direction) -> Block:
+    """The block of the matrix that one value covers."""
+    down, across = stat.block
+    return (down, across) if direction == "row" else (across, down)
+
+
+def several_of(side: Quantizer, device: torch.device) -> BindSeveral[Quantizer] | None:
+    """The function of a format that binds an encoding of several row operands, if it has one."""
+    return None if side.plain else _several_of(side, device, kernels_allowed())
 
 
 @registry.cached
-def _served(side: Quantizer, device: torch.device, kernels: object) -> bool:
-    return not side.plain and in_fragments(side) and kernels_of(side, device) is not None
-
-
-def encoded_together(
-    side: Quantizer, direction: Direction, given: Sequence[bool], held: torch.dtype, device: torch.device
-) -> bool:
-    """Whether kernels encode several matrices by this quantizer as fast as its own kernel encodes each: they read
-    a matrix again to measure it, and write a column operand twice.
-
-    ``given``: for each statistic of the quantizer, whether it is given."""
-    return direction == "row" and all(given) and measured_together(side, held, device)
+def _several_of(side: Quantizer, device: torch.device, kernels: object) -> BindSeveral[Quantizer] | None:
+    try:
+        return choose("quantize", (side.text,), device).several
+    except KernelError:  # the reference is not allowed: the other way raises with what each operation lacks
+        return None
 
 
 class ShardStatistics:
-    """The statistics of several matrices that reach beyond the shards of a weight, or cover all of a matrix. They lie
+    """The statistic of several matrices that reaches beyond the shards of a weight, or covers all of a matrix. They lie
     in one tensor, ``all``, which each measurement writes over."""
 
     def __init__(
         self, side: Quantizer, direction: Direction, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
     ) -> None:
         """``dtype``: elements, which are in fp32, are rounded to it."""
-        kernels, col = kernels_of(side, device), direction == "col"
-        assert kernels is not None
-        down, across = side.stats[-1].block
-        self._block = (across, down) if col else (down, across)
-        self._kernel, self._macros = kernels.measure, kernels.compiled_for(self._block, col=col, dtype=dtype)
+        (stat,) = spanning(side, direction)
+        self._columns, self._dtype = OF[_of_matrix(stat, direction)], dtype
         self._shapes, self._device = shapes, device
-        spread = [stat.unit(int(col)) is not None for stat in side.stats]
-        grids = [Grid(side.stats[-1], direction, *shape) for shape in shapes]
-        # The amax of each matrix is first if its blocks have amaxes beside it, which are of no use then.
-        self._first = [*accumulate((grid.count for grid in grids), initial=len(shapes) if len(spread) > 1 else 0)]
-        memory = torch.zeros(self._first[-1], dtype=torch.float32, device=device)
-        self._memory, self.all = memory, memory[: self._first[0]] if spread[-1] else memory
+        grids = [stat.grid(*(shape if direction == "row" else shape[::-1])) for shape in shapes]
+        self._first = [*accumulate(map(math.prod, grids), initial=0)]
+        self.all = torch.zeros(self._first[-1], dtype=torch.float32, device=device)
         self.stats: list[list[Tensor | None]] = []
         """The statistics of each matrix, in the order of the quantizer's; None: it is one of a shard alone."""
-        for i, shape in enumerate(shapes):
-            size = along(direction, shape)
-            views = [memory[i], memory[self._first[i] : self._first[i + 1]]][-len(spread) :]
-            self.stats.append(
-                [
-                    None if s else view.view(stat.grid(*size))
-                    for s, stat, view in zip(spread, side.stats, views, strict=True)
-                ]
-            )
-        self._bound: tuple[list[int], Tensor, Callable[[], None]] | None = None
+        for grid, first in zip(grids, self._first, strict=False):
+            view = self.all[first : first + math.prod(grid)].view(grid)
+            self.stats.append([view if each == stat else None for each in side.stats])
+        self._bound: tuple[list[int], Launch] | None = None
 
     def measure(self, xs: Sequence[Tensor]) -> None:
         """Measure these matrices, which are contiguous."""
         pointers, bound = [x.data_ptr() for x in xs], self._bound
         if bound is None or bound[0] != pointers:
-            at = self._memory.data_ptr()
-            rows = [
-                _fragment(x, shape, amaxes=at + self._first[i] * WORD, overall=at + i * WORD)
-                for i, (x, shape) in enumerate(zip(pointers, self._shapes, strict=True))
-            ]
-            table = fragment_table(rows, self._block, self._device)
-            launch = self._kernel.bind(self._device.index or 0, self._macros, table.blocks[MEASURE])
-            bound = pointers, table.rows, partial(launch, table.rows.data_ptr(), len(rows))
+            found = [self.all.data_ptr() + first * WORD for first in self._first[:-1]]
+            matrices = list(zip(pointers, found, self._shapes, strict=True))
+            bound = pointers, bind_amaxes(matrices, self._columns, self._dtype, self._device)
             if not captured(self._device):  # a recorded table is there when its graph is replayed
                 self._bound = bound
-        self._memory.zero_()
-        bound[2]()
+        self.all.zero_()
+        bound[1].run()
 
 
 class Measuring:
@@ -132,11 +132,10 @@ class Measuring:
 
 
 class BoundRows(NamedTuple):
-    """The row operands of several matrices and statistics at some places in memory, and the launches that make them."""
+    """The row operands of several matrices and statistics at some places in memory, and the launch that makes them."""
 
     pointers: list[int]
-    table: Tensor
-    launches: Sequence[Callable[[], None]]
+    launch: Launch
     buffers: list[list[Tensor]]
     """The buffers of each operand. All are contiguous."""
     staying: list[Tensor]
@@ -151,16 +150,11 @@ class RowOperands:
     """The row operand of each of several matrices, whose statistics are given. Each stream has one memory, which a
     later encoding on the same stream writes over."""
 
-    def __init__(self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, encode: EncodeSeveral
+    ) -> None:
         """``dtype``: elements, which are in fp32, are rounded to it."""
-        kernels = kernels_of(side, device)
-        assert kernels is not None
-        self._kernels: CastKernels = kernels
-        self._shapes, self._device, self._block = shapes, device, side.stats[-1].block
-        self._macros = kernels.compiled_for(self._block, col=False, dtype=dtype)
-        self._count = len(side.stats)
-        (codes,) = (buffer for buffer in side.layout if not buffer.from_stats)
-        self._codes = [Grid(codes, "row", *shape) for shape in shapes]
+        self._encode, self._device, self._count = encode, device, len(side.stats)
         self._own: list[list[Tensor | None]] = []
         self._made: list[list[tuple[int, torch.dtype, torch.Size]]] = []
         """The bytes, the dtype and the shape of each buffer."""
@@ -182,8 +176,6 @@ class RowOperands:
         self._places = [places[i : i + count] for i in range(0, len(places), count)]
         self.sizes = [n for n, own in zip(sizes, (o for owns in self._own for o in owns), strict=True) if own is None]
         """The bytes of each buffer that is not the same for all shards of a weight, with padding."""
-        self._first = [*accumulate((Grid(side.stats[-1], "row", *shape).count for shape in shapes), initial=0)]
-        self._factors = torch.empty(self._first[-1], dtype=torch.float32, device=device)
         self._bound: dict[int, BoundRows] = {}
         self._encoded: dict[int, tuple[BoundRows, Sequence[object]]] = {}
         """The last encoding on each stream, with its ``versions``."""
@@ -205,8 +197,7 @@ class RowOperands:
         last = self._encoded.get(stream)
         if last is not None and last[0] is bound and versions and last[1] == versions and not captured(self._device):
             return bound  # a recorded graph, which is replayed with other values, encodes them
-        for launch in bound.launches:
-            launch()
+        bound.launch.run()
         self._encoded[stream] = bound, versions
         return bound
 
@@ -221,39 +212,14 @@ class RowOperands:
                 part = memory[at : at + size]
                 (spread if own is None else staying).append(part if own is None else own)
                 buffers[-1].append(part.view(dtype).view(shape) if own is None else own)
-        count = len(self._shapes)
-        rows = [
-            self._row(i, pointers[i], pointers[count + i * self._count : count + (i + 1) * self._count], buffers[i])
-            for i in range(count)
-        ]
-        table = fragment_table(rows, self._block, self._device)
-        launches = [
-            partial(
-                kernel.bind(self._device.index or 0, self._macros, table.blocks[which]), table.rows.data_ptr(), count
-            )
-            for kernel, which in ((self._kernels.scales, SCALES), (self._kernels.codes, CODES))
-        ]
-        return BoundRows(pointers, table.rows, launches, buffers, staying, spread, memory)
-
-    def _row(self, i: int, values: int, stats: Sequence[int], buffers: Sequence[Tensor]) -> Fragment:
-        """The row of a table for one matrix."""
-        codes, scales, *kept = buffers
-        return _fragment(
-            values,
-            self._shapes[i],
-            codes=codes.data_ptr(),
-            scales=scales.data_ptr(),
-            kept=kept[0].data_ptr() if kept else 0,
-            used_amaxes=stats[-1],
-            used_overall=stats[0],
-            factors=self._factors.data_ptr() + self._first[i] * WORD,
-            codes_stop=self._codes[i].count,
-            width=self._codes[i].shape[1],
-        )
+        count = len(buffers)
+        stats = [pointers[at : at + self._count] for at in range(count, len(pointers), self._count)]
+        launch = self._encode(pointers[:count], stats, [[t.data_ptr() for t in each] for each in buffers])
+        return BoundRows(pointers, launch, buffers, staying, spread, memory)
 
 
-def _fragment(values: int, shape: Shape, **others: int) -> Fragment:
-    """The row of a table for a whole matrix; all fields that are not given are 0."""
-    rows, cols = shape
-    fields = {**dict.fromkeys(Fragment._fields, 0), "ranks": 1, "stop": rows * cols, **others}
-    return Fragment(**{**fields, "values": values, "rows": rows, "cols": cols})
+def bind_rows(side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> RowOperands | None:
+    """The row operands of several matrices, if their format encodes such in one launch."""
+    bind = several_of(side, device)
+    encode = bind(side, shapes, dtype, device) if bind is not None else None
+    return RowOperands(side, shapes, dtype, device, encode) if encode is not None else None

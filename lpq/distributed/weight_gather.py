@@ -351,7 +351,8 @@ def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
         return False
     if sides.remembers and not all(sides.spans):
         return False
-    return all(measured_together(side, x.dtype, x.device) for side in (sides.row, sides.col) if side is not None)
+    operands: tuple[tuple[Direction, Quantizer | None], ...] = (("row", sides.row), ("col", sides.col))
+    return all(side is None or measured_together(side, direction, x.dtype, x.device) for direction, side in operands)
 
 
 def _measure_each(

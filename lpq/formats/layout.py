@@ -108,8 +108,8 @@ class Buffer(Covering):
     from_stats: bool = False
     """Whether its values follow from the statistics alone, as scales do. A format that declares it of a buffer thereby
     declares that zeros in place of elements raise no statistic, and that a value of any other buffer follows from the
-    statistics and from the elements of its own block. Ranks that share out master weights then exchange statistics
-    (``cast_master_weights``), and otherwise all elements."""
+    statistics and from the elements of its own block. Ranks that share out master weights then exchange statistics,
+    if each element has codes of its own (``cast_master_weights``), and otherwise all elements."""
 
     def __post_init__(self) -> None:
         _check_block(f"buffer {self.name!r}", self.block)

@@ -1,4 +1,4 @@
-"""Numbers of the host, sent to a device without waiting for it: for casts of master weights.
+"""Numbers of the host, sent to a device without waiting for it: the tables of launches over several matrices.
 
 A copy reads the host's memory when the device comes to it. A CUDA graph would read it again at each replay, when it
 holds something else; so launches are recorded that carry the numbers as their arguments.
@@ -32,7 +32,7 @@ def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
         return numbers.pin_memory().to(device, non_blocking=True)
     if reason is not None:
         raise RuntimeError(
-            "casting master weights cannot be recorded in a CUDA graph here: the places of the weights are sent by a "
+            "a launch over several weights cannot be recorded in a CUDA graph here: their addresses are sent by a "
             f"kernel then, which {reason}. Call it outside of what is captured"
         )
     return write_words(numbers, device)

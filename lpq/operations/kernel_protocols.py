@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.formats.sections import Grouped
-from lpq.kernels.fragments import CastKernels
-from lpq.operations.binding import Encode, Encoding, Multiply, Operand, Product, Transposes
+from lpq.operations.binding import Encode, EncodeSeveral, Encoding, Multiply, Operand, Product, Transposes
 from lpq.operations.binding import Transpose as BoundTranspose
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Exact
@@ -58,6 +57,16 @@ class BindQuantize(Protocol):
 
     def __call__(self, encoding: Encoding, /) -> Encode | None:
         """Decide all but the tensors; None: the reference encodes."""
+
+
+class BindSeveral(Protocol[Q]):
+    """The ``several`` of a kernel for ``quantize``, of the row operands of contiguous matrices in fp32, whose elements
+    are rounded to ``dtype``, and whose statistics are all given."""
+
+    def __call__(
+        self, quantizer: Q, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, /
+    ) -> EncodeSeveral | None:  # fmt: skip
+        """Decide all but the addresses, for a launch of all these matrices; None: each is encoded by itself."""
 
 
 class Decode(Protocol[S]):
@@ -141,13 +150,6 @@ class BindRemember(Protocol[Q]):
         self, quantizers: Sequence[Q], device: torch.device, /
     ) -> Callable[[Sequence[State], Sequence[State]], None]:
         """Decide all but the states and the statistics: one of each for every quantizer."""
-
-
-class Cast(Protocol[Q]):
-    """A kernel for ``cast``."""
-
-    def __call__(self, quantizer: Q, /) -> CastKernels:
-        """Return the CUDA kernels that cast pieces of many master weights at once."""
 
 
 class GroupedGemm(Protocol):

@@ -48,7 +48,7 @@ TABLE = {
         ),
         Operation(
             name="quantize", meaning="the operands of a matrix, and its statistics where they are asked for",
-            explained=False, impl="Quantize", bind="BindQuantize", formats=(1, 2), rounds=True,
+            explained=False, impl="Quantize", bind="BindQuantize", several="BindSeveral", formats=(1, 2), rounds=True,
         ),
         Operation(name="decode", meaning="the matrix that an operand stands for", explained=False, impl="Decode"),
         Operation(
@@ -77,10 +77,6 @@ TABLE = {
         Operation(
             name="remember", meaning="the statistics of a step, joined to those of past steps",
             impl="Remember", bind="BindRemember", needs="moves",
-        ),
-        Operation(
-            name="cast", meaning="parts of many master weights at once; without it each shape of weights in turn",
-            impl="Cast", reference=False,
         ),
         Operation(
             name="grouped_gemm",

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from lpq import operations, registry
-from lpq.distributed.casting.given import items_of
-from lpq.distributed.masters import Pieces, finish_gather
 from lpq.emulation.bf16_gemm import exact as exact_form
 from lpq.formats import Quantizer, Storage
 from lpq.operations import fused_pair as pairs_of_any
@@ -160,38 +158,6 @@ def compare_rounded(
             assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
             for i, (one, other) in enumerate(zip(got, expected, strict=True)):
                 same(one.cpu(), other.cpu(), f"{what}, output {i}")
-
-
-def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
-    """Two ranks that have each a part of a master, which cuts a row, make what encoding all of it makes. Whether it is
-    large enough for two parts."""
-    master, cut = x.float(), x.numel() // 2 + 1
-    if not 0 < cut < x.numel():
-        return False
-    seed = torch.tensor(SEED, device=master.device)
-    weights = [quantizer.quantize(torch.zeros_like(master), seed=seed) for _ in range(2)]
-    parts = [(0, cut), (cut, x.numel())]
-    ranks = [
-        Pieces(items_of([weight], [master.flatten()[start:stop]], [start], None, seed, 2), rank, 2)
-        for rank, (weight, (start, stop)) in enumerate(zip(weights, parts, strict=True))
-    ]
-    words = [pieces.tell() for pieces in ranks]
-    for pieces in ranks:
-        pieces.encode(torch.maximum(*words))
-    for mine, yours in zip(*ranks, strict=True):
-        for to, source in ((mine, yours), (yours, mine)):
-            to.buffer[source.start : source.stop] = source.own
-    whole = quantizer.quantize(master, seed=seed)
-    for pieces, weight in zip(ranks, weights, strict=True):
-        finish_gather(pieces)
-        for (direction, made), (_, expected) in zip(weight.operands, whole.operands, strict=True):
-            for name, buffer in expected.buffers().items():
-                same(
-                    made.buffers()[name].cpu(),
-                    buffer.cpu(),
-                    f"fragments of {quantizer}, {list(x.shape)}, {direction}.{name}",
-                )
-    return True
 
 
 def compare_tiles(

@@ -43,12 +43,6 @@ def _of_product(kernel: KernelSpec, first: Quantizer, last: Quantizer) -> Iterat
     yield first.side("row"), last.side("row")
 
 
-def _compare_cast(
-    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
-) -> bool:
-    return comparing.compare_cast(there(row, f"the operand of {kernel.impl}"), x.to(device))
-
-
 @dataclass(frozen=True)
 class KernelCheck:
     """How kernels of one operation are compared with its reference."""
@@ -84,7 +78,6 @@ CHECKS = {
         nothing="nothing was made by it of any matrix, though it accepts these operands",
     ),
     "remember": KernelCheck(_of_row, comparing.compare_memories),
-    "cast": KernelCheck(_of_row, _compare_cast),
     "grouped_gemm": None,
 }  # fmt: skip
 """The check for each operation; None: there is none, as products of rows in groups have no matrix to be tried with."""

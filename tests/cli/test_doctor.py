@@ -61,9 +61,9 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
     kernels = doctor(lpq, "--device", "cpu")["kernels"]
     assert {k["format"] for k in kernels} == set(registry.formats()) - {"hybrid"}
     ops = {name: [k["op"] for k in kernels if k["format"] == name] for name in registry.formats()}
-    optional = ["exact", "tile", "cast", "grouped_gemm"]
+    optional = ["exact", "tile", "grouped_gemm"]
     assert ops["fp8"] == ["measure", "quantize", "decode", "transpose", "gemm", *optional, "remember"]
-    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm", "exact", "tile", "exact_tile", "cast"]
+    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm", "exact", "tile", "exact_tile"]
     assert ops["identity"] == ["quantize", "decode", "transpose", "gemm", "exact"]
     for kernel in kernels:
         if kernel["format"] == "mxfp8":
@@ -83,7 +83,7 @@ def test_every_kernel_of_the_table_stands_under_its_operation(lpq: Callable) -> 
     assert ("transpose", "nvfp4(block=16x16)", "triton lpq_nvfp4.triton:transpose") in told
     table = lpq("doctor", "--device", "cpu").out
     assert "fp8(scaling=delayed)" in table
-    for op in ("exact", "tile", "remember", "cast"):
+    for op in ("exact", "tile", "remember"):
         assert f"\n{op}: " in table
 
 
@@ -476,7 +476,7 @@ def test_quantizers_that_are_named_are_listed_alone(lpq: Callable) -> None:
     assert found["pairs"] == []
     operands = [text for kernel in found["kernels"] for text in kernel["operands"]]
     assert set(operands) == {"fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)"}
-    assert {k["op"] for k in found["kernels"]} >= {"measure", "quantize", "decode", "gemm", "cast"}
+    assert {k["op"] for k in found["kernels"]} >= {"measure", "quantize", "decode", "gemm", "tile"}
     ended = lpq("doctor", "fp8(scaling=blok)", "--device", "cpu")
     assert (ended.status, ended.out) == (2, "")
     assert "'scaling' must be 'current' or" in ended.err

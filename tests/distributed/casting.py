@@ -1,14 +1,15 @@
-"""Helpers of the tests of master weights: how masters are shared out, cast, gathered and compared."""
+"""Helpers of the tests of master weights: how masters are shared out, gathered and compared."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from example import EXAMPLE
 from quantizers import QUANTIZERS
 from torch import Tensor
@@ -16,9 +17,7 @@ from torch import Tensor
 import lpq
 from lpq import registry
 from lpq.core import QuantizedTensor, Quantizer
-from lpq.distributed.casting import agreement
-from lpq.distributed.casting.given import items_of
-from lpq.distributed.masters import Pieces, finish_gather
+from lpq.distributed import Pieces
 
 SEED = 41
 ODD = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-41, 1e9)
@@ -26,28 +25,12 @@ SHAPES = [(40, 130), (33, 7), (1, 5), (128, 64), (160, 48), (5, 1), (17, 256)]
 FORMATS = [
     *QUANTIZERS,
     "hybrid(row=fp8(scaling=row), col=nvfp4)",
+    "hybrid(row=fp8, col=mxfp8)",
     "hybrid(row=nvfp4(rht=true), col=mxfp8)",
     "nvfp4(stochastic=true)",
     "nvfp4(block=16x16, stochastic=true)",
     "mxfp4",
-    "hybrid(row=mxfp4, col=nvfp4)",
 ]
-SERVED = [
-    "fp8",
-    "fp8(dtype=e5m2, pow2=true)",
-    "fp8(scaling=delayed, history=4)",
-    "fp8(scaling=row)",
-    "fp8(scaling=block)",
-    "fp8(scaling=block, block=128x128)",
-    "mxfp8",
-    "mxfp8(dtype=e5m2)",
-    "nvfp4",
-    "nvfp4(block=16x16)",
-    "hybrid(row=fp8, col=fp8(dtype=e5m2))",
-    "hybrid(row=fp8(scaling=row), col=nvfp4)",
-    "hybrid(row=mxfp8, col=nvfp4(block=16x16))",
-]
-"""Those whose weights kernels cast all at once, whatever their shapes."""
 Spans = Sequence[tuple[int, int]]
 """The part of one flattened weight that each rank owns."""
 
@@ -76,10 +59,9 @@ class Case:
         zeros = torch.zeros(self.master.shape, dtype=self.dtype, device=self.master.device)
         seed = torch.zeros((), dtype=torch.int64, device=zeros.device)
         weight = self.quantizer.quantize(zeros, row=self.row, col=self.col, seed=seed)
-        for _, operand in weight.operands:
-            for buffer in operand.tensors():
-                poison = torch.full((buffer.nbytes,), 0xA5, dtype=torch.uint8, device=buffer.device)
-                buffer.copy_(poison.view(buffer.dtype).view(buffer.shape))
+        for buffer in buffers(weight):
+            poison = torch.full((buffer.nbytes,), 0xA5, dtype=torch.uint8, device=buffer.device)
+            buffer.copy_(poison.view(buffer.dtype).view(buffer.shape))
         return weight
 
     def part(self, rank: int) -> Tensor:
@@ -89,8 +71,7 @@ class Case:
     def expected(self, i: int, state: Any = None) -> list[Tensor]:
         """The buffers of the cast of the whole master, as the weight ``i``."""
         whole = self.quantizer.quantize(self.master, row=self.row, col=self.col, seed=SEED + i, state=state)
-        kept = zip(buffers(self.weight()), buffers(whole), strict=True)
-        return [to.copy_(made) for to, made in kept]
+        return [to.copy_(made) for to, made in zip(buffers(self.weight()), buffers(whole), strict=True)]
 
 
 def buffers(weight: QuantizedTensor) -> list[Tensor]:
@@ -108,16 +89,8 @@ def check(weight: QuantizedTensor, expected: Sequence[Tensor], what: object) -> 
         assert torch.equal(as_bytes(actual), as_bytes(wanted)), (what, name, actual, wanted)
 
 
-def check_all(ranks: Sequence[Sequence[QuantizedTensor]], cases: Sequence[Case], what: object) -> None:
-    """Each rank's weights are the casts of the whole masters, which are cast once for all ranks."""
-    expected = [one.expected(i) for i, one in enumerate(cases)]
-    for rank, weights in enumerate(ranks):
-        for weight, one, wanted in zip(weights, cases, expected, strict=True):
-            check(weight, wanted, (what, rank, one.quantizer, one.spans))
-
-
 def owned(total: int, ranks: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Fragments anywhere, some of them empty, of ranks in any order."""
+    """Parts anywhere, some of them empty, of ranks in any order."""
     cuts = sorted(rng.choice((0, total, rng.randint(0, total), rng.randint(0, total))) for _ in range(ranks - 1))
     spans = list(zip([0, *cuts], [*cuts, total], strict=True))
     rng.shuffle(spans)
@@ -133,17 +106,6 @@ def values(shape: tuple[int, int], rng: random.Random, odd: Sequence[float] = OD
     return x
 
 
-def patterns(rows: int, cols: int) -> list[Tensor]:
-    """Masters of random bits: of any kind; without large numbers and NaNs; and of all magnitudes, each in a square."""
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(1 << 31), 1 << 31, (3, rows, cols), generator=generator).int()
-    bits[1] = torch.where(bits[1] >> 23 & 255 > 200, bits[1] & -(1 << 30) - 1, bits[1])
-    down, across = torch.arange(rows)[:, None] // 32, torch.arange(cols) // 32
-    kept = (2 * (down * (cols // 32) + across) % 31).int()
-    bits[2] &= -(1 << 31) | (2 << kept) - 1
-    return list(bits.view(torch.float32))
-
-
 def case(text: str, ranks: int, rng: random.Random, **options: Any) -> Case:
     """A weight of some shape, shared out somehow."""
     shape = options.pop("shape", None) or rng.choice(SHAPES)
@@ -152,59 +114,14 @@ def case(text: str, ranks: int, rng: random.Random, **options: Any) -> Case:
     return Case(quantizer, master, owned(master.numel(), ranks, rng), **options)
 
 
-# ---------------------------------------------------------------------------------------------- without processes
-
-
-def cast(
-    cases: Sequence[Case],
-    *,
-    reduce: bool = True,
-    states: Sequence[Sequence[Mapping[str, Tensor]]] | None = None,
-    finish: bool = True,
-) -> list[list[QuantizedTensor]]:
-    """The weights of each rank. Its ranks are simulated: each does what ``cast_master_weights`` does with what all
-    of them told."""
-    ranks = len(cases[0].spans)
-    weights = [[case.weight() for case in cases] for _ in range(ranks)]
-    with torch.no_grad():
-        made = [started(cases, weights[rank], rank, states[rank] if states else None) for rank in range(ranks)]
-        told = [pieces.tell() for pieces in made]
-        heard = torch.stack(told).amax(0)
-        first = agreed(ranks) + shares(ranks) * len(cases)
-        for pieces, own in zip(made, told, strict=True):
-            pieces.encode(heard.clone() if reduce else torch.cat([heard[:first], own[first:]]))
-    if finish:
-        gather(cases, made)
-    return weights
-
-
-def agreed(ranks: int) -> int:
-    """The words that say which cast it is."""
-    return ranks + 2 * (agreement.DIGEST + agreement.SEED)
-
-
-def shares(ranks: int) -> int:
-    """The words that say which elements of a weight each rank owns."""
-    return 4 * (ranks + 1)
-
-
-def started(cases: Sequence[Case], weights: Sequence[QuantizedTensor], rank: int, states: Any = None) -> Pieces:
-    parts, offsets = [case.part(rank) for case in cases], [case.spans[rank][0] for case in cases]
-    ranks = len(cases[0].spans)
-    return Pieces(items_of(weights, parts, offsets, states, SEED, ranks), rank, ranks)
-
-
-def gather(cases: Sequence[Case], made: Sequence[Pieces]) -> None:
-    """Act as a caller: every rank gets the pieces of all, and finishes."""
-    for same in zip(*made, strict=True):
-        assert len({(piece.weight, piece.name) for piece in same}) == 1
-        sent = [piece.own.clone() for piece in same]
-        for piece in same:
-            got = 0
-            for rank, (start, stop) in enumerate(cases[piece.weight].spans):
-                begin, end = piece.span(start, stop)
-                piece.buffer[begin:end] = sent[rank]
-                got += end - begin
-            assert got == len(piece.buffer)
-    for pieces in made:
-        finish_gather(pieces)
+def gather(pieces: Pieces, spans: Sequence[Spans], group: Any) -> None:
+    """Have every rank send its part of each piece, as a caller does."""
+    for piece in pieces:
+        sent = as_bytes(piece.own).clone()
+        for place, rank in enumerate(dist.get_process_group_ranks(group)):
+            begin, end = piece.span(*spans[piece.weight][place])
+            if begin < end:
+                part = piece.buffer[begin:end]
+                came = sent if rank == dist.get_rank() else torch.empty_like(part).view(torch.uint8)
+                dist.broadcast(came, rank, group=group)
+                part.copy_(came.view(part.dtype))

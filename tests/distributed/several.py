@@ -3,29 +3,51 @@ that each has by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import lpq
-from lpq import operations
+from lpq import operations, registry
 from lpq.core import Quantizer
-from lpq.distributed.several_matrices import RowOperands, ShardStatistics
+from lpq.distributed.several_matrices import RowOperands, ShardStatistics, spanning
 from lpq.formats.format import Direction
 from lpq.kernels.placing import RankPieces, bind_places
+from lpq.operations.binding import Operand, Transposes
 from lpq.operations.derived_operands import Derived, bind_derive_into
+from lpq.operations.kernel_protocols import BindSeveral
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.expect import same
 from lpq.testing.operands import encode
 
 SHAPES = ((48, 130), (32, 7), (128, 64), (16, 256))
-QUANTIZERS = (
-    "fp8", "fp8(scaling=row, dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4",
-    "nvfp4(block=16x16)",
+ENCODED = ("fp8", "fp8(dtype=e5m2, pow2=true)", "fp8(scaling=delayed)", "fp8(static=true)")
+MEASURED: tuple[tuple[str, Direction], ...] = (
+    ("fp8", "row"), ("fp8", "col"), ("fp8(scaling=row, dtype=e5m2)", "col"), ("nvfp4", "row"),
+    ("nvfp4(block=16x16)", "col"),
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DIRECTIONS: tuple[Direction, ...] = ("row", "col")
 POISON, BEFORE = 0xA5, 64
 """What bytes are that nobody wrote; and so many of them in front of a buffer and behind it."""
+
+
+def bind_real(side: Quantizer, *_: object) -> BindSeveral[Quantizer] | None:
+    """The function of a format that binds an encoding of several matrices, on whatever device."""
+    for spec in registry.kernels("quantize", (registry.format_of(type(side)).name,)):
+        if spec.several is not None:
+            bind: BindSeveral[Quantizer] = registry.resolve(spec.several)
+            return bind
+    return None
+
+
+def real_transposes(operands: Sequence[Operand], device: torch.device, kernels: object) -> Transposes | None:
+    """The kernel that transposes several operands, if their plugin has one."""
+    for spec in registry.kernels("transpose", (registry.format_of(type(operands[0].quantizer)).name,)):
+        if spec.several is not None:
+            bound: Transposes = registry.resolve(spec.several)(operands, device)
+            return bound
+    return None
 
 
 def matrices(seed: int, device: torch.device) -> list[Tensor]:
@@ -39,10 +61,18 @@ def matrices(seed: int, device: torch.device) -> list[Tensor]:
     return [x.to(device) for x in made]
 
 
+def row_operands(side: Quantizer, dtype: torch.dtype, device: torch.device) -> RowOperands:
+    bind = bind_real(side)
+    assert bind is not None
+    encode = bind(side, SHAPES, dtype, device)
+    assert encode is not None
+    return RowOperands(side, SHAPES, dtype, device, encode)
+
+
 def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
     """Of given statistics, twice: at other places in memory."""
     side, flat = lpq.quantizer(text), None
-    several = RowOperands(side, SHAPES, dtype, device)
+    several = row_operands(side, dtype, device)
     for seed in range(2):
         xs = matrices(seed, device)
         stats = [[s * 1.5 for s in operations.measure_reference(x.to(dtype), side, None)] for x in xs]
@@ -59,7 +89,7 @@ def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
 def check_versions(text: str, device: torch.device) -> None:
     """What is encoded is returned again for the same versions of all matrices, and for no others."""
     side, xs = lpq.quantizer(text), matrices(0, device)
-    several = RowOperands(side, SHAPES, torch.float32, device)
+    several = row_operands(side, torch.float32, device)
     stats = [[*operations.measure_reference(x, side, None)] for x in xs]
     versions = [object() for _ in xs]
     first = several.encode(xs, stats, versions)
@@ -73,7 +103,7 @@ def check_versions(text: str, device: torch.device) -> None:
 
 def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device: torch.device) -> None:
     """Those that reach beyond a shard, twice: the second measurement forgets the first."""
-    side = lpq.quantizer(text)
+    side = lpq.quantizer(text).side(direction)
     sides: tuple[Quantizer | None, Quantizer | None] = (side, None) if direction == "row" else (None, side)
     measured = ShardStatistics(side, direction, SHAPES, dtype, device)
     for seed in range(2):
@@ -82,7 +112,7 @@ def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device
         for x, stats in zip(xs, measured.stats, strict=True):
             expected = operations.measure_reference(x.to(dtype), *sides)
             for stat, one, other in zip(side.stats, stats, expected, strict=True):
-                assert (one is None) == (stat.unit(int(direction == "col")) is not None)
+                assert (one is None) == (stat not in spanning(side, direction))
                 if one is not None:
                     same(one, other, f"{text}, {direction}, {stat.name}")
 

@@ -28,7 +28,7 @@ KERNELS = "tests/gpu/test_few_matrices.py::test_each_kernel_equals_the_reference
 LARGE = "tests/gpu/test_kernels.py::test_small_matrices_in_the_way_of_large_ones"
 EXACT = "tests/gpu/test_multiplicands.py::test_they_are_the_exact_forms_of_encoded_operands"
 FACTOR = "tests/gpu/test_gemms.py::test_what_cannot_be_represented_in_bf16_before_its_factor_can_be_after"
-GRAPH = "tests/gpu/test_casting.py::test_a_graph_casts_what_the_masters_hold_at_its_replay[mxfp8]"
+SEVERAL = "tests/gpu/test_several.py"
 PRODUCTS = "tests/gpu/test_gemms.py::test_products"
 GROUPS = "tests/gpu/test_grouped_products.py"
 BYTES = "tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu"
@@ -38,8 +38,6 @@ class Check(NamedTuple):
     tool: str
     what: str
     tests: list[str]
-    recorded: bool = False
-    """Whether a CUDA graph is: then no memory may be asked for."""
 
     def __str__(self) -> str:
         return f"{self.tool} {self.what}"
@@ -53,7 +51,7 @@ def checks() -> Iterator[Check]:
         yield from (Check(tool, f"broad tiles, {what}", tests) for tool in TOOLS)
     for tool in TOOLS:
         yield Check(tool, "exact forms", [EXACT, "-k", "bfloat16"])
-        yield Check(tool, "casts in a graph", [GRAPH], recorded=True)
+        yield Check(tool, "several matrices", [SEVERAL])
         if tool != "racecheck":  # it reports cuBLAS's kernels, of split contractions
             yield Check(tool, "products with a factor", [FACTOR])
     yield Check("memcheck", "products of blocks", [PRODUCTS, "-k", "block"])
@@ -66,7 +64,7 @@ def run(check: Check, sanitizer: str, ours: list[str], started: float) -> tuple[
     """Whether it found nothing, and what to say."""
     options = ["--tool", check.tool, "--error-exitcode", "1", "--print-limit", "20"]
     environment = {**os.environ, "LPQ_KERNELS": "cuda,torch,reference", "OMP_NUM_THREADS": "1"}
-    if check.tool in ("memcheck", "initcheck") and not check.recorded:  # every tensor has bounds of its own
+    if check.tool in ("memcheck", "initcheck"):  # every tensor has bounds of its own
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     if check.tool == "memcheck":  # cuda-core asks the driver for what some lack: such a call's error is no kernel's
         options += ["--report-api-errors", "no"]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from several import (
-    DIRECTIONS,
     DTYPES,
-    QUANTIZERS,
+    ENCODED,
+    MEASURED,
     TURNED,
     check_derived,
     check_operands,
@@ -23,13 +23,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("text", QUANTIZERS)
-def test_each_has_its_own(text: str, direction: Direction, dtype: torch.dtype) -> None:
-    device = torch.device("cuda", 0)
-    if direction == "row":
-        check_operands(text, dtype, device)
-    check_statistics(text, direction, dtype, device)
+@pytest.mark.parametrize("text", ENCODED)
+def test_each_has_its_own_operand(text: str, dtype: torch.dtype) -> None:
+    check_operands(text, dtype, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("text", "direction"), MEASURED)
+def test_each_has_its_own_statistics(text: str, direction: Direction, dtype: torch.dtype) -> None:
+    check_statistics(text, direction, dtype, torch.device("cuda", 0))
 
 
 def test_each_is_put_in_its_place() -> None:
@@ -41,6 +43,6 @@ def test_each_is_transposed(text: str) -> None:
     check_derived(text, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", ENCODED)
 def test_the_same_versions_are_not_encoded_again(text: str) -> None:
     check_versions(text, torch.device("cuda", 0))

@@ -10,14 +10,15 @@ from typing import Any
 import imitated
 import pytest
 import torch
-from emulated import real, real_transposes
 from ranks import fully_shard
+from several import bind_real, real_transposes
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed import gather_arrivals, several_matrices
+from lpq.kernels import amaxes
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
 from lpq.testing.expect import same
@@ -82,11 +83,12 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[in
         imitated.launch(self, macros, blocks, arguments, backwards=len(names) % 2 == 0)
 
     with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
-        patch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
+        patch.setattr(several_matrices, "_several_of", bind_real)
+        patch.setattr(amaxes, "serves", lambda device, kernels: True)
         patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda device, kernels: True)
         made = trained(recipe, *sizes)
     assert set(names) == wanted
-    assert names["codes"] == ENCODED.get(recipe, 0), names
+    assert names["encode_several"] == ENCODED.get(recipe, 0), names
     for i, (one, other) in enumerate(zip(made, expected, strict=True)):
         same(one, other, f"{recipe}, tensor {i}")

@@ -27,6 +27,7 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.formats.sections import Sections
 from lpq.kernels import nvrtc_cache, tiles
+from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import sectioned
 from lpq.operations.binding import Encoding, unbound
@@ -137,14 +138,11 @@ def asked_for() -> dict[Path, set[Macros]]:
             elif kernel.op == "exact_tile":
                 for name in set(kernel.formats) & set(plugin.formats):
                     call_beside_its_own(kernel, name)
-            elif kernel.op == "cast":
-                for name in set(kernel.formats) & set(plugin.formats):
-                    for source, macros in of_fragments(kernel, name):
-                        found.setdefault(source, set()).add(macros)
         for many in MANY:
             set_many(patch, many)
             call_pairs()
             call_in_sections()
+        call_several()
     return found
 
 
@@ -161,15 +159,6 @@ def set_many(patch: pytest.MonkeyPatch, many: int) -> None:
     if many != tiles.MANY_TILES:
         patch.setattr(tiles, "MANY_TILES", many)
         registry.refresh()
-
-
-def of_fragments(kernel: KernelSpec, name: str) -> Iterator[tuple[Path, Macros]]:
-    """Every way to cast fragments to operands of a format."""
-    for quantizer in family(name).quantizers:
-        for side, col in ((quantizer.side("row"), False), (quantizer.side("col"), True)):
-            if not refuses(kernel, (side,)):
-                kernels, block = registry.resolve(kernel.impl)(side), side.stats[-1].block
-                yield kernels.codes.source.resolve(), kernels.compiled_for(block[::-1] if col else block, col=col)
 
 
 def call(kernel: KernelSpec, name: str) -> None:
@@ -221,6 +210,20 @@ def call_pair(
         for (k, _), side, which in zip((row, col), sides, ("row", "col"), strict=True)
     ]
     unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+
+
+def call_several() -> None:
+    """Every way to measure several matrices, and to encode them by each kernel that takes several."""
+    device, shape = torch.device("cpu"), SHAPES[0]
+    for dtype in DTYPES:
+        for columns in (False, True):
+            bind_amaxes([(0, 0, shape)], columns, dtype, device).run()
+        for kernel in (k for p in registry.plugins() for k in p.kernels if k.op == "quantize" and k.several):
+            for quantizer in family(kernel.formats[0]).quantizers:
+                at = registry.resolve(kernel.several)(quantizer, [shape], dtype, device)
+                if at is not None:
+                    buffers = [0] * len(quantizer.layout)
+                    at([0], [[0] * len(quantizer.stats)], [buffers]).run()
 
 
 def call_in_sections() -> None:

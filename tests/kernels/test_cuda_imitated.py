@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +11,11 @@ import imitated
 import lpq_fp8.cuda
 import pytest
 import torch
-from casting import case, cast, check_all
-from emulated import real
 from torch import Tensor
 
 import lpq
 from lpq import operations, registry
 from lpq.core import Quantizer
-from lpq.distributed.casting import batched
 from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
@@ -51,10 +47,6 @@ BY_TILES = (
 """Each on both sides, beside another format, and the pairs of which recipes are made: sides know nothing of each other,
 and every pair takes some seconds to compile. On a GPU all are tried."""
 BROAD = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4")
-CAST = (
-    "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4",
-    "nvfp4(block=16x16)",
-)  # fmt: skip
 TURNS: dict[object, Iterator[bool]] = defaultdict(lambda: itertools.cycle((False, True)))
 
 
@@ -228,17 +220,6 @@ def test_scales_of_squares_lie_as_products_read_them(size: tuple[int, int]) -> N
         got = (*row, *col, *measured)
         for i, (one, other) in enumerate(zip(got, expected[: len(got)], strict=True)):
             same(one, other, f"{size}, given {given}, measure {measure}, output {i}")
-
-
-@pytest.mark.parametrize("text", CAST)
-def test_fragments_of_masters(text: str, launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of several ranks at once, by the tables that CUDA kernels read."""
-    monkeypatch.setattr(batched, "kernels_of", lambda side, device: real(side))
-    rng = random.Random(3)
-    cases = [case(text, 3, rng, shape=shape) for shape in ((40, 130), (33, 7), (128, 64), (17, 256))]
-    check_all(cast(cases), cases, text)
-    sent = {"send_words"} if text.startswith("nvfp4") else set()  # of nibbles a byte may be of two ranks
-    assert launched == {"measure", "scales", "codes", "turn"} | sent
 
 
 def test_words_of_the_host() -> None:

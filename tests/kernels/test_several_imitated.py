@@ -9,22 +9,21 @@ from collections.abc import Iterator
 import imitated
 import pytest
 import torch
-from emulated import real, real_transposes
 from ranks import spawn
 from several import (
-    DIRECTIONS,
     DTYPES,
-    QUANTIZERS,
+    ENCODED,
+    MEASURED,
     TURNED,
     check_derived,
     check_operands,
     check_places,
     check_statistics,
     check_versions,
+    real_transposes,
 )
 from several_gathered import check
 
-from lpq.distributed import several_matrices
 from lpq.formats.format import Direction
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
@@ -37,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def launched() -> Iterator[list[str]]:
     """Launches are imitated, every second one backwards; their names."""
     names: list[str] = []
     backwards = itertools.cycle((False, True))
@@ -46,30 +45,28 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append(self.name)
         imitated.launch(self, macros, blocks, arguments, backwards=next(backwards))
 
-    monkeypatch.setattr(several_matrices, "kernels_of", lambda side, device: real(side))
     with imitated.in_place_of_launches(launch):
         yield names
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", ENCODED)
 def test_each_has_its_own_operand(text: str, dtype: torch.dtype, launched: list[str]) -> None:
     check_operands(text, dtype, CPU)
-    assert launched == ["scales", "codes"] * 2
+    assert launched == ["encode_several"] * 2
 
 
-@pytest.mark.parametrize("text", QUANTIZERS[:1])
+@pytest.mark.parametrize("text", ENCODED[:1])
 def test_the_same_versions_are_not_encoded_again(text: str, launched: list[str]) -> None:
     check_versions(text, CPU)
-    assert launched == ["scales", "codes"] * 5
+    assert launched == ["encode_several"] * 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize(("text", "direction"), MEASURED)
 def test_each_has_its_own_statistics(text: str, direction: Direction, dtype: torch.dtype, launched: list[str]) -> None:
     check_statistics(text, direction, dtype, CPU)
-    assert launched == ["measure", "measure"]
+    assert launched == ["amaxes", "amaxes"]
 
 
 def test_each_is_put_in_its_place(launched: list[str]) -> None:
@@ -87,10 +84,10 @@ def test_each_is_transposed(text: str, launched: list[str], monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("recipe", "kernels"),
     [
-        ("fp8-current", {"measure", "scales", "codes", "place", "transpose_several_of_bytes"}),
-        ("fp8-delayed", {"measure", "scales", "codes", "place", "transpose_several_of_bytes"}),
-        ("fp8-row", {"measure", "place"}),
-        ("nvfp4", {"measure", "place", "transpose_several_of_nibbles"}),
+        ("fp8-current", {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}),
+        ("fp8-delayed", {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}),
+        ("fp8-row", {"amaxes", "place"}),
+        ("nvfp4", {"amaxes", "place", "transpose_several_of_nibbles"}),
         ("mxfp8", {"place"}),
     ],
 )
@@ -102,5 +99,5 @@ def test_gathered_weights(recipe: str, kernels: set[str]) -> None:
 
 def test_gathered_weights_whose_shards_need_padding() -> None:
     """So that each begins at an address which is aligned, something follows the bytes of the one before it."""
-    kernels = {"measure", "scales", "codes", "place", "transpose_several_of_bytes"}
+    kernels = {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}
     spawn(check, 2, "fp8-current", str(imitated.shared_folder), kernels, (36, 54))

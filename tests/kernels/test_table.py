@@ -197,7 +197,6 @@ STEPS = {
     "decode": ("nvfp4",),
     "transpose": ("nvfp4(block=16x16)",),
     "remember": ("fp8(scaling=delayed)",),
-    "cast": ("mxfp8",),
     "tile": ("fp8",),
     "gemm": ("nvfp4", "nvfp4"),
 }

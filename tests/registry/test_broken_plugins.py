@@ -199,9 +199,14 @@ BROKEN = {
         "leave it out: nothing calls it but for quantize, transpose, gemm, exact, remember, grouped_gemm",
     ),
     "several for an operation without": (
-        formats(spec("acme", f", kernels=({kernel(', several=chr(98)')},)")),
-        "kernel acme_k:run has several='b', and its op is quantize",
-        "leave it out: nothing calls it but for transpose",
+        formats(spec("acme", f", kernels=({kernel(', several=chr(98)').replace('quantize', 'decode')},)")),
+        "kernel acme_k:run has several='b', and its op is decode",
+        "leave it out: nothing calls it but for quantize, transpose",
+    ),
+    "an operation of earlier builds": (
+        formats(spec("acme", f", kernels=({kernel('').replace('quantize', 'cast')},)")),
+        "kernel acme_k:run has op='cast'",
+        "leave it out: master weights are cast by the kernels for measure and quantize",
     ),
     "a kernel that rounds where nothing is read": (
         f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"

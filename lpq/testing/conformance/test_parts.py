@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lpq.distributed.masters import beside_zeros
 from lpq.formats import Quantizer, Storage
+from lpq.formats.blocks import block_amax
 from lpq.formats.format import Direction
 from lpq.formats.layout import DIMENSIONS
 from lpq.operations.measuring import measure_again, measure_reference
 from lpq.operations.reduce_statistics import reduce_stats
 from lpq.operations.sides import measures_again
-from lpq.testing.comparing import compare_cast
 from lpq.testing.expect import one_nan, same, same_decoded, same_operand
 from lpq.testing.operands import DIRECTIONS, SEED, encode, normal, sides, unit
 from lpq.testing.options import only
@@ -134,16 +135,43 @@ def _encoded(side: Quantizer, dim: int, x: Tensor, begin: int, group: Rank | Non
         stats = measure_again(x, side, None, stats)
         if group is not None:
             reduce_stats([(along, stats)], group, 2)
-    named = {stat.name: value for stat, value in zip(side.stats, stats, strict=True)}
+    named = named_stats(side, stats)
     offset = (begin, 0) if dim == 0 else (0, begin)
     return named, encode(side, x, named, direction=DIRECTIONS[dim], offset=offset)
 
 
 @only(declares_what_follows, "declares buffers that follow from statistics")
 def test_parts_of_a_master_are_cast_as_the_whole(quantizer: Quantizer) -> None:
-    """Ranks that share out a master weight, anywhere, exchange statistics where ``Buffer.from_stats`` is declared.
+    """Ranks that share out a master weight, anywhere, take zeros for the elements of others, and exchange statistics
+    where ``Buffer.from_stats`` is declared.
 
     A format whose zeros raise a statistic, or whose codes depend on elements beyond their blocks, fails here.
     """
     size = MASTER + 2 * max(unit(side, dim) for side in sides(quantizer) for dim in (0, 1)) + 3
-    assert compare_cast(quantizer, normal(size, size)), f"{quantizer}: {size} rows and columns make no two parts"
+    x = normal(size, size)
+    place = torch.arange(x.numel()).view(x.shape)
+    parts = place < x.numel() // 2 + 1, place >= x.numel() // 2 + 1  # which cuts a row
+    for side in filter(beside_zeros, sides(quantizer)):
+        what = f"{side}: each of two parts of a master {list(x.shape)} beside zeros"
+        whole, *found = (measure_reference(held, side, None) for held in (x, *(x * own for own in parts)))
+        for stat, of_whole, *of_parts in zip(side.stats, whole, *found, strict=True):
+            same(
+                torch.maximum(*of_parts),
+                of_whole,
+                f"{what}: the larger statistic {stat.name!r}, which zeros may not raise",
+            )
+        stats = named_stats(side, whole)
+        wanted = encode(side, x, stats).buffers()
+        for own in parts:
+            made = encode(side, x * own, stats).buffers()
+            for buffer in side.layout:
+                one, other = made[buffer.name], wanted[buffer.name]
+                if not buffer.from_stats:  # those whose block is in the part, but for what pads lines
+                    complete = block_amax((~own).float(), buffer.block) == 0
+                    lattice = tuple(map(slice, complete.shape))
+                    one, other = one[lattice][complete], other[lattice][complete]
+                same(one, other, f"{what}, with the statistics of the whole: {buffer.name}")
+
+
+def named_stats(side: Quantizer, stats: list[Tensor]) -> dict[str, Tensor]:
+    return {stat.name: value for stat, value in zip(side.stats, stats, strict=True)}

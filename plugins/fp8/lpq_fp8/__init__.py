@@ -5,7 +5,10 @@ from lpq.registry import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec, hookimp
 CUDA = "lpq_fp8.cuda"
 IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied in bf16"
 KERNELS = (
-    KernelSpec.cuda("quantize", f"{CUDA}:quantize", bind=f"{CUDA}:bind", why_not=f"{CUDA}:why_not", rounds=True),
+    KernelSpec.cuda(
+        "quantize", f"{CUDA}:quantize", bind=f"{CUDA}:bind", several="lpq_fp8.several:bind", why_not=f"{CUDA}:why_not",
+        rounds=True,
+    ),
     KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
     KernelSpec.cuda(
         "transpose", "lpq_fp8.views:transpose", bind="lpq_fp8.views:bind_transpose",
@@ -16,7 +19,6 @@ KERNELS = (
     KernelSpec.cuda(
         "remember", "lpq_fp8.history:remember", bind="lpq_fp8.history:bind", why_not="lpq_fp8.history:why_not"
     ),
-    KernelSpec.cuda("cast", "lpq_fp8.cast:cast"),
     *(KernelSpec.triton(op, f"lpq_fp8.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
     KernelSpec(
         op="gemm", impl="lpq_fp8.gemm:gemm", bind="lpq_fp8.gemm:bind", why_not="lpq_fp8.gemm:why_not",

@@ -8,7 +8,6 @@ KERNELS = (
     KernelSpec.cuda("quantize", "lpq_mxfp8.cuda:quantize", bind="lpq_mxfp8.cuda:bind", rounds=True),
     KernelSpec.cuda("decode", "lpq_mxfp8.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_mxfp8.tile:{op}") for op in ("tile", "exact_tile")),
-    KernelSpec.cuda("cast", "lpq_mxfp8.cast:cast"),
     *(KernelSpec.triton(op, f"lpq_mxfp8.triton:{op}") for op in ("measure", "quantize", "decode")),
     KernelSpec(
         op="gemm", impl="lpq_mxfp8.gemm:native", why_not="lpq_mxfp8.gemm:why_not", formats=("mxfp8", "mxfp8"),

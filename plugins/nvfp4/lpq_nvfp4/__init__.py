@@ -16,7 +16,6 @@ KERNELS = (
     ),
     KernelSpec.cuda("decode", "lpq_nvfp4.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
-    KernelSpec.cuda("cast", "lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not"),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
     *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}") for op in ("measure", "decode", "transpose")),
     KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
