@@ -82,7 +82,7 @@ class High(_Quantized):
     def __init__(self, gather: Gather, shard: Tensor, way: Way) -> None:
         super().__init__((gather,), (way,))
         sides, dtype, row, col = operands_of(gather)
-        self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.layer.weight.shape)
+        self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.site.shape)
         given = tuple(s is not None for s in gather.statistics())
         self._encode = ShardsEncoder([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
         self._made = [whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if sends]

@@ -115,7 +115,7 @@ class Unit:
             if gather.operands is None:
                 loads.append(Ordinary(gather, dtype))
                 continue
-            shape = tuple(gather.layer.weight.shape)
+            shape = tuple(gather.site.shape)
             way = way_of(operands_of(gather).sides, each, shape, dtype, ranks, isinstance(shard, QuantizedTensor))
             if way.high:
                 loads.append(High(gather, shard, way))

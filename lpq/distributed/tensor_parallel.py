@@ -17,7 +17,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from lpq.distributed.alike import check_part, description
-from lpq.tensor.fsdp_protocol import Gathered
+from lpq.tensor import QuantizedTensor
 from lpq.torch_private import symmetric
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
@@ -123,11 +123,11 @@ def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     if not hasattr(module, "weight_quantizer"):
         vars(module)[STYLED] = True
         return
-    if isinstance(module.weight, Gathered):
+    if isinstance(module.weight, QuantizedTensor):
         title: Any = getattr(module, "title", type(module).__name__)
         raise ValueError(
-            f"{title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
-            "tensor parallelism shares out: convert without weights="
+            f"{title}: its weight was prepared by lpq.convert(…, weights='quantized'), which is not built for weights "
+            "that tensor parallelism shares out: convert with weights='high_precision', or without weights="
         )
     for name, placement in (("input_layouts", layouts.input), ("output_layouts", layouts.output)):
         if not isinstance(placement, Placement):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.alike import Comparison
+from lpq.distributed.cuts import part_of, why_not_of_shards
 from lpq.distributed.gather_encoder import Rows, Sides, sides_of
 from lpq.distributed.gathered_operand import Whole
 from lpq.distributed.several_matrices import Measuring, measured_together
@@ -26,8 +27,10 @@ from lpq.distributed.shardability import why_not, why_uncut
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.sections import is_stack
+from lpq.operations.cut import Cut
 from lpq.operations.measuring import measure
 from lpq.operations.operators import can_bypass_dispatcher
+from lpq.operations.part_encoders import along
 from lpq.operations.reduce_statistics import Declared, Reductions
 from lpq.operations.states import recall
 from lpq.tensor import QuantizedTensor
@@ -208,10 +211,16 @@ class Gather:
         self.judged = Judged(wanted, sides)
         return self.judged
 
+    @cached_property
+    def cut(self) -> Cut | None:
+        """How tensor parallelism shares out the weight, of which FSDP2 gathers one part; None: it does not."""
+        return part_of(self.site)
+
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""
-        shape = self.layer.weight.shape
-        return self.site.refusal or why_not(quantizer, shape[0], self.site.group.size(), is_stack(shape))
+        shape = self.site.shape
+        reason = self.site.refusal or why_not(quantizer, shape[0], self.site.group.size(), is_stack(shape))
+        return reason if reason is not None or self.cut is None else why_not_of_shards(self.cut, quantizer)
 
     def stored_sides(self, shard: QuantizedTensor) -> Sides:
         """The operands of a stored weight, whose quantizer must be the recipe's."""
@@ -222,7 +231,7 @@ class Gather:
                 f"the weight of {self.layer.title} is stored as {shard.quantizer} and its recipe wants {wanted}: a "
                 "weight that is stored quantized keeps its format; convert with weights='high_precision' to change it"
             )
-        shape, ranks = self.layer.weight.shape, self.site.group.size()
+        shape, ranks = self.site.shape, self.site.group.size()
         reason = self.site.refusal or why_uncut(shard.quantizer, shape[0], ranks, is_stack(shape))
         if reason is not None:
             raise ValueError(
@@ -276,7 +285,7 @@ class Gather:
         self.site.forget()
         self.made_for, self.operands, self._known = (sides, dtype), None, []
         if sides is not None:
-            shape, ranks, quantizer = self.layer.weight.shape, self.site.group.size(), sides.quantizer
+            shape, ranks, quantizer = self.site.shape, self.site.group.size(), sides.quantizer
             of = (tuple(shape), ranks, dtype, self.site.device)
             row, col = Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
             self.operands = Operands(sides, dtype, row, col)
@@ -285,7 +294,7 @@ class Gather:
         """The whole weight, over these tensors."""
         assert self.operands is not None
         sides, dtype, row, col = self.operands
-        whole = QuantizedTensor(row.operand, col.operand, sides.quantizer, self.layer.weight.shape, dtype)
+        whole = QuantizedTensor(row.operand, col.operand, sides.quantizer, self.site.shape, dtype)
         whole.place = f"the weight of {self.layer.title}"
         return whole
 
@@ -347,7 +356,7 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
 
 def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
     """Whether shards such as this one are measured in one launch. A state may need statistics of a shard by itself."""
-    if sides.stack or x.device != gather.site.device or not can_bypass_dispatcher(x):
+    if sides.stack or gather.cut is not None or x.device != gather.site.device or not can_bypass_dispatcher(x):
         return False
     if sides.remembers and not all(sides.spans):
         return False
@@ -370,6 +379,10 @@ def _measure_each(
         gather.stats = [*stats]
         gather.spanning = [s if spans else None for s, spans in zip(stats, sides.spans, strict=True)]
     reductions.add_stats(declared, values, group, 1)
+    for gather, _ in members:
+        if gather.cut is not None and gather.site.parallel is not None:
+            of_parts = along(gather.cut, sides.row, sides.col)
+            reductions.add_stats(of_parts, [s for s in gather.stats if s is not None], gather.site.parallel[0], 1)
 
 
 def _measure_together(

@@ -122,10 +122,11 @@ def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     for name, placement in zip(("input_layouts", "output_layouts"), layer.layouts or (), strict=False):
         if isinstance(placement, Shard) and not -input.dim() <= placement.dim < input.dim():
             raise ValueError(f"{layer.title}: {name}={placement}, and its input has {input.dim()} dimensions")
-    if isinstance(local_part(weight), Gathered):
+    if isinstance(local_part(weight), Gathered) and layer.gather is None:
         raise ValueError(
             f"{layer.title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
-            "tensor parallelism shares out: convert without weights="
+            "tensor parallelism shares out alone: call fully_shard after parallelize_module, or convert without "
+            "weights="
         )
     if layer.accumulate is not None:
         raise ValueError(

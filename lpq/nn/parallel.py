@@ -154,7 +154,7 @@ def multiply_parts(
             through = _spread(x, sequence, over.whole, group) if needs[0] else x
             shared, call = EncodedInput(through, SharedColumn(siblings.inputs)), siblings.first
         through = shared.tensor
-    if plan.memories or plan.stochastic:
+    if plan.memories or plan.stochastic or call.shapes.encoded:
         call = own.complete(call, x, w)
     if shared is not None:
         call = call._replace(values=x.detach(), shared=shared)
@@ -260,10 +260,11 @@ def _mesh_pass(
     overlaps = overlap and sequence is not None and can_overlap(sequence, x)
     compiling = torch.compiler.is_compiling()
     ordinary_part = x.buffers[0] if isinstance(x, QuantizedTensor) else x
-    bypasses = can_bypass_dispatcher(ordinary_part) and type(w) in ORDINARY
+    gathered = isinstance(w, QuantizedTensor)
+    bypasses = can_bypass_dispatcher(ordinary_part) and (gathered or type(w) in ORDINARY)
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
-        prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, False,
+        prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
         encoded, kernels_allowed(), parts=parts,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None

@@ -13,6 +13,7 @@ import torch
 
 from lpq.distributed.overlapped import of_parts
 from lpq.distributed.part_gathers import bind_gathered, bind_gathered_high, finish_sum, of_arriving, summed
+from lpq.nn.encoded_inputs import of_given
 from lpq.nn.plan import Plan
 from lpq.nn.step import BindProduct, Shapes, Step
 from lpq.operations.binding import Multiply, Product
@@ -49,7 +50,7 @@ class SharedOut(NamedTuple):
 
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
-        rows, features, outputs, x_dtype, w_dtype, dtype, _, device, dx, dw, _, given = shapes[:12]
+        rows, features, outputs, x_dtype, w_dtype, dtype, _, device, dx, dw, encoded, given = shapes[:12]
         group, cut, sequence, states = self.group, self.weight, self.sequence, {m.tensor for m in plan.memories}
         by_columns = cut.dim == 0  # those of the output
         of_rows = rows
@@ -62,7 +63,7 @@ class SharedOut(NamedTuple):
             of_x = bind_part(encoder, x, None if by_columns else cut, group)
         else:
             of_x = bind_gathered(encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
-        of_w = bind_part(encoder, w, cut, group)
+        of_w = PartEncoder(of_given(w)) if encoded else bind_part(encoder, w, cut, group)
         if by_columns:
             of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
         elif sequence is None or self.high:
@@ -77,8 +78,8 @@ class SharedOut(NamedTuple):
         exchange = bind_exchange(exchanged, group) if reduces else None
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
         return Step(
-            of_x.encoder, of_w.encoder, of_dy.encoder, forward, into_dx, into_dw, SHARED_OUT, exchange,
-            bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
+            of_x.encoder, None if encoded else of_w.encoder, of_dy.encoder, forward, into_dx, into_dw, SHARED_OUT,
+            exchange, bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
 

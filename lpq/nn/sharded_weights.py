@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-import torch
 from torch import Tensor, nn
 
 from lpq.formats.sections import is_stack
@@ -21,6 +20,7 @@ from lpq.torch_private.tensors import local_part
 if TYPE_CHECKING:
     from lpq.formats import Quantizer
     from lpq.recipes import Schedule
+    from lpq.torch_private.fsdp import Site
 
 Weights = Literal["high_precision", "quantized"]
 
@@ -57,7 +57,7 @@ def check_weights(
         if weights is not None and any(wanted) and hasattr(weight, "device_mesh"):
             raise ValueError(
                 f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor parallelism "
-                "shards it, without weights="
+                "shards it, before parallelize_module, or without weights="
             )
         stored = _stored(weight)
         if stored is not None:
@@ -191,11 +191,11 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
         elif layer.gathering is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
-            yield name, _note(layer, site.param, ranks, site.refusal, site.dtype, site.stays)
+            yield name, _note(layer, site.param, site.group.size(), site)
         elif sharded and not hasattr(layer.weight, "device_mesh"):
             yield name, _note_unsharded(layer)
         else:
-            yield name, _note(layer, layer.weight, ranks, None, layer.weight.dtype, stays=False)
+            yield name, _note(layer, layer.weight, ranks or 1, None)
 
 
 def _form(weight: Tensor) -> str:
@@ -209,8 +209,8 @@ def _note_unsharded(layer: Layer) -> str:
     return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
 
 
-def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, dtype: torch.dtype, stays: bool) -> str:
-    """``dtype``: of the weight where it is whole. ``stays``: it does so from forward to backward."""
+def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
+    from lpq.distributed.cuts import part_of, why_not_of_shards
     from lpq.distributed.shard import WeightShard
     from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
 
@@ -219,14 +219,17 @@ def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, 
         return f"stored as {kept}, and its recipe wants {quantizer or 'high precision'}: it keeps its format"
     if quantizer is None:
         return "in high precision: the recipe quantizes nothing"
-    *_, rows, cols = weight.shape
-    mesh = getattr(weight, "device_mesh", None)
-    over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
-    local = local_part(weight)
+    local, refusal, part = local_part(weight), None, None
+    shape, dtype, stays = local.shape, weight.dtype, False
+    if site is not None:
+        shape, dtype, stays, refusal, part = site.shape, site.dtype, site.stays, site.refusal, part_of(site)
+    *_, rows, cols = shape
     if not isinstance(local, QuantizedTensor | WeightShard):
         refusal = "the weight was replaced after lpq.convert"
     cut = why_uncut if kept is not None else why_not
-    reason = refusal or cut(quantizer, weight.shape[0], over, is_stack(weight.shape))
+    reason = refusal or cut(quantizer, shape[0], ranks, is_stack(shape))
+    if reason is None and part is not None:
+        reason = why_not_of_shards(part, quantizer)
     if reason is not None:
         return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
     sent = sent_bytes(quantizer, rows, cols, dtype, kept=stays, stored=kept is not None)
@@ -239,7 +242,7 @@ def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, 
     wanted = {"": (True, True)} if stays else {" in forward": (True, False), " in backward": (False, True)}
     for (when, directions), count in zip(wanted.items(), sent, strict=False):
         operands = operand_bytes(quantizer, rows, cols, dtype, *directions)
-        if operands > count and over > 1:
+        if operands > count and ranks > 1:
             how += f"; in high precision{when}, for its operands would be {operands / (2 * rows * cols):.2f}"
     return how
 

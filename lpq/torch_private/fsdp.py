@@ -78,6 +78,24 @@ class Site:
         """Whether tensor parallelism shares it out, too."""
         return bool(self.fsdp_param.is_dtensor)
 
+    @cached_property
+    def parallel(self) -> tuple[ProcessGroup, int] | None:
+        """The ranks of tensor parallelism that share it out, too, and the dimension along which they do."""
+        if not self.is_parallel:
+            return None
+        param = cast("DTensor", self.param)
+        mesh, placement = param.device_mesh, param.placements[-1]  # FSDP2 puts its own dimensions before theirs
+        return (mesh.get_group(mesh.ndim - 1), placement.dim) if isinstance(placement, Shard) else None
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The shape of what is gathered: under tensor parallelism, of this rank's part."""
+        sizes = [*self.param.shape]
+        if self.parallel is not None:
+            group, dim = self.parallel
+            sizes[dim] //= group.size()
+        return torch.Size(sizes)
+
     @property
     def replicas(self) -> ProcessGroup | None:
         """The ranks that hold the same shard, if there are several."""
@@ -93,7 +111,9 @@ class Site:
         if placement != Shard(0):
             return f"it is sharded by {placement}, and quantized weights are sharded along dimension 0"
         if self.is_parallel:
-            return "it is sharded by tensor parallelism too, which quantized gathers do not support yet"
+            shared = self.parallel
+            if shared is None or self.param.ndim != 2 or self.param.shape[shared[1]] % shared[0].size():
+                return "other ranks share it out, too, and not its rows or its columns equally"
         return None
 
     @property

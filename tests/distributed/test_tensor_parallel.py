@@ -264,7 +264,8 @@ def _refuses(rank: int) -> None:
     for weights, size, style, error in (
         (None, 96, tp.RowwiseParallel(), "its weight cannot be shared out over 2 ranks: shards of 48 columns cut the"),
         (None, 97, tp.ColwiseParallel(), "the 97 rows of its weight over 2 ranks are uneven"),
-        ("high_precision", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shares out"),
+        ("high_precision", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shares out alone"),
+        ("quantized", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shares out: convert"),
     ):
         columns = isinstance(style, tp.ColwiseParallel)
         net = nn.Sequential(nn.Linear(64, size) if columns else nn.Linear(size, 64))
@@ -309,7 +310,7 @@ def _refuses(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"layer 0, .* convert before parallelize_module, with a style of lpq\."):
         late(torch.ones(64, 64))
     with pytest.raises(
-        ValueError, match=r"^0: its weight is sharded already; .*tensor parallelism shards it, without we"
+        ValueError, match=r"^0: its weight is sharded already; .*tensor parallelism shards it, before par"
     ):
         lpq.convert(late, "mxfp8", weights="high_precision")
 

@@ -47,6 +47,11 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{SHARDED}/test_tensor_parallel.py::what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer",
         ),
         "FSDP2": (NOTHING, NOTHING, f"{PARALLEL}_combined.py::with_fsdp2"),
+        'FSDP2 with `weights="high_precision"`': (
+            NOTHING,
+            f"{SHARDED}/test_as_unsharded.py::sharded_training_is_unsharded_training",
+            f"{SHARDED}/test_sharded_twice.py::training_is_that_of_weights_in_high_precision",
+        ),
         "checkpoints that are loaded on another layout": (
             "tests/checkpoint/test_resharding.py::training_goes_on_from_four_on_two_one_and_four",
             "tests/checkpoint/test_resharding.py::four_two_one_four",
