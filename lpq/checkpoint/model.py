@@ -22,6 +22,7 @@ from lpq.checkpoint.tensors import described
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.expert_stacks import renamed, stacks_in_files
+from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Policy, Recipe, Steps
@@ -41,10 +42,7 @@ class Model:
     """A model in the form of a checkpoint: the same whether it is compiled, sharded or neither."""
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise CheckpointError(
-                f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, no state_dict()"
-            )
+        check_model(model, CheckpointError)
         self.module = _unwrapped(model)
         self._given = model
 

@@ -88,7 +88,7 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
     for one in every:
         if not isinstance(one, Optimizer):
             raise CheckpointError(
-                f"optimizer is to be a torch.optim.Optimizer or a list of them, not {type(one).__name__}: pass "
+                f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(one).__name__}: pass "
                 "the optimizers themselves, those of a dict as list(optimizers.values())"
             )
     return [itself(one) for one in every]

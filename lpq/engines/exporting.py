@@ -270,8 +270,9 @@ def _notes(stacks: Stacks, shared: Sequence[str], layout: str) -> tuple[str, ...
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
     def meshes() -> Meshes:
         if not isinstance(model, nn.Module | str | Path):
-            kind = type(model).__name__
-            raise CheckpointError(f"a model, or the directory of a checkpoint, is exported, and no {kind}")
+            raise CheckpointError(
+                f"model must be a torch.nn.Module or the directory of a checkpoint, got {type(model).__name__}"
+            )
         return Model(model).meshes(ranks.many) if isinstance(model, nn.Module) else Meshes()
 
     check_one_model(ranks.all(meshes), ranks)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
+from lpq.nn.first_argument import check_model
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def attach(model: nn.Module) -> nn.Module:
     Args:
         model: The model. Save a sharded one without this: what accelerate gathers is decoded already.
     """
+    check_model(model)
     if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
         from transformers.quantizers.base import HfQuantizer
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lpq.nn import Layer
+from lpq.nn.first_argument import check_model
 from lpq.tensor import QuantizedTensor
 
 
@@ -73,6 +74,7 @@ def merge_aware(model: nn.Module) -> nn.Module:
     Args:
         model: The model that ``get_peft_model`` returns.
     """
+    check_model(model)
     found = 0
     for name, module in model.named_modules():
         lora: Any = module

@@ -16,8 +16,10 @@ from torch import nn
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import Model
+from lpq.files.disk import place
 from lpq.integrations.decoded import attach
 from lpq.nn import replan, set_step
+from lpq.nn.first_argument import check_model
 from lpq.nn.quantizer_state import memories
 from lpq.optim import MasterWeights
 from lpq.optim.standing import itself
@@ -86,7 +88,8 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
         checkpoint: The directory of the checkpoint.
         any_policy: Let the model have another policy than the one in the checkpoint.
     """
-    path = Path(checkpoint) / "trainer_state.json"
+    check_model(model)
+    path = place(checkpoint, "checkpoint") / "trainer_state.json"
     if not path.is_file():
         raise CheckpointError(f"{checkpoint} is no checkpoint of a Trainer: there is no {path.name} in it")
     state = json.loads(path.read_text(encoding="utf-8"))

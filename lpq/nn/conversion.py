@@ -16,6 +16,7 @@ from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.expert_notes import expert_notes
+from lpq.nn.first_argument import check_model
 from lpq.nn.functional import why_not_in_groups
 from lpq.nn.fused_experts import adopt as adopt_experts
 from lpq.nn.fused_experts import holds_experts, stacks
@@ -110,8 +111,7 @@ def convert(
             and its tensor hooks are called with ``None``. ``torch.autograd.grad`` returns gradients as ever, and adds
             to none.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
+    check_model(model)
     if accumulate not in (None, *get_args(Accumulate)):
         raise ValueError(f"accumulate={accumulate!r}: it is 'grad', 'main_grad' or None")
     prepared = _prepared(model, weights, ranks)
@@ -323,8 +323,7 @@ def _close_shortcuts(model: nn.Module) -> None:
 
 def conversions(model: nn.Module) -> dict[str, Conversion]:
     """The record of the model, by its name; where several calls converted parts of it, the records of these parts."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
+    check_model(model)
     found: dict[str, Conversion] = {}
     for own, module in model.named_modules():
         record, name = module.__dict__.get(RECORD), plain_name(own)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.nn.first_argument import check_model
 from lpq.nn.linear import Layer
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     Args:
         model: The model whose layers hold their weights.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"hold_weights: the model is a {type(model).__name__}: pass an nn.Module")
+    check_model(model)
     layers = [m for m in model.modules() if isinstance(m, Layer)]
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")

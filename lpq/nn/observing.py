@@ -63,6 +63,8 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
 
 
 def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
+    if not isinstance(layers, nn.Module | Iterable):
+        raise TypeError(f"layers must be a converted model or layers of it, got {type(layers).__name__}")
     modules = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
     found = [module for module in modules if isinstance(module, StatefulLayer)]
     if isinstance(layers, nn.Module):

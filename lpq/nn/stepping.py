@@ -8,6 +8,7 @@ from typing import cast
 from torch import nn
 
 from lpq.nn.conversion import RECORD, Conversion, check_layers, check_length, conversions, names_of
+from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
 from lpq.nn.reports import Entry
 from lpq.nn.sharded_weights import check_weights
@@ -24,6 +25,7 @@ def set_step(model: nn.Module, step: int) -> None:
         model: The converted model.
         step: The number of the step that begins, from 0 on. A step beyond the length of the run is refused.
     """
+    check_model(model)
     if type(step) is not int or step < 0:
         raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
     lengths = [c.steps for c in conversions(model).values() if isinstance(c.steps, int)]
@@ -49,8 +51,8 @@ def replan(model: nn.Module, *, steps: int) -> None:
         model: The converted model.
         steps: The length of the run.
     """
-    check_length(steps)
     conversions(model)
+    check_length(steps)
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, StatefulLayer)]
     before = {name: layer.schedule for name, layer in layers if layer.schedule is not None}
     planned = {name: schedule.replan(steps) for name, schedule in before.items()}

@@ -18,6 +18,7 @@ from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn import Layer
+from lpq.nn.first_argument import check_model
 from lpq.operations.derived_operands import derives_col
 from lpq.tensor import QuantizedTensor, quantize
 from lpq.torch_private.tensors import local_part
@@ -85,6 +86,7 @@ def memory(
             more in backward.
         param_dtype: The one of FSDP2's ``MixedPrecisionPolicy``.
     """
+    check_model(model)
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gathering is not None}
     names = {id(p): name for name, p in model.named_parameters()}

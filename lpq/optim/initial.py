@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed.ranks import raise_on_all, sharing
 from lpq.distributed.shard_groups import attach
+from lpq.nn.first_argument import check_model
 from lpq.optim.masters import MasterWeights
 from lpq.optim.standing import itself
 from lpq.tensor import QuantizedTensor
@@ -32,6 +33,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
         state_dict: The whole tensors by name, the same on every rank.
         optimizer: The ``MasterWeights`` whose masters get the values; None: there is none.
     """
+    check_model(model)
     masters = itself(optimizer) if optimizer is not None else None
     if masters is not None and not isinstance(masters, MasterWeights):
         raise TypeError(

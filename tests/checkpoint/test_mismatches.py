@@ -104,7 +104,7 @@ def test_what_is_no_model_and_no_optimizer_is_refused_at_once(tmp_path: Path) ->
             CheckpointError, match=r"model must be a torch\.nn\.Module, got OrderedDict: pass the model"
         ):
             call(no_model, tmp_path / "none")
-        with pytest.raises(CheckpointError, match=r"optimizer is to be .*, not dict: pass .* list\(optimizers\.values"):
+        with pytest.raises(CheckpointError, match=r"optimizer must be .*, got dict: pass .* list\(optimizers\.values"):
             call(net, tmp_path / "none", no_optimizer)
     with pytest.raises(CheckpointError, match=r"model must be a torch\.nn\.Module, got OrderedDict"):
         checkpoint.import_file(no_model, tmp_path / "none.pt")

@@ -251,7 +251,7 @@ def test_a_step_is_a_whole_number(step: object) -> None:
 def test_what_is_no_converted_model_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="not converted"):
         lpq.set_step(Net(), 3)
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not str"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str: pass"):
         lpq.convert("model", "mxfp8")
     t = lpq.quantizer("mxfp8").quantize(torch.randn(4, 32))
     with pytest.raises(TypeError, match=r"t\.row and t\.col, and not a QuantizedTensor"):

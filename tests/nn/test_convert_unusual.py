@@ -76,7 +76,7 @@ def test_the_report_tells_what_is_not_there_any_more() -> None:
 
 
 def test_what_is_no_model_has_no_report() -> None:
-    with pytest.raises(TypeError, match=r"a model is a torch\.nn\.Module, not int"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
         lpq.report(3)  # type: ignore[arg-type]
     model = lpq.convert(nn.Sequential(nn.Sequential(nn.Linear(64, 64))), "mxfp8")
     with pytest.raises(ValueError, match="or pass the whole that it is part of"):

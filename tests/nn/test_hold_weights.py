@@ -207,7 +207,7 @@ def test_a_cast_into_the_data_of_a_held_weight_is_refused() -> None:
 
 def test_what_is_no_module_is_refused_in_words() -> None:
     with (
-        pytest.raises(TypeError, match=r"hold_weights: the model is a list: pass an nn\.Module"),
+        pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list: pass"),
         lpq.hold_weights([1]),
     ):  # type: ignore[arg-type]
         raise AssertionError
