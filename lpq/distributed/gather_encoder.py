@@ -20,7 +20,7 @@ from lpq.operations.binding import Encoding, on_device
 from lpq.operations.bound import Run, bind_run
 from lpq.operations.derived_operands import derives_col
 from lpq.operations.operators import can_bypass_dispatcher
-from lpq.operations.quantizing import quantize
+from lpq.operations.quantizing import quantized
 from lpq.operations.reduce_statistics import spans
 from lpq.operations.sides import declared
 from lpq.operations.states import moves, recalls, state_names
@@ -189,5 +189,4 @@ def _bind(task: Task) -> Run | None:
 
 def _dispatched(task: Task, x: Tensor, stats: Sequence[Tensor | None]) -> tuple[Buffers, Buffers]:
     """The same by operators."""
-    row, col, _ = quantize(x, stats, *_sides(task), dtype=task.dtype)
-    return row.tensors() if row is not None else (), col.tensors() if col is not None else ()
+    return quantized(x, stats, *_sides(task), dtype=task.dtype)[:2]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, row_major
+from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
 from lpq.formats.rotation import basis_of
 
@@ -375,9 +375,7 @@ class Storage:
         """Return the same bytes for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
         if dtype is self.dtype:
             return self
-        layout = self.quantizer.layout
-        tensors = [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, self.tensors(), strict=True)]
-        return self.wrap(tensors, self.quantizer, self.shape, dtype)
+        return self.wrap(for_dtype(self.quantizer.layout, self.tensors(), dtype), self.quantizer, self.shape, dtype)
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:
         """Return the operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block, or a

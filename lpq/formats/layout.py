@@ -204,3 +204,8 @@ class StateBuffer:
 
     name: str
     shape: tuple[int, ...] = ()
+
+
+def for_dtype(layout: Sequence[Buffer], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The same bytes for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
+    return [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, tensors, strict=True)]

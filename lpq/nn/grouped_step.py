@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
+from lpq.formats.layout import for_dtype
 from lpq.formats.sections import Sections, why_not_row_by_row
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
@@ -93,9 +94,7 @@ def _of_row_operand(wanted: Wanted) -> Encoder:
         buffers, (offs, *seeds) = kept[: len(side.layout)], kept[len(side.layout) :]
         decoded = decode(side.storage.wrap(buffers, side, wanted.shape, dtype), torch.float32)
         made = encode_values(decoded, None, seeds[0] if seeds else None, offs)[1]
-        # It stands for the rows, and not for what was decoded.
-        pairs = zip(of_col.layout, made, strict=False)
-        return *(t.to(dtype) if buffer.dtype is None else t for buffer, t in pairs), offs
+        return *for_dtype(of_col.layout, made[:-1], dtype), offs  # it stands for the rows, not for what was decoded
 
     return Encoder(row, col, encode, later)
 

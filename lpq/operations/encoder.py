@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
+from lpq.formats.layout import for_dtype
 from lpq.formats.sections import Sections
 from lpq.operations import fused_pair
 from lpq.operations.binding import Encoded, Encoding, Operand
@@ -24,7 +25,7 @@ from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.exact_form import Form
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import bind_measure, measure
-from lpq.operations.quantizing import quantize
+from lpq.operations.quantizing import quantized
 from lpq.operations.sectioned import same_amaxes
 from lpq.operations.sides import declared, shared
 from lpq.operations.states import bind_recall, moves, recall, recalls
@@ -158,8 +159,7 @@ def through_operators(wanted: Wanted) -> Encoder:
             if wanted.remembers and known is not None
             else None
         )
-        first, second, found = quantize(x, stats, *sides, seed, wanted.offset, measure=measures, across=wanted.across)
-        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), found
+        return quantized(x, stats, *sides, seed, wanted.offset, measure=measures, across=wanted.across)
 
     finds = partial(measure, row=sides[0], col=sides[1]) if wanted.apart else None
     return Encoder(*operands_of(wanted, forms), encode, measure=finds)
@@ -193,7 +193,7 @@ def made_of_row(first: Encoder, second: Encoder, wanted: Wanted) -> Encoder:
         decoded = decode(of_row.over(row), torch.float32)
         state = known.state if isinstance(known, KnownStats) else known
         _, buffers, found = second.encode(decoded, state, seed)
-        cast = made.over(buffers).astype(wanted.dtype).tensors()
+        cast = for_dtype(made.quantizer.layout, buffers, wanted.dtype)
         return (row, cast, [*stats, *found]) if wanted.row else ((), cast, found)
 
     return Encoder(of_row if wanted.row else None, col, encode, derived=True, measure=first.measure)
@@ -261,11 +261,11 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         # Equal operators are merged, those that are given other seeds are not.
         of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
-        made, _, measured = quantize(as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand)
+        made, _, measured = quantized(as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand)
         # Else backward would read what a later write to x leaves, if that is traced too. Inductor takes the copy away.
         same = x.clone()
         kept = (same, *measured) if not col.stochastic or seed is None else (same, *measured, seed)
-        return () if made is None else made.tensors(), kept, ()
+        return made, kept, ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         x, stats, seed = as_matrix(kept[0]), kept[1:], None
@@ -273,9 +273,7 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
             stats, seed = stats[:-1], stats[-1]
         # All of it, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
         # nothing again that others read in backward.
-        _, made, _ = quantize(x.chunk(1, dim=1)[0], stats, None, col, seed)
-        assert made is not None
-        return made.tensors()
+        return quantized(x.chunk(1, dim=1)[0], stats, None, col, seed)[1]
 
     return Encoder(*operands_of(wanted), encode, later)
 

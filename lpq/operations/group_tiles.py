@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.layout import Buffer, Covering, bytes_of
+from lpq.formats.layout import Buffer, Covering, for_dtype
 from lpq.formats.random_bits import RandomBits, bytes_at
 from lpq.formats.sections import Grouped, capacity, matrices, unit
 from lpq.kernels import choose
@@ -26,9 +26,9 @@ from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are
 from lpq.operations.binding import Operand, Product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
-from lpq.operations.format_calls import encoded_by, transposed_by
+from lpq.operations.format_calls import encoded_by
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize
+from lpq.operations.quantizing import quantized
 from lpq.operations.sides import shared
 from lpq.operations.states import State, recall
 from lpq.operations.vmapped import vmapped
@@ -92,9 +92,7 @@ def encode(
     if not col:
         return out
     if quantizer.col_source == "original":
-        follows = row and shared(of_row, of_col)
-        made = None if follows else _side(of_col, x, offs, 1, seeds, known(None, of_col))
-        return out + (_turned(of_row, out, x.shape, offs) if made is None else made)
+        return out + _side(of_col, x, offs, 1, seeds, known(None, of_col), follows=row and shared(of_row, of_col))
     rows, cols = x.shape
     tensors = out if row else _side(of_row, x, offs, 0, seeds, known(of_row, None))
     decoded = dense(Grouped(of_row, tensors, (rows, cols), x.dtype, 0), offs, torch.float32, rotated=False)
@@ -102,23 +100,22 @@ def encode(
         derived: Sequence[Tensor] = encoded_by(of_col, decoded.t(), {}, None).tensors()
     else:
         derived = _side(of_col, decoded, offs, 1, seeds, known(None, of_col))
-    pairs = zip(of_col.layout, derived, strict=True)
-    return out + [t.to(x.dtype) if b.dtype is None else t for b, t in pairs]
+    return out + for_dtype(of_col.layout, derived, x.dtype)
 
 
 def _side(
-    side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | None, known: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """The buffers of one operand; ``known``: the statistics of groups that are not measured."""
+    side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | None, known: Sequence[Tensor | None],
+    follows: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """The buffers of one operand; ``known``: the statistics of groups that are not measured. ``follows``: it is the
+    transpose of the row operand, and so has its random bits."""
     t = tiles(offs, len(x), unit(side, dim))
     count = len(t.group) - len(offs)
     seeds = seeds if side.stochastic else None
     if seeds is None and not spans(side, dim):
         whole_rows = t.row.shape[1] == 1  # each is a tile where it lies, and those of no group are read by nobody
         flat = x if whole_rows else _gathered(x, t, count).flatten(0, 1)
-        whole = quantize(flat, None, side, None)[0] if dim == 0 else quantize(flat, None, None, side)[1]
-        assert whole is not None
-        return whole.tensors()
+        return [*(quantized(flat, None, side, None)[0] if dim == 0 else quantized(flat, None, None, side)[1])]
     given = _gathered(x, t, len(t.group))
     if dim == 1:
         given = given.transpose(1, 2)
@@ -128,7 +125,11 @@ def _side(
     ]
     own = t.group.clamp(max=len(offs) - 1)
     stats = [s if k is None else k[own] for s, k in zip(stats, known or [None] * len(stats), strict=True)]
-    drawn = [] if seeds is None else [_bits(seeds, t, dim, given.shape[1:])]
+    drawn = []
+    if seeds is not None and follows:
+        drawn = [_bits(seeds, t, 0, given.shape[:0:-1]).transpose(1, 2)]
+    elif seeds is not None:
+        drawn = [_bits(seeds, t, dim, given.shape[1:])]
 
     def one(m: Tensor, *rest: Tensor) -> list[Tensor]:
         named = dict(zip((s.name for s in side.stats), rest, strict=False))
@@ -136,29 +137,6 @@ def _side(
 
     made_of_tiles = vmapped(one, given, *stats, *drawn)
     return [_assembled(b, v, count, dim) for b, v in zip(side.layout, made_of_tiles, strict=True)]
-
-
-def _turned(side: Quantizer, row: Sequence[Tensor], shape: torch.Size, offs: Tensor) -> list[Tensor]:
-    """The buffers of the column operand that follows from this row operand."""
-    rows, cols = shape
-    t, of_row = tiles(offs, rows, unit(side, 1)), tiles(offs, rows, unit(side, 0))
-    size, count, own = t.row.shape[1], len(t.group) - len(offs), t.group.clamp(max=len(offs) - 1)
-    given = []
-    for buffer, tensor in zip(side.layout, row, strict=True):
-        step = buffer.block[0]
-        if step is None:
-            given.append(tensor[own] if buffer.block[1] is None else tensor[own].unsqueeze(1))
-            continue
-        at = ((of_row.padded[own] + t.place) // step)[:, None] + torch.arange(size // step, device=offs.device)
-        codes = bytes_of(tensor)
-        found = codes[at.clamp(max=len(codes) - 1)] if len(codes) else codes.new_zeros((*at.shape, *codes.shape[1:]))
-        inside = t.valid[:, ::step].reshape(at.shape + (1,) * (found.dim() - 2))
-        given.append(torch.where(inside, found, found.new_zeros(())).view(tensor.dtype))
-
-    def one(*each: Tensor) -> list[Tensor]:
-        return transposed_by(side.storage.wrap(each, side, (size, cols), torch.float32)).tensors()
-
-    return [_assembled(b, v, count, 1) for b, v in zip(side.layout, vmapped(one, *given), strict=True)]
 
 
 def spans(side: Quantizer, dim: int) -> bool:

@@ -24,7 +24,7 @@ from lpq.operations.encoder import Encoder, Known, Wanted, operands_of, sides_of
 from lpq.operations.encoder import through_operators as each_matrix
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define, layout_hash
-from lpq.operations.quantizing import quantize
+from lpq.operations.quantizing import quantized
 from lpq.operations.states import State, state_names
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
@@ -51,12 +51,8 @@ def bind(wanted: Wanted, *, watched: bool = False, dispatched: bool = False) -> 
 
     def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
         row, col, found = run(x, known, seeds, *offs) if run is not None else ((), (), ())
-        first, second, _ = quantize(x, None, plain_row, plain_col)
-        if first is not None:
-            row = *first.tensors(), *offs
-        if second is not None:
-            col = *second.tensors(), *offs
-        return row, col, found
+        of_row, of_col, _ = quantized(x, None, plain_row, plain_col)
+        return row if plain_row is None else (*of_row, *offs), col if plain_col is None else (*of_col, *offs), found
 
     return Encoder(*operands, encode)
 

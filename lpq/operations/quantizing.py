@@ -17,7 +17,10 @@ from lpq.operations.measuring import empty_stats, measure_reference, traced_stat
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.random_seeds import draw_seeds
 from lpq.operations.sides import quantizer_of, serving, shared, text_of
-from lpq.operations.transposing import transpose, transpose_reference
+from lpq.operations.transposing import transpose_reference
+
+Buffers = tuple[Sequence[Tensor], Sequence[Tensor], list[Tensor]]
+"""The buffers of the row operand and of the column operand, and the statistics."""
 
 
 def quantize(
@@ -30,15 +33,38 @@ def quantize(
     *,
     measure: bool = False,
     dtype: torch.dtype | None = None,
+) -> tuple[Storage | None, Storage | None, list[Tensor]]:
+    """Encode as ``quantized`` does; return the operands."""
+    of_row, of_col, measured = quantized(x, stats, row, col, seed, offset, measure=measure, dtype=dtype)
+    *count, rows, cols = x.shape
+    dtype = dtype or x.dtype
+    return (
+        None if row is None else row.storage.wrap(of_row, row, (*count, rows, cols), dtype),
+        None if col is None else col.storage.wrap(of_col, col, (*count, cols, rows), dtype),
+        measured,
+    )
+
+
+def quantized(
+    x: Tensor,
+    stats: Sequence[Tensor | None] | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None = None,
+    offset: int = 0,
+    *,
+    measure: bool = False,
+    dtype: torch.dtype | None = None,
     across: int = 0,
     at_hand: bool = False,
-) -> tuple[Storage | None, Storage | None, list[Tensor]]:
-    """Encode the matrix ``x``, rounded to ``dtype`` if one is given, into the wanted operands; return these and, with
-    ``measure``, the statistics of ``x``. In a stack ``x`` each matrix is encoded by itself: given statistics, and
-    seeds, have one value for each along their first dimension, and no statistics are returned. ``offset`` and
-    ``across``: the first row and the first column of ``x`` in the whole tensor, by which random bits are drawn. Kernels
-    begin at the first column; from any other one the reference draws the random bits. ``at_hand``: no graph that is
-    traced makes ``x``, so none of its passes could measure ``x`` without reading it once more: the kernel measures it.
+) -> Buffers:
+    """Encode the matrix ``x``, rounded to ``dtype`` if one is given, into the wanted operands; return the buffers of
+    both and, with ``measure``, the statistics of ``x``. In a stack ``x`` each matrix is encoded by itself: given
+    statistics, and seeds, have one value for each along their first dimension, and no statistics are returned.
+    ``offset`` and ``across``: the first row and the first column of ``x`` in the whole tensor, by which random bits are
+    drawn. Kernels begin at the first column; from any other one the reference draws the random bits. ``at_hand``: no
+    graph that is traced makes ``x``, so none of its passes could measure ``x`` without reading it once more: the kernel
+    measures it.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
@@ -58,56 +84,35 @@ def quantize(
         out = torch.ops.lpq.quantize(x, stats or traced, *texts, seed, offset, asked, layout_hash(*texts), across)
         if known:
             out = [*out, *(stat for stat in traced if stat is not None)]
-    *count, rows, cols = x.shape
-    row_storage = col_storage = None
-    at = 0
-    if row is not None:
-        at = len(row.layout)
-        row_storage = row.storage.wrap(out[:at], row, (*count, rows, cols), dtype)
-    if col is not None:
-        end = at + len(col.layout)
-        col_storage = col.storage.wrap(out[at:end], col, (*count, cols, rows), dtype)
-        at = end
-    return row_storage, col_storage, out[at:]
+    at = 0 if row is None else len(row.layout)
+    end = at if col is None else at + len(col.layout)
+    return out[:at], out[at:end], out[end:]
 
 
 def _with_plain(
-    x: Tensor,
-    stats: Sequence[Tensor | None] | None,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    across: int,
-) -> tuple[Storage | None, Storage | None, list[Tensor]]:
+    x: Tensor, stats: Sequence[Tensor | None] | None, row: Quantizer | None, col: Quantizer | None,
+    seed: Tensor | None, offset: int, measure: bool, across: int,
+) -> Buffers:  # fmt: skip
     """Encode where at least one operand is an ordinary matrix, which has no statistics."""
-    plain_row = row if row is not None and row.plain else None
-    plain_col = col if col is not None and col.plain else None
-    row_storage = _plain(plain_row, x) if plain_row is not None else None
-    if row_storage is not None and shared(plain_row, plain_col):
-        col_storage: Storage | None = transpose(row_storage)  # one cast serves both
-    elif plain_col is not None and is_stack(x.shape):
-        col_storage = _plain(plain_col, x)
-        col_storage = col_storage.wrap([turned(col_storage.tensors()[0])], plain_col, turned(x).shape, x.dtype)
-    else:
-        col_storage = encoded_by(plain_col, x.t(), {}, None) if plain_col is not None else None
+    plain_row, plain_col = (None if side is None or not side.plain else side for side in (row, col))
     row, col = (None if plain_row else row), (None if plain_col else col)
-    if row is None and col is None:
-        return row_storage, col_storage, []
-    other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure, across=across)
-    # Not by `or`, which takes the truth of a storage: torch 2.11 cannot compile that.
-    row_storage = other_row if row_storage is None else row_storage
-    col_storage = other_col if col_storage is None else col_storage
-    return row_storage, col_storage, measured
+    rest: Buffers = ((), (), [])
+    if row is not None or col is not None:
+        rest = quantized(x, stats, row, col, seed, offset, measure=measure, across=across)
+    of_row, of_col, measured = rest
+    if plain_row is not None:
+        of_row = [_plain(plain_row, x)]
+    if plain_row is not None and shared(plain_row, plain_col):
+        of_col = [turned(of_row[0])]  # one cast serves both
+    elif plain_col is not None:
+        of_col = [turned(_plain(plain_col, x))]
+    return of_row, of_col, measured
 
 
-def _plain(side: Quantizer, x: Tensor) -> Storage:
+def _plain(side: Quantizer, x: Tensor) -> Tensor:
     """An ordinary matrix, or a stack of them, whose elements are independent."""
-    if not is_stack(x.shape):
-        return encoded_by(side, x, {}, None)
-    made = encoded_by(side, x.flatten(0, 1), {}, None)
-    return made.wrap([made.tensors()[0].view(x.shape)], side, x.shape, x.dtype)
+    (data,) = encoded_by(side, x.flatten(0, 1) if is_stack(x.shape) else x, {}, None).tensors()
+    return data.view(x.shape) if is_stack(x.shape) else data
 
 
 def quantize_reference(
