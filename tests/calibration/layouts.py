@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from models import same, statics
+from models import statics
+from support.comparing import equal_states
 from torch import Tensor, nn
 
 import lpq
@@ -50,5 +51,5 @@ def whole_statics(net: Any) -> dict[str, Tensor]:
 
 def differs_on_some_rank(net: Any, expected: dict[str, Tensor]) -> bool:
     found: list[Any] = [None] * 4
-    dist.all_gather_object(found, same(whole_statics(net), expected))
+    dist.all_gather_object(found, equal_states(whole_statics(net), expected))
     return not all(found)

@@ -78,9 +78,5 @@ def statics(net: nn.Module) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for name, m in layers(net).items() for key, value in m.static_values().items()}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def converted(recipe: str, **options: int) -> nn.Module:
     return lpq.convert(model(**options), recipe)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from counting import encodings
-from models import converted, data, layers, model, same, statics
+from models import converted, data, layers, model, statics
+from support.comparing import equal_states
 from torch import Tensor, nn
 
 import lpq
@@ -125,9 +126,9 @@ def test_the_order_of_batches_does_not_matter() -> None:
             net = converted("x=nvfp4(rht=true), w=nvfp4, dy=nvfp4(rht=true)")
             lpq.calibrate(net, order, method=method, percentile=90)
             found.append(statics(net))
-    assert same(found[0], found[2])
-    assert same(found[1], found[3])
-    assert not same(found[0], found[1])
+    assert equal_states(found[0], found[2])
+    assert equal_states(found[1], found[3])
+    assert not equal_states(found[0], found[1])
 
 
 @pytest.mark.parametrize("method", ["mse", "four_over_six"])
@@ -153,7 +154,7 @@ def test_calibrating_again_does_not_depend_on_what_was_static() -> None:
     lpq.calibrate(net, data())
     fresh = converted("fp8-current")
     lpq.calibrate(fresh, data())
-    assert same(statics(net), statics(fresh))
+    assert equal_states(statics(net), statics(fresh))
 
 
 def test_a_recipe_that_is_static_from_the_start_is_filled() -> None:
@@ -161,7 +162,7 @@ def test_a_recipe_that_is_static_from_the_start_is_filled() -> None:
     lpq.calibrate(net, data())
     fresh = converted("fp8()")
     lpq.calibrate(fresh, data())
-    assert same(statics(net), statics(fresh))
+    assert equal_states(statics(net), statics(fresh))
 
 
 def test_it_ends_with_the_batch_that_makes_the_samples() -> None:
@@ -170,7 +171,7 @@ def test_it_ends_with_the_batch_that_makes_the_samples() -> None:
     assert (made.samples, made.batches) == (12, 3)
     few = converted("fp8-current")
     lpq.calibrate(few, batches[:3])
-    assert same(statics(net), statics(few))
+    assert equal_states(statics(net), statics(few))
 
 
 def test_experts_that_saw_no_token_get_the_scales_of_others_with_a_warning() -> None:
@@ -201,7 +202,7 @@ def test_where_it_fails_the_model_is_as_it_was() -> None:
         lpq.calibrate(net, bad)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         lpq.calibrate(net, [*data(2), torch.randn(2, 3, 65)])
-    assert same(net.state_dict(), before)
+    assert equal_states(net.state_dict(), before)
     assert {name: layer.recipe for name, layer in layers(net).items()} == recipes
     assert net.training
 
@@ -263,10 +264,10 @@ def test_an_interrupted_calibration_goes_on(method: Any, tmp_path: Path) -> None
         lpq.calibrate(net, damaged, method=method, state=file, every=2)
     else:
         lpq.calibrate(net, data(), method=method, state=file, every=2)
-    assert same(statics(net), statics(whole))
+    assert equal_states(statics(net), statics(whole))
     other = converted("nvfp4")
     lpq.calibrate(other, damaged, method=method)
-    assert not same(statics(other), statics(whole))
+    assert not equal_states(statics(other), statics(whole))
     with pytest.raises(CalibrationError, match="was kept with samples=512, and this is samples=8"):
         lpq.calibrate(converted("nvfp4"), data(), method=method, samples=8, state=file)
     with pytest.raises(CalibrationError, match="was kept of another model"):
@@ -294,7 +295,7 @@ def test_a_file_of_which_one_bit_changed_is_refused_or_the_same(tmp_path: Path) 
         except CalibrationError as error:
             refused.append(str(error))
         else:
-            assert same(statics(net), statics(whole)), place
+            assert equal_states(statics(net), statics(whole)), place
     assert len(refused) > 10
     assert not [words for words in refused if "weights_only" in words]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import data, same, statics
+from models import data, statics
+from support.comparing import equal_states
 from torch import Tensor, nn
 
 import lpq
@@ -80,10 +81,10 @@ def test_experts_in_stacks_are_calibrated_as_separate_layers(recipe: str, method
         ):
             made.append((model, lpq.calibrate(model, data(4), method=method)))
     (stacks, found), (layers, expected) = made
-    assert same(dict(found.values), dict(expected.values))
+    assert equal_states(dict(found.values), dict(expected.values))
     assert {*found.layers} == {*expected.layers} == {f"experts.{i}.{leaf}" for i in range(COUNT) for leaf in LEAVES}
     assert found.left == expected.left == ()
-    assert same(*(dict(lpq.export.stream(model, "compressed-tensors")) for model in (stacks, layers)))
+    assert equal_states(*(dict(lpq.export.stream(model, "compressed-tensors")) for model in (stacks, layers)))
     key = "w_amax"
     assert found.values[f"experts.1.w1.{key}"] == found.values[f"experts.1.w3.{key}"] == 0.75
     assert found.values[f"experts.0.w1.{key}"] < 0.5, "of each expert its own"
@@ -133,7 +134,7 @@ def test_static_stacks_stay_fp32_and_are_saved_copied_and_refused_when_empty() -
     found = statics(model)
     assert found["experts.w1.x_amax"].shape == (COUNT,)
     for moved in (copy.deepcopy(model).half(), copy.deepcopy(model).to(torch.bfloat16)):
-        assert same(statics(moved), found)
+        assert equal_states(statics(moved), found)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     again = lpq.convert(Model(Stacks), model.__dict__["lpq_conversion"].policy)
     with pytest.raises(RuntimeError, match=r"layer experts\.w1, .*is static, and x_amax is \[0\.0, 0\.0, 0\.0, 0\.0\]"):
@@ -198,7 +199,7 @@ def test_experts_of_hugging_face_models(name: str) -> None:
     assert torch.equal(y[6:9], one(x[6:9]))
     model.train()(tokens[0]).logits.square().sum().backward()
     half = copy.deepcopy(model).to(torch.bfloat16).get_submodule("model.layers.0.mlp.experts")
-    assert same({name: getattr(half, name) for name in kept}, kept)
+    assert equal_states({name: getattr(half, name) for name in kept}, kept)
     again = lpq.convert(getattr(transformers, f"{name}ForCausalLM")(config), model.__dict__["lpq_conversion"].policy)
     again.load_state_dict(model.state_dict())
     with torch.no_grad():

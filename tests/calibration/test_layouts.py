@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import BATCHES, FEW, RECIPES, differs_on_some_rank, exported, laid_out, of_one
-from models import data, layers, model, same, statics
+from models import data, layers, model, statics
 from ranks import on_one, spawn
+from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,8 +65,8 @@ def _the_same(rank: int, recipe: str, method: Any) -> None:
         net = sharded(recipe, ranks, weights)
         made = lpq.calibrate(net, data(BATCHES)[rank::4], method=method, process_group=dist.group.WORLD)
         assert (made.samples, made.batches) == (4 * BATCHES, BATCHES)
-        assert same(statics(net), static), (ranks, weights)
-        assert same(exported(net), codes), (ranks, weights)
+        assert equal_states(statics(net), static), (ranks, weights)
+        assert equal_states(exported(net), codes), (ranks, weights)
         computed = net(x)
         assert torch.equal(computed, y), "it computes the same, too"
         computed.square().sum().backward()
@@ -85,7 +86,7 @@ def _without_the_reduction(rank: int) -> None:
             net = sharded("fp8-current", 4)
             lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
         found: list[Any] = [None] * 4
-        dist.all_gather_object(found, same(statics(net), statics(expected)))
+        dist.all_gather_object(found, equal_states(statics(net), statics(expected)))
         assert not all(found), left_out
 
 
@@ -99,15 +100,15 @@ def _resharded(rank: int, folder: str) -> None:
         lpq.checkpoint.save(net, Path(folder) / str(step))
         net = sharded(policy, ranks)
         lpq.checkpoint.load(net, Path(folder) / str(step))
-        assert same(statics(net), static)
-        assert same(exported(net), expected), ranks
+        assert equal_states(statics(net), static)
+        assert equal_states(exported(net), expected), ranks
         if ranks == 2:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(reducing.Together, "combine", lambda self, packed, how: packed)
                 lpq.calibrate(net, data(BATCHES)[rank::4])
             assert differs_on_some_rank(net, static)
             lpq.calibrate(net, data(BATCHES)[rank::4])
-            assert same(exported(net), expected)
+            assert equal_states(exported(net), expected)
 
 
 def _reshared(rank: int, folder: str) -> None:
@@ -121,15 +122,15 @@ def _reshared(rank: int, folder: str) -> None:
         lpq.checkpoint.save(net, Path(folder) / str(step))
         net = parallel(lpq.convert(model(experts=1), policy), 4 // tp, tp, fsdp=tp == 2)
         lpq.checkpoint.load(net, Path(folder) / str(step))
-        assert same({name: local_part(value) for name, value in statics(net).items()}, static), tp
-        assert same(exported(net), expected), tp
+        assert equal_states({name: local_part(value) for name, value in statics(net).items()}, static), tp
+        assert equal_states(exported(net), expected), tp
         if tp == 2:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Team, "whole", lambda self: nullcontext())
                 lpq.calibrate(net, data(FEW)[rank // tp :: 4 // tp])
             assert differs_on_some_rank(net, static)
             lpq.calibrate(net, data(FEW)[rank // tp :: 4 // tp])
-            assert same(exported(net), expected)
+            assert equal_states(exported(net), expected)
 
 
 def _a_state_goes_on_in_another_layout(rank: int, folder: str) -> None:
@@ -145,7 +146,7 @@ def _a_state_goes_on_in_another_layout(rank: int, folder: str) -> None:
     net = sharded("fp8-current", 2)
     made = lpq.calibrate(net, data(BATCHES)[rank::4], method="percentile", state=file)
     assert made.batches == BATCHES
-    assert same(statics(net), statics(expected))
+    assert equal_states(statics(net), statics(expected))
 
 
 def _what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
@@ -199,9 +200,9 @@ def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
         mine = [batch.chunk(tp, 1)[rank % tp] for batch in mine] if sequence else mine
         made = lpq.calibrate(net, mine, method=method)
         assert (made.samples, made.batches) == (4 * FEW, FEW)
-        assert same(statics(net), static), (dp, tp, sequence, fsdp)
+        assert equal_states(statics(net), static), (dp, tp, sequence, fsdp)
         group = None if fsdp or dp == 1 else net[0].attn.q_proj.weight.device_mesh.get_group()
-        assert same(exported(net, group), codes), (dp, tp, sequence, fsdp)
+        assert equal_states(exported(net, group), codes), (dp, tp, sequence, fsdp)
         net(mine[0]).square().sum().backward()
 
 
@@ -225,8 +226,8 @@ def _controls_of_tensor_parallelism(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Team, "whole", lambda self: nullcontext())
         net, _ = calibrated(mine)
-        assert not same(statics(net), statics(expected))
-        assert same(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"
+        assert not equal_states(statics(net), statics(expected))
+        assert equal_states(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"
     with pytest.raises(CalibrationError, match=r"ranks \[2, 3\] share out.*rank 2 has a batch of 4 .* rank 3 has 3:"):
         calibrated([batch[: 3 if rank == 3 else 4] for batch in mine])
     net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
@@ -254,7 +255,7 @@ def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
         assert not torch.allclose(shared_out(x * 8), shared_out(x) * 8, atol=1e-2), "control: they are clamped"
     found = statics(shared_out)
     lpq.calibrate(shared_out, [x])
-    assert same(statics(shared_out), {name: local_part(value) for name, value in found.items()})
+    assert equal_states(statics(shared_out), {name: local_part(value) for name, value in found.items()})
 
 
 @pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import BATCHES, RECIPES, differs_on_some_rank, exported, laid_out, of_one, whole_statics
-from models import Attention, data, same, statics
+from models import Attention, data, statics
 from ranks import on_one, spawn
+from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,9 +95,9 @@ def _with_experts(rank: int, recipe: str, method: Any) -> None:
         net = routed(recipe, ep, tp, fsdp)
         again = lpq.calibrate(net, data(BATCHES, tokens=4)[rank // tp :: 4 // tp], method=method, samples=18)
         assert (again.samples, again.batches, again.layers) == (made.samples, made.batches, made.layers)
-        assert same(dict(again.values), dict(made.values)), (ep, tp, fsdp)
-        assert same(whole_statics(net), static), (ep, tp, fsdp)
-        assert same(exported(net), codes), (ep, tp, fsdp)
+        assert equal_states(dict(again.values), dict(made.values)), (ep, tp, fsdp)
+        assert equal_states(whole_statics(net), static), (ep, tp, fsdp)
+        assert equal_states(exported(net), codes), (ep, tp, fsdp)
         computed = net(x)
         if tp == 1:  # else sums have another order
             assert torch.equal(computed, y), (ep, tp, fsdp)
@@ -126,17 +127,17 @@ def _experts_over_two_and_shards_of_two(rank: int, recipe: str, folder: str) -> 
     lpq.calibrate(net, mine, samples=18)
     lpq.export(net, Path(folder) / "x", layout="compressed-tensors")
     found = {name: value for file in Path(folder).glob("x/*.safetensors") for name, value in _bytes_of(file)}
-    assert same(found, codes)
+    assert equal_states(found, codes)
     lpq.checkpoint.save(net, Path(folder) / "run")
     if rank == 0:
         lpq.export(Path(folder) / "run", Path(folder) / "y", layout="compressed-tensors", process_group=of_one())
-        assert same(dict(_bytes_of(Path(folder) / "y" / "model.safetensors")), codes)
+        assert equal_states(dict(_bytes_of(Path(folder) / "y" / "model.safetensors")), codes)
     with torch.no_grad():
         local = net.experts.w1.weight.to_local()
         parts = [torch.empty_like(local) for _ in range(4)]
         dist.all_gather(parts, local.contiguous())
         local.copy_(parts[rank ^ 1])
-    assert not same(exported(net), codes)
+    assert not equal_states(exported(net), codes)
 
 
 def _bytes_of(file: Path) -> list[tuple[str, Tensor]]:
@@ -163,8 +164,8 @@ def _fused_experts(rank: int) -> None:
     parallelize_module(experts, init_device_mesh("cpu", (4,)), ExpertParallel())
     lpq.calibrate(net, batches[rank::4], method="percentile")
     found = {name: local_part(value) for name, value in experts.static_values().items()}
-    assert same(found, expected.get_submodule("model.layers.0.mlp.experts").static_values())
-    assert same(exported(net), exported(expected))
+    assert equal_states(found, expected.get_submodule("model.layers.0.mlp.experts").static_values())
+    assert equal_states(exported(net), exported(expected))
     with torch.no_grad():
         assert torch.equal(net(batches[0]).logits, expected(batches[0]).logits)
 
@@ -187,7 +188,7 @@ def _controls_of_experts(rank: int) -> None:
             if wrong is not None:
                 patch.setattr(*wrong)
             lpq.calibrate(net, batches[rank::4], samples=20)
-        dist.all_gather_object(everywhere, same(whole_statics(net), static))
+        dist.all_gather_object(everywhere, equal_states(whole_statics(net), static))
         assert everywhere == [wrong is None] * 4, wrong
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.comparing import as_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -120,10 +121,6 @@ def optimizer_of(net: nn.Module, seed: int | None) -> torch.optim.AdamW:
             state = {k: sharded(v, param.device_mesh, param.placements) for k, v in state.items()}
         optimizer.state[param] = {"step": torch.tensor(float(seed)), "count": seed, **state}
     return optimizer
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def differences(found: Tensor, whole: Tensor) -> list[str]:

@@ -13,9 +13,10 @@ import frozen_format
 import pytest
 import torch
 import trained
-from operands import expected, gathered, same
+from operands import expected, gathered
 from ranks import spawn
 from sharded import How, built, optimizer_for, step, whole
+from support.comparing import equal, equal_states
 from torch import Tensor, nn
 
 import lpq
@@ -71,10 +72,10 @@ def _weights_follow_them(path: Path) -> None:
     assert len(found) == 2 * len(states) == 4
     for (name, when), seen in found.items():
         value, state, direction = values[f"{name}.weight"], states[name], "row" if when == "forward" else "col"
-        assert same(seen, expected("frozen", value, direction, state)), (name, when)
+        assert equal_states(seen, expected("frozen", value, direction, state)), (name, when)
         other = {**state, f"{direction}_amax": state[f"{direction}_amax"] * 2}
-        assert not same(seen, expected("frozen", value, direction, other)), (name, when)
-        assert not same(seen, expected("frozen", value, direction)), "they are not those of the data"
+        assert not equal_states(seen, expected("frozen", value, direction, other)), (name, when)
+        assert not equal_states(seen, expected("frozen", value, direction)), "they are not those of the data"
     _check_frozen(net)
 
 
@@ -171,7 +172,7 @@ def test_every_operand_follows_its_own_amax() -> None:
         changed = {product for product in uses if not torch.equal(others[product], seen[product])}
         assert changed == {product for product, names in uses.items() if name.removesuffix("_amax") in names}
         buffer.copy_(before[name])
-    assert all(torch.equal(a, b) for a, b in zip(seen.values(), _products(layer, x, dy).values(), strict=True))
+    assert equal(seen.values(), _products(layer, x, dy).values())
 
 
 @pytest.mark.usefixtures("frozen")

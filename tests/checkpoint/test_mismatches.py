@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import as_bytes
+from support.comparing import as_bytes, equal
 from torch import nn
 
 import lpq
@@ -85,7 +85,7 @@ def test_another_model_is_refused(
     before = bytes_of(net)
     with pytest.raises(CheckpointError, match=words):
         checkpoint.load(net, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(bytes_of(net), before, strict=True))
+    assert equal(bytes_of(net), before)
 
 
 def bytes_of(net: nn.Module) -> list[torch.Tensor]:
@@ -197,7 +197,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"the state of AdamW was saved, and this optimizer is {name}, "):
             checkpoint.load(net, tmp_path / "one", other)
         assert not other.state
-        assert all(torch.equal(a, b) for a, b in zip(bytes_of(net), before, strict=True))
+        assert equal(bytes_of(net), before)
     stranger = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.zeros(5))], 0.1)
     with pytest.raises(CheckpointError, match=r"a parameter of shape \[5\] that is none of the model's"):
         checkpoint.save(net, tmp_path / "one", stranger)

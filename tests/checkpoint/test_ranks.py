@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import Net, as_bytes, model_differences, optimizer_differences, optimizer_of, shard
+from checkpointed import Net, model_differences, optimizer_differences, optimizer_of, shard
 from ranks import processes, spawn
+from support.comparing import as_bytes
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh

@@ -19,7 +19,6 @@ from checkpointed import (
     POLICY,
     ROWS,
     Net,
-    as_bytes,
     model_differences,
     optimizer_differences,
     optimizer_of,
@@ -27,6 +26,7 @@ from checkpointed import (
     shard,
 )
 from ranks import spawn
+from support.comparing import as_bytes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

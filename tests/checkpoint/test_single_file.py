@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import FORMATS, Net, as_bytes, model_differences
+from checkpointed import FORMATS, Net, model_differences
+from support.comparing import as_bytes
 from torch import nn
 from torch.serialization import get_crc32_options, set_crc32_options
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import as_bytes
 from ranks import fully_shard, spawn
 from sharded import How, built, step
+from support.comparing import as_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
@@ -83,7 +83,7 @@ def moments(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     return [(name, local(t)) for of_one in state for name, t in of_one.items() if name != "master"]
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def hold(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
 
@@ -127,7 +127,7 @@ def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
         with collectives() as seen:
             quietly(folder / "with", stored, resumed)
         assert [c.kind for c in seen].count("all_reduce") == int(shard), "one reduction for all"
-        equal(masters(stored, resumed), saved)
+        hold(masters(stored, resumed), saved)
         encoded(stored, saved)
         decoded = {name: value.dequantize() for name, value in values(stored).items()}
         assert not any(torch.equal(decoded[name], saved[name]) for name in WEIGHTS), "or it would not matter"
@@ -140,7 +140,7 @@ def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
     with collectives() as seen:
         quietly(folder / "without", fresh, alone)
     assert [c.kind for c in seen].count("all_reduce") == int(shard)
-    equal(masters(fresh, alone), saved)
+    hold(masters(fresh, alone), saved)
     encoded(fresh, saved)
     assert moments(alone) == []
 
@@ -161,7 +161,7 @@ def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
     net = made(recipe, "high_precision", shard)
     resumed = adam(net)
     quietly(folder / "masters", net, resumed)
-    equal(values(net), kept)
+    hold(values(net), kept)
     assert all("master" not in state for state in resumed.state.values())
     found, expected = moments(resumed), moments(optimizer)
     assert [name for name, _ in found] == [name for name, _ in expected]
@@ -169,7 +169,7 @@ def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
 
     plain = made(recipe, None, shard)
     quietly(folder / "masters", plain, None)
-    equal(values(plain), kept)
+    hold(values(plain), kept)
 
     assert goes_on(net, resumed, shard) == goes_on(stored, optimizer, shard)
 
@@ -187,7 +187,7 @@ def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
     assert "wrap it in lpq.optim.MasterWeights before loading" in line
     for name, weight in values(net).items():
         now = [as_bytes(b) for _, s in weight.operands for b in s.tensors()]
-        assert all(torch.equal(a, b) for a, b in zip(now, before[name], strict=True)), name
+        assert equal(now, before[name]), name
     found, expected = moments(ordinary), moments(optimizer)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
     assert all("master" not in state for state in ordinary.state.values())
@@ -204,7 +204,7 @@ def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
     net = made(recipe, "quantized", shard)
     optimizer = MasterWeights(adam(net))
     quietly(folder / "plain", net, optimizer)
-    equal(masters(net, optimizer), {name: w.dequantize(torch.float32) for name, w in values(stored).items()})
+    hold(masters(net, optimizer), {name: w.dequantize(torch.float32) for name, w in values(stored).items()})
     found, expected = moments(optimizer), moments(ordinary)
     assert found
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
@@ -234,7 +234,7 @@ def _frozen_weights(folder: Path, recipe: str, shard: bool) -> None:
         with collectives() as seen:
             quietly(folder / "frozen", net, resumed)
         assert "all_reduce" not in [c.kind for c in seen], "there is nothing to encode"
-        equal(values(net), {**decoded, **kept})
+        hold(values(net), {**decoded, **kept})
         goes_on(net, resumed, shard)
 
 
@@ -441,7 +441,7 @@ def test_a_step_without_gradients_changes_nothing(recipe: str) -> None:
     versions = weight._version, weight.row.data._version
     random = torch.get_rng_state()
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
+    assert equal(everything(), before)
     assert (weight._version, weight.row.data._version) == versions
     assert moments(optimizer) == state == []
     assert torch.equal(torch.get_rng_state(), random)
@@ -457,8 +457,8 @@ def test_only_weights_with_a_gradient_are_encoded() -> None:
     net[0](torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     after = [[as_bytes(b) for _, s in m.weight.operands for b in s.tensors()] for m in net]
-    assert not all(torch.equal(a, b) for a, b in zip(after[0], before[0], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(after[1], before[1], strict=True))
+    assert not equal(after[0], before[0])
+    assert equal(after[1], before[1])
 
 
 def test_a_master_that_is_written_to_without_a_gradient_counts() -> None:

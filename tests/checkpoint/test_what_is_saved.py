@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpointed import POLICY, STEPS, Net, as_bytes, model_differences, random
+from checkpointed import POLICY, STEPS, Net, model_differences, random
+from support.comparing import as_bytes
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.nn.parallel import DistributedDataParallel

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpointed import as_bytes, differences
+from checkpointed import differences
 from sharded import How, built, step
+from support.comparing import as_bytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

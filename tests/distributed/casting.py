@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from example import EXAMPLE
 from quantizers import QUANTIZERS
+from support.comparing import as_bytes
 from torch import Tensor
 
 import lpq
@@ -76,10 +77,6 @@ class Case:
 
 def buffers(weight: QuantizedTensor) -> list[Tensor]:
     return [buffer for _, operand in weight.operands for buffer in operand.tensors()]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def check(weight: QuantizedTensor, expected: Sequence[Tensor], what: object) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from support.comparing import copy_bytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -55,10 +56,10 @@ def value(rows: int, cols: int, seed: int = 0, dtype: torch.dtype = torch.float3
 def read(weight: Tensor, direction: str) -> dict[str, Tensor]:
     """The bytes of one operand of a gathered weight, copied, or those of its values if it is an ordinary tensor."""
     if not isinstance(weight, QuantizedTensor):
-        return {"values": as_bytes(weight)}
+        return {"values": copy_bytes(weight)}
     operand = weight.row if direction == "row" else weight.col
     assert operand is not None
-    return {name: as_bytes(buffer) for name, buffer in operand.buffers().items()}
+    return {name: copy_bytes(buffer) for name, buffer in operand.buffers().items()}
 
 
 def expected(quantizer: Any, x: Tensor, direction: str, state: Any = None) -> dict[str, Tensor]:
@@ -67,15 +68,7 @@ def expected(quantizer: Any, x: Tensor, direction: str, state: Any = None) -> di
     encoded = encode_operands(lpq.quantizer(str(quantizer)), x, row=row, col=not row, state=state)
     operand = encoded.row if row else encoded.col
     assert operand is not None
-    return {name: as_bytes(buffer) for name, buffer in operand.buffers().items()}
-
-
-def as_bytes(buffer: Tensor) -> Tensor:
-    return buffer.detach().contiguous().reshape(-1).view(torch.uint8).clone()
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return {name: copy_bytes(buffer) for name, buffer in operand.buffers().items()}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from products import Products, multiplied
-from quantizers import as_bytes
+from support.comparing import as_bytes
 from test_tensor_parallel import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from operands import same
 from stored import local, parts
+from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
@@ -34,7 +34,7 @@ def bytes_of(net: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def equal(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
-    return all(same(x, y) for x, y in zip(a, b, strict=True))
+    return all(equal_states(x, y) for x, y in zip(a, b, strict=True))
 
 
 def give_gradients(net: nn.Module, number: int) -> None:

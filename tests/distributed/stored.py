@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from operands import as_bytes, same
 from ranks import fully_shard
 from sharded import enough, model
+from support.comparing import copy_bytes, equal_states
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -114,8 +114,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:
     if not isinstance(tensor, QuantizedTensor):
-        return {"": as_bytes(tensor)}
-    return {f"{d}.{n}": as_bytes(b) for d, s in tensor.operands for n, b in s.buffers().items()}
+        return {"": copy_bytes(tensor)}
+    return {f"{d}.{n}": copy_bytes(b) for d, s in tensor.operands for n, b in s.buffers().items()}
 
 
 def same_parts(ours: nn.Module, theirs: nn.Module, about: Any) -> None:
@@ -123,4 +123,4 @@ def same_parts(ours: nn.Module, theirs: nn.Module, about: Any) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         rows = q.shape[0] // ranks
-        assert same(parts(local(p)), parts(q.detach()[rank * rows : (rank + 1) * rows])), (about, name)
+        assert equal_states(parts(local(p)), parts(q.detach()[rank * rows : (rank + 1) * rows])), (about, name)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from operands import same
 from ranks import on_one, spawn
 from stored import OPTIMIZERS, RECIPES, W8, Way, converted, parts, same_parts, sharded, train
+from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -83,7 +83,7 @@ def _as_unsharded(way: Way) -> list[float]:
     again, optimizer = train(ours, way)
     assert again == losses, way
     same_parts(ours, alone, way)
-    assert not any(same(parts(a), parts(b)) for a, b in zip(before, alone, strict=True))
+    assert not any(equal_states(parts(a), parts(b)) for a, b in zip(before, alone, strict=True))
     if way.masters:
         assert isinstance(optimizer, MasterWeights)
         assert len(optimizer.masters) == len(masters) == 2 * way.blocks

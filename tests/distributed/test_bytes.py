@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ranks import spawn
 from sharded import How, batch, built, train, whole
+from support.comparing import equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -220,7 +221,7 @@ def _what_is_less_travels(rank: int) -> None:
                 losses, net = train(how)
                 of.append((losses, [whole(p) for p in net.parameters()]))
             assert of[0][0] == of[1][0], (recipe, way)
-            assert all(torch.equal(a, b) for a, b in zip(of[0][1], of[1][1], strict=True)), (recipe, way)
+            assert equal(of[0][1], of[1][1]), (recipe, way)
             note = lpq.report(net).weights[0].note
             assert ("in high precision, for its operands would be 1.0" in note) == ("reshard" in way), note
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from agreed import COMPARED, agreed
 from ranks import fully_shard, spawn
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -109,7 +110,7 @@ def _a_change_of_all_is_compared_at_once(rank: int) -> None:
     with mock.patch.object(compared, "SOON", 60.0):
         found = agreed(step, RuntimeError)
     assert all(", and rank 1 has [2: Linear" in said for said in found), found
-    assert all(torch.equal(a, b) for a, b in zip(before, inner.parameters(), strict=True))
+    assert equal(before, inner.parameters())
 
 
 def _nobody_is_asked_in_each_step(rank: int) -> None:

@@ -11,8 +11,9 @@ import pytest
 import residual_format
 import torch
 import torch.distributed as dist
-from operands import expected, gathered, same, side, value
+from operands import expected, gathered, side, value
 from ranks import fully_shard, spawn
+from support.comparing import equal_states
 from torch.distributed.tensor import distribute_tensor
 
 import lpq
@@ -40,7 +41,7 @@ def _check(net: Any, texts: list[str], values: list[Any], x: Any) -> None:
     found = gathered(net, x)
     for i, (text, whole) in enumerate(zip(texts, values, strict=True)):
         for when, direction in (("forward", "row"), ("backward", "col")):
-            assert same(found[f"layers.{i}", when], expected(text, whole, direction)), (text, when)
+            assert equal_states(found[f"layers.{i}", when], expected(text, whole, direction)), (text, when)
 
 
 def _gathered_and_saved(rank: int, path: Path) -> None:

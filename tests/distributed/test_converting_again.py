@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from operands import as_bytes
 from ranks import fully_shard, spawn
+from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
@@ -45,7 +45,7 @@ def _bytes(net: nn.Module) -> list[Tensor]:
     for parameter in net.parameters():
         local = getattr(parameter, "_local_tensor", parameter)
         stored = isinstance(local, QuantizedTensor)
-        found += [as_bytes(b) for _, s in local.operands for b in s.tensors()] if stored else [as_bytes(local)]
+        found += [copy_bytes(b) for _, s in local.operands for b in s.tensors()] if stored else [copy_bytes(local)]
     return found
 
 
@@ -68,7 +68,7 @@ def test_a_recipe_that_quantizes_the_weight_alike_leaves_it_as_it_is(policy: Any
     before = _bytes(net)
     lpq.convert(net, policy, weights=weights)
     assert net[0].recipe == lpq.policy(policy).rules[0].recipe
-    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(net), strict=True))
+    assert equal(before, _bytes(net))
     assert [(e.name, e.note) for e in lpq.report(net).weights] == [("0", NOTE), ("2", NOTE)]
     _trains(net)
 
@@ -91,7 +91,7 @@ def test_another_format_is_refused_and_nothing_changes(policy: Any, wanted: str,
     with pytest.raises(RecipeError, match=words):
         lpq.convert(net, policy, weights=weights)
     assert _all_of(net) == before[0]
-    assert all(torch.equal(a, b) for a, b in zip(before[1], _bytes(net), strict=True))
+    assert equal(before[1], _bytes(net))
     _trains(net)
 
 

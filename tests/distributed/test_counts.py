@@ -8,8 +8,8 @@ import counted_format
 import pytest
 import torch
 import torch.distributed as dist
-from quantizers import as_bytes
 from ranks import fully_shard, on_one, spawn
+from support.comparing import as_bytes
 from torch import Tensor, nn
 
 import lpq

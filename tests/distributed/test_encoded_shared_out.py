@@ -8,6 +8,7 @@ import pytest
 import torch
 from agreed import agreed
 from ranks import spawn
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -42,10 +43,6 @@ def step(module: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), dx, module.weight.grad.to_local()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
-
-
 def _takes_a_whole_input(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(1)
@@ -53,12 +50,12 @@ def _takes_a_whole_input(rank: int) -> None:
     for recipe in ("fp8-current", "mxfp8", "nvfp4()"):
         module = layer(recipe, tp.ColwiseParallel(), mesh)
         q, expected = module.recipe.x, step(module, x)
-        assert same(step(module, q.quantize(x)), expected)
-        assert same(step(module, DTensor.from_local(q.quantize(x), mesh, [Replicate()], run_check=False)), expected)
-        assert not same(step(module, q.quantize(x + 1)), expected)
+        assert equal(step(module, q.quantize(x)), expected)
+        assert equal(step(module, DTensor.from_local(q.quantize(x), mesh, [Replicate()], run_check=False)), expected)
+        assert not equal(step(module, q.quantize(x + 1)), expected)
         with Watched():
-            assert same(step(module, x), expected)
-            assert same(step(module, q.quantize(x)), expected)
+            assert equal(step(module, x), expected)
+            assert equal(step(module, q.quantize(x)), expected)
         with pytest.raises(ValueError, match=r"layer 0, .*: the row operand of the input is encoded as mxfp8\(dtype="):
             module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x))
 
@@ -69,7 +66,7 @@ def _takes_it_compiled(rank: int) -> None:
     x = torch.randn(64, 64)
     expected = step(module, x)
     module.compile(fullgraph=True, backend="aot_eager")
-    assert same(step(module, module.recipe.x.quantize(x)), expected)
+    assert equal(step(module, module.recipe.x.quantize(x)), expected)
 
 
 def _refuses_parts(rank: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import spawn
+from support.comparing import equal
 from test_tensor_parallel import held_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,11 +81,6 @@ def mine_of(whole: Tensor, ends: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([part.split([counts(r)[e] for r in range(ranks)])[rank] for e, part in enumerate(each)])
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether all elements are equal, or NaN in both."""
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
 def as_one(
     rank: int,
     ranks: int,
@@ -108,15 +104,15 @@ def as_one(
         y = model(own, offs)
     backward(y, gradient)
     count = len(own) - BEHIND
-    assert same(y[:count], mine_of(expected, ends, rank, ranks))
+    assert equal([y[:count]], [mine_of(expected, ends, rank, ranks)], nan=True)
     assert not y[count:].any()
     assert own.grad is not None
     assert x.grad is not None
-    assert same(own.grad[:count], mine_of(x.grad, ends, rank, ranks))
+    assert equal([own.grad[:count]], [mine_of(x.grad, ends, rank, ranks)], nan=True)
     assert not own.grad[count:].any()
     for (name, whole), part in zip(alone.named_parameters(), model.parameters(), strict=True):
         assert local_part(part.grad).shape[0] == EXPERTS // ranks
-        assert same(local_part(part.grad), whole.grad.chunk(ranks)[rank]), name
+        assert equal([local_part(part.grad)], [whole.grad.chunk(ranks)[rank]], nan=True), name
 
 
 MX = "x=hybrid(row=mxfp8, col=mxfp8, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col=mxfp8, col_source=row)"
@@ -156,8 +152,8 @@ def _sent_encoded(rank: int, ranks: int, recipe: str, bias: bool, of_x: int, of_
         own.grad = None
         checkpoint(model, own, offs, use_reentrant=False).backward(gradient)
         again = [own.grad, *(local_part(p.grad) for p in model.parameters())]
-        assert all(torch.equal(a, b) for a, b in zip(made[-1][1:], again, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+        assert equal(made[-1][1:], again)
+    assert equal(*made)
 
 
 def _share(sender: int, rank: int, ranks: int) -> list[int]:
@@ -188,7 +184,7 @@ def _few_rows(rank: int) -> None:
             y.sum().backward()
             assert x.grad is not None
             made.append([y, x.grad, local_part(layers[0].weight.grad)])
-        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+        assert equal(*made)
         assert made[0][2].any() == (rank == 0 or few[2] == 1)
 
 
@@ -254,7 +250,7 @@ def _compiled(rank: int) -> None:
         y.backward(gradient)
         assert x.grad is not None
         made.append([y, x.grad, *(local_part(p.grad) for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert equal(*made)
 
 
 @pytest.mark.slow

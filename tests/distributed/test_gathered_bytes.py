@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from hybrids import FEW, MIXED, SOME
-from operands import Side, expected, gathered, same, side, value
+from operands import Side, expected, gathered, side, value
 from ranks import fully_shard, spawn
+from support.comparing import equal_states
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
@@ -47,7 +48,7 @@ def _check(net: Side, quantizers: list[str], values: list[Tensor], states: list[
     assert len(found) == 2 * len(quantizers)
     for i, (text, whole, state) in enumerate(zip(quantizers, values, states, strict=True)):
         for when, direction in (("forward", "row"), ("backward", "col")):
-            assert same(found[f"layers.{i}", when], expected(text, whole, direction, state)), (text, when)
+            assert equal_states(found[f"layers.{i}", when], expected(text, whole, direction, state)), (text, when)
 
 
 def _states(net: Side) -> list[Any]:

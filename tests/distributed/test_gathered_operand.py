@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.comparing import equal_bytes
 
 import lpq
 from lpq.distributed.gathered_operand import Whole, _unit, sent_bytes
@@ -44,8 +45,7 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
     for i in whole.stays:
         whole.targets[i].copy_(parts[0][i])
     expected = encoded(x, stats)
-    for got, wanted in zip(whole.operand.tensors(), expected, strict=True):
-        assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.contiguous().reshape(-1).view(torch.uint8))
+    assert equal_bytes(whole.operand.tensors(), expected)
 
 
 def test_the_widest_unit_is_taken() -> None:

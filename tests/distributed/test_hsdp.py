@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from operands import as_bytes, read, watched
+from operands import read, watched
 from ranks import spawn
 from sharded import How, built, enough
+from support.comparing import copy_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -65,9 +66,9 @@ def _local_bytes(net: nn.Module) -> Bytes:
         if isinstance(local, QuantizedTensor):
             for direction, storage in local.operands:
                 for buffer, values in storage.buffers().items():
-                    found[f"{name}.{direction}.{buffer}"] = as_bytes(values)
+                    found[f"{name}.{direction}.{buffer}"] = copy_bytes(values)
         else:
-            found[name] = as_bytes(getattr(local, "held", local))
+            found[name] = copy_bytes(getattr(local, "held", local))
     return found
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from operands import as_bytes
 from ranks import fully_shard, spawn
+from support.comparing import copy_bytes
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -99,9 +99,9 @@ def _shards(net: nn.Module) -> dict[str, Tensor]:
         local = parameter.to_local().detach()
         if isinstance(local, QuantizedTensor):
             for direction, operand in local.operands:
-                found |= {f"{name}.{direction}.{n}": as_bytes(t) for n, t in operand.buffers().items()}
+                found |= {f"{name}.{direction}.{n}": copy_bytes(t) for n, t in operand.buffers().items()}
         else:
-            found[name] = as_bytes(getattr(local, "held", local))
+            found[name] = copy_bytes(getattr(local, "held", local))
     return found
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import value_formats
 import whole_formats
-from casting import FORMATS, SEED, Case, as_bytes, buffers, case, check, gather, owned, register_example
+from casting import FORMATS, SEED, Case, buffers, case, check, gather, owned, register_example
 from quantizers import SIDES
 from ranks import spawn
+from support.comparing import as_bytes
 from torch import nn
 
 import lpq

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, spawn
+from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
@@ -24,11 +25,7 @@ def _net(recipe: str) -> Any:
 def _bytes(net: nn.Module) -> list[Tensor]:
     parts: list[Any] = [local_part(p) for p in net.parameters()]
     buffers = [b for part in parts for b in (part.buffers if hasattr(part, "buffers") else [part])]
-    return [buffer.reshape(-1).view(torch.uint8).clone() for buffer in buffers]
-
-
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return [copy_bytes(buffer) for buffer in buffers]
 
 
 def _stepped(recipe: str, net: Any) -> Any:
@@ -37,7 +34,7 @@ def _stepped(recipe: str, net: Any) -> Any:
     before = _bytes(net)
     for p in net.parameters() if recipe == "nvfp4" and not hasattr(net[0].weight, "device_mesh") else ():
         again = p.quantizer.quantize(p.dequantize(torch.float32))
-        assert not all(torch.equal(a, b) for a, b in zip(again.row.tensors(), p.row.tensors(), strict=True))
+        assert not equal(again.row.tensors(), p.row.tensors())
     gradients = [torch.zeros(p.shape) for p in net.parameters()]
     for rate, value in ((0.0, 1.0), (0.0, 0.0), (1.0, 1e3)):
         optimizer.param_groups[0]["lr"] = rate
@@ -46,9 +43,9 @@ def _stepped(recipe: str, net: Any) -> Any:
             sharded = hasattr(p, "device_mesh")
             p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if sharded else gradient
         optimizer.step()
-        assert _same(_bytes(net), before) == (not rate)
+        assert equal(_bytes(net), before) == (not rate)
     half = len(before) // 2
-    assert _same(_bytes(net)[half:], before[half:]), "no element of the second weight changed"
+    assert equal(_bytes(net)[half:], before[half:]), "no element of the second weight changed"
     return net
 
 

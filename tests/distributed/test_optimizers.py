@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
 from sharded import How, batch, built, model, whole
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
@@ -281,7 +282,7 @@ def _agree(values: list[Tensor]) -> bool:
     """Whether they are the same on both ranks."""
     both: list[list[Tensor]] = [[], []]
     dist.all_gather_object(both, values)
-    return all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    return equal(*both)
 
 
 def _state_is_sharded_and_ordinary(rank: int) -> None:

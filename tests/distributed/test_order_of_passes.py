@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
 from sharded import How, batch, built
+from support.comparing import equal
 from torch import Tensor, nn
 
 import lpq
@@ -109,7 +110,7 @@ def _trained_after(recipe: str, weights: str) -> None:
             net(_input(number)).square().sum().backward()
         grads.append([p.grad.to_local() for p in net.parameters() if p.grad is not None])  # type: ignore[attr-defined]
     assert len(grads[0]) == 2
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), (recipe, weights)
+    assert equal(*grads), (recipe, weights)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from operands import as_bytes
 from ranks import spawn
 from sharded import model
+from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,7 +95,7 @@ def _trained(net: nn.Module, wrap: Wrap, optimizer_of: Callable[[nn.Module], Opt
 
 def _bytes(net: nn.Module) -> list[Tensor]:
     stored = (p for p in net.parameters() if isinstance(p, QuantizedTensor))
-    return [as_bytes(buffer) for p in stored for _, s in p.operands for buffer in s.tensors()]
+    return [copy_bytes(buffer) for p in stored for _, s in p.operands for buffer in s.tensors()]
 
 
 def _trains_or_is_refused(rank: int, name: str) -> None:
@@ -104,7 +104,7 @@ def _trains_or_is_refused(rank: int, name: str) -> None:
         ordinary = _trained(_net(None), wrap, optimizer_of)
         assert not torch.equal(ordinary[0], ordinary[2])
         found = _trained(_net("high_precision"), wrap, optimizer_of)
-        assert all(torch.equal(a, b) for a, b in zip(ordinary, found, strict=True))
+        assert equal(ordinary, found)
     else:
         with pytest.raises((RuntimeError, ValueError, TypeError), match=kept):
             _trained(_net("high_precision"), wrap, optimizer_of)
@@ -114,7 +114,7 @@ def _trains_or_is_refused(rank: int, name: str) -> None:
     with pytest.raises((RuntimeError, ValueError, TypeError), match=stored):
         _trained(net, wrap, optimizer_of)
     if stored is JOINED:
-        assert all(torch.equal(a, b) for a, b in zip(before, _bytes(net), strict=True))
+        assert equal(before, _bytes(net))
     dist.barrier()  # nobody waits for anybody
 
 

@@ -13,6 +13,7 @@ import torch
 import value_formats
 from overlapping import TOKENS, WIDTH, by_gloo, compare, only_own, swapped, transport
 from ranks import spawn
+from support.comparing import equal
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -176,7 +177,7 @@ def compiled(rank: int, recipe: str, device: str = "cpu", steps: int = 2, **how:
                 net.zero_grad()
         assert seen is None or len(seen) == steps
     torch.compiler.reset()  # or recorded graphs would keep the group from ending
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from ranks import spawn
+from support.comparing import equal
 from test_tensor_parallel import BATCH, TOKENS, WIDTH, Gated, agree, data, model, plan, run, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +45,7 @@ def compiled(rank: int, style: Any, recipe: str, steps: int = 1, device: str = "
             results += [y.detach().clone(), x.grad.clone(), whole(net[0].weight.grad).clone()]
             net.zero_grad()
     torch.compiler.reset()  # or recorded graphs would keep the group from ending
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 @pytest.mark.parametrize(

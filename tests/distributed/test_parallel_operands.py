@@ -13,8 +13,9 @@ import torch.distributed as dist
 import value_formats
 import whole_formats
 from products import multiplied
-from quantizers import QUANTIZERS, as_bytes
+from quantizers import QUANTIZERS
 from ranks import spawn
+from support.comparing import as_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard

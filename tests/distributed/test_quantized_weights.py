@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from operands import as_bytes, expected, gathered, same
+from operands import expected, gathered
 from ranks import spawn
 from sharded import model
 from stored import W8, Way, converted, local, optimizer_of, parts, same_parts, sharded, step
+from support.comparing import copy_bytes, equal, equal_states
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -134,7 +135,7 @@ def _encoded(net: nn.Sequential, recipe: str, values: dict[str, Tensor]) -> None
         layer, _, leaf = name.rpartition(".")
         if (layer, "forward") in found and leaf == "weight":
             for when, direction in (("forward", "row"), ("backward", "col")):
-                assert same(found[layer, when], expected(quantizer, value, direction)), (recipe, name)
+                assert equal_states(found[layer, when], expected(quantizer, value, direction)), (recipe, name)
         else:
             assert torch.equal(net.get_parameter(name).full_tensor(), value), name
     assert len(found) == 8
@@ -215,11 +216,11 @@ def _initialised(rank: int) -> None:
                 assert 0.9 / 16 < values.abs().max() < 1.1 / 16
                 assert 0.9 / 16 / 3**0.5 < values.std() < 1.1 / 16 / 3**0.5
                 assert not torch.equal(values[:128], values[128:])
-                scales += [as_bytes(t) for _, s in local(layer.weight).operands for t in s.tensors() if t.dim() == 0]
+                scales += [copy_bytes(t) for _, s in local(layer.weight).operands for t in s.tensors() if t.dim() == 0]
         every: list[Any] = [None, None]
         dist.all_gather_object(every, scales)
         assert scales
-        assert all(torch.equal(a, b) for a, b in zip(*every, strict=True))
+        assert equal(*every)
         step(net, MasterWeights(AdamW(net.parameters(), lr=1e-2), keep=False), 0, Way(recipe))
 
 
@@ -247,7 +248,7 @@ def _continued(rank: int) -> None:
         its.load_state_dict(saved[1])
         assert [step(other, its, number, way) for number in (2, 3)] == uninterrupted, way
         for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-            assert same(parts(local(p)), parts(local(q))), (way, name)
+            assert equal_states(parts(local(p)), parts(local(q))), (way, name)
         for a, b in zip(optimizer.masters.values(), its.masters.values(), strict=True):
             assert torch.equal(local(a), local(b))
 
@@ -259,7 +260,7 @@ def _by_torchs_own_functions(rank: int, folder: str) -> None:
     def everything(net: nn.Module, optimizer: Any) -> list[dict[str, Tensor]]:
         moments = [optimizer.optimizer.state[p] for p in optimizer.optimizer.param_groups[0]["params"]]
         return [parts(local(p.detach())) for p in (*net.parameters(), *optimizer.masters.values())] + [
-            {name: as_bytes(local(value)) for name, value in state.items()} for state in moments
+            {name: copy_bytes(local(value)) for name, value in state.items()} for state in moments
         ]
 
     net = sharded(converted(way.recipe))
@@ -270,7 +271,7 @@ def _by_torchs_own_functions(rank: int, folder: str) -> None:
     model_state, state = get_state_dict(net, optimizer)
     again = everything(net, optimizer)
     assert len(before) == 10 + 4 + 10
-    assert all(same(a, b) for a, b in zip(before, again, strict=True)), "asking took a step"
+    assert all(equal_states(a, b) for a, b in zip(before, again, strict=True)), "asking took a step"
     dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
     full = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
     saved = copy.deepcopy((model_state, full))
@@ -294,7 +295,7 @@ def _by_torchs_own_functions(rank: int, folder: str) -> None:
             set_optimizer_state_dict(other, its, given[1], options=options)
             assert [step(other, its, number, way) for number in (2, 3)] == uninterrupted, (used, by_dcp)
             pairs = zip(everything(net, optimizer), everything(other, its), strict=True)
-            assert all(same(a, b) for a, b in pairs), (used, by_dcp)
+            assert all(equal_states(a, b) for a, b in pairs), (used, by_dcp)
 
     model_state, state = get_state_dict(net, optimizer)
     set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=state)  # in the other order
@@ -352,11 +353,11 @@ def _nothing_saves_the_group(rank: int) -> None:
     for back in (unpickled, loaded["shard"], loaded["state"]["0.up.weight"]):
         assert isinstance(back, QuantizedTensor)
         assert back.amax_group == "unattached"
-        assert same(parts(back), parts(before))
+        assert equal_states(parts(back), parts(before))
         for write in (lambda t: t.fill_(2), lambda t: t.copy_(torch.ones(128, 256)), lambda t: t[:16].zero_()):
             with pytest.raises(RuntimeError, match=refused):
                 write(back)
-        assert same(parts(back), parts(before))
+        assert equal_states(parts(back), parts(before))
         parameter = DTensor.from_local(back, weight.device_mesh, weight.placements, run_check=False)
         attach(parameter)
         assert parameter._local_tensor.amax_group is not None

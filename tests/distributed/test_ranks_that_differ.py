@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreed import agreed
-from operands import as_bytes
 from ranks import fully_shard, spawn
+from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW
@@ -41,13 +41,13 @@ def _cast(rank: int, weights: list[QuantizedTensor], **options: Any) -> None:
 
 
 def _bytes(weights: list[QuantizedTensor]) -> list[Tensor]:
-    return [as_bytes(b) for w in weights for _, s in w.operands for b in s.tensors()]
+    return [copy_bytes(b) for w in weights for _, s in w.operands for b in s.tensors()]
 
 
 def _nothing_is_cast(rank: int, weights: list[QuantizedTensor], **options: Any) -> list[str]:
     before = _bytes(weights)
     found = agreed(lambda: _cast(rank, weights, **options))
-    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(weights), strict=True))
+    assert equal(before, _bytes(weights))
     return found
 
 

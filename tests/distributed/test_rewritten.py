@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from operands import Side, expected, gathered, same, side, value
+from operands import Side, expected, gathered, side, value
 from ranks import fully_shard, spawn
+from support.comparing import equal_states
 from torch.distributed.tensor import distribute_tensor
 
 from lpq.observe import collectives
@@ -111,9 +112,9 @@ def _measured_again(rank: int) -> None:
         for i, text in enumerate(QUANTIZERS):
             for when, direction in (("forward", "row"), ("backward", "col")):
                 right = expected(text, whole[i], direction, states[i])
-                assert same(found[f"layers.{i}", when], right), (way, text, when)
+                assert equal_states(found[f"layers.{i}", when], right), (way, text, when)
                 if not states[i]:
-                    assert not same(right, expected(text, before[i], direction))
+                    assert not equal_states(right, expected(text, before[i], direction))
         with collectives() as seen:
             gathered(net, x)
         assert "all_reduce" not in [c.kind for c in seen], way
@@ -139,7 +140,7 @@ def _begun_on_meta(rank: int) -> None:
         for i, text in enumerate(QUANTIZERS):
             for when, direction in (("forward", "row"), ("backward", "col")):
                 right = expected(text, values[i], direction, states[i] or None)
-                assert same(found[f"layers.{i}", when], right), (assign, text, when)
+                assert equal_states(found[f"layers.{i}", when], right), (assign, text, when)
 
 
 @pytest.mark.parametrize("check", [_measured_again, _begun_on_meta])

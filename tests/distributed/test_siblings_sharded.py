@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, spawn
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -94,7 +95,7 @@ def _encode_once(rank: int) -> None:
                 dys = counts[OF_X] - (8 if apart else 4)  # that of out has the shape of an input
                 assert dys == 4, (weights, apart, counts)
                 seen.clear()
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), weights
+        assert equal(*found), weights
 
 
 def _keep_the_weight(rank: int) -> None:
@@ -103,7 +104,7 @@ def _keep_the_weight(rank: int) -> None:
     elements = _memories(kept, torch.float8_e4m3fn, (WIDTH, 2 * WIDTH))
     assert elements == {2 * WIDTH * WIDTH}
     found = _trained(None, apart=False, recipe=f"{recipe}, w.save=weight", kept=kept)
-    assert all(torch.equal(a, b) for a, b in zip(usual, found, strict=True))
+    assert equal(usual, found)
     weights = [t for t in kept if t.shape == (2 * WIDTH, WIDTH)]
     assert len(weights) == 4
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from ranks import spawn
 from sharded import How, batch, built, whole
+from support.comparing import equal
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -42,7 +42,7 @@ def _as_if_they_went(rank: int, weights: str) -> None:
         expected, others = _train(how, stay=False)
         assert losses == expected, recipe
         assert len(set(losses)) == 4
-        assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True)), recipe
+        assert equal(values, others), recipe
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])

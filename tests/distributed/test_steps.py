@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from operands import same
 from ranks import spawn
 from sharded import How, batch, built, enough, model
 from steps import WRITERS, Does, bytes_of, equal, give_gradients, reductions, rounding, stored_weights
 from stored import RECIPES, W8, Way, converted, local, parts, same_parts, sharded, step
+from support.comparing import equal_states
 from test_optimizers import Muon
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,7 +57,7 @@ def _statistics_of_decoded_operands(rank: int) -> None:
     assert len(seen) == 2
     for shard, value in zip(shards, values, strict=True):
         whole = quantizer.quantize(3 * value)
-        assert same(parts(shard), parts(whole[64 * rank :][:64]))
+        assert equal_states(parts(shard), parts(whole[64 * rank :][:64]))
 
 
 def _refused(rank: int) -> None:
@@ -122,7 +122,7 @@ def _masters(rank: int) -> None:
             assert reductions(optimizer) == 1
         for weight, master in optimizer.masters.items():
             whole = lpq.quantizer("fp8").quantize(master.full_tensor(), col=False)
-            assert same(parts(local(weight.detach())), parts(whole[128 * rank :][:128]))
+            assert equal_states(parts(local(weight.detach())), parts(whole[128 * rank :][:128]))
 
 
 def _other_optimizers(rank: int) -> None:
@@ -241,5 +241,5 @@ def test_rounded_once() -> None:
                 assert not equal(bytes_of(net), before)
                 for w, o in zip(weights, ordinary, strict=True):
                     expected = quantizer.quantize(o.detach(), col=w.col is not None)
-                    assert same(parts(w.detach()), parts(expected)), (recipe, kind, number)
+                    assert equal_states(parts(w.detach()), parts(expected)), (recipe, kind, number)
                 optimizer.zero_grad()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -111,17 +112,6 @@ def _local(tensor: Tensor) -> Tensor:
     return (local.dequantize() if isinstance(local, QuantizedTensor) else local).clone()
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether all values are equal, NaN where the others are NaN."""
-    return len(a) == len(b) and all(
-        torch.equal(p.isnan(), q.isnan()) and _same(p, q) for p, q in zip(a, b, strict=True)
-    )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
 # ---------------------------------------------------------------------------------- kinds of weights
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -146,7 +136,7 @@ def _as_alone(rank: int, kind: str) -> None:
     options = KINDS[kind]
     dtype = torch.bfloat16 if "mp_policy" in options else torch.float32
     found = trained(one := built(True, **options), dtype=dtype)
-    assert equal(found, trained(built(False, **options), dtype=dtype))
+    assert equal(found, trained(built(False, **options), dtype=dtype), nan=True)
     assert not any(t.isnan().any() for t in found)
     unit: Any = one.layers["tensor"].gather.unit
     plans = [[f"{type(load).__name__} {len(load.gathers)}" for load in p.loads.values()] for p in unit._plans.values()]
@@ -173,7 +163,7 @@ def _nan_on_one_rank(rank: int) -> None:
     found, ordinary = (
         trained(built(True, weights, names=FEW, stored=False), _nan) for weights in ("high_precision", None)
     )
-    assert equal(found, ordinary)
+    assert equal(found, ordinary, nan=True)
     assert any(t.isnan().all() for t in found), "it reaches the scale of all rows"
 
 
@@ -211,7 +201,7 @@ def _watched(rank: int) -> None:
         else:
             y.square().sum().backward()
         found.append([x.grad, *(_local(p.grad) for p in net.parameters())])
-    assert equal(*found)
+    assert equal(*found, nan=True)
 
 
 def _one_runs_again(rank: int) -> None:
@@ -228,7 +218,7 @@ def _one_runs_again(rank: int) -> None:
 
                 net.layers[name].register_full_backward_hook(see)
         found.append(trained(net, dtype=torch.bfloat16))
-    assert equal(*found)
+    assert equal(*found, nan=True)
     assert there == {"tensor": False, "rows": True, "sixteen": False}
 
 
@@ -258,7 +248,7 @@ def _a_caught_error(rank: int) -> None:
             for p in net.parameters():
                 p.mul_(2.0)
         found.append(trained(net))
-    assert equal(*found)
+    assert equal(*found, nan=True)
 
 
 def _ordinary_in_the_first_place(rank: int) -> None:
@@ -275,7 +265,7 @@ def _ordinary_in_the_first_place(rank: int) -> None:
         y = net(batch(0))
         y.square().sum().backward()
         found.append([y.detach(), *(_local(p.grad) for p in net.parameters())])
-    assert equal(*found)
+    assert equal(*found, nan=True)
 
 
 @pytest.mark.parametrize(

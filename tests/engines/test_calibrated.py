@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny import Net, layers, llama, same, tensors
+from support.comparing import equal_states
+from tiny import Net, layers, llama, tensors
 
 import lpq
 from lpq.engines.exporting import NO_MODEL
@@ -49,7 +50,7 @@ def test_static_scales_are_written_and_read_back(
         (value,) = layer.static_values().values()
         assert value == next(v for k, v in layers(model)[name].static_values().items() if k in ("x_amax", "x_row_amax"))
     lpq.export(read, tmp_path / "y", layout=layout)
-    assert same(found, tensors(tmp_path / "y"))
+    assert equal_states(found, tensors(tmp_path / "y"))
     dynamic = dict(lpq.export.stream(louder, layout)) if (layout, recipe) != ("modelopt", "fp8-current") else {}
     assert not [name for name in dynamic if name.endswith(scale)]
 
@@ -76,7 +77,7 @@ def test_a_checkpoint_of_a_calibrated_model_is_exported(tmp_path: Path) -> None:
     lpq.checkpoint.save(model, tmp_path / "run")
     lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
     lpq.export(model, tmp_path / "y", layout="compressed-tensors")
-    assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+    assert equal_states(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny import Case, Net, layers, same, tensors
+from support.comparing import equal_states
+from tiny import Case, Net, layers, tensors
 from torch import nn
 
 import lpq
@@ -51,14 +52,14 @@ def test_what_is_stored_quantized_is_written_as_it_is_and_the_rest_is_encoded_on
                 patch.setattr("lpq.engines.entries.encode_operands", None)
             lpq.export(model, tmp_path / str(weights), **case.options(model))
             written.append(tensors(tmp_path / str(weights)))
-            assert same(written[-1], dict(lpq.export.stream(model, **case.options(model))))
-    assert same(written[0], written[1])
-    assert same(written[0], written[2])
+            assert equal_states(written[-1], dict(lpq.export.stream(model, **case.options(model))))
+    assert equal_states(written[0], written[1])
+    assert equal_states(written[0], written[2])
     assert len(layers(model)) == 4
     with torch.no_grad():
         weight = layers(model)["blocks.0.mlp.up_proj"].weight
         weight.copy_(-weight.dequantize())
-    assert not same(written[0], dict(lpq.export.stream(model, **case.options(model))))
+    assert not equal_states(written[0], dict(lpq.export.stream(model, **case.options(model))))
 
 
 def test_two_values_share_a_byte_the_even_column_low(tmp_path: Path) -> None:
@@ -94,20 +95,20 @@ def test_several_files_have_the_tensors_of_one(tmp_path: Path) -> None:
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert same(tensors(tmp_path / "one"), tensors(tmp_path / "many"))
+    assert equal_states(tensors(tmp_path / "one"), tensors(tmp_path / "many"))
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     found = tensors(tmp_path / "many")
     assert index["weight_map"].keys() == found.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
     safetensors: Any = pytest.importorskip("safetensors.torch", reason="needs safetensors, as `make install` brings it")
     theirs = {name: t for file in files for name, t in safetensors.load_file(tmp_path / "many" / file).items()}
-    assert same(theirs, found)
+    assert equal_states(theirs, found)
 
 
 def test_a_wrapper_adds_nothing_to_names(tmp_path: Path) -> None:
     model = lpq.convert(Net(), "mxfp8")
     wrapped = nn.DataParallel(model)
-    assert same(dict(lpq.export.stream(wrapped, "modelopt")), dict(lpq.export.stream(model, "modelopt")))
+    assert equal_states(dict(lpq.export.stream(wrapped, "modelopt")), dict(lpq.export.stream(model, "modelopt")))
     lpq.checkpoint.save(wrapped, tmp_path / "run")
     lpq.checkpoint.load(lpq.convert(Net(), "mxfp8"), tmp_path / "run")
 
@@ -128,7 +129,7 @@ def test_a_checkpoint_of_tied_weights_is_exported_as_its_model_is(include: Any, 
     lpq.checkpoint.save(model, tmp_path / "run")
     of_model = lpq.export(model, tmp_path / "x", layout="compressed-tensors")
     of_run = lpq.export(tmp_path / "run", tmp_path / "y", layout="compressed-tensors")
-    assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+    assert equal_states(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
     assert of_model.notes == of_run.notes
     assert any("the weights of lm_head belong to other modules" in note for note in of_run.notes) == (include == "all")
     assert {*of_run.left} == {*of_model.left, "embed"}
@@ -139,7 +140,7 @@ def test_a_layer_in_two_places_is_exported_once_from_a_checkpoint_too(tmp_path: 
     model = lpq.convert(nn.Sequential(layer, nn.ReLU(), layer), "mxfp8")
     lpq.checkpoint.save(model, tmp_path / "run")
     found = lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
-    assert same(tensors(tmp_path / "x"), dict(lpq.export.stream(model, "compressed-tensors")))
+    assert equal_states(tensors(tmp_path / "x"), dict(lpq.export.stream(model, "compressed-tensors")))
     assert found.left == ()
 
 
@@ -189,8 +190,8 @@ def test_what_delayed_scaling_remembers_is_the_scale_of_inputs(tmp_path: Path) -
 def test_a_weight_is_rounded_first_to_the_dtype_of_training() -> None:
     model, half = lpq.convert(Net(), "mxfp8"), lpq.convert(Net(dtype=torch.bfloat16), "mxfp8")
     rounded = dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16))
-    assert same(rounded, dict(lpq.export.stream(half, "modelopt")))
-    assert not same(rounded, dict(lpq.export.stream(model, "modelopt")))
+    assert equal_states(rounded, dict(lpq.export.stream(half, "modelopt")))
+    assert not equal_states(rounded, dict(lpq.export.stream(model, "modelopt")))
 
 
 def test_a_weight_has_the_codes_that_autocast_multiplies() -> None:
@@ -396,7 +397,7 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "3 layers: MXFP8" in said
     assert "down_proj  " not in said
-    assert same(
+    assert equal_states(
         tensors(tmp_path / "x"),
         dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16, leave=["*.down_proj"])),
     )
@@ -434,7 +435,7 @@ def test_a_checkpoint_is_exported_as_its_model_is(recipe: Any, weights: Any, tmp
     options = {"layout": "compressed-tensors"}
     lpq.export(model, tmp_path / "model", **options)
     lpq.export(tmp_path / "run", tmp_path / "saved", **options)
-    assert same(tensors(tmp_path / "model"), tensors(tmp_path / "saved"))
+    assert equal_states(tensors(tmp_path / "model"), tensors(tmp_path / "saved"))
     mine, theirs = tiny.config(tmp_path / "model"), tiny.config(tmp_path / "saved")
     assert {*mine.pop("ignore")} <= {*theirs.pop("ignore")}
     assert len(mine["config_groups"]) == len(theirs["config_groups"])

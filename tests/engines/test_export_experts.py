@@ -11,7 +11,8 @@ import pytest
 import tiny
 import torch
 from ranks import fully_shard, spawn
-from tiny import same, tensors
+from support.comparing import equal_states
+from tiny import tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -65,11 +66,11 @@ def test_each_expert_has_the_bytes_of_a_layer(recipe: str, tmp_path: Path) -> No
     for weights in (None, "quantized"):
         model = lpq.convert(Model(), recipe, weights=weights)
         lpq.export(model, tmp_path / f"{weights}", layout=LAYOUT, input_amax=amax)
-        assert same(tensors(tmp_path / f"{weights}"), expected)
+        assert equal_states(tensors(tmp_path / f"{weights}"), expected)
         assert tiny.config(tmp_path / f"{weights}")["ignore"] == ["router"]
         lpq.checkpoint.save(model, tmp_path / f"run-{weights}")
         lpq.export(tmp_path / f"run-{weights}", tmp_path / f"of-{weights}", layout=LAYOUT, input_amax=amax)
-        assert same(tensors(tmp_path / f"of-{weights}"), expected)
+        assert equal_states(tensors(tmp_path / f"of-{weights}"), expected)
         assert tiny.config(tmp_path / f"of-{weights}")["ignore"] == ["router"]
     read: Any = lpq.load_quantized(Model(apart=True), tmp_path / "None")
     with torch.no_grad():
@@ -86,7 +87,7 @@ def test_each_expert_has_the_bytes_of_a_layer(recipe: str, tmp_path: Path) -> No
                 assert torch.equal(y[rows], read.experts[i].up_proj(x[rows])) or weights is None
         if weights is not None:
             lpq.export(stacks, tmp_path / "again", layout=LAYOUT)
-            assert same(tensors(tmp_path / "again"), expected)
+            assert equal_states(tensors(tmp_path / "again"), expected)
 
 
 def test_calibrated_experts_are_imported_with_their_scales(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_calibrated_experts_are_imported_with_their_scales(tmp_path: Path) -> No
     for policy in (None, "nvfp4"):
         again = lpq.load_quantized(Model(), tmp_path / "x", policy=policy)
         lpq.export(again, tmp_path / f"{policy}", layout="modelopt")
-        assert same(tensors(tmp_path / f"{policy}"), expected)
+        assert equal_states(tensors(tmp_path / f"{policy}"), expected)
     again.train()
     again.experts(rows, [4, 4, 4, 4]).sum().backward()
     lacking = {name: value for name, value in expected.items() if not name.startswith("experts.1.up_proj.")}
@@ -136,7 +137,7 @@ def _shared_out(rank: int, ranks: int, by_fsdp: bool) -> None:
     else:
         parallelize_module(model.experts, init_device_mesh("cpu", (ranks,)), ExpertParallel())
     assert isinstance(model.experts.up_proj.weight, DTensor)
-    assert same(dict(lpq.export.stream(model, LAYOUT)), expected)
+    assert equal_states(dict(lpq.export.stream(model, LAYOUT)), expected)
 
 
 @pytest.mark.parametrize(("ranks", "by_fsdp"), [(4, False), (2, False), (2, True)])
@@ -206,7 +207,7 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
     assert router in tiny.config(tmp_path / "x")["ignore"]
     read = lpq.load_quantized(fused(name, **sizes), tmp_path / "x").eval()
     lpq.export(read, tmp_path / "y", layout=LAYOUT)
-    assert same(tensors(tmp_path / "y"), expected)
+    assert equal_states(tensors(tmp_path / "y"), expected)
     with torch.no_grad():
         assert torch.equal(read(tokens).logits, model(tokens).logits)
     decoded = lpq.load_quantized(fused(name, **sizes), tmp_path / "x", weights=None)
@@ -285,7 +286,7 @@ def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
     for key, one in models.items():
         lpq.checkpoint.save(one, tmp_path / f"run-{key}")
         found = lpq.export(tmp_path / f"run-{key}", tmp_path / f"of-{key}", layout=LAYOUT, base=tmp_path / "base")
-        assert same(tensors(tmp_path / f"of-{key}"), tensors(tmp_path / "x"))
+        assert equal_states(tensors(tmp_path / f"of-{key}"), tensors(tmp_path / "x"))
         assert {*found.left} - {*made.left} == {"model.embed_tokens"}
         assert {*made.left} <= {*found.left}
         assert found.notes == made.notes

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny import Case, Net, decoded, layers, operand, same, tensors
+from support.comparing import equal_states
+from tiny import Case, Net, decoded, layers, operand, tensors
 from torch import Tensor, nn
 
 import lpq
@@ -67,7 +68,7 @@ def test_a_model_goes_on_training_with_the_codes_that_it_had(recipe: str, tmp_pa
     for name, layer in layers(read).items():
         mine, theirs = layer.weight.row, operand(layers(model)[name])
         assert mine.quantizer == theirs.quantizer
-        assert same(mine.buffers(), theirs.buffers())
+        assert equal_states(mine.buffers(), theirs.buffers())
     optimizer = MasterWeights(torch.optim.SGD(read.parameters(), lr=0.5))
     before = [layer.weight.dequantize().clone() for layer in layers(read).values()]
     for _ in range(2):
@@ -105,7 +106,7 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
         scale = 448 / layer.memories()["x_row_amax"]
         assert torch.equal(scale, 448 / layers(model)[name].x_amax)
     lpq.export(read, tmp_path / "y", layout="modelopt")
-    assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+    assert equal_states(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -200,7 +201,7 @@ def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -
     again = dict(lpq.export.stream(read, "compressed-tensors"))
     wide = kind in ("tensor", "channel", "block")
     found = {n: t.float().view(again[n].shape) if n == "0.weight_scale" and wide else t for n, t in found.items()}
-    assert same(found, again)
+    assert equal_states(found, again)
 
 
 def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import tiny
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
-from tiny import Net, layers, same, tensors
+from support.comparing import equal_states
+from tiny import Net, layers, tensors
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -47,8 +48,8 @@ def _exports(rank: int, folder: str) -> None:
             streamed = dict(lpq.export.stream(model, LAYOUT))
             whole = lpq.convert(Net(width=256), recipe)
             expected = dict(lpq.export.stream(whole, LAYOUT))
-            assert same(tensors(where / "sharded"), expected), where
-            assert same(streamed, expected), where
+            assert equal_states(tensors(where / "sharded"), expected), where
+            assert equal_states(streamed, expected), where
     _one_fails(rank, Path(folder), model)
     # As FSDP2 gathers it for training.
     model = sharded("mxfp8", "high_precision", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -58,7 +59,7 @@ def _exports(rank: int, folder: str) -> None:
     found = tensors(Path(folder) / "half")
     quantized = [n for n in found if n.rpartition(".")[0] in layers(rounded) and "weight" in n]
     assert len(quantized) == 8
-    assert same({n: found[n] for n in quantized}, {n: expected[n] for n in quantized})
+    assert equal_states({n: found[n] for n in quantized}, {n: expected[n] for n in quantized})
 
 
 def _exports_in_parallel(rank: int, folder: Path) -> None:
@@ -74,8 +75,8 @@ def _exports_in_parallel(rank: int, folder: Path) -> None:
         parts = [layer for layer in layers(model).values() if isinstance(layer.weight, DTensor)]
         assert len(parts) == 4
         lpq.export(model, folder / recipe, layout=LAYOUT)
-        assert same(dict(lpq.export.stream(model, LAYOUT)), expected)
-        assert same(tensors(folder / recipe), expected)
+        assert equal_states(dict(lpq.export.stream(model, LAYOUT)), expected)
+        assert equal_states(tensors(folder / recipe), expected)
 
 
 def test_layers_that_ranks_share_out_are_exported_as_of_one(tmp_path: Path) -> None:

@@ -145,17 +145,6 @@ def tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """The same names, dtypes, shapes and bytes."""
-
-    def raw(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return a.keys() == b.keys() and all(
-        (a[n].dtype, a[n].shape) == (b[n].dtype, b[n].shape) and torch.equal(raw(a[n]), raw(b[n])) for n in a
-    )
-
-
 def config(path: Path) -> dict[str, Any]:
     """What an exported model says of its quantization."""
     found: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]

@@ -1,7 +1,5 @@
 """The quantizers that the core is tested with: every built-in format, with the options that change its layout."""
 
-from torch import Tensor, uint8
-
 QUANTIZERS = [
     "fp8",
     "fp8(dtype=e5m2, pow2=true)",
@@ -51,8 +49,3 @@ IN_KERNELS = [
 ]
 """Those for which the kernels that encode take different ways."""
 SIDES = [(True, False), (False, True), (True, True)]
-
-
-def as_bytes(buffer: Tensor) -> Tensor:
-    """The bytes of a buffer, so that comparing them tells zeros and NaNs apart."""
-    return buffer.contiguous().reshape(-1).view(uint8)

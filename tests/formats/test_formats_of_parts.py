@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import residual_format
 import torch
-from quantizers import as_bytes
+from support.comparing import as_bytes
 
 import lpq
 from lpq import QuantizedTensor, registry

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from casting import FORMATS, SEED, SHAPES, Case, as_bytes, buffers, case, check, gather, values
+from casting import FORMATS, SEED, SHAPES, Case, buffers, case, check, gather, values
 from ranks import spawn
 
 from lpq.core import QuantizedTensor

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.comparing import copy_bytes, equal_states
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from operands import as_bytes, gathered, same
+from operands import gathered
 from ranks import spawn
 from sharded import How, batch, built, step, train, whole
 from stored import W8, same_parts
@@ -76,7 +77,7 @@ def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
     local = parameter.detach()._local_tensor  # type: ignore[attr-defined]
     if not isinstance(local, lpq.QuantizedTensor):
         return [whole(parameter.detach())]
-    return [as_bytes(t) for _, s in local.operands for t in s.tensors()]
+    return [copy_bytes(t) for _, s in local.operands for t in s.tensors()]
 
 
 def _trains_alike(rank: int, device: str) -> None:
@@ -128,13 +129,13 @@ def _stored_as_unsharded(rank: int, device: str) -> None:
 
 
 def _step_together(ours: nn.Module, theirs: nn.Module, optimizers: list[Optimizer]) -> None:
-    before = [as_bytes(weight) for weight in _values(theirs)]
+    before = [copy_bytes(weight) for weight in _values(theirs)]
     for net, optimizer in zip((ours, theirs), optimizers, strict=True):
         for _ in range(2):
             give_gradients(net)
             optimizer.step()
         optimizer.zero_grad()
-    assert not any(torch.equal(a, as_bytes(b)) for a, b in zip(before, _values(theirs), strict=True))
+    assert not any(torch.equal(a, copy_bytes(b)) for a, b in zip(before, _values(theirs), strict=True))
 
 
 def _values(net: nn.Module) -> list[torch.Tensor]:
@@ -151,7 +152,7 @@ def _gathers_the_bytes_of(ours: nn.Module, theirs: nn.Module, how: How, about: A
         weight = layers[name].weight.detach()
         assert isinstance(weight, lpq.QuantizedTensor)
         operand = weight.operand("row" if when == "forward" else "col")
-        assert same(buffers, {n: as_bytes(b) for n, b in operand.buffers().items()}), (name, when, about)
+        assert equal_states(buffers, {n: copy_bytes(b) for n, b in operand.buffers().items()}), (name, when, about)
 
 
 # ---------------------------------------------------------------------------------- what it sends

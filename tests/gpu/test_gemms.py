@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal
 
 import lpq
 from lpq import operations
@@ -187,7 +188,7 @@ def test_threads_may_share_a_product() -> None:
     with ThreadPoolExecutor(8) as pool:
         for _ in range(20):
             made = pool.map(lambda bias: operations.gemm(left, right, bias=bias, dtype=torch.bfloat16), biases)
-            assert all(torch.equal(got, wanted) for got, wanted in zip(made, expected, strict=True))
+            assert equal(made, expected)
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)

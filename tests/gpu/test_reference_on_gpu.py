@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizers import QUANTIZERS, as_bytes
+from quantizers import QUANTIZERS
+from support.comparing import as_bytes
 from torch import nn
 
 import lpq

@@ -85,10 +85,6 @@ def decoded(model: nn.Module) -> dict[str, Tensor]:
     return {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in state.items()}
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def codes(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of all weights that are stored quantized."""
     stored = {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}

@@ -14,7 +14,8 @@ import pytest
 import safetensors.torch as safetensors
 import torch
 from forking import python
-from llama import STEPS, TWO_STAGES, codes, decoded, equal, examples, losses, trainer, transformers
+from llama import STEPS, TWO_STAGES, codes, decoded, examples, losses, trainer, transformers
+from support.comparing import equal_states
 from torch import Tensor
 
 import lpq
@@ -59,7 +60,12 @@ def recipes(model: Any) -> dict[str, Any]:
 
 def same(a: Any, b: Any) -> bool:
     """Whether all tensors and all recipes are the same."""
-    return equal(decoded(a), decoded(b)) and equal(codes(a), codes(b)) and recipes(a) == recipes(b) and not a.training
+    return (
+        equal_states(decoded(a), decoded(b))
+        and equal_states(codes(a), codes(b))
+        and recipes(a) == recipes(b)
+        and not a.training
+    )
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -125,7 +131,7 @@ def test_the_trainer_takes_it_and_what_it_saves_is_loaded_again(
     other = trainer(lpq.convert(load(plain), policy, weights=weights), tmp_path / "b", LpqCallback(), max_steps=2)
     other.train()
     assert losses(done) == losses(other)
-    assert equal(decoded(done.model), decoded(other.model))
+    assert equal_states(decoded(done.model), decoded(other.model))
     done.model.eval()
     saved = tmp_path / "a" / "checkpoint-2"
     said = json.loads((saved / "config.json").read_text())["quantization_config"]
@@ -138,13 +144,13 @@ def test_the_trainer_takes_it_and_what_it_saves_is_loaded_again(
     else:
         again = load(saved)
         assert same(again, done.model)
-    assert equal(decoded(again), decoded(done.model))  # so it is with this format
+    assert equal_states(decoded(again), decoded(done.model))  # so it is with this format
     assert recipes(again) == recipes(done.model)
     done.model.save_pretrained(tmp_path / "c")
     again.save_pretrained(tmp_path / "d")
     files = [safetensors.load_file(tmp_path / name / "model.safetensors") for name in "cd"]
-    assert equal(files[0], decoded(done.model))
-    assert equal(*files)
+    assert equal_states(files[0], decoded(done.model))
+    assert equal_states(*files)
     assert (tmp_path / "c" / "config.json").read_bytes() == (tmp_path / "d" / "config.json").read_bytes()
 
 
@@ -172,7 +178,7 @@ def test_the_configuration_is_that_of_the_model_as_it_is_now(how: str, plain: Pa
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
     assert recipes(again) == recipes(model) != recipes(load(plain, LpqConfig("nvfp4")))
-    assert equal(dict(again.state_dict()), dict(model.state_dict()))
+    assert equal_states(dict(again.state_dict()), dict(model.state_dict()))
     with torch.no_grad():
         assert torch.equal(again(**BATCH).logits, model.eval()(**BATCH).logits)
     assert before.quantization_config.to_dict()["policy"] == LpqConfig("nvfp4").to_dict()["policy"]
@@ -204,7 +210,7 @@ def test_transformers_without_lpq_warns_and_loads_the_weights(plain: Path, tmp_p
     )
     assert done.out.split() == ["torch.nn.modules.linear", "False"]
     assert "Unknown quantization type, got lpq" in done.err
-    assert equal(safetensors.load_file(read), decoded(model))
+    assert equal_states(safetensors.load_file(read), decoded(model))
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

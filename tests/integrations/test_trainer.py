@@ -12,7 +12,8 @@ import llama
 import pytest
 import safetensors.torch as safetensors
 import torch
-from llama import STEPS, TWO_STAGES, codes, converted, decoded, equal, losses, trainer, transformers
+from llama import STEPS, TWO_STAGES, codes, converted, decoded, losses, trainer, transformers
+from support.comparing import equal_states
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
@@ -54,7 +55,7 @@ def test_a_run_goes_on_bit_for_bit(run: tuple[Any, Path], tmp_path: Path) -> Non
     assert seen.seen == ["fp8-delayed"] + ["mxfp8"] * 3
     assert len(losses(done)) == STEPS
     assert losses(resumed) == losses(done)
-    assert equal(resumed.model.state_dict(), done.model.state_dict())
+    assert equal_states(resumed.model.state_dict(), done.model.state_dict())
     assert lpq.report(resumed.model).weights == lpq.report(done.model).weights
 
 
@@ -130,7 +131,7 @@ def test_what_a_later_stage_remembers_is_loaded_or_missed(run: tuple[Any, Path],
     resumed = trainer(model, tmp_path / "b", LpqCallback())
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert losses(resumed) == losses(done)
-    assert equal(model.state_dict(), done.model.state_dict())
+    assert equal_states(model.state_dict(), done.model.state_dict())
     histories = [t for name, t in model.state_dict().items() if name.endswith("x_amax_history")]
     assert len(histories) == 7
     assert all(t.any() for t in histories)
@@ -151,11 +152,11 @@ def test_from_pretrained_tells_what_layers_remembered_and_it_can_be_loaded(
     remembered = {name for name in state if "_amax" in name}
     assert said["unexpected_keys"] == remembered
     assert not said["missing_keys"]
-    assert equal(plain.state_dict(), {name: t for name, t in state.items() if name not in remembered})
+    assert equal_states(plain.state_dict(), {name: t for name, t in state.items() if name not in remembered})
     again = lpq.convert(plain, "fp8-delayed", weights="high_precision")
     assert not again.model.layers[0].mlp.up_proj.x_amax_history.any()
     safetensors.load_model(again, tmp_path / "model.safetensors")
-    assert equal(again.state_dict(), state)
+    assert equal_states(again.state_dict(), state)
 
 
 # ---------------------------------------------------------------------------------------------- stored quantized
@@ -171,11 +172,11 @@ def test_stored_weights_with_masters_go_on_bit_for_bit(tmp_path: Path) -> None:
         warnings.simplefilter("error", CheckpointWarning)
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     assert losses(resumed) == losses(done)
-    assert equal(decoded(resumed.model), decoded(done.model))
+    assert equal_states(decoded(resumed.model), decoded(done.model))
     assert len(codes(done.model)) > 7
-    assert equal(codes(resumed.model), codes(done.model))
+    assert equal_states(codes(resumed.model), codes(done.model))
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-4")
-    assert equal(loaded.state_dict(), decoded(done.model))
+    assert equal_states(loaded.state_dict(), decoded(done.model))
 
 
 def test_stored_weights_without_masters_are_encoded_again_and_that_is_said(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_stored_weights_are_saved_as_they_decode_once_that_is_asked(tmp_path: Pa
     assert attach(model) is model
     model.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert equal(loaded.state_dict(), decoded(model))
+    assert equal_states(loaded.state_dict(), decoded(model))
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
@@ -216,7 +217,7 @@ def test_the_best_model_has_the_recipes_under_which_it_was_best(policy: Any, tmp
     saved = safetensors.load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     state = best.model.state_dict()
     weights = [name for name in state if "_amax" not in name]
-    assert equal({n: state[n] for n in weights}, {n: saved[n] for n in weights})
+    assert equal_states({n: state[n] for n in weights}, {n: saved[n] for n in weights})
 
 
 # ---------------------------------------------------------------------------------------------- the module

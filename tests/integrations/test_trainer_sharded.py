@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import safetensors.torch as safetensors
 import torch.distributed as dist
-from llama import STEPS, TWO_STAGES, converted, equal, llama, losses, trainer, transformers
+from llama import STEPS, TWO_STAGES, converted, llama, losses, trainer, transformers
 from ranks import spawn
+from support.comparing import equal_states
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -83,11 +84,11 @@ def _goes_on_bit_for_bit(rank: int, out: Path) -> None:
         assert len(set(losses(done))) == STEPS
         assert losses(resumed) == losses(done)
         state = _whole(done)
-        assert equal(_whole(resumed), state)
+        assert equal_states(_whole(resumed), state)
         resumed.save_model(str(out / "final"))
         if rank == 0:
             loaded = transformers.LlamaForCausalLM.from_pretrained(out / "final")
-            assert equal(loaded.state_dict(), state)
+            assert equal_states(loaded.state_dict(), state)
             assert type(next(iter(state.values()))) is Tensor
 
 
@@ -100,7 +101,7 @@ def _sharded_checkpoints_go_on_too(rank: int, out: Path) -> None:
         resumed = trainer(converted("nvfp4", weights="quantized", ranks=2), out / "b", LpqCallback(), **options)
         resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
         assert losses(resumed) == losses(done)
-        assert equal(_whole(resumed), _whole(done))
+        assert equal_states(_whole(resumed), _whole(done))
         for a, b in zip(resumed.model.parameters(), done.model.parameters(), strict=True):
             assert repr(a._local_tensor) == repr(b._local_tensor)
 
@@ -115,10 +116,10 @@ def _delayed_scaling_goes_on_too(rank: int, out: Path) -> None:
             resumed = trainer(converted("fp8-delayed"), out / "b", LpqCallback(), **options)
             resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
             assert losses(resumed) == losses(done)
-            assert equal(_whole(resumed), _whole(done))
+            assert equal_states(_whole(resumed), _whole(done))
             histories = [{n: b for n, b in t.model.named_buffers() if "history" in n} for t in (done, resumed)]
             assert histories[0]
-            assert equal(*histories)
+            assert equal_states(*histories)
 
 
 def _the_best_model_is_loaded(rank: int, out: Path) -> None:
@@ -136,8 +137,8 @@ def _the_best_model_is_loaded(rank: int, out: Path) -> None:
         assert best.state.best_global_step == 2
         state = _whole(best)
         if rank == 0:
-            assert equal(safetensors.load_file(out / "checkpoint-2" / "model.safetensors"), state)
-            assert not equal(safetensors.load_file(out / "checkpoint-4" / "model.safetensors"), state)
+            assert equal_states(safetensors.load_file(out / "checkpoint-2" / "model.safetensors"), state)
+            assert not equal_states(safetensors.load_file(out / "checkpoint-4" / "model.safetensors"), state)
 
 
 def _masters_that_were_made_before_sharding_are_refused(rank: int, out: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counting import products
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -73,22 +74,18 @@ def steps(module: nn.Module, backward: Backward, checkpointed: bool = False) -> 
     return [*found, *(b.clone() for b in module.buffers())]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("backward", [input_first, weights_first, again_in_one, twice])
 def test_states_move_once_and_gradients_are_those_of_one_backward(recipe: str, backward: Backward) -> None:
     module = layer(recipe)
     expected = steps(copy.deepcopy(module), in_one)
-    assert same(steps(copy.deepcopy(module), backward), expected)
+    assert equal(steps(copy.deepcopy(module), backward), expected)
     with Watched():
-        assert same(steps(copy.deepcopy(module), backward), expected)
+        assert equal(steps(copy.deepcopy(module), backward), expected)
     if backward not in (twice, weights_first):  # which would run forward again after its states have moved
-        assert same(steps(copy.deepcopy(module), backward, checkpointed=True), expected)
+        assert equal(steps(copy.deepcopy(module), backward, checkpointed=True), expected)
     module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
-    assert not same(steps(module, backward), expected)
+    assert not equal(steps(module, backward), expected)
 
 
 def test_a_checkpointed_layer_refuses_a_second_whole_backward() -> None:
@@ -103,7 +100,7 @@ def test_a_gradient_of_the_input_alone_is_no_step() -> None:
     x = torch.full((16, 32), 5e19, requires_grad=True)
     torch.autograd.grad(module(x).sum(), x)
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert same(steps(module, input_first), steps(layer("fp8-delayed"), in_one))
+    assert equal(steps(module, input_first), steps(layer("fp8-delayed"), in_one))
 
 
 def test_a_frozen_layer_moves_in_its_first_backward_and_refuses_a_part() -> None:
@@ -117,7 +114,7 @@ def test_a_frozen_layer_moves_in_its_first_backward_and_refuses_a_part() -> None
         torch.autograd.grad(y, x)
 
     found = steps(frozen(), whole_and_again)
-    assert same(found, steps(frozen(), in_one))
+    assert equal(found, steps(frozen(), in_one))
     assert all(t.any() for t in found)
     module, x = frozen(), torch.full((16, 32), 5e19, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"Linear\(32, 64\): its weight is frozen, .* input_args= and output_args="):
@@ -174,4 +171,4 @@ def test_a_compiled_layer_that_remembers_refuses_to_be_asked_for_a_part() -> Non
         ):
             ask(compiled(x).sum())
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert same(steps(compiled, in_one), steps(layer("fp8-delayed"), in_one))
+    assert equal(steps(compiled, in_one), steps(layer("fp8-delayed"), in_one))

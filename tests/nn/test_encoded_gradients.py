@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counting import encodings
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,26 +69,22 @@ class Scaled(torch.autograd.Function):
         return ctx.encode(dy), None, None, None
 
 
-def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
-    return all(p is q if p is None or q is None else torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_multiplies_it_as_it_is(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound, by way of operators, under autocast and with a frozen weight or input."""
     module = layer(recipe)
     dy, expected = module.recipe.dy, step(module)
-    assert same(step(module, dy), expected)
-    assert not same(step(module, dy, 2.0), expected)
-    assert same(step(module, dy, 2.0), step(module, None, 2.0))
+    assert equal(step(module, dy), expected)
+    assert not equal(step(module, dy, 2.0), expected)
+    assert equal(step(module, dy, 2.0), step(module, None, 2.0))
     with Watched():
-        assert same(step(module, dy), expected)
+        assert equal(step(module, dy), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        assert same(step(module, dy), step(module))
-    assert same(step(module, dy, needs_dx=False), step(module, needs_dx=False))
+        assert equal(step(module, dy), step(module))
+    assert equal(step(module, dy, needs_dx=False), step(module, needs_dx=False))
     module.weight.requires_grad_(False)
-    assert same(step(module, dy), step(module))
-    assert same(step(module, dy, col=False), step(module))
+    assert equal(step(module, dy), step(module))
+    assert equal(step(module, dy, col=False), step(module))
     made = encodings(monkeypatch)
     module = layer(recipe)  # binds anew, what is noted
     step(module, dy)
@@ -98,10 +95,10 @@ def test_a_layer_multiplies_it_as_it_is(recipe: str, monkeypatch: pytest.MonkeyP
 
 def test_its_column_operand_is_derived_where_that_of_the_layer_is() -> None:
     module = layer(MADE_OF_ROW)
-    assert same(step(module, module.recipe.dy, col=False), step(module))
+    assert equal(step(module, module.recipe.dy, col=False), step(module))
     module = layer(OTHER_BLOCKS)
     for missing in ("row", "col"):
-        assert same(step(module, module.recipe.dy, **{missing: False}), step(module))
+        assert equal(step(module, module.recipe.dy, **{missing: False}), step(module))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_a_layer_says_why_it_takes_it_not(recipe: str, dy: str, how: dict[str, b
     with pytest.raises(TypeError, match="the gradient of its bias is a sum in high precision"):
         step(module, module.recipe.dy)
     module.bias.requires_grad_(False)
-    assert same(step(module, module.recipe.dy), step(module))
+    assert equal(step(module, module.recipe.dy), step(module))
 
 
 @pytest.mark.starts

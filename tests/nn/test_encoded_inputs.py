@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counting import encodings
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -53,10 +54,6 @@ def step(module: Any, x: Tensor, of: Any = None) -> Run:
     return y.detach(), *[g.clone() for g in grads if g is not None]
 
 
-def same(a: Run, b: Run) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_multiplied_as_it_is(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound, by way of operators, under autocast, in evaluation, recomputed and for a stored weight."""
@@ -65,15 +62,15 @@ def test_it_is_multiplied_as_it_is(recipe: str, monkeypatch: pytest.MonkeyPatch)
     expected = step(module, x)
     made = encodings(monkeypatch)
     module = layer(recipe)  # binds anew, what is noted
-    assert same(step(module, q.quantize(x)), expected)
+    assert equal(step(module, q.quantize(x)), expected)
     again = [OUT] if module.recipe.save_w == "weight" else []
     assert [w.shape[0] for w in made] == [OUT, 64, *again], "the weight, and the gradient that comes back"
-    assert not same(step(module, q.quantize(2 * x)), expected)
+    assert not equal(step(module, q.quantize(2 * x)), expected)
     with Watched():
-        assert same(step(module, q.quantize(x)), expected)
+        assert equal(step(module, q.quantize(x)), expected)
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert same(step(module, q.quantize(x)), step(module, x))
-    assert same(step(module, q.quantize(x), lambda t: checkpoint(module, t, use_reentrant=False)), expected)
+        assert equal(step(module, q.quantize(x)), step(module, x))
+    assert equal(step(module, q.quantize(x), lambda t: checkpoint(module, t, use_reentrant=False)), expected)
     with torch.no_grad():
         assert torch.equal(module(q.quantize(x, col=False)), expected[0]), "backward alone needs the column operand"
         lpq.hold_weights(module).__enter__()
@@ -84,13 +81,13 @@ def test_a_stored_weight_and_an_encoded_input() -> None:
     torch.manual_seed(1)
     net: Any = lpq.convert(nn.Sequential(nn.Linear(IN, OUT)), "mxfp8", weights="quantized").to(DEVICE)
     x, module = given(), net[0]
-    assert same(step(module, module.recipe.x.quantize(x)), step(module, x))
+    assert equal(step(module, module.recipe.x.quantize(x)), step(module, x))
 
 
 def test_random_bits_of_the_weight_and_the_gradient_stay() -> None:
     """Those of the input were drawn when it was encoded."""
     module, x = layer("x=mxfp8, w=mxfp8, dy=nvfp4(stochastic=true)"), given()
-    assert same(step(module, module.recipe.x.quantize(x)), step(module, x))
+    assert equal(step(module, module.recipe.x.quantize(x)), step(module, x))
     module = layer("x=nvfp4(stochastic=true), w=mxfp8, dy=mxfp8")
     t = module.recipe.x.quantize(x, seed=7)
     torch.manual_seed(4)
@@ -102,14 +99,14 @@ def test_random_bits_of_the_weight_and_the_gradient_stay() -> None:
 def test_compiled(recipe: str) -> None:
     module, x = layer(recipe), given()
     whole = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert same(step(module, module.recipe.x.quantize(x), whole), step(module, x))
+    assert equal(step(module, module.recipe.x.quantize(x), whole), step(module, x))
 
 
 def test_a_missing_operand_is_derived_where_the_format_can() -> None:
     x, module = given(64, IN), layer("x=nvfp4(block=16x16), w=nvfp4(block=16x16), dy=bf16")
     q, expected = module.recipe.x, step(module, x)
     for missing in ("row", "col"):
-        assert same(step(module, q.quantize(x, **{missing: False})), expected)
+        assert equal(step(module, q.quantize(x, **{missing: False})), expected)
     module = layer("mxfp8")
     with pytest.raises(ValueError, match=r"layer 0, .*: its input is encoded already, .* quantize with col=True"):
         module(module.recipe.x.quantize(x, col=False))
@@ -162,10 +159,10 @@ def test_views_and_a_layer_without_recipe() -> None:
     module, x = layer("mxfp8"), given(64, IN)
     q = module.recipe.x
     flat = q.quantize(x)
-    assert same(step(module, flat.view(2, 32, IN)), step(module, x.view(2, 32, IN)))
+    assert equal(step(module, flat.view(2, 32, IN)), step(module, x.view(2, 32, IN)))
     part = flat[:32]
     assert isinstance(part, QuantizedTensor)
-    assert same(step(module, part), step(module, x[:32]))
+    assert equal(step(module, part), step(module, x[:32]))
     plain = copy.deepcopy(module)
     plain.recipe = None
     with pytest.warns(lpq.core.PrecisionWarning):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +82,6 @@ def separately(module: GroupedLinear, x: Tensor, dy: Tensor, counts: Sequence[in
     found = [torch.cat([*[y.detach() for y in ys], zero[0]]), torch.cat([*[part.grad for part in xs], zero[1]])]
     names = ["weight", "bias"] if module.bias is not None else ["weight"]
     return found + [torch.stack([getattr(each, name).grad for each in layers]) for name in names]
-
-
-def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(p.dtype == q.dtype and torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 @EVERY

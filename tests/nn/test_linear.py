@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from counting import encodings, products
+from support.comparing import equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,10 +49,6 @@ def run_outside(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As without autocast."""
     with torch.autocast("cpu", enabled=False):
         return run(module, x)
-
-
-def equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @EVERY
@@ -161,7 +158,7 @@ def test_checkpointing_gives_the_same_gradients(recipe: str) -> None:
     again = Checkpointed()
     for step in range(3):
         assert equal(run(plain, x, step), run(again, x, step))
-    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), wrapped.buffers(), strict=True))
+    assert equal(plain.buffers(), wrapped.buffers())
 
 
 def test_compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_weights() -> None:
@@ -178,7 +175,7 @@ def test_compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_w
         y = compiled(leaf)
         (y.float().square().sum() / 7).backward()
         assert equal(a, (y.detach(), leaf.grad, *(p.grad for p in module.parameters())))
-    assert all(torch.equal(p, q) for p, q in zip(eager.buffers(), module.buffers(), strict=True))
+    assert equal(eager.buffers(), module.buffers())
     with lpq.hold_weights(eager), lpq.hold_weights(module):
         torch.manual_seed(0)
         expected = eager(x)
@@ -288,7 +285,7 @@ def test_held_weights_change_nothing_and_are_encoded_once(recipe: str, monkeypat
             assert len(calls) == 1
             assert len(encoded) == 2 * len(x), "of x and dy alone"
             if recipe != "fp8-delayed":  # whose history counts a held weight once
-                assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+                assert equal(expected, got)
             with torch.no_grad():
                 held.weight.mul_(2)
             held(x[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,8 +104,8 @@ def test_one_at_a_time_and_evaluation_between_are_no_matter() -> None:
         with torch.no_grad():
             module(x * 9)
         y.backward()
-    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), module.buffers(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(module), strict=True))
+    assert equal(plain.buffers(), module.buffers())
+    assert equal(gradients(plain), gradients(module))
 
 
 def test_tensors_on_their_way_to_another_place_are_let_through() -> None:
@@ -115,4 +116,4 @@ def test_tensors_on_their_way_to_another_place_are_let_through() -> None:
             y, z = module(x), module(x + 1)
         (y.sum() + z.sum()).backward()
         (plain(x).sum() + plain(x + 1).sum()).backward()
-    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(module), strict=True))
+    assert equal(gradients(plain), gradients(module))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from counting import encodings, kept_for_backward
 from lpq_nvfp4.quantizer import NVFP4Quantizer
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,7 +102,7 @@ def test_a_policy_chooses_for_each_layer() -> None:
     rules = [{"match": "down", "recipe": f"{fp8}, x.save=input"}, {"match": "*", "recipe": fp8}]
     less, same = trained({"rules": rules})
     assert usual - less == ROWS * WIDTH  # its operand: a byte for each element; its amax is kept in place of a scale
-    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+    assert equal(gradients, same)
 
 
 def layer(recipe: str) -> lpq.nn.Linear:
@@ -130,15 +131,11 @@ def numbers(module: nn.Module, run: Run = plainly, steps: int = 2) -> list[Tenso
     return [t.detach() for t in found if t is not None]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_number_changes(recipe: str) -> None:
     usual = numbers(layer(recipe))
     for option in OPTIONS:
-        assert same(usual, numbers(layer(f"{recipe}, {option}"))), option
+        assert equal(usual, numbers(layer(f"{recipe}, {option}"))), option
 
 
 def _two_before_backward(recipe: str) -> list[Tensor]:
@@ -156,10 +153,10 @@ def _two_before_backward(recipe: str) -> list[Tensor]:
 def test_what_the_layer_remembered_in_forward_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     delayed = RECIPES[1]
     usual = _two_before_backward(delayed)
-    assert same(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
+    assert equal(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
 
     monkeypatch.setattr(Tensor, "clone", lambda self: self.data)
-    assert not same(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
+    assert not equal(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
 
 
 def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(
@@ -173,9 +170,9 @@ def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(
         _, now, _ = encoder(wanted).encode(x, None, seed)
         later = in_two_steps(encoder, wanted)
         assert later.later is not None
-        assert same([*now], [*later.later(later.encode(x, None, seed)[1])])
+        assert equal([*now], [*later.later(later.encode(x, None, seed)[1])])
         _, by_itself, _ = encoder(wanted._replace(row=False)).encode(x, None, seed)
-        assert not same([*now], [*by_itself])
+        assert not equal([*now], [*by_itself])
     monkeypatch.undo()
     refresh()
 
@@ -259,12 +256,12 @@ def _compiled(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]], ids=["delayed", "stochastic"])
 @pytest.mark.parametrize("run", [_checkpointed, _saved_elsewhere, _under_autocast])
 def test_ways_to_run(run: Run, recipe: str) -> None:
-    assert same(numbers(layer(recipe), run), numbers(layer(f"{recipe}, {OPTIONS[2]}"), run))
+    assert equal(numbers(layer(recipe), run), numbers(layer(f"{recipe}, {OPTIONS[2]}"), run))
 
 
 def test_compiled() -> None:
     """A compiler traces the choice too, and then makes its own."""
-    assert same(numbers(layer(RECIPES[1])), numbers(layer(f"{RECIPES[1]}, {OPTIONS[2]}"), _compiled))
+    assert equal(numbers(layer(RECIPES[1])), numbers(layer(f"{RECIPES[1]}, {OPTIONS[2]}"), _compiled))
 
 
 def test_a_weight_that_is_encoded_already_is_what_is_kept() -> None:

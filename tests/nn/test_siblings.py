@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from counting import encodings, kept_for_backward
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -76,10 +77,6 @@ def numbers(model: nn.Module, run: Run = plainly, x: Tensor | None = None) -> li
     return [y.detach(), *(g for g in (x.grad, *(p.grad for p in model.parameters())) if g is not None)]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def of_x(seen: list[Wanted]) -> list[tuple[bool, bool]]:
     """For each encoding of an input whether the row and the column operand were made. Those of dy are of its width."""
     return [(w.row, w.col) for w in seen if w.shape == (ROWS, WIDTH) and w.row]
@@ -99,7 +96,7 @@ def test_three_layers_encode_their_input_once(recipe: str, monkeypatch: pytest.M
     z, bytes_apart = kept_for_backward(lambda: alone(three(recipe))(given()))
     assert of_x(seen) == [(True, True)] * 3
     assert torch.equal(y, z)
-    assert same(numbers(together), numbers(alone(three(recipe))))
+    assert equal(numbers(together), numbers(alone(three(recipe))))
     x = together.q.recipe.x.quantize(given()).col
     of_col = sum(t.untyped_storage().nbytes() for t in x.row_major().tensors())
     assert bytes_apart - bytes_together == 2 * of_col
@@ -115,7 +112,7 @@ def test_a_write_between_two_layers_is_noticed() -> None:
     for write in (doubled, through_a_view):
         together, apart = three(), alone(three())
         together.between = apart.between = write
-        assert same(numbers(together), numbers(apart))
+        assert equal(numbers(together), numbers(apart))
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "x=mxfp8, w=mxfp8, dy=nvfp4(stochastic=true)"])
@@ -131,8 +128,8 @@ def test_a_write_between_two_layers_is_noticed_when_compiled(recipe: str) -> Non
     for model in models[:2]:
         model.between = lambda x: x.mul_(2)
     eager, written, unwritten = (numbers(m, run) for m, run in zip(models, (plainly, compiled, compiled), strict=True))
-    assert same(eager, written)
-    assert not same(written, unwritten)
+    assert equal(eager, written)
+    assert not equal(written, unwritten)
 
 
 def test_a_write_that_autograd_does_not_count_is_not() -> None:
@@ -143,7 +140,7 @@ def test_a_write_that_autograd_does_not_count_is_not() -> None:
 
     together, apart = three(), alone(three())
     together.between = apart.between = unseen
-    assert not same(numbers(together), numbers(apart))
+    assert not equal(numbers(together), numbers(apart))
 
     def counted(x: Tensor) -> None:
         unseen(x)
@@ -151,7 +148,7 @@ def test_a_write_that_autograd_does_not_count_is_not() -> None:
 
     together, apart = three(), alone(three())
     together.between = apart.between = counted
-    assert same(numbers(together), numbers(apart)), "the way out that the page gives"
+    assert equal(numbers(together), numbers(apart)), "the way out that the page gives"
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
@@ -168,7 +165,7 @@ def test_between_two_passes_it_may_be_written_to_in_any_way(recipe: str) -> None
             with torch.no_grad():
                 assert torch.equal(model(x), apart(x.clone()))
         memory[:] = given(7).detach().numpy()
-        assert same(numbers(model, Three.__call__, x), numbers(apart, Three.__call__, x.clone()))
+        assert equal(numbers(model, Three.__call__, x), numbers(apart, Three.__call__, x.clone()))
 
 
 def test_other_memory_is_noticed() -> None:
@@ -179,7 +176,7 @@ def test_other_memory_is_noticed() -> None:
 
     together, apart = three(), alone(three())
     together.between = apart.between = replaced
-    assert same(numbers(together), numbers(apart))
+    assert equal(numbers(together), numbers(apart))
 
 
 def _stochastic() -> Three:
@@ -225,7 +222,7 @@ def test_only_the_same_is_shared(made: Callable[[], Three], count: int, monkeypa
     seen = encodings(monkeypatch)
     found = numbers(made())
     assert len(of_x(seen)) == count
-    assert same(found, numbers(alone(made())))
+    assert equal(found, numbers(alone(made())))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +239,7 @@ def test_a_frozen_layer_takes_part(frozen: str, made: Any, monkeypatch: pytest.M
             getattr(model, name).weight.requires_grad_(False)
     found = numbers(models[0])
     assert of_x(seen) == made
-    assert same(found, numbers(models[1]))
+    assert equal(found, numbers(models[1]))
 
 
 def _under_autocast(model: nn.Module, x: Tensor) -> Tensor:
@@ -309,8 +306,8 @@ def test_ways_to_run(recipe: str, run: Run, made: Any, monkeypatch: pytest.Monke
     seen = encodings(monkeypatch)
     found = numbers(three(recipe), run)
     assert of_x(seen) == made
-    assert same(found, numbers(alone(three(recipe)), run))
-    assert same(found, numbers(three(recipe), run))
+    assert equal(found, numbers(alone(three(recipe)), run))
+    assert equal(found, numbers(three(recipe), run))
 
 
 @pytest.mark.parametrize("x", ["fp8()", "mxfp8", "hybrid(row=identity, col=fp8)", "hybrid(row=fp8, col=identity)"])
@@ -330,12 +327,12 @@ def test_an_input_that_is_kept_in_place_of_its_operand(x: str, monkeypatch: pyte
     seen, recipe = encodings(monkeypatch), f"x={x}, w=mxfp8(), dy=mxfp8()"
     found = numbers(three(f"{recipe}, x.save=input"), before_a_product)
     assert [w for w in of_x(seen) if w[0]] == [(True, False)] * 3
-    assert same(found, numbers(three(f"{recipe}, x.save=input"), without))
-    assert same(found, numbers(alone(three(recipe)), without))
+    assert equal(found, numbers(three(f"{recipe}, x.save=input"), without))
+    assert equal(found, numbers(alone(three(recipe)), without))
 
 
 def test_what_a_mode_watches_is_not_shared() -> None:
-    assert same(numbers(three(), _watched), numbers(three()))
+    assert equal(numbers(three(), _watched), numbers(three()))
 
 
 class Weight(Tensor):
@@ -351,7 +348,7 @@ def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = numbers(model)
     assert model.q._calls[1] == {}
     assert of_x(seen) == [(True, True)]
-    assert same(found, numbers(three()))
+    assert equal(found, numbers(three()))
 
 
 # ------------------------------------------------------------------------------------------ how long it is kept
@@ -467,9 +464,9 @@ def test_static_inputs_with_one_scale_are_encoded_once(recipe: str, monkeypatch:
     for own, count in (({}, 1), ({"k": 1.0}, 2)):
         found[count] = numbers(calibrated(recipe, **own))
         assert len([w for w in of_x(seen) if w[0]]) == count
-        assert same(found[count], numbers(alone(calibrated(recipe, **own))))
+        assert equal(found[count], numbers(alone(calibrated(recipe, **own))))
         seen.clear()
-    assert not same(found[1], found[2])
+    assert not equal(found[1], found[2])
 
 
 @pytest.mark.parametrize("way", ["in place", "anew", "loaded"])
@@ -485,6 +482,6 @@ def test_static_values_that_change_are_noticed(way: str) -> None:
             model.load_state_dict(calibrated(STATIC[0], k=1.0).state_dict())
         model.zero_grad()
     after = [numbers(model) for model in models]
-    assert same(*before)
-    assert same(*after)
-    assert not same(before[0], after[0])
+    assert equal(*before)
+    assert equal(*after)
+    assert not equal(before[0], after[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal
 from torch import Tensor, nn
 
 import lpq
@@ -162,7 +163,7 @@ def test_compiled_layers_compute_the_same(recipe: str) -> None:
         assert x.grad is not None
         assert layer.weight.grad is not None
         results.append((y.detach(), x.grad.clone(), layer.weight.grad.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert equal(*results)
 
 
 def test_a_plan_measures_nothing_that_is_static(monkeypatch: pytest.MonkeyPatch) -> None:

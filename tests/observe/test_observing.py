@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,10 +66,6 @@ def step(net: Any, x: Tensor | None = None) -> list[Tensor]:
     y.square().sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 RECIPES = ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "fprop=nvfp4, dgrad=mxfp8, wgrad=fp8()"]

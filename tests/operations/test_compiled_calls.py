@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from imitated_gpu import calls_of, imitated_gpu
+from support.comparing import equal, equal_bytes
 from torch import Tensor, nn
 from torch._functorch import config as autograd_config
 from torch._inductor import config
@@ -25,14 +26,6 @@ SIDES = [
 ]  # fmt: skip
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in bits(a, b))
-
-
-def bits(a: list[Tensor], b: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return [(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)]
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("row", "col"), SIDES)
 def test_what_is_encoded_is_that_of_the_operator(row: str, col: str, autocast: bool) -> None:
@@ -43,13 +36,13 @@ def test_what_is_encoded_is_that_of_the_operator(row: str, col: str, autocast: b
     with torch.autocast("cpu", enabled=autocast):
         expected = torch.ops.lpq.quantize.default(*how)
         found = compiled_calls.quantize(*how)
-        assert same(found, expected)
+        assert equal_bytes(found, expected)
         count = sum(len(q.stats) for q in map(quantizer_of, (row, col)) if q is not None)
         if count and len(expected) > count and row != col:
             stats = [s * 2 for s in expected[len(expected) - count :]]
             given = (x, stats, row, col, seed, 16, False, layout_hash(row, col))
-            assert same(compiled_calls.quantize(*given), torch.ops.lpq.quantize.default(*given))
-            assert not same(compiled_calls.quantize(*given), found)
+            assert equal_bytes(compiled_calls.quantize(*given), torch.ops.lpq.quantize.default(*given))
+            assert not equal_bytes(compiled_calls.quantize(*given), found)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -113,4 +106,4 @@ def test_compiled_layers_call_no_operator() -> None:
                     y.backward(dy)
             found.append((y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()))
     assert not {event.name for event in seen.events() if event.name.startswith("lpq::")}
-    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*found, strict=True))
+    assert equal(*found)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,7 +62,7 @@ def check(quantizer: lpq.Quantizer, counts: list[int]) -> None:
             side = quantizer.side(direction)
             end = at + len(side.layout)
             first, second = (pieces(side, tensors[at:end], x, offs, dim) for tensors in made)
-            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), (quantizer, direction)
+            assert equal(first, second), (quantizer, direction)
             at = end
 
 
@@ -154,6 +155,6 @@ def test_a_format_that_counts_is_encoded_a_group_at_a_time(monkeypatch: pytest.M
             found, _ = groups.encode_groups(quantizer, x, offs, row=True, col=True)
         assert usual is not None
         assert found is not None
-        assert all(torch.equal(a, b) for a, b in zip(usual.tensors, found.tensors, strict=True))
+        assert equal(usual.tensors, found.tensors)
     finally:
         registry.refresh()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal_bytes
 
 import lpq
 from lpq import operations
@@ -54,9 +55,7 @@ def test_the_result_is_that_of_both_at_once(text: str, given: bool, measure: boo
     stats = measure_reference(x * 0.5, row, col) if given else []
     expected = quantize_reference(x, stats, row, col, seed, 16, measure)
     got = torch.ops.lpq.quantize(x, stats, row.text, col.text, seed, 16, measure)
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    assert equal_bytes(got, expected)
 
 
 def test_measuring_is_split_likewise(asked: list[tuple[str, tuple[str, ...]]]) -> None:

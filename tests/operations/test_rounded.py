@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal_bytes
 from torch import Tensor
 
 import lpq
@@ -16,10 +17,6 @@ from lpq.registry import KernelSpec
 
 TEXTS = ["fp8", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)", "identity", "hybrid(row=mxfp8, col=nvfp4)"]
 X = torch.randn(48, 64) * 3
-
-
-def same(a: Any, b: Any) -> bool:
-    return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -35,12 +32,11 @@ def test_it_is_what_encoding_a_rounded_copy_gives(text: str, measure: bool) -> N
             assert one is not None
             assert other is not None
             assert one.dtype == torch.bfloat16
-            assert all(map(same, one.tensors(), other.tensors()))
-        assert all(map(same, got[2], expected[2]))
-        assert len(got[2]) == len(expected[2])
+            assert equal_bytes(one.tensors(), other.tensors())
+        assert equal_bytes(got[2], expected[2])
     exact = operations.quantize(X, None, row, col)[0]
     assert exact is not None
-    assert not all(map(same, exact.tensors(), expected[0].tensors()))  # type: ignore[union-attr]
+    assert not equal_bytes(exact.tensors(), expected[0].tensors())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -50,8 +46,7 @@ def test_statistics_are_those_of_a_rounded_copy(text: str) -> None:
     expected = operations.measure(X.bfloat16(), row, col)
     with torch.no_grad():
         got = operations.measure(X, row, col, dtype=torch.bfloat16)
-    assert len(got) == len(expected)
-    assert all(map(same, got, expected))
+    assert equal_bytes(got, expected)
 
 
 @pytest.mark.parametrize("rounds", [False, True])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from support.comparing import equal_bytes
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as autograd_config
@@ -77,8 +78,7 @@ def test_operands_are_those_of_the_tensor_that_was_made(device: str, text: str, 
         (x, found), code = run_and_get_code(compiled, h, gate)
         assert re.search(r"fused\w*_amax\w*_silu", code[0]), "the pass that makes the tensor does not measure it"
         wanted = operands(x)
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    assert equal_bytes(found, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -62,13 +63,11 @@ def _fail(optimizer: MasterWeights, reaches: int = 1) -> None:
 
 
 def _bytes(weights: list[Any]) -> list[list[Tensor]]:
-    return [
-        [t.clone().reshape(-1).view(torch.uint8) for _, side in w.operands for t in side.tensors()] for w in weights
-    ]
+    return [[copy_bytes(t) for _, side in w.operands for t in side.tensors()] for w in weights]
 
 
 def _same(a: list[list[Tensor]], b: list[list[Tensor]]) -> list[bool]:
-    return [all(map(torch.equal, x, y)) for x, y in zip(a, b, strict=True)]
+    return [equal(x, y) for x, y in zip(a, b, strict=True)]
 
 
 def _of_masters(optimizer: MasterWeights) -> list[list[Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -94,7 +95,7 @@ def test_of_a_state_that_does_not_fit_nothing_is_loaded(spoil: Any, words: str) 
                 optimizer.load_state_dict(saved)
         _step(model, optimizer, seed=2)
         found.append([*_weights(model), *optimizer.masters.values()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 def test_what_the_wrapped_optimizer_refuses_is_not_loaded_either() -> None:
@@ -109,7 +110,7 @@ def test_what_the_wrapped_optimizer_refuses_is_not_loaded_either() -> None:
         model[0].weight.fill_(2)  # type: ignore[index]
     with pytest.raises(RuntimeError, match="not today"):
         optimizer.load_state_dict(_saved())
-    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters.values(), strict=True))
+    assert equal(before, optimizer.masters.values())
     with pytest.raises(RuntimeError, match=r"^0\.weight: a \[32, 64\] weight was written to since"):
         _step(model, optimizer)
 

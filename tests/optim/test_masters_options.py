@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
@@ -51,7 +52,7 @@ def test_a_scheduler_may_be_given_either() -> None:
         optimizer.step()
         assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.0625
     assert len(found[0]) == 2
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert equal(*found)
 
 
 class Counting(SGD):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nasty import VALUES, normal, same, values, views
+from support.comparing import equal
 from torch import Tensor
 
 import lpq
@@ -85,7 +86,7 @@ def test_the_same_twice_remembers_the_same(text: str) -> None:
         t, u = (q.quantize(x, state=s or None, seed=step) for q, s in zip((a, hybrid), states, strict=True))
         assert same(t.row, u.row)
         assert same(t.col, u.col)
-        assert all(torch.equal(p, q) for p, q in zip(*(s.values() for s in states), strict=True))
+        assert equal(*(s.values() for s in states))
 
 
 def weight_of(text: str) -> str:
@@ -115,7 +116,7 @@ def test_the_same_twice_trains_the_same(text: str) -> None:
     plain = trained({"x": lpq.quantizer(text), "w": lpq.quantizer(w), "dy": lpq.quantizer(text)})
     hybrid = trained({"x": twice(text), "w": twice(w), "dy": twice(text)})
     assert len(plain) == len(hybrid)
-    assert all(torch.equal(a, b) for a, b in zip(plain, hybrid, strict=True))
+    assert equal(plain, hybrid)
 
 
 # ------------------------------------------------------------------------------ two different sides

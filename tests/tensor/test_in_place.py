@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal_bytes
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
@@ -32,10 +33,6 @@ def stored(text: str = "fp8", seed: int = 0) -> nn.Parameter:
 def buffers(weight: Any) -> list[Tensor]:
     assert isinstance(weight, QuantizedTensor)
     return [t.clone() for _, operand in weight.operands for t in operand.tensors()]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(_bytes(x), _bytes(y)) for x, y in zip(a, b, strict=True))
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -77,7 +74,7 @@ def test_arithmetic_in_place_is_refused(name: str) -> None:
     error = TypeError if name == "add_" else RuntimeError  # of its ``data``, to which what is computed may be assigned
     with torch.no_grad(), pytest.raises(error, match=words):
         ARITHMETIC[name](weight)
-    assert equal(buffers(weight), before)
+    assert equal_bytes(buffers(weight), before)
 
 
 def test_it_is_refused_where_a_compiler_traces() -> None:
@@ -94,7 +91,7 @@ def test_the_remedies_are_one() -> None:
     with torch.no_grad():
         value = twin.dequantize()
         twin.copy_(value.add_(twin.grad, alpha=-0.3))  # type: ignore[arg-type]
-    assert equal(buffers(weight), buffers(twin))
+    assert equal_bytes(buffers(weight), buffers(twin))
 
 
 def test_what_is_assigned_to_its_data_is_encoded() -> None:
@@ -105,7 +102,7 @@ def test_what_is_assigned_to_its_data_is_encoded() -> None:
         warnings.simplefilter("ignore", PrecisionWarning)
         weight.data += delta
     wanted = lpq.quantizer("fp8").quantize(before + delta)
-    assert equal(buffers(weight), buffers(wanted))
+    assert equal_bytes(buffers(weight), buffers(wanted))
     assert not torch.equal(weight.dequantize(), before)
 
 
@@ -157,8 +154,8 @@ def test_hooks_after_a_step_see_what_is_stored(text: str) -> None:
     optimizer.step()
     values, held = seen[-1]
     same(values, weight.dequantize(), text)
-    assert equal(held, buffers(weight))
-    assert not equal(held, before)
+    assert equal_bytes(held, buffers(weight))
+    assert not equal_bytes(held, before)
 
 
 def test_a_step_that_a_scaler_skips_changes_no_byte() -> None:
@@ -171,23 +168,23 @@ def test_a_step_that_a_scaler_skips_changes_no_byte() -> None:
     weight.grad[3, 3] = torch.inf
     scaler.step(optimizer)
     scaler.update()
-    assert equal(buffers(weight), before)
+    assert equal_bytes(buffers(weight), before)
     weight.grad[3, 3] = 0.0
     scaler.step(optimizer)
-    assert not equal(buffers(weight), before)
+    assert not equal_bytes(buffers(weight), before)
 
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_what_is_assigned_to_data_is_encoded(text: str) -> None:
     weight, value = stored(text), torch.randn(64, 96)
     weight.data = value
-    assert equal(buffers(weight), buffers(lpq.quantizer(text).quantize(value)))
+    assert equal_bytes(buffers(weight), buffers(lpq.quantizer(text).quantize(value)))
     with pytest.raises(TypeError, match="a flattened weight that is stored as"):
         parameters_to_vector([weight])  # torch.cat cannot tell this from wrappers that would lose the weight
     vector_to_parameters(torch.zeros(64 * 96), [weight])
     assert not weight.dequantize().any()
     weight.data = lpq.quantizer(text).quantize(value)
-    assert equal(buffers(weight), buffers(lpq.quantizer(text).quantize(value)))
+    assert equal_bytes(buffers(weight), buffers(lpq.quantizer(text).quantize(value)))
     with pytest.raises(ValueError, match=r"is \[64, 96\], and what is assigned to its data \[2\]"):
         weight.data = torch.zeros(2)
 
@@ -202,4 +199,4 @@ def test_an_optimizer_that_assigns_to_data_trains() -> None:
     weight, twin = stored("mxfp8"), stored("mxfp8")
     Assigns([weight], lr=0.3).step()
     MasterWeights(SGD([twin], lr=0.3), keep=False).step()
-    assert equal(buffers(weight), buffers(twin))
+    assert equal_bytes(buffers(weight), buffers(twin))

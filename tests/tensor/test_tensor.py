@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from imitated_gpu import calls_of
-from quantizers import KINDS, SIDES, as_bytes
+from quantizers import KINDS, SIDES
+from support.comparing import as_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

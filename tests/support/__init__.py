@@ -1,0 +1,1 @@
+"""Models, comparers and a training loop that tests share."""
