@@ -150,7 +150,7 @@ def _shared(rank: int, recipe: str, weights: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "weights"),
-    [("fp8-current", "high_precision"), ("fp8-delayed", "high_precision"), ("mxfp8", "quantized")],
+    [("fp8-delayed", "high_precision"), ("mxfp8", "quantized")],
 )
 def test_blocks_that_are_alike_share_a_graph(recipe: str, weights: str) -> None:
     """``tests/nn/test_compiled_alike.py`` has blocks that nobody shards, and a negative control."""

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from hybrids import FEW, MIXED
 from ranks import spawn
-from sharded import How, train, whole
+from sharded import How, train
 from stored import local, parts
 from torch.distributed.device_mesh import init_device_mesh
 
-import lpq
 from lpq.core import QuantizedTensor
 
 EVERY = [text if text.endswith(")") else f"{text}()" for text in FEW + MIXED]
@@ -30,24 +29,6 @@ HOW = How(
 """A layer for each, wide enough for the largest blocks on each of two ranks. Parameters are stepped one by one: for a
 list of a hundred sharded tensors torch takes seconds to find out how its results are sharded."""
 STEPS = 2
-
-
-def _gathered(rank: int) -> None:
-    """As with gathers in high precision."""
-    how = replace(HOW, mixed=True, checkpoint=True, nested=True, offload=True)
-    ordinary, a = train(replace(how, weights=None), STEPS)
-    losses, b = train(how, STEPS)
-    assert losses == ordinary
-    assert len(set(losses)) == STEPS
-    notes = [entry.note for entry in lpq.report(b).weights]
-    assert len(notes) == len(EVERY) == len(FEW) + len(MIXED)
-    assert all(note.startswith("gathered as ") for note in notes), notes
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert torch.equal(whole(p), whole(q)), name
-
-
-def test_gathered_on_two_ranks(mxfp4: None) -> None:
-    spawn(_gathered, 2)
 
 
 def _stored(rank: int) -> None:

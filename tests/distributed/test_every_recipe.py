@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import counted_format
 import pytest
-import residual_format
 import torch
-import value_formats
-from quantizers import QUANTIZERS
 from ranks import spawn
 from test_expert_parallel import EXPERTS, Experts, mine_of, of_all, rows
 from test_tensor_parallel import agree, data, model, plan, whole
@@ -24,21 +20,8 @@ from lpq.nn import functional
 from lpq.torch_private.tensors import local_part
 
 NAMED = sorted(lpq.registry.recipes())
-THIRD_PARTIES = ["mxfp4", "counted", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)"]
-FORMATS = [text if "(" in text else f"{text}()" for text in [*QUANTIZERS, *THIRD_PARTIES] if "delayed" not in text]
-"""The formats of experts: all that remember nothing, third parties' too."""
 BATCHES = (1.0, -3.0)
 """The factors of two micro-batches, whose gradients are summed."""
-
-
-def recipe_of(text: str) -> str:
-    """One format for all three tensors, but for a rotation, which a weight does not have."""
-    return f"x={text}, w={text.replace('rht=true', 'rht=false')}, dy={text}"
-
-
-def register() -> None:
-    for formats in (counted_format, value_formats, residual_format):
-        formats.register()
 
 
 def _layers(recipe: str, rank: int | None) -> dict[str, Tensor]:
@@ -104,7 +87,6 @@ def _experts(recipe: str, rank: int | None) -> tuple[list[Tensor], list[Tensor]]
 
 
 def _shared_experts(rank: int, recipes: list[str]) -> None:
-    register()
     draw, ends = functional.draw_seeds, of_all(range(2))[2]  # type: ignore[attr-defined]
     different = set()
     try:
@@ -123,7 +105,3 @@ def _shared_experts(rank: int, recipes: list[str]) -> None:
 def test_experts_that_ranks_share_out() -> None:
     """Over two micro-batches, to the bit."""
     spawn(_shared_experts, 2, [recipe for recipe in NAMED if recipe != "fp8-delayed"])
-
-
-def test_every_format_of_experts_that_ranks_share_out(mxfp4: None) -> None:
-    spawn(_shared_experts, 2, [recipe_of(text) for text in FORMATS])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEW, MIXED, SOME
+from hybrids import FEW, MIXED
 from operands import Side, expected, gathered, side, value
 from ranks import fully_shard, spawn
 from support.comparing import equal_states
@@ -30,8 +30,8 @@ DERIVED = [
     for a, b in zip(MIXED, MIXED[3:] + MIXED[:3], strict=True)
     if "delayed" not in b
 ]
-PIECES = {1: [FORMATS + FEW], 2: [FORMATS + DERIVED, SOME], 4: [FORMATS + FEW]}
-"""By the number of ranks, so many weights FSDP2 gathers together. Two ranks try more hybrids: which formats go together
+PIECES = {1: [FORMATS], 2: [FORMATS + DERIVED, FEW], 4: [FORMATS]}
+"""By the number of ranks, so many weights FSDP2 gathers together. Two ranks try hybrids: which formats go together
 does not depend on their number."""
 
 

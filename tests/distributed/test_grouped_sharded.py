@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
-from test_every_recipe import FORMATS, recipe_of, register
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +19,6 @@ from lpq.nn import GroupedLinear
 from lpq.optim import MasterWeights
 from lpq.torch_private.tensors import local_part
 
-NAMED = [name for name in sorted(lpq.registry.recipes()) if name != "fp8-delayed"]
 EXPERTS, WIDTH, COUNTS = 4, 64, [7, 0, 20, 5]
 
 
@@ -112,31 +110,13 @@ def test_two_ranks_compute_what_one_does(recipe: str, weights: str | None) -> No
     spawn(_as_one, 2, recipe, weights)
 
 
-@pytest.mark.parametrize("way", ["accumulated", "checkpointed", "compiled"])
-@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+@pytest.mark.parametrize(
+    ("way", "weights"),
+    [("accumulated", "high_precision"), ("accumulated", "quantized"), ("checkpointed", "high_precision"),
+     ("checkpointed", "quantized"), ("compiled", "high_precision"), ("compiled", "quantized")],
+)  # fmt: skip
 def test_other_ways_of_training(way: str, weights: str | None) -> None:
     spawn(_as_one, 2, "fp8-block", weights, way)
-
-
-def _every(rank: int) -> None:
-    for recipe in NAMED:
-        for weights in (None, "quantized"):
-            _as_one(rank, recipe, weights)
-
-
-def test_every_recipe_with_a_name() -> None:
-    assert len(NAMED) > 8
-    spawn(_every, 2)
-
-
-def _every_format(rank: int) -> None:
-    register()
-    for text in FORMATS:
-        _as_one(rank, recipe_of(text), "high_precision")
-
-
-def test_every_format(mxfp4: None) -> None:
-    spawn(_every_format, 2)
 
 
 def _report(rank: int) -> None:
