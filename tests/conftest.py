@@ -22,6 +22,7 @@ from hypothesis import settings
 from lpq import registry
 from lpq.registry.loader import GROUP, OWN
 
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see
 settings.register_profile("quick", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile=thorough takes its place

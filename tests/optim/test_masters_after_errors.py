@@ -75,7 +75,8 @@ def _of_masters(optimizer: MasterWeights) -> list[list[Tensor]]:
     made: list[Any] = []
     for weight, master in optimizer.masters.items():
         assert isinstance(weight, QuantizedTensor)
-        made.append(weight.quantizer.quantize(master.detach().to(weight.dtype)))
+        held = {"row": weight.row is not None, "col": weight.col is not None}
+        made.append(weight.quantizer.quantize(master.detach().to(weight.dtype), **held))
     return _bytes(made)
 
 
