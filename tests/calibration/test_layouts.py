@@ -258,7 +258,7 @@ def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
     assert equal_states(statics(shared_out), {name: local_part(value) for name, value in found.items()})
 
 
-@pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
+@pytest.mark.parametrize(("recipe", "method"), [*RECIPES.items()][::2], ids=["fp8", "searched"])
 def test_fsdp_over_1_2_and_4_ranks(recipe: str, method: str) -> None:
     spawn(_the_same, 4, recipe, method)
 

@@ -192,14 +192,13 @@ def _controls_of_experts(rank: int) -> None:
         assert everywhere == [wrong is None] * 4, wrong
 
 
-@pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
+@pytest.mark.parametrize(("recipe", "method"), [*RECIPES.items()][::2], ids=["fp8", "searched"])
 def test_experts_beside_tensor_parallelism_and_fsdp_over_4_ranks(recipe: str, method: str) -> None:
     spawn(_with_experts, 4, recipe, method)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
-def test_experts_over_2_ranks_and_shards_over_2_are_exported_as_of_one(recipe: str, tmp_path: Path) -> None:
-    spawn(_experts_over_two_and_shards_of_two, 4, recipe, str(tmp_path))
+def test_experts_over_2_ranks_and_shards_over_2_are_exported_as_of_one(tmp_path: Path) -> None:
+    spawn(_experts_over_two_and_shards_of_two, 4, "nvfp4", str(tmp_path))
 
 
 def test_experts_of_hugging_face_models_over_4_ranks() -> None:
