@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from casting import as_bytes, buffers
+from casting import buffers
 from ranks import spawn
+from support.comparing import as_bytes
 from torch import Tensor, nn
 
 import lpq

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from casting import FORMATS, SEED, SHAPES, Case, buffers, case, check, gather, values
 from ranks import spawn
+from support.comparing import as_bytes
 
 from lpq.core import QuantizedTensor
 from lpq.distributed import Pieces, cast_master_weights, finish_gather
