@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lpq
-from lpq.nn.linear import MOST_CALLS
+from lpq.nn.stateful_layer import MOST_CALLS
 
 
 class Raced(dict[Any, Any]):
