@@ -1,1 +1,0 @@
-"""Models, comparers and a training loop that tests share."""
