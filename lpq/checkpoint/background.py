@@ -45,7 +45,7 @@ class Saving:
         """Wait until the checkpoint is whole and in its place, and return its path; raise the error of any rank."""
         _UNHEARD.discard(self)
         try:
-            with self._ranks.saying(failing(self.path)):
+            with self._ranks.error_context(failing(self.path)):
                 self._future.result()
         finally:
             self._release()
@@ -58,7 +58,7 @@ class Saving:
         if not self._future.done() or self._future.exception() is None:
             return None
         try:
-            with self._ranks.saying(failing(self.path)):
+            with self._ranks.error_context(failing(self.path)):
                 self._future.result()
         except CheckpointError as error:
             return str(error)

@@ -57,22 +57,22 @@ def load(
         process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model), "loads")
-    with ranks.saying("nothing is loaded"):
+    with ranks.error_context("nothing is loaded"):
         source = ranks.each(lambda: place(path))
-    with ranks.saying(f"{source} cannot be loaded"):
+    with ranks.error_context(f"{source} cannot be loaded"):
         # These are compared first, as reading takes long.
         kinds, meshes = ranks.each(lambda: ([*map(kind, given_optimizers(optimizer))], Model(model).meshes()))
         check_alike(str(source), meshes, kinds, ranks)
     found = find(source, ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
-    with ranks.saying(what), seen.recipes_stay_on_error():
+    with ranks.error_context(what), seen.recipes_stay_on_error():
         plan = ranks.each(lambda: _prepare(found, seen, optimizer, any_policy))
         differ = "the ranks read different files under that name, or hold different models"
         ranks.equal([*plan.matches[0].to_encode], differ, ALIKE)
     reader = plan.reader
     state: dict[str, Any] = {name: target for match in plan.matches for name, target in match.targets.items()}
-    with ranks.saying(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what), quiet():
+    with ranks.error_context(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what), quiet():
         dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.many)
     for filled in plan.matches:
         filled.finish()

@@ -18,7 +18,7 @@ class Ranks(ranks.Ranks):
     error = CheckpointError
 
     @contextmanager
-    def saying(self, what: str | Callable[[], str]) -> Iterator[None]:
+    def error_context(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Add to an error inside, which all ranks have alike, the name of the task. DCP exchanges errors as well."""
         try:
             yield

@@ -60,9 +60,9 @@ def save(
         process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
-    with ranks.saying("nothing is saved"):
+    with ranks.error_context("nothing is saved"):
         target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
-    with ranks.saying(failing(target)), quiet():
+    with ranks.error_context(failing(target)), quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
             dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.many)
@@ -99,9 +99,9 @@ def save_async(
             talks.
     """
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
-    with ranks.saying("nothing is saved"):
+    with ranks.error_context("nothing is saved"):
         target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
-    with ranks.saying(failing(target)), quiet():
+    with ranks.error_context(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         group = None

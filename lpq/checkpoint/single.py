@@ -35,9 +35,9 @@ def write_file(
 ) -> tuple[Path, Description]:
     """Write the whole model into one file, as ``lpq.export(model, path, layout="lpq")`` describes it."""
     ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
-    with ranks.saying("nothing is exported"):
+    with ranks.error_context("nothing is exported"):
         target = ranks.each(lambda: _place(path))
-    with ranks.saying(f"nothing is exported to {target}"):
+    with ranks.error_context(f"nothing is exported to {target}"):
         check_one_model(ranks.all(lambda: Model(model).meshes(ranks.many)), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
         ranks.equal(description.lines(), "the ranks hold different models, and the file is of one", ALIKE)
@@ -46,7 +46,7 @@ def write_file(
         gathered = whole(decoded(part) if decode else part)
         if ranks.rank == 0:
             complete[name] = gathered.cpu()
-    with ranks.saying(f"nothing is exported to {target}"):
+    with ranks.error_context(f"nothing is exported to {target}"):
         ranks.first(lambda: _write(target, complete, other, description))
     return target, description
 
@@ -75,9 +75,9 @@ def import_file(model: nn.Module, path: str | Path, *, process_group: dist.Proce
         process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model), "imports")
-    with ranks.saying("nothing is imported"):
+    with ranks.error_context("nothing is imported"):
         source = ranks.each(lambda: place(path))
-    with ranks.saying(f"{source} cannot be imported"):
+    with ranks.error_context(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         seen = Model(model)
         description, tensors, other, found = ranks.each(lambda: _prepare(source, seen, ranks))

@@ -175,19 +175,19 @@ def description(name: str, module: nn.Module) -> str:
     """A description of a module, or of the converted layers in it, that must be equal on all ranks."""
     texts: list[str] = []
     for place, part in module.named_modules(prefix=name):
-        if _converted(part):
+        if _is_converted(part):
             # Experts do this in each forward: torch's walk over all parameters takes as long as all else.
             params = [p for p in part._parameters.values() if p is not None] or [*part.parameters()]
-            texts += [_described(place, part, params)] if params else []
+            texts += [_describe(place, part, params)] if params else []
     return "\n".join(texts) or f"{name}: {type(module).__name__}, not converted"
 
 
-class Described:
+class CachedDescription:
     """The description of a part of a model, made anew once something of it has changed: ranks compare it often."""
 
     def __init__(self, name: str, part: nn.Module) -> None:
         self._name, self._part = name, part
-        self._layers: list[Any] = [module for module in part.modules() if _converted(module)]
+        self._layers: list[Any] = [module for module in part.modules() if _is_converted(module)]
         self._was: list[tuple[object, ...]] = []
         self._texts: dict[object, tuple[int, str]] = {}
 
@@ -220,7 +220,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
 
     names = {module: name for name, module in root.named_modules()}
     weights, sharded = fsdp.sites(root, "weight"), fsdp.sites(root)
-    for module in dict.fromkeys([*weights, *filter(_converted, names)]):
+    for module in dict.fromkeys([*weights, *filter(_is_converted, names)]):
         site = weights.get(module, sharded.get(module))
         params = [site.param] if site is not None else [*module.parameters()]
         if not params:
@@ -230,20 +230,20 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
             local, dtype, device = site.local, site.dtype, site.device
             high = ", gathered quantized" if isinstance(local, WeightShard) else ", in high precision"
             how = f", stored as {local.quantizer}" if isinstance(local, QuantizedTensor) else high
-        yield _described(names[module], module, params, dtype, how), params, device
+        yield _describe(names[module], module, params, dtype, how), params, device
 
 
-def _converted(module: nn.Module) -> bool:
+def _is_converted(module: nn.Module) -> bool:
     return hasattr(module, "recipe") and hasattr(module, "static_values")
 
 
-def _described(
+def _describe(
     name: str, module: nn.Module, params: Iterable[Tensor], dtype: torch.dtype | None = None, how: str = ""
 ) -> str:
     """A description of a layer that must be equal on all ranks: its name, class, recipe and so on."""
     kind, (weight, *_) = type(module).__name__.removeprefix("FSDP"), params
     text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}"
-    if not _converted(module):
+    if not _is_converted(module):
         return text
     layer: Any = module
     text += f", recipe {layer.recipe.text if layer.recipe is not None else None}"

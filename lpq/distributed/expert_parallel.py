@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lpq.distributed.alike import check_part, description
-from lpq.distributed.compared import Compared
 from lpq.distributed.expert_rows import Dispatch, Exchange, encoded_rows
+from lpq.distributed.model_check import ModelCheck
 from lpq.tensor.fsdp_protocol import Gathered
 
 __all__ = ["ExpertParallel"]
@@ -48,11 +48,11 @@ class ExpertParallel(ParallelStyle):
         _check(module, device_mesh)
         if self.how == "encoded":
             encoded_rows(f"ExpertParallel: {type(module).__name__}", module)
-        compared = Compared(module)  # replicas, with which no rows are exchanged
+        check = ModelCheck(module)  # replicas, with which no rows are exchanged
         for part in module.modules():
             if hasattr(part, "dispatched"):
                 part.dispatched = self.how
-                part.compared = getattr(part, "compared", None) or compared
+                part.model_check = getattr(part, "model_check", None) or check
         module.expert_exchange = Exchange(module, self.how)
         if getattr(module, "routes_tokens", False):  # and so uses the exchange itself
             return distribute_module(module, device_mesh, _share_out)

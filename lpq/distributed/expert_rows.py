@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpq.distributed.alike import REMEDY, Described
+from lpq.distributed.alike import REMEDY, CachedDescription
 from lpq.distributed.ranks import Ranks, raise_on_all
 from lpq.formats import Quantizer, Storage
 from lpq.formats.layout import row_major
@@ -59,7 +59,7 @@ class Exchange:
         self.title, self.experts = type(module).__name__, next(module.parameters()).shape[0]
         self.sends = True
         """Whether this rank sends rows to any expert."""
-        self._module, self._how, self._described = module, how, Described(type(module).__name__, module)
+        self._module, self._how, self._described = module, how, CachedDescription(type(module).__name__, module)
         self._call: Sent | None = None
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 

@@ -177,7 +177,7 @@ class Gathering(Watcher):
         if self._memories is None:
             left = (None, None)
             self._memories = Memories(
-                self.root, lambda layer: layer.gathering is self or (layer.gathering, layer.compared) == left
+                self.root, lambda layer: layer.gathering is self or (layer.gathering, layer.model_check) == left
             )
         self._memories.reduce(optimizer, reductions)
 

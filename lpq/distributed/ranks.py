@@ -217,7 +217,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:15], "big")
 
 
-def words(text: str, count: int = 4) -> tuple[int, ...]:
-    """The first words of the hash of a text, each a number of 30 bits."""
+def words(text: str) -> tuple[int, ...]:
+    """The words of the hash of a text, each a number of 30 bits."""
     number = digest(text)
-    return tuple(number >> (BITS * i) & LIMIT for i in range(count))
+    return tuple(number >> (BITS * i) & LIMIT for i in range(4))

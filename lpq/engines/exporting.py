@@ -127,14 +127,14 @@ class Export:
             for_engines = (base, dtype, input_amax, *leave, siblings, shard_bytes)
             return _one_file(model, path, layout, for_engines, decode, process_group)
         ranks = ranks_of(process_group, is_shared(model, replicas=False), "exports", first=True)
-        with ranks.saying("nothing is exported"):
+        with ranks.error_context("nothing is exported"):
             target = ranks.each(lambda: place(path))
 
         def begin() -> Directory:
             small = beside(source.model, base_of(source.model, base)) | {n: as_json(data) for n, data in config.items()}
             return Directory(target, shards(plan, shard_bytes), small)
 
-        with ranks.saying(f"nothing is exported to {target}"):
+        with ranks.error_context(f"nothing is exported to {target}"):
             plan, source = _planned(model, layout, dtype, input_amax, leave, siblings, shard_bytes, ranks)
             config = ranks.first(lambda: _config(source.model, base, plan, dtype))
             written = config[CONFIG]
@@ -175,7 +175,7 @@ class Export:
             process_group: The ranks over which the model lies; None: all ranks.
         """
         ranks = ranks_of(process_group, is_shared(model, replicas=False), "streams")
-        with ranks.saying("the model cannot be streamed"):
+        with ranks.error_context("the model cannot be streamed"):
             plan, _ = _planned(model, layout, dtype, input_amax, leave, siblings, SHARD, ranks)
         return _streamed(plan)
 

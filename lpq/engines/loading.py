@@ -66,7 +66,7 @@ def load_quantized(
             there. ``"high_precision"`` or ``None``: weights get what the codes decode to, in their own dtype.
     """
     path = place(path)
-    with Ranks(alone=True).saying(f"{path} cannot be loaded"):
+    with Ranks(alone=True).error_context(f"{path} cannot be loaded"):
         files = Files(path)
         found = files.quantized()
         if not found:

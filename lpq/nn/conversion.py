@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import nn
 
 from lpq import recipes, registry
-from lpq.distributed.compared import Compared
+from lpq.distributed.model_check import ModelCheck
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.called import READ, UNCALLED, read_past, uncalled
@@ -297,9 +297,9 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
     layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
-    inputs, compared = Inputs(), Compared.of(model) if compares else None
+    inputs, check = Inputs(), ModelCheck.of(model) if compares else None
     for layer in layers:
-        layer.compared = compared
+        layer.model_check = check
         if isinstance(layer, Layer):
             layer.accumulate = accumulate
             layer.share_inputs(inputs)

@@ -69,7 +69,7 @@ class Layer(WeightedLayer):
         """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
         self.gathering, self.gather, self.accumulate, self.stages, self.qualified_name = None, None, None, None, ""
-        self._inputs, self.compared, self._calls = None, None, (None, {})
+        self._inputs, self.model_check, self._calls = None, None, (None, {})
         self.forget_calls()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,14 +182,14 @@ class Layer(WeightedLayer):
         except (AttributeError, RuntimeError):  # it has no shape
             check(self, input, weight)
             raise
-        if self.compared is not None and self.compared.open and grad:
+        if self.model_check is not None and self.model_check.open and grad:
             self.compare_in_pass(first=False)
         epoch, calls = self._calls
         call: LayerCall | None = calls.get(key) if epoch is registry.epoch() else None
         if call is None:
             calls = self.bound_calls()
             check(self, input, weight)
-            if self.compared is None and grad:
+            if self.model_check is None and grad:
                 self.compare_in_pass(first=True)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)

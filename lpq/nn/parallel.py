@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lpq.distributed.compared import Compared
 from lpq.distributed.cuts import why_high
+from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.overlapped import can_overlap
 from lpq.distributed.part_gathers import begin_sum, finish_sum
 from lpq.kernels.table import kernels_allowed
@@ -181,9 +181,9 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None
         encoded, local = describe_encoding(local), local.buffers[0]
     runs = type(local) in ORDINARY and not local.is_meta and not torch.compiler.is_compiling()
     if runs and weight.device_mesh.ndim == 1:
-        if layer.compared is None:  # it was not converted, or is a copy
-            layer.compared = Compared(layer)
-        layer.compared.before_pass(layer, input, weight.device_mesh, weight.requires_grad, encoded)
+        if layer.model_check is None:  # it was not converted, or is a copy
+            layer.model_check = ModelCheck(layer)
+        layer.model_check.before_pass(layer, input, weight.device_mesh, weight.requires_grad, encoded)
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:

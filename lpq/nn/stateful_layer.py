@@ -18,7 +18,7 @@ from lpq.registry.warning import warn
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
-    from lpq.distributed.compared import Compared
+    from lpq.distributed.model_check import ModelCheck
     from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
     from lpq.tensor.observed import Observer
@@ -54,7 +54,7 @@ class StatefulLayer(nn.Module):
     read_past: bool = False
     """Whether the pass of another module has read a weight of this one (``lpq/nn/read_past.py``)."""
 
-    compared: Compared | None = None
+    model_check: ModelCheck | None = None
     """The check that ranks have the same model, if lpq gathers none of its weights."""
     _calls: tuple[object, dict[object, Any]] = (None, {})
     """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,
@@ -114,8 +114,8 @@ class StatefulLayer(nn.Module):
 
     def compare_again(self) -> None:
         """Have ranks compare the model once more, as a recipe has changed."""
-        if self.compared is not None:
-            self.compared.forget()
+        if self.model_check is not None:
+            self.model_check.forget()
 
     @property
     def called(self) -> bool:
@@ -128,8 +128,8 @@ class StatefulLayer(nn.Module):
         one ranks send each other operands."""
         self.__dict__["traced" if traced else "_ran"] = True
         if not is_exporting():
-            if traced and shared and self.compared is not None:
-                self.compared.before_trace()
+            if traced and shared and self.model_check is not None:
+                self.model_check.before_trace()
             if torch.is_grad_enabled():
                 self.compare_in_pass(first=True)
         return True
@@ -137,12 +137,12 @@ class StatefulLayer(nn.Module):
     def compare_in_pass(self, first: bool) -> None:
         """Compare the model with the other ranks' in a pass that trains this layer; ``first``: the first one of its
         kind."""
-        if first and self.compared is None:
-            from lpq.distributed.compared import Compared
+        if first and self.model_check is None:
+            from lpq.distributed.model_check import ModelCheck
 
-            Compared.give(self)
-        if self.compared is not None:
-            self.compared.in_pass()
+            ModelCheck.give(self)
+        if self.model_check is not None:
+            self.model_check.in_pass()
 
     def state_buffers(self) -> tuple[Memory, ...]:
         """The buffers of its present recipe."""

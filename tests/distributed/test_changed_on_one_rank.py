@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import alike, compared, meeting
+from lpq.distributed import alike, meeting, model_check
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.observe import collectives
 
@@ -66,7 +66,7 @@ def _all_raise(rank: int) -> None:
             step()
             if rank == 1:
                 inner[2].recipe = OTHER  # type: ignore[index]
-            with mock.patch.object(compared, "SOON", 0.1):
+            with mock.patch.object(model_check, "SOON", 0.1):
                 found = agreed(lambda: _until_it_is_found(step), RuntimeError)  # noqa: B023
             for said in found:
                 assert "the ranks do not have the same model: rank 0 has [" in said, said
@@ -84,7 +84,7 @@ def _a_step_that_one_rank_alone_is_given(rank: int) -> None:
         step()
     if rank == 1:
         lpq.set_step(inner, 0)
-    with mock.patch.object(compared, "SOON", 0.1):
+    with mock.patch.object(model_check, "SOON", 0.1):
         found = agreed(lambda: _until_it_is_found(step), RuntimeError)
     assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
@@ -97,7 +97,7 @@ def _a_change_of_all_is_compared_at_once(rank: int) -> None:
         dist.barrier()  # or a rank that is late would be told of a change in the step before
         inner[2].recipe = recipe  # type: ignore[index]
         with (
-            mock.patch.object(compared, "SOON", 60.0),
+            mock.patch.object(model_check, "SOON", 60.0),
             mock.patch.object(meeting, "meet", wraps=meeting.meet) as seen,
             collectives() as sent,
         ):
@@ -107,7 +107,7 @@ def _a_change_of_all_is_compared_at_once(rank: int) -> None:
     dist.barrier()
     inner[2].recipe = ("mxfp8", OTHER)[rank]  # type: ignore[index]
     before = [p.detach().clone() for p in inner.parameters()]
-    with mock.patch.object(compared, "SOON", 60.0):
+    with mock.patch.object(model_check, "SOON", 60.0):
         found = agreed(step, RuntimeError)
     assert all(", and rank 1 has [2: Linear" in said for said in found), found
     assert equal(before, inner.parameters())
@@ -128,7 +128,7 @@ def _the_one_that_changed_says_so(rank: int) -> None:
     parallel: Any
     compiled: Any
     parallel, compiled = (parallelize_module(_net(), mesh, plan) for _ in range(2))
-    with mock.patch.object(compared, "FREE", ()):  # as on GPUs, where no pass compares what is known
+    with mock.patch.object(model_check, "FREE", ()):  # as on GPUs, where no pass compares what is known
         for net in (gathered, parallel, compiled):
 
             def call(net: Any = net) -> None:
@@ -168,7 +168,7 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
     lpq.convert(net, {"rules": [{"match": "seldom", "recipe": "mxfp8"}]})
     net = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with mock.patch.object(compared, "SOON", 0.1), mock.patch.object(compared, "PATIENCE", 0.1):
+    with mock.patch.object(model_check, "SOON", 0.1), mock.patch.object(model_check, "PATIENCE", 0.1):
         for every in (rank == 0, True, rank == 1):
             net(X, every).sum().backward()
             optimizer.step()

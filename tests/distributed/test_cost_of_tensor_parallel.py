@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.distributed import compared
+from lpq.distributed import model_check
 from lpq.distributed import tensor_parallel as tp
 from lpq.kernels.fresh import fresh
 from lpq.nn import parallel_step
@@ -81,7 +81,7 @@ def cost(recipe: str, sequences: bool) -> Cost:
 
 def _counted(rank: int, recipe: str) -> None:
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compared, "FREE", ())  # on a GPU ranks compare new inputs alone
+        patch.setattr(model_check, "FREE", ())  # on a GPU ranks compare new inputs alone
         found = cost(recipe, False), cost(recipe, True)
     for now, most in zip(found, COSTS[recipe], strict=True):
         assert all(a <= b for a, b in zip(now, most, strict=True)), found

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import alike, compared, expert_rows, meeting
+from lpq.distributed import alike, expert_rows, meeting, model_check
 from lpq.distributed.alike import check_alike
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -115,7 +115,7 @@ def _a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
             net(x)
         return seen.count(COMPARED), met.call_count
 
-    with mock.patch.object(compared, "FREE", ()):
+    with mock.patch.object(model_check, "FREE", ()):
         assert [times(x) for x in (X, X, X[:, :16], X[:, :16], X)] == [(2, 2), (0, 0), (2, 0), (0, 0), (0, 0)]
         net[2].recipe = "fp8-current"
         assert [times(x) for x in (X, X)] == [(0, 1), (0, 0)]

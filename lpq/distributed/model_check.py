@@ -45,7 +45,7 @@ class Layer(Protocol):
         """The name of the layer in messages."""
 
 
-class Given(NamedTuple):
+class PassInput(NamedTuple):
     """All of an input on which the collectives of a pass depend. It is equal on all ranks of the mesh."""
 
     mesh: DeviceMesh
@@ -67,7 +67,7 @@ class Given(NamedTuple):
         return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}"
 
 
-class Compared(Watcher):
+class ModelCheck(Watcher):
     """Compares a model in the first forward that trains it, before the first pass of a layer that ranks share out, and
     before a step of its optimizer where some ranks had no pass to compare in; and again after a recipe has changed.
     While recipes may change by step it does so each time: a rank cannot see that another one alone was given a step."""
@@ -83,7 +83,7 @@ class Compared(Watcher):
         self._passes, self._steps, self._replicas = Comparison(), Comparison(), Replicas()
         self._first = 0
         """The ``id`` of the layer before whose pass ranks compared last."""
-        self._known: set[Given] = set()
+        self._known: set[PassInput] = set()
         """Inputs that ranks have compared."""
         self._memories: Memories | None = None
         self._remembers, self._sought = False, False
@@ -91,7 +91,7 @@ class Compared(Watcher):
         steps().call(self)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Compared | None:
+    def of(cls, model: nn.Module) -> ModelCheck | None:
         """The check of a model; None in a process that is alone, whose steps it would watch for nothing: to watch them
         imports the compiler."""
         alone = os.environ.get("WORLD_SIZE", "1") == "1" and not _has_ranks()
@@ -113,8 +113,8 @@ class Compared(Watcher):
                 return
         check = cls(root)
         for part in root.modules():
-            if getattr(part, "compared", check) is None:
-                part.compared = check
+            if getattr(part, "model_check", check) is None:
+                part.model_check = check
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of a layer is in another model
@@ -158,7 +158,7 @@ class Compared(Watcher):
         passes, grad = self._passes, torch.is_grad_enabled()
         placements = input.placements if isinstance(input, DTensor) else None
         dx, dw = grad and input.requires_grad, grad and trains
-        given = Given(mesh, input.shape, input.dtype, placements, dx, dw, encoded)
+        given = PassInput(mesh, input.shape, input.dtype, placements, dx, dw, encoded)
         due = passes.moving and id(layer) == self._first
         if given in self._known and mesh.device_type not in FREE and not due:
             if not passes.alike:  # since a recipe has changed, on this rank at least
