@@ -108,9 +108,7 @@ def cast_master_weights(
 ) -> Pieces:
     """Write this rank's parts of the masters into the quantized weights.
 
-    ``masters[i]`` (fp32, 1-D; empty or None if this rank owns nothing of it) are the elements of the flattened
-    weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Without a group this
-    process owns all. Every rank passes the same weights, in the same order. Afterwards each has all scales, and the
+    The ranks of ``group`` together own each element of a weight once. Afterwards each rank has all scales, and the
     codes of its own elements. Gather the returned pieces: fill each ``piece.buffer`` from the ``piece.own`` of all
     ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
 
@@ -123,12 +121,18 @@ def cast_master_weights(
     row operand. The fp32 elements of all such weights are in an all-reduce of their own, each rank encodes all of
     them, and there are no pieces.
 
-    ``states[i]`` is the state of delayed scaling for weight ``i``; it is updated. ``seed``, the same on all ranks, is
-    for stochastic rounding: weight ``i`` rounds as with ``seed + i``.
-
     It can be recorded in a CUDA graph, after a call that was not: what ranks were given is not compared then. A replay
     casts what the same masters hold then into the same weights, with the same random bits unless ``seed`` is a tensor
     that was changed.
+
+    Args:
+        weights: The quantized weights, the same on every rank and in the same order.
+        masters: For each weight the elements of the flattened master that this rank owns, in fp32 and 1-D; empty or
+            None if it owns nothing of it.
+        offsets: For each weight the place of the first of these elements.
+        group: The ranks that own the masters; None: this process owns all.
+        states: For each weight its state of delayed scaling, which is updated, or None.
+        seed: The seed of stochastic rounding, the same on all ranks: weight ``i`` rounds as with ``seed + i``.
     """
     parts, pieces = agreed_parts(weights, masters, offsets, group, states, seed), Pieces()
     device = parts[0].weight.device if parts else torch.device("cpu")
@@ -153,8 +157,12 @@ def cast_master_weights(
 
 
 def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
-    """Write the operands that follow from the gathered bytes, of all weights that were cast; with ``only``, of those at
-    these places in the list of weights."""
+    """Write the operands that follow from the gathered bytes.
+
+    Args:
+        pieces: The pieces that ``cast_master_weights`` returned, gathered.
+        only: The places of the weights in the list of ``cast_master_weights`` that are finished; None: all.
+    """
     pieces.finish(only)
 
 

@@ -30,6 +30,7 @@ from lpq.engines.saved import SavedCheckpoint
 from lpq.engines.siblings import Siblings, fused
 from lpq.engines.writing import Directory, shards
 from lpq.files.disk import place
+from lpq.nn.first_argument import check_model
 from lpq.operations.inputs import DTYPES
 from lpq.registry.showing import listed, number
 from lpq.registry.warning import warn
@@ -176,6 +177,7 @@ class Export:
         """
         ranks = ranks_of(process_group, is_shared(model, replicas=False), "streams")
         with ranks.error_context("the model cannot be streamed"):
+            ranks.all(lambda: check_model(model, CheckpointError))
             plan, _ = _planned(model, layout, dtype, input_amax, leave, siblings, SHARD, ranks)
         return _streamed(plan)
 

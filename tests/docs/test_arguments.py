@@ -17,8 +17,8 @@ PUBLIC = (
 PAGE = ROOT / "docs" / "api.md"
 METHODS = ("lpq.engines.Export.__call__", "lpq.engines.Export.stream", "lpq.optim.MasterWeights")
 """What is called like a function, and is none."""
-OTHERS = ("export_file", "cast_master_weights", "finish_gather")
-"""Functions that will be removed in the next version, or whose text explains their arguments together."""
+GOING = ("export_file",)
+"""Functions that will be removed in the next version."""
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -27,7 +27,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     names += [match[1] for match in DIRECTIVE.finditer(PAGE.read_text())]
     found = {id(value): (path, value) for path in names if inspect.isfunction(value := resolve(path))}
     found |= {id(value): (path, value) for path in METHODS for value in [resolve(path)]}
-    return {path: value for path, value in found.values() if path.rpartition(".")[2] not in OTHERS}
+    return {path: value for path, value in found.values() if path.rpartition(".")[2] not in GOING}
 
 
 def unexplained(function: Callable[..., Any]) -> tuple[list[str], list[str]]:

