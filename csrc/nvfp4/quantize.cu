@@ -6,6 +6,7 @@
 //
 // A block of threads takes several of `count` tiles one after the other, since to find the factors that it looks up
 // takes as long as a tenth of a tile. Of both operands it fetches the next tile while it works on one.
+#include "nibbles.cuh"
 #include "options.cuh"
 #include "sides.cuh"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -13,10 +13,6 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import Fresh, fresh
 
 Launch = Callable[..., None]
-Launches = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], None]
-"""A launch for several matrices: of the buffers of each, and of those of what is made of it."""
-Size = tuple[int, int]
-"""Rows and columns."""
 
 
 class Shape(NamedTuple):
@@ -49,28 +45,6 @@ OUTPUTS = {
 PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
 ZERO = CudaKernel("common/amax.cu", "zero", "PqPq", threads=1024, waits=True)
-SEVERAL_OF_BYTES, SEVERAL_OF_NIBBLES = 16, 13
-"""Matrices of one launch."""
-BYTES, NIBBLES, BYTES_OF_SEVERAL, NIBBLES_OF_SEVERAL = (
-    {
-        wide: CudaKernel(
-            "common/transpose.cu",
-            name,
-            arguments,
-            threads=2 * wide,
-            shared=0 if wide == UNIT else 256 * wide,
-            waits=True,
-        )
-        for wide in (UNIT, BROAD)
-    }
-    for name, arguments in (
-        ("transpose_bytes", "PPPPIqq"),
-        ("transpose_nibbles", "PPPPPPqq"),
-        ("transpose_several_of_bytes", f"({SEVERAL_OF_BYTES * 'PPPPq'})II"),
-        ("transpose_several_of_nibbles", f"({SEVERAL_OF_NIBBLES * 'PPPPPPq'})I"),
-    )
-)
-"""Transposes, by tiles of 256 rows of so many bytes, or of twice as many rows of 256 nibbles."""
 MANY_BLOCKS = 264
 """Blocks of threads that share out a piece of memory of any size, on a GPU of any size."""
 PER_PART = 1 << 15
@@ -197,83 +171,3 @@ def amax_finish(parts: Tensor) -> Tensor:
     out = parts.new_empty(())
     FINISH.launch(parts.get_device(), (), 1, parts.data_ptr(), parts.numel(), out.data_ptr())
     return out
-
-
-@cache
-def _wide(wide: int) -> tuple[str, ...]:
-    return (f"LPQ_WIDE={wide}",)
-
-
-def bind_transpose_bytes(rows: int, cols: int, scales: bool, device: torch.device) -> Launch:
-    """The transpose of a matrix of 1-byte elements, and of its fp32 scales: one, or with ``scales`` one for each
-    128x128. The result launches it, of four addresses: the elements, those of the transpose, and likewise the scales.
-    """
-    shape, blocks = _tiles_of_bytes([(rows, cols)])
-    launch = BYTES[shape.wide].bind(device.index or 0, _wide(shape.wide), blocks)
-    count = 2 if scales else 1
-    return lambda x, out, scale, scale_out: launch(x, out, scale, scale_out, count, rows, cols)
-
-
-def bind_transposes_of_bytes(sizes: Sequence[Size], scales: bool, device: torch.device) -> Launches:
-    """The same for several matrices, by one launch for each 16 of them."""
-    shape, _ = _tiles_of_bytes(sizes)
-    kernel, count = BYTES_OF_SEVERAL[shape.wide], 2 if scales else 1
-    return _bind_several(kernel, shape, sizes, SEVERAL_OF_BYTES, 2, (count,), device)
-
-
-def bind_transpose_nibbles(rows: int, cols: int, device: torch.device) -> Launch:
-    """The transpose of a matrix of 4-bit elements, two in a byte, whose rows are padded to 16 elements with zeros; of
-    its 1-byte scales, one for each 16x16; and a copy of its amax. The result launches it, of six addresses: the
-    elements, those of the transpose, and likewise the scales and the amax."""
-    shape, blocks = _tiles_of_nibbles([(rows, cols)])
-    wide = shape.tall // 2
-    launch = NIBBLES[wide].bind(device.index or 0, _wide(wide), blocks)
-    return lambda *addresses: launch(*addresses, rows, cols)
-
-
-def bind_transposes_of_nibbles(sizes: Sequence[Size], device: torch.device) -> Launches:
-    """The same for several matrices, by one launch for each 13 of them."""
-    shape, _ = _tiles_of_nibbles(sizes)
-    kernel = NIBBLES_OF_SEVERAL[shape.tall // 2]
-    return _bind_several(kernel, shape, sizes, SEVERAL_OF_NIBBLES, 3, (), device)
-
-
-def _tiles_of_bytes(sizes: Sequence[Size]) -> tuple[Shape, int]:
-    """The tiles of transposes, and how many there are."""
-    large, small = Shape(256, BROAD), TALL
-    shape = large if sum(tiles(*size, large) for size in sizes) >= MANY_TILES else small
-    return shape, sum(tiles(*size, shape) for size in sizes)
-
-
-def _tiles_of_nibbles(sizes: Sequence[Size]) -> tuple[Shape, int]:
-    """The same where elements have 4 bits."""
-    large, small = Shape(2 * BROAD, 256), Shape(2 * UNIT, 256)
-    shape = large if sum(tiles(*size, large) for size in sizes) >= MANY_TILES else small
-    return shape, sum(tiles(*size, shape) for size in sizes)
-
-
-def _bind_several(
-    kernel: CudaKernel, shape: Shape, sizes: Sequence[Size], most: int, buffers: int, rest: tuple[int, ...],
-    device: torch.device,
-) -> Launches:  # fmt: skip
-    """Launches of a kernel for so many matrices at most. For each it takes the addresses of so many buffers, each
-    before that of its transpose, and the sizes; its other arguments follow the number of matrices."""
-    step = 2 * buffers + 1
-    bound: list[tuple[slice, list[int], Launch]] = []
-    for first in range(0, len(sizes), most):
-        some = slice(first, first + most)
-        numbers = [n for rows, cols in sizes[some] for n in (*[0] * (step - 1), rows << 32 | cols)]
-        numbers += [0] * (step * most - len(numbers))
-        blocks = sum(tiles(*size, shape) for size in sizes[some])
-        launch = kernel.bind(device.index or 0, _wide(kernel.threads // 2), blocks)
-        bound.append((some, [*numbers, len(sizes[some]), *rest], launch))
-
-    def turn(several: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]]) -> None:
-        for some, numbers, launch in bound:
-            given, at = numbers.copy(), 0
-            for each, turned in zip(several[some], out[some], strict=True):
-                given[at : at + step - 1] = [t.data_ptr() for pair in zip(each, turned, strict=True) for t in pair]
-                at += step
-            launch(*given)
-
-    return turn

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from lpq.kernels.tiles import (
+    BROAD,
     LOW,
     OUTPUTS,
-    bind_transpose_bytes,
-    bind_transposes_of_bytes,
+    TALL,
+    Shape,
     covering,
     is_whole,
     tile_kernels,
     tiles,
 )
+from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
 from lpq.operations.binding import Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
 from lpq_fp8.storage import FP8Storage
@@ -24,22 +26,44 @@ from lpq_fp8.storage import FP8Storage
 DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIqq")[LOW]
 
 
+SEVERAL = 16
+"""Matrices of one launch."""
+TRANSPOSE = transpose_kernels("fp8/transpose.cu", "transpose_bytes", "PPPPIqq")
+TRANSPOSE_SEVERAL = transpose_kernels("fp8/transpose.cu", "transpose_several_of_bytes", f"({SEVERAL * 'PPPPq'})II")
+
+
 def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
-    """Choose the tiles of a transpose."""
+    """Choose the tiles of a transpose, and of that of the scales: one, or one for each 128x128."""
     rows, cols = operand.shape
-    launch = bind_transpose_bytes(rows, cols, operand.quantizer.scaling == "block", device)
+    shape, blocks = _tiled([operand])
+    launch = TRANSPOSE[shape.wide].bind(device.index or 0, wide(shape.wide), blocks)
+    scales = _scales(operand)
 
     def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         (data, scale), (turned, its_scale) = buffers, out
-        launch(data.data_ptr(), turned.data_ptr(), scale.data_ptr(), its_scale.data_ptr())
+        launch(data.data_ptr(), turned.data_ptr(), scale.data_ptr(), its_scale.data_ptr(), scales, rows, cols)
 
     return turn
 
 
 def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
     """The same for several operands of one quantizer."""
-    scales = operands[0].quantizer.scaling == "block"
-    return bind_transposes_of_bytes([(operand.shape[0], operand.shape[1]) for operand in operands], scales, device)
+    shape, _ = _tiled(operands)
+    rest = (_scales(operands[0]),)
+    return bind_several(TRANSPOSE_SEVERAL[shape.wide], shape, _sizes(operands), SEVERAL, 2, rest, device)
+
+
+def _scales(operand: Operand) -> int:
+    """The number by which the kernel knows whether there are several scales."""
+    return 2 if operand.quantizer.scaling == "block" else 1
+
+
+def _sizes(operands: Sequence[Operand]) -> list[Size]:
+    return [(operand.shape[0], operand.shape[1]) for operand in operands]
+
+
+def _tiled(operands: Sequence[Operand]) -> tuple[Shape, int]:
+    return tiled(_sizes(operands), Shape(256, BROAD), TALL)
 
 
 transpose = unbound_transpose(bind_transpose)

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import (
+    BROAD,
     LOW,
     OUTPUTS,
-    bind_transpose_nibbles,
-    bind_transposes_of_nibbles,
+    UNIT,
+    Shape,
     covering,
     divides,
     is_whole,
     tile_kernels,
     tiles,
 )
+from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
 from lpq.operations.binding import ALIGNED, Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
 from lpq_nvfp4.storage import NVFP4Storage
@@ -27,20 +29,36 @@ from lpq_nvfp4.storage import NVFP4Storage
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
 
 
+SEVERAL = 13
+"""Matrices of one launch."""
+TRANSPOSE = transpose_kernels("nvfp4/transpose.cu", "transpose_nibbles", "PPPPPPqq")
+TRANSPOSE_SEVERAL = transpose_kernels("nvfp4/transpose.cu", "transpose_several_of_nibbles", f"({SEVERAL * 'PPPPPPq'})I")
+
+
 def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
     """Choose the tiles of a transpose."""
     rows, cols = operand.shape
-    launch = bind_transpose_nibbles(rows, cols, device)
+    shape, blocks = _tiled([operand])
+    launch = TRANSPOSE[shape.tall // 2].bind(device.index or 0, wide(shape.tall // 2), blocks)
 
     def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        launch(*(t.data_ptr() for pair in zip(buffers, out, strict=True) for t in pair))
+        launch(*(t.data_ptr() for pair in zip(buffers, out, strict=True) for t in pair), rows, cols)
 
     return turn
 
 
 def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
     """The same for several operands of one quantizer."""
-    return bind_transposes_of_nibbles([(operand.shape[0], operand.shape[1]) for operand in operands], device)
+    shape, _ = _tiled(operands)
+    return bind_several(TRANSPOSE_SEVERAL[shape.tall // 2], shape, _sizes(operands), SEVERAL, 3, (), device)
+
+
+def _sizes(operands: Sequence[Operand]) -> list[Size]:
+    return [(operand.shape[0], operand.shape[1]) for operand in operands]
+
+
+def _tiled(operands: Sequence[Operand]) -> tuple[Shape, int]:
+    return tiled(_sizes(operands), Shape(2 * BROAD, 256), Shape(2 * UNIT, 256))
 
 
 transpose = unbound_transpose(bind_transpose)
