@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lpq.nn.fused_experts import holds_experts
+from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.name_ranges import first_few, grouped
 from lpq.nn.names import plain_name
@@ -92,7 +94,7 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
             part = Part(name, called, type(module).__name__, parameter.numel(), not isinstance(module, LOOKUPS))
             owners.setdefault(id(parameter), []).append((part, inside is not None))
             if is_linear(module):  # a computed weight has a parameter of another name
-                each = parameter.numel() // getattr(module, "num_groups", 1)  # a row meets one matrix of a stack
+                each = parameter.numel() // (len(parameter) if _is_grouped(module) else 1)  # a row meets one matrix
                 work[0] += each if inside is not None else 0
                 work[1] += each
     left = [next((p for p, _ in of if p.multiplied), of[0][0]) for of in owners.values() if not any(c for _, c in of)]
@@ -109,13 +111,19 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
 
 def matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the module itself that count as matrices, or will once they are there."""
-    own = [(name, p) for name, p in module._parameters.items() if p is not None and name != "bias"]  # [groups, N]
+    named = module._parameters.items()
+    own = [(name, p) for name, p in named if p is not None and not name.endswith("bias")]  # [groups, N]
     return [(name, p) for name, p in own if is_lazy(p) or sum(size != 1 for size in p.shape) > 1]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module multiplies its weight by each row of its input, once."""
-    return isinstance(module, nn.Linear | Layer) or holds_transposed(module)
+    """Whether the module multiplies each of its weights by each row of its input, once."""
+    return isinstance(module, nn.Linear | Layer) or holds_transposed(module) or _is_grouped(module)
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    """Whether a row meets one matrix of each stack in the module."""
+    return isinstance(module, GroupedLayer) or holds_experts(module)
 
 
 def largest(parts: Iterable[Part], total: int) -> str:

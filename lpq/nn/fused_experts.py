@@ -41,6 +41,8 @@ class FusedExperts(GroupedLayer):
 
     base: ClassVar[type[nn.Module]]
     """The class of the module before the conversion."""
+    dense: ClassVar[bool]
+    """Whether each expert is given rows for all tokens."""
     expert_exchange: Exchange | None = None
     """How rows come from the other ranks, and results go back, if these have some of the experts."""
     routes_tokens: ClassVar[bool] = True
@@ -61,26 +63,24 @@ class FusedExperts(GroupedLayer):
             self.stages.check(self)
         if self.recipe is None and self.dispatched is None:
             return super().forward(*args, **kwargs)  # of the class before the conversion
-        return (_dense if is_dense(self) else _routed)(self, *args, **kwargs)
+        return (_dense if self.dense else _routed)(self, *args, **kwargs)
 
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether the module holds experts that ``adopt`` converts."""
     if isinstance(module, FusedExperts):
         return True
-    fits = all(hasattr(module, name) for name in ATTRIBUTES) or is_dense(module)
+    fits = all(hasattr(module, name) for name in ATTRIBUTES) or _is_dense(type(module))
     return fits and "forward" not in vars(module) and all(w.dim() == 3 for w in stacks(module).values())
 
 
-def is_dense(module: nn.Module) -> bool:
-    """Whether each expert is given rows for all tokens."""
-    cls = module.base if isinstance(module, FusedExperts) else type(module)
-    return any(cls is getattr(sys.modules.get(where), name, None) for where, name in DENSE)
+def _is_dense(base: type[nn.Module]) -> bool:
+    return any(base is getattr(sys.modules.get(where), name, None) for where, name in DENSE)
 
 
 def is_transposed(module: Any) -> bool:
     """Whether its matrices are ``[in, out]``."""
-    return is_dense(module) or bool(module.is_transposed)
+    return _is_dense(getattr(module, "base", type(module))) or bool(module.is_transposed)
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -103,7 +103,7 @@ def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
 def class_for(base: Any) -> type[FusedExperts]:
     """Return the class that modules of the class ``base`` become."""
     weights = {name: Weight() for name in (*UP, DOWN)}
-    own = {"base": base, "kind": base.__name__, "__module__": __name__, **weights}
+    own = {"base": base, "dense": _is_dense(base), "kind": base.__name__, "__module__": __name__, **weights}
     subclass: type[FusedExperts] = type(base.__name__, (FusedExperts, base), own)
     return subclass
 
@@ -149,9 +149,8 @@ def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
 
 def _multiply(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the results of this rank's experts for their rows."""
-    dense = is_dense(experts)
-    rows = experts.multiply(UP[0] if dense or experts.has_gate else UP[1], rows, ends)
-    if dense:
+    rows = experts.multiply(UP[0] if experts.dense or experts.has_gate else UP[1], rows, ends)
+    if experts.dense:
         gate, up = rows.chunk(2, dim=-1)
         rows = up * experts.act_fn(gate)
     else:

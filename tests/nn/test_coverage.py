@@ -110,6 +110,27 @@ def test_a_large_part_that_its_class_leaves_is_warned_of() -> None:
     assert said(model, {"rules": [{"match": "a", "recipe": "mxfp8"}]}) == []
 
 
+class Fused(nn.Module):
+    """Experts with transformers' interface, without a gate."""
+
+    num_experts, has_gate, has_bias, is_transposed, is_concatenated = 4, False, True, False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = (nn.Parameter(torch.ones(4, 32, 32)) for _ in range(2))
+        self.up_proj_bias, self.down_proj_bias = (nn.Parameter(torch.ones(4, 32)) for _ in range(2))
+
+
+def test_fused_experts_are_work_as_grouped_layers_are() -> None:
+    """Of each stack a row meets one matrix. They were work that is not known, and their biases matrices."""
+    fused = nn.ModuleDict({"experts": Fused(), "a": nn.Linear(32, 32)})
+    two = {name: lpq.nn.GroupedLinear(4, 32, 32, recipe=None) for name in ("up", "down")}
+    layers = nn.ModuleDict({**two, "a": nn.Linear(32, 32)})
+    for rules, work in (({"rules": [{"match": "a", "recipe": "mxfp8"}]}, 1 / 3), ("mxfp8", 1.0)):
+        found = [lpq.report(lpq.convert(model, rules)).coverage for model in (fused, layers)]
+        assert [(c.total, c.unknown, c.work) for c in found] == [(9 * 1024, 0, work)] * 2
+
+
 def test_convolutions_are_matrices_too_and_vectors_of_any_shape_are_none() -> None:
     """A model of convolutions with some linear layers was reported as 100 % of the work."""
 
