@@ -15,7 +15,7 @@ from lpq.calibration.errors import CalibrationError, CalibrationWarning
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.engines.siblings import fused
-from lpq.nn import Layer, convert
+from lpq.nn import convert
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
@@ -144,6 +144,6 @@ def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
         recipe = wanted.get(layer, layer.recipe)
         if recipe is not None:
             rules.setdefault(recipe, []).append(re.sub(r"([*?[])", r"[\1]", plain_name(name)) or "*")
-    accumulate = next((layer.accumulate for layer in layers.values() if isinstance(layer, Layer)), None)
+    accumulate = next((layer.accumulate for layer in layers.values()), None)
     policy = {"rules": [{"match": names, "recipe": recipe} for recipe, names in rules.items()]}
     convert(model, policy, include="all", accumulate=accumulate)

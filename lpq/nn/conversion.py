@@ -19,7 +19,7 @@ from lpq.nn.expert_notes import expert_notes
 from lpq.nn.first_argument import check_model
 from lpq.nn.functional import why_not_in_groups
 from lpq.nn.fused_experts import adopt as adopt_experts
-from lpq.nn.fused_experts import holds_experts, stacks
+from lpq.nn.fused_experts import holds_experts, is_transposed, stacks
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
 from lpq.nn.parallel_notes import parallel_notes
@@ -205,7 +205,8 @@ def check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate
         holds = holds_experts(module)
         if not planned or not (holds or convertible(module)):
             continue
-        if accumulate is not None and (holds_transposed(module) or isinstance(module, TransposedLayer)):
+        transposed = is_transposed(module) if holds else holds_transposed(module) or isinstance(module, TransposedLayer)
+        if accumulate is not None and transposed:
             raise ValueError(
                 f"accumulate={accumulate!r} is for weights of [out, in], and that of {name or 'the layer'} "
                 f"({type(module).__name__}) is [in, out]: leave accumulate out, or have the policy give it no recipe"
@@ -299,9 +300,8 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
     inputs, check = Inputs(), ModelCheck.of(model) if compares else None
     for layer in layers:
-        layer.model_check = check
+        layer.model_check, layer.accumulate = check, accumulate
         if isinstance(layer, Layer):
-            layer.accumulate = accumulate
             layer.share_inputs(inputs)
         layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
 

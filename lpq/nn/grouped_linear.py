@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
-    from lpq.nn.accumulation import Accumulate
     from lpq.nn.cached_weight import HeldWeight
     from lpq.recipes import RecipeLike
 
@@ -54,9 +53,8 @@ class GroupedLayer(StatefulLayer):
         return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
 
     def multiply(
-        self, stack: str, rows: Tensor, offs: Tensor | Sequence[int], *, held: HeldWeight | None = None,
-        accumulate: Accumulate | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, stack: str, rows: Tensor, offs: Tensor | Sequence[int], held: HeldWeight | None = None
+    ) -> Tensor:
         """Multiply the rows of each group of this rank by its matrix of a stack: ``""`` is ``weight``."""
         compiles = torch.compiler.is_dynamo_compiling()
         title = self.sized if compiles else self.title
@@ -70,8 +68,9 @@ class GroupedLayer(StatefulLayer):
             weight = weight.transpose(-2, -1)
         check_tensors(title, rows, weight, bias)
         ends = as_offsets(title, offs, weight.shape[0], rows)
+        accumulate = self.accumulate
         if accumulate is not None:
-            check_accumulation(cast("GroupedLinear", self), weight)
+            check_accumulation(self, weight)
         if compiles or not self._ran:
             self.note_pass(compiles)
         plan = self._plan if self._plan is not None else high_precision()
@@ -151,7 +150,7 @@ class GroupedLinear(GroupedLayer, Layer):
         if self.gather is not None:
             self._gathered(remembers=False)
         held = self.held_weight() if self._held is not None else None
-        return self.multiply("", input, offs, held=held, accumulate=self.accumulate)
+        return self.multiply("", input, offs, held)
 
     def extra_repr(self) -> str:
         return (

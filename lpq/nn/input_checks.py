@@ -19,6 +19,7 @@ from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import base_of, has_storage, local_part
 
 if TYPE_CHECKING:
+    from lpq.nn.stateful_layer import StatefulLayer
     from lpq.nn.weighted_layer import WeightedLayer
 
 
@@ -206,10 +207,11 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
     return any(id(buffer) in own for buffer in replica.modules_buffers)
 
 
-def check_accumulation(layer: WeightedLayer, weight: Tensor) -> None:
+def check_accumulation(layer: StatefulLayer, weight: Tensor) -> None:
     """Raise if backward cannot add the gradient of this weight in place."""
-    if layer.gathering is not None or torch.compiler.is_compiling():
-        where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"
+    gathered = getattr(layer, "gathering", None) is not None
+    if gathered or torch.compiler.is_compiling():
+        where = "a weight that FSDP2 gathers quantized" if gathered else "torch.compile(fullgraph=True)"
         raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
     if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
         into: Any = getattr(weight, "main_grad", None)

@@ -19,6 +19,7 @@ from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
     from lpq.distributed.model_check import ModelCheck
+    from lpq.nn.accumulation import Accumulate
     from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
     from lpq.tensor.observed import Observer
@@ -43,6 +44,10 @@ class StatefulLayer(nn.Module):
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
     stages: Stages | None = None
     """The step of the model, if the schedule has several recipes."""
+    accumulate: Accumulate | None = None
+    """The tensor to which backward adds the gradient of a weight in place: ``weight.grad``, if it is there, or
+    ``weight.main_grad``, in its dtype. None: autograd gets the gradient, as it always does under
+    ``torch.autograd.grad``."""
     observers: tuple[Observer, ...] = ()
     """Those that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
     owners: ClassVar[tuple[str, ...]] = TENSORS

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.tensor_parallel import Layouts
     from lpq.distributed.weight_gather import Gather
-    from lpq.nn.accumulation import Accumulate
 
 
 class WeightedLayer(StatefulLayer):
@@ -37,10 +36,6 @@ class WeightedLayer(StatefulLayer):
     """Whether ``lpq.convert`` stored its weight quantized, and dropped the values that the weight had."""
     gather: Gather | None
     """How its weight is gathered, once FSDP2 has sharded it. Compiled layers read it here, and so share code."""
-    accumulate: Accumulate | None
-    """The tensor to which backward adds the gradient of the weight in place: ``weight.grad``, if it is there, or
-    ``weight.main_grad``, in its dtype. None: autograd gets the gradient, as it always does under
-    ``torch.autograd.grad``."""
 
     @property
     def sized(self) -> str:

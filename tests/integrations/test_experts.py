@@ -190,6 +190,22 @@ def test_they_follow_the_steps_of_a_policy_and_a_checkpoint_has_their_recipe(tmp
     }
 
 
+def test_gradients_are_added_in_place() -> None:
+    """They went to autograd in silence, and ``main_grad`` stayed as it was. Control: the gradient of autograd."""
+    one, other = (experts_of(lpq.convert(made(mixtral), "mxfp8", accumulate=how))[0] for how in (None, "main_grad"))
+    for weight in other.parameters():
+        weight.main_grad = torch.zeros_like(weight)
+    x, index = torch.randn(8, HIDDEN, dtype=torch.bfloat16), torch.arange(16).view(8, 2) % COUNT
+    for experts in (one, other):
+        experts(x, index, torch.ones(8, 2, dtype=torch.bfloat16)).square().sum().backward()
+    for expected, weight in zip(one.parameters(), other.parameters(), strict=True):
+        assert weight.grad is None
+        assert torch.equal(weight.main_grad, expected.grad)
+        assert expected.grad.any()
+    with pytest.raises(ValueError, match=r"that of model\.layers\.0\.mlp\.experts \(GptOssExperts\) is \[in, out\]"):
+        lpq.convert(made(gpt_oss), "mxfp8", accumulate="grad")
+
+
 def test_a_recipe_is_assigned_as_to_other_layers() -> None:
     experts = experts_of(lpq.convert(made(mixtral), "mxfp8"))[0]
     experts.recipe = "nvfp4"
