@@ -97,12 +97,9 @@ class Target:
 
     def places(self) -> dict[str, Tensor]:
         """The static values of the layer by the names of statistics, to write to."""
-        found = {name: local_part(value) for name, value in self.layer.static_values().items()}
-        if self.expert is None:
-            return {f"{self.name}.{key}": value for key, value in found.items()}
-        begin = f"{self.stack}_" if self.stack else ""
-        own = {key.removeprefix(begin): value for key, value in found.items() if key.startswith(begin)}
-        return {f"{self.name}.{key}": value[self.expert] for key, value in own.items()}
+        own = [m for m in self.layer.state_buffers() if not m.moves and m.stack == self.stack]
+        values = {f"{self.name}.{m.tensor}_{m.key}": local_part(getattr(self.layer, m.name)) for m in own}
+        return values if self.expert is None else {name: value[self.expert] for name, value in values.items()}
 
     def _measured(self, tensor: str, x: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         quantizer: Quantizer = getattr(self, tensor)

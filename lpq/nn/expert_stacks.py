@@ -57,12 +57,6 @@ class ExpertStack:
         return tensor
 
     @property
-    def bias(self) -> Tensor | None:
-        """The biases ``[experts, outputs]``, if there are any."""
-        tensor: Tensor | None = getattr(self.holder, f"{self.key}_bias" if self.key else "bias", None)
-        return tensor
-
-    @property
     def is_transposed(self) -> bool:
         """Whether its matrices are ``[in, out]``."""
         return bool(self.key) and is_transposed(self.holder)
