@@ -59,8 +59,8 @@ def _trains_as_with_ordinary_gathers(how: How) -> None:
 
 def _every_way(rank: int, recipe: str, ways: list[str], blocks: int = 2) -> None:
     size = {} if "block" in recipe else {"width": 128, "inner": 256}  # whole blocks for each of four ranks
-    for way in ways:
-        _trains_as_with_ordinary_gathers(How(recipe, blocks=blocks, **size, **WAYS[way]))
+    for way in ways:  # a second block is gathered while the first computes
+        _trains_as_with_ordinary_gathers(How(recipe, blocks=blocks if way == "plain" else 1, **size, **WAYS[way]))
 
 
 OWN = [

@@ -27,12 +27,10 @@ ROWS, FEW = [90, 100, 384, 96], [2, 1]
 fewer than ranks; one format has these, too."""
 FORMATS = {
     "fp8()": {90, 384, 96},
-    "fp8(scaling=row)": {90, 384, 96},
     "mxfp8()": {384, 96},
     "nvfp4(block=16x16)": {384, 96},
     "fp8(scaling=block, block=128x128)": {384},
     "hybrid(row=nvfp4, col=fp8(scaling=block))": {384},
-    "hybrid(row=fp8, col=mxfp8, col_source=row)": {90, 384, 96},
     "fp8(scaling=delayed)": {90, 384, 96},
 }
 """How many rows can be cut for three ranks."""
