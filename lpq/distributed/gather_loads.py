@@ -16,7 +16,7 @@ from lpq.distributed.gather_arrivals import Arrivals
 from lpq.distributed.gather_encoder import Buffers, ShardsEncoder, Task, Way
 from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
-from lpq.distributed.weight_gather import Copies, Gather, Operands, copy_pairs
+from lpq.distributed.weight_gather import Copies, Gather, GatheredOperands, copy_pairs
 from lpq.formats.layout import as_bytes
 from lpq.formats.sections import is_stack
 from lpq.operations.binding import on_device
@@ -111,7 +111,7 @@ class High(_Quantized):
         fsdp.free((self._arrives,))
 
 
-class Encoded(_Quantized):
+class EncodedLoad(_Quantized):
     """Weights whose operands travel: they are encoded from shards in high precision, or stored. On one rank there is
     nobody to send to."""
 
@@ -216,7 +216,7 @@ class Encoded(_Quantized):
         _read_on_this_stream(staying)
 
 
-def operands_of(gather: Gather) -> Operands:
+def operands_of(gather: Gather) -> GatheredOperands:
     """The operands that are filled of a weight which is gathered quantized."""
     assert gather.operands is not None
     return gather.operands

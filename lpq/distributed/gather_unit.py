@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.distributed.gather_encoder import Rows, Sides, Way, way_of
-from lpq.distributed.gather_loads import Encoded, High, Ordinary, operands_of
+from lpq.distributed.gather_loads import EncodedLoad, High, Ordinary, operands_of
 from lpq.distributed.shard import WeightShard
 from lpq.distributed.weight_gather import Gather, Load, stale
 from lpq.kernels.table import kernels_allowed
@@ -120,11 +120,11 @@ class Unit:
             if way.high:
                 loads.append(High(gather, shard, way))
             elif ranks == 1 or gather.site.offloaded:  # FSDP2 wants a tensor of each, or moves each shard by itself
-                loads.append(Encoded([gather], [shard], [way]))
+                loads.append(EncodedLoad([gather], [shard], [way]))
             else:
                 together.append((gather, shard, way))
         if together:
-            loads.append(Encoded(*map(list, zip(*together, strict=True))))
+            loads.append(EncodedLoad(*map(list, zip(*together, strict=True))))
         of_first = {load.gathers[0]: load for load in loads}
         sent = {gather: of_first[gather] for gather in self.gathers if gather in of_first}
         places = [(g.site, sent[g].into, sent[g].held) if g in sent else (g.site, [], []) for g in self.gathers]

@@ -112,7 +112,7 @@ Copies = list[tuple[Tensor, Tensor]]
 """Tensors, each with the one that is to be copied over it."""
 
 
-class Operands(NamedTuple):
+class GatheredOperands(NamedTuple):
     """The operands that gathers of a weight fill."""
 
     sides: Sides
@@ -157,7 +157,7 @@ class Gather:
         """Another object once the values of the shard, or the statistics to encode it with, may be others."""
         self.runs_again = checkpointed
         """Whether forward runs again in backward, which then needs the row operand too."""
-        self.operands: Operands | None = None
+        self.operands: GatheredOperands | None = None
         """The operands that gathers fill; None: the weight is gathered in high precision."""
         self.made_for: tuple[Sides | None, torch.dtype] | None = None
         """The sides and the dtype for which the operands were made."""
@@ -288,7 +288,7 @@ class Gather:
             shape, ranks, quantizer = self.site.shape, self.site.group.size(), sides.quantizer
             of = (tuple(shape), ranks, dtype, self.site.device)
             row, col = Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
-            self.operands = Operands(sides, dtype, row, col)
+            self.operands = GatheredOperands(sides, dtype, row, col)
 
     def whole(self) -> QuantizedTensor:
         """The whole weight, over these tensors."""

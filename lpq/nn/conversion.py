@@ -27,7 +27,7 @@ from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import check_names
 from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepare_weights, weight_notes, why_none_stored
-from lpq.nn.siblings import Inputs
+from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
@@ -298,7 +298,7 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
     layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
-    inputs, check = Inputs(), ModelCheck.of(model) if compares else None
+    inputs, check = SharedInputs(), ModelCheck.of(model) if compares else None
     for layer in layers:
         layer.model_check, layer.accumulate = check, accumulate
         if isinstance(layer, Layer):

@@ -22,7 +22,7 @@ from lpq.nn.input_checks import check, check_accumulation, check_memories, check
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
-from lpq.nn.siblings import Inputs, StaticValues
+from lpq.nn.siblings import SharedInputs, StaticValues
 from lpq.nn.stateful_layer import states_of
 from lpq.nn.step import Shapes, bind_few
 from lpq.nn.weighted_layer import WeightedLayer
@@ -61,7 +61,7 @@ class Layer(WeightedLayer):
     _held: HeldWeight | None
     _static_checked: object | None = None
     """``_calls`` at the last pass over a mesh, which binds none, that checked the static values."""
-    _inputs: Inputs | None
+    _inputs: SharedInputs | None
     """The inputs that layers of the same model encoded last."""
     _static_input: StaticValues
 
@@ -82,7 +82,7 @@ class Layer(WeightedLayer):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.claim_weight()
 
-    def share_inputs(self, inputs: Inputs) -> None:
+    def share_inputs(self, inputs: SharedInputs) -> None:
         """Share ``inputs`` with other layers: a tensor that several of them get is encoded once."""
         self._inputs = inputs
         self.forget_calls()

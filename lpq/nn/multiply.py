@@ -23,7 +23,7 @@ from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.shared_input import EncodedInput
-from lpq.nn.siblings import Inputs
+from lpq.nn.siblings import SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
@@ -53,7 +53,7 @@ class LayerCall(NamedTuple):
     measured: Sequence[Tensor] = ()
     """The statistics that were measured of such a weight."""
     accumulate: Accumulate | None = None
-    inputs: Inputs | None = None
+    inputs: SharedInputs | None = None
     """The inputs that other layers encoded, if this one may be among them."""
     static: Sequence[float] = ()
     """The values of the state of the input, if no step moves it and other layers may share it."""

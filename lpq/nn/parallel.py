@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from lpq.formats import Quantizer
     from lpq.nn.plan import Plan
-    from lpq.nn.siblings import Inputs
+    from lpq.nn.siblings import SharedInputs
     from lpq.nn.weighted_layer import WeightedLayer
 
 _multiply: Any = Multiplication.apply
@@ -108,7 +108,7 @@ class Passes(NamedTuple):
     """Adds to a call the values that are new in each pass."""
     static: Callable[[], Sequence[float]]
     """Reads the values of the state of the input, which no step moves."""
-    inputs: Inputs | None
+    inputs: SharedInputs | None
     """The inputs that it shares with other layers."""
 
 
@@ -202,7 +202,7 @@ def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placeme
 
 def _mesh_pass(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, w: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, needs: tuple[bool, bool], inputs: Inputs | None,
+    dtype: torch.dtype, needs: tuple[bool, bool], inputs: SharedInputs | None,
 ) -> tuple[MeshPass, Tensor, Tensor]:  # fmt: skip
     """Decide how passes of this kind go; return this rank's part of the input, and the tensor that siblings find, as
     well. All follows from sizes and placements, so all ranks decide alike."""

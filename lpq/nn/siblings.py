@@ -72,7 +72,7 @@ class _Known(weakref.ref[Tensor]):
     """Those of both operands. Where backward makes the column operand, it does so of the tensor and the second ones."""
 
 
-class Inputs(list[_Known]):
+class SharedInputs(list[_Known]):
     """The inputs that the layers of a model encoded last."""
 
     whole: LastInput | None = None
@@ -126,4 +126,4 @@ class Inputs(list[_Known]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies of a model's layers share what they encode among themselves, and begin with nothing."""
-        return Inputs, ()
+        return SharedInputs, ()

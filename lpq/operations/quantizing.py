@@ -19,7 +19,7 @@ from lpq.operations.random_seeds import draw_seeds
 from lpq.operations.sides import quantizer_of, serving, shared, text_of
 from lpq.operations.transposing import transpose_reference
 
-Buffers = tuple[Sequence[Tensor], Sequence[Tensor], list[Tensor]]
+Quantized = tuple[Sequence[Tensor], Sequence[Tensor], list[Tensor]]
 """The buffers of the row operand and of the column operand, and the statistics."""
 
 
@@ -58,7 +58,7 @@ def quantized(
     across: int = 0,
     at_hand: bool = False,
     in_parts: bool = False,
-) -> Buffers:
+) -> Quantized:
     """Encode the matrix ``x``, rounded to ``dtype`` if one is given, into the wanted operands; return the buffers of
     both and, with ``measure``, the statistics of ``x``. In a stack ``x`` each matrix is encoded by itself: given
     statistics, and seeds, have one value for each along their first dimension, and no statistics are returned.
@@ -94,11 +94,11 @@ def quantized(
 def _with_plain(
     x: Tensor, stats: Sequence[Tensor | None] | None, row: Quantizer | None, col: Quantizer | None,
     seed: Tensor | None, offset: int, measure: bool, across: int,
-) -> Buffers:  # fmt: skip
+) -> Quantized:  # fmt: skip
     """Encode where at least one operand is an ordinary matrix, which has no statistics."""
     plain_row, plain_col = (None if side is None or not side.plain else side for side in (row, col))
     row, col = (None if plain_row else row), (None if plain_col else col)
-    rest: Buffers = ((), (), [])
+    rest: Quantized = ((), (), [])
     if row is not None or col is not None:
         rest = quantized(x, stats, row, col, seed, offset, measure=measure, across=across)
     of_row, of_col, measured = rest

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
 NOTHING = "common/nothing.cuh"
 LARGEST = Shape(256, BROAD)
-Buffers = list[Tensor]
 Given = tuple[Tensor | None, Tensor | None]
 """The amaxes of sections for the row operand and for the column operand, where they are known."""
-Made = tuple[Buffers, Buffers, Given]
+Made = tuple[list[Tensor], list[Tensor], Given]
 """The buffers of the row operand and of the column operand, and the amaxes with which they were made."""
 Encode = Callable[..., Made]
 """``encode(x, offs, seeds, given)``."""
@@ -188,7 +187,7 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> Encod
         found = first if given[0] is None else given[0], second if given[1] is None else given[1]
         seeds = None if seeds is None else seeds.contiguous()
         parameters: list[float] = []
-        out: list[Buffers] = []
+        out: list[list[Tensor]] = []
         for make, memory, stats, stat in zip(makes, memories, not_given, found, strict=True):
             buffers = [empty(*m) for m in memory]
             out.append(buffers)

@@ -20,7 +20,7 @@ from lpq.recipes.errors import RecipeError, place
 from lpq.registry.showing import brief
 
 
-class Operand(NamedTuple):
+class GemmOperand(NamedTuple):
     """One operand of one product."""
 
     gemm: str
@@ -38,12 +38,12 @@ class Operand(NamedTuple):
 GEMMS = ("fprop", "dgrad", "wgrad")
 TENSORS = ("x", "w", "dy")
 OPERANDS = (
-    Operand("fprop", "x", "row"),
-    Operand("fprop", "w", "row"),
-    Operand("dgrad", "dy", "row"),
-    Operand("dgrad", "w", "col"),
-    Operand("wgrad", "dy", "col"),
-    Operand("wgrad", "x", "col"),
+    GemmOperand("fprop", "x", "row"),
+    GemmOperand("fprop", "w", "row"),
+    GemmOperand("dgrad", "dy", "row"),
+    GemmOperand("dgrad", "w", "col"),
+    GemmOperand("wgrad", "dy", "col"),
+    GemmOperand("wgrad", "x", "col"),
 )
 """The operands in the order in which the products multiply them. The row operand of a tensor comes first."""
 SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
@@ -108,8 +108,8 @@ class Recipe:
         return {"x": self.save_x, "w": self.save_w}
 
     @cached_property
-    def operands(self) -> Mapping[Operand, Quantizer]:
-        """The quantizer of each operand, as given: the operand is its side ``Operand.side``."""
+    def operands(self) -> Mapping[GemmOperand, Quantizer]:
+        """The quantizer of each operand, as given: the operand is its side ``GemmOperand.side``."""
         quantizers = (q for gemm in (self.fprop, self.dgrad, self.wgrad) for q in (gemm.a, gemm.b))
         return dict(zip(OPERANDS, quantizers, strict=True))
 

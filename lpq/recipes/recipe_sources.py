@@ -16,7 +16,7 @@ from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.recipes import toml
 from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, UnknownKey, place
-from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, Operand, Recipe, check_save
+from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, GemmOperand, Recipe, check_save
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
@@ -77,8 +77,8 @@ def _recipe(source: object, within: tuple[str, ...]) -> Recipe:
 
 
 def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple[str, ...]) -> Recipe:
-    quantizers: dict[Operand, Quantizer] = {}
-    givers: dict[Operand, str] = {}
+    quantizers: dict[GemmOperand, Quantizer] = {}
+    givers: dict[GemmOperand, str] = {}
     sums: dict[str, bool | None] = {}
     saves: dict[str, str] = {}
     for key, value in sorted(items, key=lambda item: "." in item[0]):  # the wide keys first
@@ -126,7 +126,7 @@ def _check_key(key: str) -> None:
         raise UnknownKey(f"unknown key {brief(key)}: {suggestion(key, KEYS)}")
 
 
-def _check_complete(given: Container[Operand]) -> None:
+def _check_complete(given: Container[GemmOperand]) -> None:
     if missing := min((_absent(given, keys) for keys in (GEMMS, TENSORS)), key=len):
         raise RecipeError(
             f"nothing is said of {' and '.join(missing)}: add {', '.join(f'{key}=…' for key in missing)} "
@@ -134,7 +134,7 @@ def _check_complete(given: Container[Operand]) -> None:
         )
 
 
-def _absent(given: Container[Operand], keys: Sequence[str]) -> list[str]:
+def _absent(given: Container[GemmOperand], keys: Sequence[str]) -> list[str]:
     """Names for all operands that are not given: a key if both of its operands are absent, else the absent operand."""
     absent: list[str] = []
     for key in keys:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.calibration import CalibrationError, CalibrationWarning
 from lpq.formats.layout import Stat
-from lpq.nn.siblings import Inputs
+from lpq.nn.siblings import SharedInputs
 
 
 def inputs_of(net: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def test_fused_layers_encode_the_input_that_they_share_once(
     lpq.checkpoint.load(loaded, tmp_path / "run")
     apart = copy.deepcopy(together)
     for layer in layers(apart).values():
-        layer.share_inputs(Inputs())
+        layer.share_inputs(SharedInputs())
     seen, made, outputs = encodings(monkeypatch), [], []
     for net in (converted(recipe), together, loaded, apart):
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import lpq
 from lpq.nn.linear import Layer
-from lpq.nn.siblings import Inputs
+from lpq.nn.siblings import SharedInputs
 from lpq.optim import MasterWeights
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
@@ -49,7 +49,7 @@ def _trained(weights: Any, apart: bool, recipe: str = "mxfp8", kept: list[Tensor
     lpq.convert(net, recipe, weights=weights)
     for module in net.modules() if apart else ():
         if isinstance(module, Layer):
-            module.share_inputs(Inputs())
+            module.share_inputs(SharedInputs())
     for block in net:
         fully_shard(block)
     fully_shard(net)

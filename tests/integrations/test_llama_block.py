@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lpq
 from lpq.nn.linear import Layer
-from lpq.nn.siblings import Inputs
+from lpq.nn.siblings import SharedInputs
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from counting import encodings, kept_for_backward
@@ -27,7 +27,7 @@ def made(recipe: str, apart: bool, **options: Any) -> Any:
     model = lpq.convert(llama(), recipe, **options)
     for module in model.modules() if apart else ():
         if isinstance(module, Layer):
-            module.share_inputs(Inputs())
+            module.share_inputs(SharedInputs())
     return model
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
 from lpq.nn.linear import Layer
-from lpq.nn.siblings import MOST, Inputs
+from lpq.nn.siblings import MOST, SharedInputs
 from lpq.operations.encoder import Wanted
 
 ROWS, WIDTH, OUT = 48, 64, (96, 32, 32)
@@ -54,7 +54,7 @@ def alone(model: Any) -> Any:
     """The same, with layers that share nothing."""
     for module in model.modules():
         if isinstance(module, Layer):
-            module.share_inputs(Inputs())
+            module.share_inputs(SharedInputs())
     return model
 
 
@@ -354,7 +354,7 @@ def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------ how long it is kept
 
 
-def inputs_of(model: Three) -> Inputs:
+def inputs_of(model: Three) -> SharedInputs:
     inputs = model.q._inputs
     assert inputs is not None
     return inputs

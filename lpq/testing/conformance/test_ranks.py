@@ -46,7 +46,7 @@ KNOWN = 7.0
 State = Mapping[str, Tensor]
 
 
-class Pass(NamedTuple):
+class PassCase(NamedTuple):
     """One time that a tensor is encoded, and the operands that are wanted."""
 
     quantizer: Quantizer
@@ -93,14 +93,14 @@ class Result(NamedTuple):
         return there(self.operands[direction], f"the {direction} operand")
 
 
-def passes(quantizer: Quantizer, x: Tensor) -> list[Pass]:
+def passes(quantizer: Quantizer, x: Tensor) -> list[PassCase]:
     """With both operands and with each alone; from a fresh state, from a used one, and with one that does not move."""
     fresh, static = quantizer.new_state(), quantizer.frozen()
-    first = Pass(quantizer, True, True, fresh)
+    first = PassCase(quantizer, True, True, fresh)
     used = first.encode(x * 3, torch.tensor(SEED)).state if fresh else {}
-    made = [first, Pass(quantizer, True, False, used), Pass(quantizer, False, True, used)]
+    made = [first, PassCase(quantizer, True, False, used), PassCase(quantizer, False, True, used)]
     known = {} if fresh else {name: torch.full_like(value, KNOWN) for name, value in static.new_state().items()}
-    return [*made, Pass(static, True, True, known)] if known else made
+    return [*made, PassCase(static, True, True, known)] if known else made
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,7 +126,7 @@ def test_ranks_encode_parts_as_in_the_whole(quantizer: Quantizer, way: str) -> N
 
 
 def _check(
-    one: Pass, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str, binds: Sequence[BindEncoder]
+    one: PassCase, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str, binds: Sequence[BindEncoder]
 ) -> None:
     """Check one pass over a tensor of which the ranks have these parts."""
     (dim, _, _, _, stretches), (quantizer, row, col, _) = cuts[0], one
@@ -167,7 +167,7 @@ def _check(
             same(one_nan(result.state[name]), one_nan(value), f"{what}: what rank {cut.rank} remembers as {name!r}")
 
 
-def of_part(one: Pass, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -> tuple[Tensor, Result]:
+def of_part(one: PassCase, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -> tuple[Tensor, Result]:
     """Encode a part with exchanged statistics; return the seed that all ranks have, too."""
     part = bind_part(bind, one.wanted(local), cut, group)
     encoder, settle = part.encoder, bind_settle({"x": part}, group)
@@ -184,7 +184,15 @@ def of_part(one: Pass, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -
 
 
 def gathered(
-    one: Pass, bind: BindEncoder, cut: Cut, local: Tensor, seed: Tensor, group: str, made: Result, *, at_once: bool
+    one: PassCase,
+    bind: BindEncoder,
+    cut: Cut,
+    local: Tensor,
+    seed: Tensor,
+    group: str,
+    made: Result,
+    *,
+    at_once: bool,
 ) -> dict[Direction, Storage]:
     """The operands of the whole: rows as layers gather them, and columns from the encoded parts."""
     side = one.quantizer.side("col")
