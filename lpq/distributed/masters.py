@@ -67,7 +67,7 @@ class Pieces(list[Piece]):
         super().__init__()
         self._unfinished: dict[int, tuple[QuantizedTensor, list[tuple[Tensor, Tensor]]]] = {}
 
-    def add(self, part: MasterPart) -> None:
+    def _add(self, part: MasterPart) -> None:
         """Add the codes of a weight, which this rank has written as far as it owns the elements."""
         weight, laid = part.weight, []
         for direction, operand in weight.operands:
@@ -82,7 +82,7 @@ class Pieces(list[Piece]):
         self._unfinished[part.index] = weight, laid
 
     @torch.no_grad()
-    def finish(self, only: Collection[int] | None) -> None:
+    def _finish(self, only: Collection[int] | None) -> None:
         """Write what follows from the gathered codes."""
         for index, (weight, laid) in self._unfinished.items():
             if only is not None and index not in only:
@@ -152,7 +152,7 @@ def cast_master_weights(
             _encode_whole(part, values)
         for part, found in zip(apart, stats, strict=True):
             _encode_own(part, found)
-            pieces.add(part)
+            pieces._add(part)
     return pieces
 
 
@@ -163,7 +163,7 @@ def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
         pieces: The pieces that ``cast_master_weights`` returned, gathered.
         only: The places of the weights in the list of ``cast_master_weights`` that are finished; None: all.
     """
-    pieces.finish(only)
+    pieces._finish(only)
 
 
 def beside_zeros(side: Quantizer) -> bool:
