@@ -31,7 +31,7 @@ from lpq.operations.cut import Cut
 from lpq.operations.measuring import measure
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.part_encoders import along
-from lpq.operations.reduce_statistics import Declared, Reductions
+from lpq.operations.reduce_statistics import Declared, Reductions, spans
 from lpq.operations.states import recall
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
@@ -341,7 +341,8 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
             continue
         gather.stats = gather.spanning = [None] * len(sides.stats)
         if sides.measured:
-            alike.setdefault((id(sides), x.dtype, x.device, gather.where), (sides, []))[1].append((gather, x))
+            key = id(sides), x.dtype, x.device, gather.where, gather.site.parallel
+            alike.setdefault(key, (sides, []))[1].append((gather, x))
     with torch.no_grad():
         for sides, members in alike.values():
             measure_alike = _measure_together if _are_together(sides, *members[0]) else _measure_each
@@ -356,7 +357,7 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
 
 def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
     """Whether shards such as this one are measured in one launch. A state may need statistics of a shard by itself."""
-    if sides.stack or gather.cut is not None or x.device != gather.site.device or not can_bypass_dispatcher(x):
+    if sides.stack or x.device != gather.site.device or not can_bypass_dispatcher(x):
         return False
     if sides.remembers and not all(sides.spans):
         return False
@@ -379,10 +380,9 @@ def _measure_each(
         gather.stats = [*stats]
         gather.spanning = [s if spans else None for s, spans in zip(stats, sides.spans, strict=True)]
     reductions.add_stats(declared, values, group, 1)
-    for gather, _ in members:
-        if gather.cut is not None and gather.site.parallel is not None:
-            of_parts = along(gather.cut, sides.row, sides.col)
-            reductions.add_stats(of_parts, [s for s in gather.stats if s is not None], gather.site.parallel[0], 1)
+    if (parallel := members[0][0].site.parallel) is not None:
+        of_parts = along(members[0][0].cut, sides.row, sides.col) * len(members)
+        reductions.add_stats(of_parts, values, parallel[0], 1)
 
 
 def _measure_together(
@@ -390,7 +390,8 @@ def _measure_together(
 ) -> None:
     """Measure shards in one launch for each operand, as far as their statistics reach beyond them."""
     owners, xs = zip(*members, strict=True)
-    (dtype, _, group), count = owners[0].where, len(sides.row.stats)
+    (dtype, _, group), count, parallel = owners[0].where, len(sides.row.stats), owners[0].site.parallel
+    of_parts = along(owners[0].cut, sides.row, sides.col)
     parts: tuple[tuple[Direction, Quantizer | None, slice], ...] = (
         ("row", sides.row, slice(0, count)),
         ("col", sides.col, slice(count, None)),
@@ -400,5 +401,7 @@ def _measure_together(
             continue
         measured = measuring.measure(side, direction, xs, dtype, owners)
         reductions.add([measured.all], group)
+        if parallel is not None and any(map(spans, of_parts[part])):
+            reductions.add([measured.all], parallel[0])
         for gather, stats in zip(owners, measured.stats, strict=True):
             gather.stats[part] = stats

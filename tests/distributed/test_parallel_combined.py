@@ -138,11 +138,11 @@ def test_torch_cannot_compile_a_checkpoint_that_draws_random_numbers() -> None:
 
 
 def _trained(
-    recipe: str, shape: tuple[int, int] | None, device: str, steps: int = 2
+    recipe: str, shape: tuple[int, int] | None, device: str, weights: Any = None, steps: int = 2
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps and the weights after them; ``shape``: of the mesh, with FSDP2 along the first axis."""
     net = model().to(device)
-    lpq.convert(net, recipe)
+    lpq.convert(net, recipe, weights=weights)
     if shape is not None:
         mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
         parallelize_module(net, mesh["tp"], plan(sequence=False))
@@ -159,16 +159,17 @@ def _trained(
     return losses, {name: whole(p.detach()) for name, p in net.named_parameters()}
 
 
-def with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu") -> None:
+def with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu", weights: Any = None) -> None:
     """FSDP2 and tensor parallelism on a mesh of this shape train as one process does."""
-    losses, weights = _trained(recipe, shape, device)
+    losses, trained = _trained(recipe, shape, device, weights)
     expected, whole_weights = _trained(recipe, None, device)
     assert losses == pytest.approx(expected, rel=1e-4)
-    agree(weights, whole_weights, 1e-3)
+    agree(trained, whole_weights, 1e-3)
 
 
-def test_with_fsdp2() -> None:
-    spawn(with_fsdp, 4, "fp8-current", (2, 2))
+@pytest.mark.parametrize("weights", [None, "high_precision"])
+def test_with_fsdp2(weights: Any) -> None:
+    spawn(with_fsdp, 4, "fp8-current", (2, 2), "cpu", weights)
 
 
 class Attention(nn.Module):

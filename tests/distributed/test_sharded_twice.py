@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
+from lpq.distributed import weight_gather
+from lpq.distributed.several_matrices import ShardStatistics, spanning
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 WIDTH, INNER = 128, 256
@@ -123,6 +126,32 @@ def _in_other_ways(rank: int) -> None:
 
 def test_in_other_ways_of_running_it() -> None:
     spawn(_in_other_ways, 4)
+
+
+def _measured_by_one_launch(rank: int) -> None:
+    """As on a GPU: by torch here, in place of the kernel that measures several shards."""
+    measured: list[int] = []
+
+    def measure(self: ShardStatistics, xs: Sequence[Tensor]) -> None:
+        measured.append(len(xs))
+        for x, stats in zip(xs, self.stats, strict=True):
+            (stat,) = (stat for stat in stats if stat is not None)
+            stat.copy_(x.abs().amax(0 if self._columns else (0, 1)).view(stat.shape))
+
+    for recipe in ("fp8-current", "fp8-row", "x=fp8, w=hybrid(row=fp8, col=fp8(scaling=row)), dy=fp8"):
+        expected = trained(sharded(recipe, "high_precision"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                weight_gather, "measured_together", lambda side, direction, *_: len(spanning(side, direction)) < 2
+            )
+            patch.setattr(ShardStatistics, "measure", measure)
+            measured.clear()
+            assert all(same(trained(sharded(recipe, "high_precision")), expected)), recipe
+            assert measured, recipe
+
+
+def test_statistics_that_one_launch_measures_are_reduced_over_both_axes() -> None:
+    spawn(_measured_by_one_launch, 4)
 
 
 def _saved(rank: int, folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,14 @@ def test_operands_are_those_of_one_process(text: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
-def test_training_with_fsdp2(shape: tuple[int, int]) -> None:
-    spawn(with_fsdp, 2, "mxfp8", shape, "cuda", backend=BACKEND)
+@pytest.mark.parametrize(("recipe", "weights"), [("mxfp8", None), ("fp8-current", "high_precision")])
+def test_training_with_fsdp2(shape: tuple[int, int], recipe: str, weights: Any) -> None:
+    spawn(with_fsdp, 2, recipe, shape, "cuda", weights, backend=BACKEND)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_training_with_fsdp2_over_both_axes() -> None:
+    spawn(with_fsdp, 4, "fp8-current", (2, 2), "cuda", "high_precision", backend=BACKEND)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
