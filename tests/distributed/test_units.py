@@ -124,10 +124,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 LOADS = {
-    "resharded": ["Encoded 9", "Ordinary 1"],
-    "kept gathered": ["Encoded 6", "High 1", "Ordinary 1", "High 1", "High 1"],
-    "offloaded": ["Encoded 1"] * 3 + ["Ordinary 1"] + ["Encoded 1"] * 6,
-    "compiled": ["Encoded 6"],
+    "resharded": ["EncodedLoad 9", "Ordinary 1"],
+    "kept gathered": ["EncodedLoad 6", "High 1", "Ordinary 1", "High 1", "High 1"],
+    "offloaded": ["EncodedLoad 1"] * 3 + ["Ordinary 1"] + ["EncodedLoad 1"] * 6,
+    "compiled": ["EncodedLoad 6"],
 }
 """The loads of each plan. The weight without a recipe travels as it is, and those whose operands together have more
 bytes than it has in bf16 in high precision; where shards are offloaded, FSDP2 moves each of them by itself."""
