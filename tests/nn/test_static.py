@@ -117,6 +117,26 @@ def test_forward_multiplies_by_static_statistics_and_no_step_moves_them(recipe: 
     assert all(torch.equal(value, before[name]) for name, value in layer.static_values().items())
 
 
+def test_a_tensor_that_is_kept_has_its_column_operand_made_in_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward has nothing to measure. The gradients are those of a layer that keeps operands."""
+    recipe, encode = RECIPES[3], ThirdsQuantizer.encode
+    made: list[int] = []
+    layer, usual = layer_of(f"{recipe}, x.save=input, w.save=weight"), layer_of(recipe)
+    monkeypatch.setattr(ThirdsQuantizer, "encode", lambda *how: made.append(1) or encode(*how))  # type: ignore[func-returns-value]
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    counts, gradients = [], []
+    for one in (layer, usual):
+        given = x.clone().requires_grad_()
+        y = one(given)
+        counts.append(len(made))
+        y.square().sum().backward()
+        counts.append(len(made))
+        gradients.append((given.grad, one.weight.grad))
+        made.clear()
+    assert counts == [2, 6, 4, 6]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_static_values_stay_fp32_and_are_saved(recipe: str) -> None:
     layer = layer_of(recipe)
