@@ -157,13 +157,13 @@ def test_statistics_that_one_launch_measures_are_reduced_over_both_axes() -> Non
 def _saved(rank: int, folder: str) -> None:
     made = sharded("mxfp8", "high_precision")
     trained(made)
-    lpq.checkpoint.save(folder, made)
+    lpq.checkpoint.save(made, folder)
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(5))
     for weights in (None, "high_precision"):
         other = sharded("mxfp8", weights)
         assert not torch.equal(other(x), made(x))
         other = sharded("mxfp8", weights)
-        lpq.checkpoint.load(folder, other)
+        lpq.checkpoint.load(other, folder)
         assert torch.equal(other(x), made(x))
 
 
