@@ -79,7 +79,7 @@ def remember(
     if group is not None and moves(quantizer, *sides):
         apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too
         along = declared(sides[0], None) + declared(None, sides[1]) if apart else declared(*sides)
-        reduce_stats([(along, measured)], group)
+        reduce_stats([(along[: len(measured)], measured)], group)  # none of a column operand that remembers none
     rest = iter(measured)
     for prefix, branch in _branches(quantizer, *sides):
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
