@@ -185,7 +185,7 @@ def _encoded(
 ) -> list[Tensor]:
     if is_stack(x.shape):
         return _encoded_stack(x, stats, row, col, seed, offset, dtype)
-    stats = whole_stats(stats)
+    stats = whole_stats(stats) if stats else stats
     if across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure, across)
     choice = serving("quantize", row, col, x.device)
