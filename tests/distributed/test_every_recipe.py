@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import counted_format
 import pytest
+import residual_format
 import torch
+import value_formats
 from ranks import spawn
 from test_expert_parallel import EXPERTS, Experts, mine_of, of_all, rows
 from test_tensor_parallel import agree, data, model, plan, whole
@@ -20,6 +23,7 @@ from lpq.nn import functional
 from lpq.torch_private.tensors import local_part
 
 NAMED = sorted(lpq.registry.recipes())
+THIRD_PARTIES = ("mxfp4()", "counted()", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)")
 BATCHES = (1.0, -3.0)
 """The factors of two micro-batches, whose gradients are summed."""
 
@@ -105,3 +109,23 @@ def _shared_experts(rank: int, recipes: list[str]) -> None:
 def test_experts_that_ranks_share_out() -> None:
     """Over two micro-batches, to the bit."""
     spawn(_shared_experts, 2, [recipe for recipe in NAMED if recipe != "fp8-delayed"])
+
+
+def register() -> None:
+    for formats in (counted_format, value_formats, residual_format):
+        formats.register()
+
+
+def recipe_of(text: str) -> str:
+    """One format for all three tensors."""
+    return f"x={text}, w={text}, dy={text}"
+
+
+def _experts_of_others(rank: int) -> None:
+    register()
+    _shared_experts(rank, [recipe_of(text) for text in THIRD_PARTIES])
+
+
+def test_every_format_of_experts_that_ranks_share_out(mxfp4: None) -> None:
+    """Of those that no recipe of lpq's names."""
+    spawn(_experts_of_others, 2)

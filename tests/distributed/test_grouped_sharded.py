@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
+from test_every_recipe import THIRD_PARTIES, recipe_of, register
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -117,6 +118,24 @@ def test_two_ranks_compute_what_one_does(recipe: str, weights: str | None) -> No
 )  # fmt: skip
 def test_other_ways_of_training(way: str, weights: str | None) -> None:
     spawn(_as_one, 2, "fp8-block", weights, way)
+
+
+def _every(rank: int, recipes: list[str], weights: list[str | None]) -> None:
+    register()
+    for recipe in recipes:
+        for each in weights:
+            _as_one(rank, recipe, each)
+
+
+def test_every_recipe_with_a_name() -> None:
+    named = [name for name in sorted(lpq.registry.recipes()) if name != "fp8-delayed"]
+    assert len(named) > 8
+    spawn(_every, 2, named, [None, "quantized"])
+
+
+def test_every_format(mxfp4: None) -> None:
+    """Of those that no recipe of lpq's names."""
+    spawn(_every, 2, [recipe_of(text) for text in THIRD_PARTIES], ["high_precision"])
 
 
 def _report(rank: int) -> None:

@@ -21,11 +21,12 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "every format, and hybrids of any two": (
             "lpq/testing/conformance/test_linear.py::three_gemms_are_products_of_operands",
-            f"{SHARDED}/test_gathered_bytes.py::bytes", f"{PARALLEL}_operands.py::every_format_of_a_sequence",
+            f"{SHARDED}/test_gathered_bytes.py::bytes",
+            "lpq/testing/conformance/test_ranks.py::ranks_encode_parts_as_in_the_whole",
         ),
         "formats of third parties": (
             "tests/testing/test_new_plugin.py::it_installs_is_listed_and_its_tests_are_the_kit",
-            f"{SHARDED}/test_gathered_bytes.py::bytes", f"{PARALLEL}_operands.py::every_format_of_a_sequence",
+            f"{SHARDED}/test_gathered_bytes.py::bytes", f"{PARALLEL}_operands.py::operands_of_a_sequence",
         ),
         "`torch.compile`": (
             f"{LINEAR}::compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_weights",
