@@ -63,7 +63,8 @@ class Groups(NamedTuple):
         into_dx = multiply(of_dy.row, w_col, s.x, plan.fast[1]) if needs_dx else None
         into_dw = multiply(of_dy.col, of_x.col, s.summed, plan.fast[2]) if needs_dw else None
         reason = why_not_row_by_row(plan.dy)
-        refuses = reason and f"groups of rows are not what dy={plan.dy} makes of all together: {reason}"
+        told = f"groups of rows are not what dy={plan.dy} makes of all together: {reason}"
+        refuses = told if reason is not None else None  # torch 2.11 traces no branch on a text that it formats
         return Step(of_x, of_w, of_dy, multiply(of_x.row, w_row, s.dtype, plan.fast[0]), into_dx, into_dw, refuses)
 
     def _decoded(self, plan: Plan, x: Wanted, w: Wanted, dy: Wanted) -> tuple[bool, bool, bool]:
