@@ -33,6 +33,9 @@ TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for another one in a collective."""
 PATIENCE = 600.0
 """Seconds after which a function that has not ended in all ranks is taken to hang."""
+MOST_THREADS = 96
+"""Threads with which a rank is not used again. Each group that a call makes has some, for torch keeps groups: they wake
+up a hundred times a second, and many ranks would do little else."""
 GRACE = 1.0
 """Seconds that ranks have to tell their own errors, once one has told its."""
 IMPORTED = [
@@ -174,6 +177,13 @@ class Pool:
         call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd(), self.path))
         self._send(call)
         self._raise(patience)
+        if self._threads() > MOST_THREADS:
+            self.close()
+
+    def _threads(self) -> int:
+        """The threads of the first rank, where the system tells."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return len([*tasks.iterdir()]) if tasks.is_dir() else 0
 
     def _raise(self, patience: float) -> None:
         """Wait for all ranks; if one failed, or the test is interrupted, the pool is closed."""
