@@ -149,7 +149,7 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
         (lambda: checkpoint.import_file(net, path), "rank 1: path must be str or Path, got int"),
         (lambda: checkpoint.save(3 if bad else net, folder / "y"), "rank 1: model must be a torch.nn.Module, got int"),
         (lambda: lpq.export(layers, path), "rank 1: path must be str or Path, got int"),
-        (lambda: lpq.export(3 if bad else layers, folder / "x"), "rank 1: a model, or the directory .* no int"),
+        (lambda: lpq.export(3 if bad else layers, folder / "x"), "rank 1: model must be a torch.nn.Module or the dir"),
         (lambda: lpq.calibrate(layers, batches, samples=0 if bad else 1), "rank 1: samples=0: it is a whole"),
         (lambda: lpq.calibrate(layers, batches, state=path), "rank 1: state must be str or Path, got int"),
         (lambda: lpq.calibrate(layers, batches, siblings=[("a", "b")] if bad else [("0", "1")]), r"rank 1: siblings"),

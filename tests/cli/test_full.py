@@ -24,7 +24,7 @@ def test_doctor_gives_each_operation_a_row_and_each_kernel_its_reason(lpq: Calla
     rows = [line.split() for line in full.splitlines()]
     for operation in ("measure", "gemm", "grouped_gemm"):
         assert sum(operation in row for row in rows) == sum(s["op"] == operation for s in served)
-    assert "\ncast: parts of many" in full
+    assert "\nremember: the statistics of a step" in full
 
 
 @pytest.mark.parametrize(("command", "rows"), [(("explain", "fp8-current"), 3), (("doctor", "fp8"), 1)], ids=str)

@@ -23,7 +23,7 @@ def test_its_checks_name_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> No
     checks = list(sanitized.checks())
     assert {check.tool for check in checks} == {"memcheck", "racecheck", "synccheck", "initcheck"}
     named = {test for check in checks for test in check.tests if "::" in test}
-    assert len(named) == 7
+    assert len(named) == 6
     for test in named:
         path, function = test.partition("[")[0].split("::")
         assert f"def {function}(" in (ROOT / path).read_text()
