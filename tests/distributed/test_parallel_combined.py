@@ -167,9 +167,23 @@ def with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu
     agree(trained, whole_weights, 1e-3)
 
 
+def gathered_with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu") -> None:
+    """The same by weights that are gathered quantized, to the bit."""
+    losses, trained = _trained(recipe, shape, device, "high_precision")
+    expected, weights = _trained(recipe, shape, device)
+    assert losses == expected
+    for name, weight in weights.items():
+        assert torch.equal(trained[name], weight), name
+
+
 @pytest.mark.parametrize("weights", [None, "high_precision"])
 def test_with_fsdp2(weights: Any) -> None:
     spawn(with_fsdp, 4, "fp8-current", (2, 2), "cpu", weights)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_gathered_with_fsdp2(shape: tuple[int, int]) -> None:
+    spawn(gathered_with_fsdp, 2, "fp8-current", shape)
 
 
 class Attention(nn.Module):
