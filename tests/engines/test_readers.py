@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from support.comparing import equal_states
 from tiny import Case, decoded, layers, llama
 
 import lpq
@@ -179,4 +180,4 @@ def test_the_converter_of_compressed_tensors_takes_what_is_written_for_modelopt(
     assert len(upper) == 14
     for name in upper:
         assert torch.allclose(found.pop(name), expected.pop(name), rtol=2**-22, atol=0)
-    assert tiny.same(found, expected)
+    assert equal_states(found, expected)
