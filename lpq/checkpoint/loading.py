@@ -49,11 +49,11 @@ def load(
 
     Args:
         model: The model to load into, with the policy that it was saved with.
-        path: A checkpoint, or the directory of a run. Of a run the last checkpoint written that is whole is loaded, and
+        path: A checkpoint, or the directory of a run. The last whole checkpoint of a run is loaded, and
             warnings name those that were refused and those of later steps.
         optimizer: The optimizer, or a sequence of several. One that took no step yet gets its state made.
-        any_policy: Let the model keep a policy of its own. What its quantizers remember starts anew where nothing was
-            saved.
+        any_policy: Let the model keep a policy of its own. Statistics that its quantizers remember start anew where
+            nothing was saved.
         process_group: The ranks over which the model lies; None: all ranks.
     """
     ranks = ranks_of(process_group, is_shared(model), "loads")

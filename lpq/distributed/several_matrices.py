@@ -185,7 +185,7 @@ class RowOperands:
     ) -> BoundRows:
         """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None.
         ``versions``: an object for each matrix that is another one once its values or its statistics may be others.
-        What the last call on this stream encoded is returned again if these are the same."""
+        Return what the last call on this stream encoded if these are the same."""
         stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
         pointers, count = [x.data_ptr() for x in xs], self._count
         pointers += [stat.data_ptr() for of_one in stats for stat in of_one[:count] if stat is not None]

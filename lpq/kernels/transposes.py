@@ -1,6 +1,6 @@
 """The host's side of kernels that transpose encoded matrices tile by tile: one in a launch, or several.
 
-Their sources include ``transposes.cuh``. What an element is, and which buffers there are beside them, is the format's.
+Their sources include ``transposes.cuh``. The format decides what an element is, and which buffers lie beside elements.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class StatefulLayer(nn.Module):
     """The beginnings of the names of all buffers that recipes add to this module."""
 
     traced: bool = False
-    """Whether a compiler has traced a pass. What it compiled notes nothing when it runs."""
+    """Whether a compiler has traced a pass. Compiled code notes nothing when it runs."""
     _ran: bool = False
     read_past: bool = False
     """Whether the pass of another module has read a weight of this one (``lpq/nn/read_past.py``)."""

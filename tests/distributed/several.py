@@ -87,7 +87,7 @@ def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def check_versions(text: str, device: torch.device) -> None:
-    """What is encoded is returned again for the same versions of all matrices, and for no others."""
+    """Codes are returned again for the same versions of all matrices, and for no others."""
     side, xs = lpq.quantizer(text), matrices(0, device)
     several = row_operands(side, torch.float32, device)
     stats = [[*operations.measure_reference(x, side, None)] for x in xs]

@@ -127,5 +127,5 @@ def _experts_of_others(rank: int) -> None:
 
 
 def test_every_format_of_experts_that_ranks_share_out(mxfp4: None) -> None:
-    """Of those that no recipe of lpq's names."""
+    """Formats that no recipe of lpq's names."""
     spawn(_experts_of_others, 2)

@@ -134,7 +134,7 @@ def test_every_recipe_with_a_name() -> None:
 
 
 def test_every_format(mxfp4: None) -> None:
-    """Of those that no recipe of lpq's names."""
+    """Formats that no recipe of lpq's names."""
     spawn(_every, 2, [recipe_of(text) for text in THIRD_PARTIES], ["high_precision"])
 
 

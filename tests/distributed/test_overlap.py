@@ -66,7 +66,7 @@ def _in_turn(rank: int, style: Any, recipe: str, expected: str) -> None:
         (ROWS, "nvfp4", "sum wait gather wait multiply wait multiply"),
         (ROWS, "fp8-current", "sum wait gather wait multiply"),
         # dx is summed while dw is made, unless another layer may share the input.
-        # What states remember is reduced at the end, with nothing to wait for it.
+        # Statistics that states remember are reduced at the end, with nothing to wait for it.
         (COLUMNS, "fp8-delayed", "gather multiply sum wait multiply wait sum wait"),
         (ALL_COLUMNS, "fp8-delayed", "multiply sum multiply wait sum wait"),
         (COLUMNS, "fp8-current", "gather sum wait multiply wait multiply sum wait"),

@@ -47,7 +47,7 @@ def sharded(recipe: str, weights: Any, sequence: bool = False, run: str = "", **
 
 
 def trained(made: Any) -> list[Tensor]:
-    """What two steps make: outputs, the gradients of inputs, and this rank's parts of the weights after them."""
+    """Return the outputs, the gradients of inputs, and this rank's parts of the weights after two steps."""
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     found = []
     for step in range(2):

@@ -122,7 +122,7 @@ class Fused(nn.Module):
 
 
 def test_fused_experts_are_work_as_grouped_layers_are() -> None:
-    """Of each stack a row meets one matrix. They were work that is not known, and their biases matrices."""
+    """A row meets one matrix of each stack. They were work that is not known, and their biases matrices."""
     fused = nn.ModuleDict({"experts": Fused(), "a": nn.Linear(32, 32)})
     two = {name: lpq.nn.GroupedLinear(4, 32, 32, recipe=None) for name in ("up", "down")}
     layers = nn.ModuleDict({**two, "a": nn.Linear(32, 32)})
