@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lpq.distributed.alike import check_part, description
-from lpq.distributed.expert_rows import Dispatch, Exchange, encoded_rows
+from lpq.distributed.expert_rows import Dispatch, RowExchange, encoded_rows
 from lpq.distributed.model_check import ModelCheck
 from lpq.tensor.fsdp_protocol import Gathered
 
@@ -53,7 +53,7 @@ class ExpertParallel(ParallelStyle):
             if hasattr(part, "dispatched"):
                 part.dispatched = self.how
                 part.model_check = getattr(part, "model_check", None) or check
-        module.expert_exchange = Exchange(module, self.how)
+        module.expert_exchange = RowExchange(module, self.how)
         if getattr(module, "routes_tokens", False):  # and so uses the exchange itself
             return distribute_module(module, device_mesh, _share_out)
         before: Any = _dispatch_inputs  # torch's type returns nothing, and torch uses the result
@@ -69,13 +69,13 @@ def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor
             "experts takes rows and where each expert's end; convert one that routes tokens itself with a recipe "
             "first"
         )
-    exchange: Exchange = module.expert_exchange
+    exchange: RowExchange = module.expert_exchange
     rows, ends = inputs
     return exchange.dispatch(rows, ends, mesh)
 
 
 def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:
-    exchange: Exchange = module.expert_exchange
+    exchange: RowExchange = module.expert_exchange
     return exchange.combine(output)
 
 

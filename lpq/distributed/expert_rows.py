@@ -52,7 +52,7 @@ class Sent(NamedTuple):
     group: str
 
 
-class Exchange:
+class RowExchange:
     """Sends the rows of a call of a module to their experts, and the results back."""
 
     def __init__(self, module: nn.Module, how: Dispatch) -> None:
@@ -131,7 +131,7 @@ class Exchange:
         return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
 
 
-def exchange_of(module: nn.Module) -> Exchange | None:
+def exchange_of(module: nn.Module) -> RowExchange | None:
     """Return the exchange of a module whose experts ranks share out; None: they do not."""
     return vars(module).get("expert_exchange")
 

@@ -21,7 +21,7 @@ from lpq.formats.layout import Block, Stat
 from lpq.kernels import KernelError, amaxes, choose
 from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.host_to_device import captured
-from lpq.kernels.launch_table import Launch
+from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import EncodeSeveral
 from lpq.operations.kernel_protocols import BindSeveral
@@ -90,7 +90,7 @@ class ShardStatistics:
         for grid, first in zip(grids, self._first, strict=False):
             view = self.all[first : first + math.prod(grid)].view(grid)
             self.stats.append([view if each == stat else None for each in side.stats])
-        self._bound: tuple[list[int], Launch] | None = None
+        self._bound: tuple[list[int], TableLaunch] | None = None
 
     def measure(self, xs: Sequence[Tensor]) -> None:
         """Measure these matrices, which are contiguous."""
@@ -135,7 +135,7 @@ class BoundRows(NamedTuple):
     """The row operands of several matrices and statistics at some places in memory, and the launch that makes them."""
 
     pointers: list[int]
-    launch: Launch
+    launch: TableLaunch
     buffers: list[list[Tensor]]
     """The buffers of each operand. All are contiguous."""
     staying: list[Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lpq import registry
-from lpq.kernels.launch_table import Launch, bind_table, kernel_of_table, rounding
+from lpq.kernels.launch_table import TableLaunch, bind_table, kernel_of_table, rounding
 from lpq.kernels.table import ENVIRONMENT, allowed_by, why_not
 from lpq.registry import KernelSpec
 
@@ -30,7 +30,7 @@ def _serves(device: torch.device, kernels: object) -> bool:
 
 def bind_amaxes(
     matrices: Sequence[tuple[int, int, tuple[int, int]]], columns: bool, dtype: torch.dtype, device: torch.device
-) -> Launch:
+) -> TableLaunch:
     """``matrices``: the address of each, which is contiguous, the address of its amaxes, which are zero when this is
     launched, and its shape. ``columns``: each column has an amax. ``dtype``: elements are rounded to it."""
     lines = [

@@ -19,7 +19,7 @@ from lpq.kernels.tiles import reading
 THREADS = 256
 
 
-class Launch(NamedTuple):
+class TableLaunch(NamedTuple):
     """A launch that is bound to addresses."""
 
     run: Callable[[], None]
@@ -39,7 +39,7 @@ def rounding(dtype: torch.dtype) -> tuple[str, ...]:
 
 def bind_table(
     kernel: CudaKernel, macros: tuple[str, ...], lines: Sequence[tuple[Sequence[int], int]], device: torch.device
-) -> Launch:
+) -> TableLaunch:
     """``lines``: for each matrix the numbers that the kernel reads, of 8 bytes each, and how many blocks of threads it
     takes."""
     table: list[tuple[int, ...]] = []
@@ -49,4 +49,4 @@ def bind_table(
         first += blocks
     there = on_device(table, torch.int64, device)
     launch = kernel.bind(device.index or 0, macros, first)
-    return Launch(partial(launch, there.data_ptr(), len(table)), there)
+    return TableLaunch(partial(launch, there.data_ptr(), len(table)), there)

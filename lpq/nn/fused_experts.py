@@ -21,7 +21,7 @@ from lpq.nn.read_past import Weight
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
-    from lpq.distributed.expert_rows import Exchange
+    from lpq.distributed.expert_rows import RowExchange
     from lpq.recipes import Recipe
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -43,7 +43,7 @@ class FusedExperts(GroupedLayer):
     """The class of the module before the conversion."""
     dense: ClassVar[bool]
     """Whether each expert is given rows for all tokens."""
-    expert_exchange: Exchange | None = None
+    expert_exchange: RowExchange | None = None
     """How rows come from the other ranks, and results go back, if these have some of the experts."""
     routes_tokens: ClassVar[bool] = True
     """Whether it is given tokens, and not rows in groups."""
@@ -141,7 +141,7 @@ def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
 
 def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the results of all experts for their rows. Ranks may share the experts out."""
-    exchange: Exchange | None = experts.expert_exchange
+    exchange: RowExchange | None = experts.expert_exchange
     if exchange is None:
         return _multiply(experts, rows, ends)
     return exchange.combine(_multiply(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))

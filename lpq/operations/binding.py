@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from lpq import registry
 from lpq.formats.format import Storage
 from lpq.formats.sections import Grouped, Sections
-from lpq.kernels.launch_table import Launch
+from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.exact_form import Form, Multiplicand
 from lpq.operations.multiplying import gemm_reference
@@ -140,7 +140,7 @@ Transposes = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], 
 """The same of several operands: ``transposes(buffers, out)``, in each the buffers of one operand after the other."""
 
 
-EncodeSeveral = Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], Launch]
+EncodeSeveral = Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], TableLaunch]
 """``at(matrices, stats, buffers)``: a launch that encodes the row operands of several matrices. It is bound to the
 addresses of these, of the statistics of each and of the buffers of each, which are all there and contiguous."""
 

@@ -23,7 +23,7 @@ from lpq.train.model import GPT
 T = TypeVar("T")
 
 
-class Ranks(ranks.Ranks):
+class TrainRanks(ranks.Ranks):
     """The ranks of the default group; an error on any of them is a ``TrainError`` on all."""
 
     error = TrainError
@@ -34,7 +34,7 @@ class Team:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._ranks = Ranks()
+        self._ranks = TrainRanks()
         self.sharded, self.rank, self.size = self._ranks.many, self._ranks.rank, self._ranks.size
 
     @property
