@@ -42,7 +42,7 @@ def decoded(operand: Storage) -> Exact:
 
 
 def multiplied_exactly(pair: tuple[Quantizer, Quantizer] | None, device: torch.device) -> bool:
-    """Whether operands of these two are multiplied by way of their exact forms."""
+    """Whether operands of these two quantizers are multiplied by way of their exact forms."""
     return pair is not None and _multiplied_exactly(pair[0].text, pair[1].text, device)
 
 
@@ -79,12 +79,13 @@ def why_not_alpha(a: Quantizer, b: Quantizer) -> str | None:
 
 
 def bind(p: Product) -> Multiply | None:
-    """As the reference, up to the order of sums. Factors are applied in a pass of their own."""
+    """Multiply as the reference does, up to the order of sums. Factors are applied in a pass of their own."""
     return _bind(p, alpha=False)
 
 
 def bind_with_alpha(p: Product) -> Multiply | None:
-    """As the reference, up to the order of sums. Factors of whole matrices are applied before sums are written."""
+    """Multiply as the reference does, up to the order of sums. Factors of whole matrices are applied before sums are
+    written."""
     return _bind(p, alpha=True)
 
 

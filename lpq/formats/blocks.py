@@ -1,6 +1,5 @@
-"""Blocks of a matrix in plain PyTorch: a ragged edge behaves as if padded with zeros.
-
-A transposed view is worked on in the order in which it lies in memory.
+"""Blocks of a matrix in plain PyTorch: sizes that do not fill a block are padded with zeros. A transposed view is
+processed in its memory order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def pad_blocks(x: Tensor, block: Block) -> Tensor:
 
 
 INFINITY = 0x7F800000
-"""The bits of infinity in fp32: those of NaN are larger."""
+"""The bits of infinity in fp32; NaN has larger bits."""
 NAN = 0x7FC00000
 """The bits of the NaN of ``torch.nan`` in fp32."""
 
@@ -36,11 +35,11 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 
 MOST_PARTS = 1 << 14
-"""Amaxes in which that of a matrix may come: each block of a kernel's threads reads all of them."""
+"""The amax of a matrix may come as this many partial amaxes: each block of a kernel's threads reads all of them."""
 
 
 def largest(parts: Tensor) -> Tensor:
-    """The largest of some magnitudes in fp32, 0-dimensional: the amax of a matrix, of which they are those of parts."""
+    """The largest of some magnitudes in fp32, 0-dimensional: the amax of a matrix from the amaxes of its parts."""
     return parts.view(torch.int32).amax().view(torch.float32)
 
 
@@ -63,7 +62,7 @@ def traced_amaxes(x: Tensor) -> Tensor | None:
 
 
 def rounded_to_bfloat16(bits: Tensor) -> Tensor:
-    """The bits of non-negative numbers in fp32, rounded to those of bf16: to the nearest, ties to even."""
+    """The bits of non-negative fp32 numbers, rounded to bf16: to the nearest, ties to even."""
     return (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
 
 

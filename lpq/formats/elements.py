@@ -78,8 +78,8 @@ def _number(x: Tensor) -> Tensor:
 def _e2m1_code(magnitude: Tensor, round_: Callable[[Tensor], Tensor]) -> Tensor:
     """The codes of non-negative numbers; ``round_`` rounds to integers in place, to the nearest even or down.
 
-    The values 0 .5 1 1.5 2 3 4 6 make up three uniform grids, of steps 1/2, 1 and 2. Counted in steps, a
-    value's code is n, n + 2 or n + 4. The least of them is right everywhere, and an even n is an even code.
+    The values 0 .5 1 1.5 2 3 4 6 make up three uniform grids, of steps 1/2, 1 and 2. Counted in steps, a value's code
+    is n, n + 2 or n + 4. The least of the three codes is right everywhere. An even n is an even code.
     """
     code = round_(magnitude * 2)
     other = round_(magnitude.clone()).add_(2)

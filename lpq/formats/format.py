@@ -35,7 +35,7 @@ class Quantizer(Options):
     """The options of a format. Subclasses are frozen dataclasses."""
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Nothing of it changes; and a compiler, which copies what it guards, then compares at a glance."""
+        """A quantizer never changes. A compiler, which copies what it guards, then compares one object with itself."""
         return self
 
     # ------------------------------------------------------------------------------ what a format writes
@@ -51,7 +51,8 @@ class Quantizer(Options):
         return {}
 
     def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the statistics of round 2, by name, from those of round 1, which span all ranks. Pure, and local."""
+        """Return the statistics of round 2, by name. ``stats`` are the statistics of round 1, which span all ranks.
+        Pure, and local."""
         raise NotImplementedError(f"{type(self).__name__} must define measure_again(self, x, stats)")
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
@@ -78,15 +79,16 @@ class Quantizer(Options):
 
     @property
     def state(self) -> tuple[StateBuffer, ...]:
-        """The statistics that are remembered across steps: none for most formats, those of the whole if ``static``."""
+        """The statistics that are remembered across steps: none for most formats, the statistics of the whole matrix if
+        ``static``."""
         if not self.static:
             return ()
         return tuple(StateBuffer(stat.name, stat.grid(1, 1)) for stat in self.stats if stat.of_all)
 
     static: bool = False
     """Statistics of the whole matrix come from a state that no step moves, and are not measured; ``lpq.calibrate``
-    fills it. A format has that by an option of this name, ``static: bool = False``, and nothing else. Without a state
-    they are measured as ever."""
+    fills it. A format declares an option ``static: bool = False`` for this, and nothing else. Without a state the
+    statistics are measured."""
     stochastic: bool = False
     """Whether ``encode_stochastic`` is called in place of ``encode``."""
     plain: ClassVar[bool] = False
@@ -297,7 +299,7 @@ class Storage:
     def decode_rotated(self) -> Tensor:
         """Decode as ``decode`` does, but stay in the rotated basis that ``quantizer.rotation`` names, padding included.
 
-        The product of two matrices in one basis (``quantizer.basis``) is that of the decoded ones.
+        The product of two matrices in one basis (``quantizer.basis``) equals the product of the decoded matrices.
         """
         return self.decode()
 
@@ -346,7 +348,7 @@ class Storage:
 
     @classmethod
     def fresh(cls, quantizer: Quantizer, shape: tuple[int, ...], x: Tensor) -> Self:
-        """The same for an encoding of ``x``, in the order in memory in which encoding leaves them."""
+        """Uninitialised buffers for an encoding of ``x``, in the memory order in which encoding leaves them."""
         *count, rows, cols = shape
         return cls.wrap([b.fresh(rows, cols, x, count) for b in quantizer.layout], quantizer, shape, x.dtype)
 
@@ -368,7 +370,8 @@ class Storage:
         return self.wrap([function(t) for t in self.tensors()], self.quantizer, self.shape, self.dtype)
 
     def row_major(self) -> Self:
-        """Return the same operand with row-major buffers, as it is kept, shared and saved; others are copied."""
+        """Return the same operand with row-major buffers, as it is kept, shared and saved; buffers in another order are
+        copied."""
         return self.map(row_major) if any(b.column_major for b in self.quantizer.layout) else self
 
     def astype(self, dtype: torch.dtype) -> Self:

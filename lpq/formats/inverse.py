@@ -1,4 +1,4 @@
-"""The inverse of one rounding: the fp32 number from which a function makes a given one."""
+"""The inverse of one rounding: the fp32 number for which a function returns a given value."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NEAR = 4
 
 
 def preimage(function: Callable[[Tensor], Tensor], value: Tensor, guess: Tensor) -> Tensor:
-    """The positive fp32 number next to ``guess`` of which ``function`` makes ``value``, both 0-dimensional.
+    """The positive fp32 number next to ``guess`` for which ``function`` returns ``value``; both are 0-dimensional.
 
     Often several numbers give the same quotient: the result is the one with the fewest bits, as a value measured in
-    bf16 has few. If no number gives it, since the value was made in another way, the result is ``guess``.
+    bf16 has few. If no number gives ``value``, which was then computed in another way, the result is ``guess``.
     """
     bits = guess.reshape(1).view(torch.int32) + torch.arange(-NEAR, NEAR + 1, dtype=torch.int32, device=guess.device)
     near = bits[bits > 0].view(torch.float32)

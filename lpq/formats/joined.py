@@ -15,9 +15,9 @@ from lpq.formats.sections import is_stack
 def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | None:
     """The operand of matrices laid side by side along rows (0) or columns (1); None where they do not join.
 
-    They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices
-    of a format that must not be cut along this dimension never join. ``agreed``: such values were made from the same
-    statistics, so that nothing is compared, and the host does not wait for a GPU. Stacks join matrix behind matrix.
+    They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices of a
+    format that must not be cut along this dimension never join. ``agreed``: such values come from the same statistics.
+    So they are not compared, and the host does not wait for a GPU. Stacks join matrix behind matrix.
     """
     first = parts[0]
     if is_stack(first.shape):

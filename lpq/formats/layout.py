@@ -126,11 +126,12 @@ class Buffer(Covering):
     def empty(
         self, rows: int, cols: int, dtype: torch.dtype, device: torch.device, count: Sequence[int] = ()
     ) -> Tensor:
-        """Allocate the buffer of a matrix, uninitialised; or of a stack of so many."""
+        """Allocate the buffer of a matrix, uninitialised, or the buffer of a stack with the leading dimensions
+        ``count``."""
         return torch.empty((*count, *self.grid(rows, cols)), dtype=self.dtype or dtype, device=device)
 
     def fresh(self, rows: int, cols: int, x: Tensor, count: Sequence[int] = ()) -> Tensor:
-        """Allocate the buffer for an encoding of ``x``, in the memory order of encoding; that of a stack is
+        """Allocate the buffer for an encoding of ``x``, in the memory order of encoding; the buffer of a stack is
         row-major."""
         grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
         if count or not self.column_major:
@@ -176,10 +177,10 @@ class Stat(Covering):
     """How the values of several ranks make one. ``"sum"`` is for counts, in int64: only their sum is the same however
     a tensor is cut."""
     round: Literal[1, 2] = 1
-    """2: it is measured by ``Quantizer.measure_again``, once the statistics of round 1 are those of all ranks."""
+    """2: it is measured by ``Quantizer.measure_again``, once the statistics of round 1 are reduced over all ranks."""
     largest: bool = False
-    """Whether it is the largest magnitude of the elements that it covers, NaN if one of them is. One that covers the
-    whole matrix is measured by a compiler, in the pass that makes the matrix, and ``measure`` is not called."""
+    """Whether it is the largest magnitude of the elements that it covers, NaN if one of them is. A compiler that traces
+    measures such a statistic of the whole matrix in the pass that makes the matrix, without calling ``measure``."""
 
     def __post_init__(self) -> None:
         _check_block(f"statistic {self.name!r}", self.block)
@@ -199,13 +200,13 @@ class Stat(Covering):
 
 @dataclass(frozen=True)
 class StateBuffer:
-    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros. Several ranks
-    combine theirs by MAX."""
+    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros. Ranks combine
+    it by MAX."""
 
     name: str
     shape: tuple[int, ...] = ()
 
 
 def for_dtype(layout: Sequence[Buffer], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The same bytes for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
+    """The same bytes for a matrix of another dtype; a buffer in the dtype of the matrix is cast."""
     return [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, tensors, strict=True)]

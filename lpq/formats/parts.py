@@ -1,4 +1,4 @@
-"""Formats that are made of formats: an operand that is several operands of one matrix, its parts.
+"""Formats composed of formats: an operand that consists of several operands of one matrix, its parts.
 
 A part is a field of the quantizer that is a quantizer itself, such as ``base`` and ``rest`` of a sum. Its buffers and
 statistics have its name in front: ``base_data``, ``base_scale``, ``rest_data``. These functions put them together and
@@ -67,7 +67,7 @@ def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]
 
     The statistics of the ``first`` parts are declared, and so are reduced over ranks. A ``later`` part encodes the rest
     of others, which exists only after statistics are reduced. So it is measured when it is encoded, with no second
-    round, and a statistic of a whole dimension would be that of a shard alone.
+    round, and a statistic of a whole dimension would cover one shard alone.
     """
     return tuple(
         dim

@@ -38,8 +38,8 @@ def _high(product: Tensor) -> Tensor:
 
 
 def bytes_at(seeds: Tensor, direction: int, place: tuple[Tensor, Tensor], rows: int, cols: int) -> Tensor:
-    """One random byte for each element of many matrices ``[rows, cols]``, each with a seed and a place of its first
-    element in the whole operand; the columns of these places are multiples of ``GROUP``."""
+    """One random byte for each element of many matrices ``[rows, cols]``. Each matrix has a seed and the place of its
+    first element in the whole operand; the column of that place is a multiple of ``GROUP``."""
     groups, device = -(-cols // GROUP), seeds.device
     group = (place[1] // GROUP)[:, None, None] + torch.arange(groups, device=device)
     row = place[0][:, None, None] + torch.arange(rows, device=device)[:, None]

@@ -1,4 +1,5 @@
-"""Rotated bases: when the rotations of two operands are the same, so that their product is that of the decoded ones."""
+"""Rotated bases: when two operands have the same rotation, so that their product equals the product of the decoded
+matrices."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ NEUTRAL = ("static", "stochastic", "search")
 
 
 def basis_of(quantizer: Options, rotation: str, changing: Sequence[str] | None) -> str:
-    """The rotation of a quantizer as it is compared: ``plugin:name``, with the values of the options that change it.
+    """The rotation of a quantizer, in the form in which rotations are compared: ``plugin:name``, with the values of the
+    options that change it.
 
-    A name is its plugin's alone: another plugin may call another rotation so. Options of which the format does not say
-    otherwise change it, for the product of two bases is garbage, and undoing a rotation costs time only.
+    A name belongs to its plugin: another plugin may use it for another rotation. Options count as changing the rotation
+    unless the format declares otherwise, for the product of two bases is garbage, and undoing a rotation costs time
+    only.
     """
     format, known = registry.format_of(type(quantizer)).name, [f.name for f in fields(quantizer)]  # type: ignore[arg-type]
     if unknown := [name for name in changing or () if name not in known]:

@@ -1,8 +1,8 @@
-"""Sections: matrices that are encoded and multiplied each by itself, as if there were no other.
+"""Sections: matrices that are each encoded and multiplied independently.
 
-A *stack* has matrices of one size, one behind the other along a leading dimension. A format is written for one matrix,
-and its layout is of one: the buffers of a stack are those of its matrices, stacked, and a buffer with a value for a
-whole matrix has one for each. So a stack can be cut anywhere between two of them.
+A *stack* has matrices of one size, one behind the other along a leading dimension. A format and its layout are written
+for one matrix. The buffers of a stack are the buffers of its matrices, stacked; a buffer with one value for a whole
+matrix has one value for each. So a stack can be cut anywhere between two matrices.
 
 *Groups* are rows of several matrices of different sizes, one behind the other. Where each group ends is in a tensor on
 the device only, so buffers have a size that suffices for any sizes of the groups. In an operand each group begins at a
@@ -34,7 +34,7 @@ class Sections(NamedTuple):
     number: int
     stack: bool
     at_once: bool
-    """Whether the device computes all of them at once, and the host does not read where groups end."""
+    """Whether the device computes all groups at once, so that the host does not read where they end."""
 
 
 # ---------------------------------------------------------------------------------------------- stacks
@@ -63,8 +63,8 @@ def narrowed(operand: Storage, dim: int, start: int, stop: int) -> Storage | Non
 
 
 def joined(stack: Storage) -> Storage | None:
-    """Return the operand of one matrix, that of all matrices below each other, over views of the buffers; None where
-    that would join blocks of two of them, or values of whole matrices."""
+    """Return the operand of one matrix, all matrices of the stack below each other, over views of the buffers. Return
+    None where that would join blocks of two matrices, or values of whole matrices."""
     (count, rows, cols), side = stack.shape, stack.quantizer
     heights = [buffer.block[0] for buffer in side.layout]
     if not count or any(height is None or rows % height for height in heights) or side.why_no_parts(0) is not None:
@@ -74,7 +74,7 @@ def joined(stack: Storage) -> Storage | None:
 
 
 def stacked(operands: Sequence[Storage]) -> Storage:
-    """The stack of these operands, at least one, of matrices of one size and with one quantizer."""
+    """Stack these operands, at least one, which have one size and one quantizer."""
     first = operands[0]
     tensors = [torch.stack(buffers) for buffers in zip(*(o.tensors() for o in operands), strict=True)]
     return first.wrap(tensors, first.quantizer, (len(operands), *first.shape), first.dtype)
@@ -86,7 +86,8 @@ def each(function: Callable[[Storage], Storage], stack: Storage, empty: Callable
 
 
 def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an operand in this direction, of a matrix or of a stack of them; also the way back."""
+    """The shape of an operand in this direction, from the shape of a matrix or a stack; the function is its own
+    inverse."""
     *count, rows, cols = shape
     return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
 
@@ -126,15 +127,15 @@ class Grouped(NamedTuple):
 
 
 def unit(side: Quantizer, dim: int) -> int:
-    """The number of rows (0) or columns (1) to whose multiple each group is padded in an operand."""
+    """Each group is padded in an operand to a multiple of this number of rows (0) or columns (1)."""
     if side.plain:
         return 1
     return math.lcm(ALIGNED if dim == 1 else 1, *side.units(dim))
 
 
 def why_not_row_by_row(quantizer: Quantizer) -> str | None:
-    """Why rows cannot be encoded before their groups are known, and kept as a row operand alone; None if they can be.
-    Each row then has the same bytes in any group, and the column operand of a group is made of these bytes."""
+    """Why rows cannot be encoded before their groups are known, and kept as a row operand alone; None if they can. Each
+    row then has the same bytes in any group, and the column operand of a group is made of these bytes."""
     side = quantizer.side("row")
     if side.plain:
         return f"{side} leaves rows as they are"
@@ -159,12 +160,13 @@ def why_not_row_by_row(quantizer: Quantizer) -> str | None:
 
 
 def capacity(rows: int, groups: int, unit: int) -> int:
-    """The number of rows that suffices for so many rows in so many groups, each padded to a multiple of ``unit``."""
+    """The number of rows that suffices for ``rows`` rows in ``groups`` groups, each padded to a multiple of
+    ``unit``."""
     return (rows + groups * (unit - 1)) // unit * unit
 
 
 def grid(buffer: Buffer, rows: int, cols: int, groups: int, dim: int, unit: int) -> tuple[int, ...]:
-    """The shape of a buffer of an operand ``[rows, cols]`` with so many groups along ``dim``."""
+    """The shape of a buffer of an operand ``[rows, cols]`` with ``groups`` groups along ``dim``."""
     values = () if buffer.values is None else (buffer.values,)
     if buffer.block == (None, None):
         return (groups, *values)

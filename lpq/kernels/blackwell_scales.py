@@ -2,7 +2,7 @@
 
 Scales are read in tiles of 128 rows by 4 columns, 512 bytes each, one row of tiles after the other. In a tile four rows
 that are 32 apart lie side by side: the scale at ``(row, col)`` is byte ``row % 32 · 16 + row // 32 · 4 + col``. Tiles
-are whole, and what pads the matrix is zero. torch calls this ``SwizzleType.SWIZZLE_32_4_4``.
+are whole; the padding is zero. torch calls this ``SwizzleType.SWIZZLE_32_4_4``.
 """
 
 from __future__ import annotations

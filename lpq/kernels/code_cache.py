@@ -1,10 +1,10 @@
 """Compiled code on disk: the machine code of kernels, and the library that calls them from C.
 
-A file of the cache is named after everything that its code depends on, and ends with a digest of the code. What is
-damaged or cut off is compiled anew and never loaded: a library that is cut off ends the process by a signal. A file is
-written beside its place, and is on the disk before it is renamed, so that processes which compile the same source at
-once never read half of it. Where the cache cannot be written (``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``), or
-others could write to it (``lpq.kernels.trusted``), each process compiles for itself, with a warning.
+A file of the cache is named after everything that its code depends on, and ends with a digest of the code. A damaged or
+truncated file is compiled anew and never loaded: loading a truncated library would end the process by a signal. A file
+is written beside its place, and is on the disk before it is renamed, so that processes which compile the same source at
+once never read half of it. Where the cache (``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``) cannot be written, or
+others could write to it (``lpq.kernels.trusted``), each process compiles for itself and warns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class KernelCacheWarning(UserWarning):
 
 
 def compiled(name: str, compile: Callable[[], bytes]) -> tuple[bytes, Path | None]:
-    """The code of this name, compiled if it is not kept; and its file, which ends with it and its digest.
-
-    There is no file where none can be kept.
+    """Return the code of this name, compiled if it is not cached, and its file, which ends with the code and its
+    digest. The file is None where none can be kept.
     """
     folder = cache_dir()
     if folder is None:

@@ -35,7 +35,7 @@ POINTERS, TRANSPOSE_FIRST, EPILOGUE, BIAS = 2, 3, 7, 8
 FIRST_SCALES, SECOND_SCALES, FAST, FIRST_SCALED, SECOND_SCALED = 17, 18, 25, 31, 32
 ON_DEVICE, TRANSPOSED, ADD_BIAS = 1, 1, 4
 OF_ALL, OF_ROWS, OF_1X128, OF_128X128 = 0, 3, 4, 5
-"""The parts of a matrix that have a scale each: all of it, each row, or blocks."""
+"""The parts of a matrix that have one scale each: the whole matrix, each row, or blocks."""
 WORKSPACE_BYTES, REDUCTIONS, ALIGNMENT_FIRST, ALIGNMENT_SECOND = 1, 3, 5, 6
 IN_FP32 = 2
 """How partial sums are reduced: never in the dtype of the result."""
@@ -48,7 +48,7 @@ a view need not."""
 SCALED_ALIGNED = 16
 """The alignment in bytes that 8-bit matrices need."""
 ONE_AND_ZERO = (ctypes.c_float * 2)(1.0, 0.0)
-"""The factor of the product, and that of what it is added to."""
+"""The factor of the product, and the factor of the matrix that it is added to."""
 ONE = ctypes.addressof(ONE_AND_ZERO)
 
 
@@ -106,9 +106,9 @@ def bind_scaled(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor | None] | None:  # fmt: skip
     """Bind ``left @ rightᵀ`` to 8-bit matrices of these sizes and ``types``, by the algorithm that torch's scaled
     matmul takes. The function takes ``left``, ``right``, the scales of both and the matrix to write to, as for
-    ``bind``, and returns the product in ``dtype``, or None for operands that are not contiguous or not aligned.
+    ``bind``, and returns the product in ``dtype``, or None where an operand is not contiguous or not aligned.
     ``scaled`` names the parts of either side that have a scale, ``fast`` allows sums in less than fp32; ``dispatched``
-    as for ``allocator``. The device is the current one. None: this cuBLASLt has no such product.
+    is as in ``allocator``. The device is the current one. Return None if this cuBLASLt has no such product.
     """
     if library() is None or dtype not in TYPES:
         return None
@@ -218,15 +218,15 @@ class _Plan:
         """``run`` or ``run_scaled`` from C, if C can be compiled here."""
 
     def run(self, left: int, right: int, alpha: int, bias: int, out: int, workspace: int) -> int:
-        """Multiply what lies at these addresses, and return a status. ``alpha`` is that of the factor, after which a
-        zero lies; ``bias`` is 0 if there is none."""
+        """Multiply the matrices at these addresses, and return a status. ``alpha`` is the address of the factor, which
+        a zero follows; ``bias`` is 0 if there is none."""
         with self._lock:
             if bias:
                 self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))
             return self._multiply(left, right, alpha, out, workspace)
 
     def run_scaled(self, left: int, right: int, of_left: int, of_right: int, out: int, workspace: int) -> int:
-        """The same with the scales of both."""
+        """As ``run``, with the addresses of the scales of both matrices."""
         of_first, of_second = self._scales
         with self._lock:
             of_first.value, of_second.value = of_right, of_left

@@ -97,9 +97,8 @@ class CudaKernel:
                 self._run(loaded, how, device)
 
     def bind(self, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
-        """Decide a launch of so many blocks once; each call of the result passes the arguments only.
-
-        The kernel is compiled and loaded here.
+        """Prepare a launch of ``blocks`` blocks once; each call of the result passes the arguments only. The kernel is
+        compiled and loaded here.
         """
         if blocks == 0:
             return lambda *arguments: None
@@ -160,7 +159,7 @@ class Launch:
         self._first = bytes(place // 8 for place in kernel._places)
 
     def in_c(self) -> Callable[..., None]:
-        """Return the same launch from C, if that is possible; errors are raised by this one."""
+        """Return the same launch as a call from C, if that is possible; errors are raised here."""
         driver = native.address_of(_driver_launch())
         if driver is None or (calls := native.calls()) is None:
             return self
@@ -289,7 +288,8 @@ def _places(arguments: str) -> tuple[int, ...]:
 
 @registry.cached
 def why_not(device: torch.device) -> str | None:
-    """Why no kernel of this kind can run on a GPU: NVRTC is missing, or does not support it. None: they can."""
+    """Why no kernel of this kind can run on a GPU: NVRTC is missing, or does not support the GPU. None: kernels can
+    run."""
     try:
         version = compiler_version()
     except KernelError as error:

@@ -22,5 +22,5 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Fresh:
 
 
 def fresh_by_columns(rows: int, cols: int, dtype: torch.dtype) -> Fresh:
-    """Those with which a matrix is allocated that lies column by column (``Buffer.column_major``)."""
+    """The arguments with which a column-major matrix (``Buffer.column_major``) is allocated."""
     return (rows, cols), (1, max(rows, 1)), dtype

@@ -39,7 +39,7 @@ def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
 
 
 def captured(device: torch.device) -> bool:
-    """Whether what is launched on a device is being recorded in a CUDA graph."""
+    """Whether launches on a device are being recorded in a CUDA graph."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):  # torch reports it for the current device only

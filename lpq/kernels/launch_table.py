@@ -28,12 +28,12 @@ class TableLaunch(NamedTuple):
 
 
 def kernel_of_table(source: str, name: str) -> CudaKernel:
-    """A kernel that reads a table, and so many lines."""
+    """A kernel that takes a table and the number of its lines."""
     return CudaKernel(source, name, "Pq", threads=THREADS, waits=True)
 
 
 def rounding(dtype: torch.dtype) -> tuple[str, ...]:
-    """The macros by which elements in fp32 are rounded to ``dtype`` as they are read."""
+    """The macros that round fp32 elements to ``dtype`` as they are read."""
     return () if dtype is torch.float32 else reading(torch.float32, dtype)
 
 

@@ -1,9 +1,9 @@
 """Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from the cache (``code_cache``).
 
-Its name there has everything that it depends on: the source, all sources and headers of the folders from which it may
-include, the macros, the options, the architecture and the version of the compiler. These folders are the source's own,
-``csrc/common``, and the folder of a header that a macro of the request names. A header elsewhere is refused, for it
-could change unseen. ``cuda-core`` is imported when something is compiled, not before.
+The name in the cache depends on everything that the code depends on: the source, all sources and headers of the folders
+from which it may include, the macros, the options, the architecture and the version of the compiler. These folders are
+the source's own, ``csrc/common``, and the folder of a header that a macro of the request names. A header elsewhere is
+refused, for it could change unseen. ``cuda-core`` is imported when something is compiled, not before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SOURCES = (".cu", ".cuh", ".h", ".hh", ".hpp", ".hxx", ".inl", ".inc")
 """The endings of the files that a source may include. The rest of its folder may be anything."""
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 SETTLED = 2 * 10**9
-"""A file of this age, in nanoseconds, would get another time if it were written again. Clocks of files tick slowly."""
+"""The age, in nanoseconds, from which on a file that is written again gets another time: the clocks of files tick
+slowly."""
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
 
 
 def _folders(source: Path, macros: tuple[str, ...]) -> list[Path]:
-    """The folders from which a source may include; all that lies there belongs to the key."""
+    """The folders from which a source may include; every source and header in them belongs to the key."""
     named = (source.parent / value[1:-1] for _, value in map(_macro, macros) if value[0] in '"<')
     folders = [source.parent, headers(), *(header.parent for header in named if header.is_file())]
     return [*dict.fromkeys(folder.resolve() for folder in folders)]

@@ -27,20 +27,20 @@ SPEC = KernelSpec.cuda("place", "lpq.kernels.placing:bind_places")
 FIELDS = 5
 
 Place = Callable[[Sequence[int], Sequence[int]], None]
-"""``place(sources, targets)``: addresses of what the ranks sent, that of the first rank first, and of the buffers. The
-device is the current one."""
+"""``place(sources, targets)``: addresses of what the ranks sent, in the order of ranks, and of the buffers. The device
+is the current one."""
 
 
 class RankPieces(NamedTuple):
     """How the bytes of one buffer arrive."""
 
     lines: int
-    """The lines of the buffer of which each rank sends a piece."""
+    """The number of lines of the buffer; each rank sends a piece of every line."""
     ranks: int
     piece: int
     """The bytes of a piece."""
     apart: int
-    """The bytes from what one rank sent to what the next one did."""
+    """The distance in bytes from the first piece of one rank to the first piece of the next."""
 
     @property
     def nbytes(self) -> int:

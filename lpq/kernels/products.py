@@ -16,7 +16,7 @@ BIASED = 8
 """cuBLASLt adds a bias before it rounds where the rows of operands and result are multiples of this many elements.
 Elsewhere it rounds twice."""
 ALIGNED = 16
-"""The address of a bias that cuBLASLt adds is a multiple of so many bytes."""
+"""The alignment, in bytes, of a bias that cuBLASLt adds."""
 
 
 def sums(left: Tensor, right: Tensor) -> Tensor:
@@ -47,9 +47,9 @@ def scaled_product(
     dtype: torch.dtype,
     into: Tensor | None = None,
 ) -> Tensor:
-    """``product`` of matrices of which one at least has a factor, for each of its rows or for all of it. Factors are
-    applied to the sums, in fp32, and a constant with them, which costs one more pass over them (two, if each row of
-    both has one)."""
+    """As ``product``, where at least one matrix has a factor for each row or for the whole matrix. Factors are applied
+    to the sums, in fp32, and a constant with them, which costs one more pass over them (two, if each row of both has
+    one)."""
     made = sums(left, right)
     if of_left is not None and of_right is not None and of_left.dim() and of_right.dim():
         made.mul_(of_left)

@@ -40,7 +40,7 @@ class SectionedMatrix(NamedTuple):
     tall: int | None
     """The rows of each matrix of a stack; None: groups of any sizes, which may leave rows behind them."""
     unit: int
-    """The number of rows to whose multiple a group is padded in a column operand."""
+    """A group is padded to a multiple of this number of rows in a column operand."""
     line: int
     """The length of a line of the column operand."""
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class SectionedMatrix(NamedTuple):
         return ends, self.number, self.tall or 0, self.unit, self.line
 
     def tiles(self, shape: Shape) -> int:
-        """How many tiles suffice, whatever the groups' sizes are: each has one at least."""
+        """The number of tiles that suffices for groups of any sizes: each has at least one."""
         if self.tall is None:
             down = self.rows // shape.tall + self.number
         else:
@@ -111,7 +111,7 @@ def _are_kernels(device: torch.device, encoded: Any) -> bool:
 
 
 def pad_ends(offs: Tensor, unit: int) -> Tensor:
-    """Where each group ends along lines in which it is padded to a multiple of ``unit``."""
+    """Where each group ends if each is padded to a multiple of ``unit`` lines."""
     out = torch.empty_like(offs)
     _launch(PAD_ENDS, offs.device.index or 0, 1)(offs.data_ptr(), out.data_ptr(), len(offs), unit)
     return out

@@ -43,9 +43,9 @@ class Choice:
     bind: Callable[..., Callable[..., Any] | None] | None = None
     """The function that binds the kernel to a shape, if there is one."""
     several: Callable[..., Callable[..., Any] | None] | None = None
-    """The one that binds it to several."""
+    """The function that binds it to several matrices."""
     broken: tuple[KernelSpec, ...] = ()
-    """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
+    """The kernels that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
     def rounding(self, dtype: torch.dtype) -> Callable[..., Any]:
         """Wrap ``impl`` for a matrix that is first rounded to ``dtype``. Some kernels round it as they read it."""
@@ -100,7 +100,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
                         for string in (kernel.bind, kernel.several)
                     )
                     return Choice(kernel.backend, kernel, impl, tuple(rejected), bind, several, tuple(broken))
-            except Exception as error:  # what a kernel does wrong must not take its format away
+            except Exception as error:  # a faulty kernel must not take its format away
                 reason = _fault(kernel, error)
                 broken.append(kernel)
         rejected.append((kernel, reason))
@@ -114,8 +114,8 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
 
 
 def _candidates(op: str, formats: tuple[str, ...], count: int) -> list[KernelSpec]:
-    """The kernels for this operation on so many operands of these formats, the preferred first; those for these very
-    formats come before those for any, where both have the same priority."""
+    """The kernels for this operation on operands of these formats, the preferred first. At equal priority, kernels for
+    these very formats come before kernels for any format."""
     for_any = registry.kernels(op, (registry.ANY,) * count) if count == 2 else ()
     return sorted([*registry.kernels(op, formats), *for_any], key=lambda kernel: -kernel.priority)
 

@@ -17,7 +17,7 @@ from lpq.kernels.tiles import BROAD, UNIT, Shape
 
 Launch = Callable[..., None]
 Launches = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], None]
-"""A launch for several matrices: of the buffers of each, and of those of its transpose."""
+"""A launch for several matrices: it takes the buffers of each and the buffers of its transpose."""
 Size = tuple[int, int]
 """Rows and columns."""
 
@@ -39,7 +39,7 @@ def wide(width: int) -> tuple[str, ...]:
 
 
 def tiled(sizes: Sequence[Size], large: Shape, small: Shape) -> tuple[Shape, int]:
-    """The larger tiles, if there are many of these, or the smaller ones; and how many there are."""
+    """The size of tiles, large if there are many of them and small otherwise, and the number of tiles."""
     many = sum(tiles.tiles(*size, large) for size in sizes) >= tiles.MANY_TILES
     shape = large if many else small
     return shape, sum(tiles.tiles(*size, shape) for size in sizes)
@@ -49,8 +49,8 @@ def bind_several(
     kernel: CudaKernel, shape: Shape, sizes: Sequence[Size], most: int, buffers: int, rest: tuple[int, ...],
     device: torch.device,
 ) -> Launches:  # fmt: skip
-    """Launches of a kernel for so many matrices at most. For each it takes the addresses of so many buffers, each
-    before that of its transpose, and the sizes; its other arguments follow the number of matrices."""
+    """Launches of a kernel for at most ``most`` matrices. For each matrix it takes the address of every buffer, each
+    followed by the address of its transpose, and the sizes; its other arguments follow the number of matrices."""
     step = 2 * buffers + 1
     bound: list[tuple[slice, list[int], Launch]] = []
     for first in range(0, len(sizes), most):

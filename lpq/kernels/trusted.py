@@ -1,8 +1,8 @@
 """Checks of a file's owner. Machine code from a file is run if nobody but this user and root can have written it.
 
 Links are resolved, and then the file, its folder and every folder above it must belong to this user or to root, and be
-writable by nobody else. Above the folder, one that anybody may write is let through if it is sticky, as ``/tmp`` is:
-there nobody can replace what is another's. A group that is this user's alone counts as this user.
+writable by nobody else. Above the folder, a folder that anybody may write is accepted if it is sticky, as ``/tmp`` is:
+there nobody can replace another user's files. A group that is this user's alone counts as this user.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
 
 
 def check_offset(offset: Any) -> None:
-    """Refuse all but the number of a row. Random bits are drawn by 32 bits of it."""
+    """Check that the offset is the number of a row. Random bits are drawn by 32 bits of it."""
     is_integer = isinstance(offset, Integral | torch.SymInt) and not isinstance(offset, bool)
     if not is_integer:
         what = f"a {type(offset).__name__}" if isinstance(offset, Tensor) else repr(offset)
@@ -139,7 +139,7 @@ def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) ->
 
 
 def unfit_bias(bias: object, rows: int, device: torch.device) -> Exception:
-    """The error for a bias that is not one number, on this device, for each of so many rows of ``b``."""
+    """The error for a bias that is not one number for each of the ``rows`` rows of ``b``, on this device."""
     if not isinstance(bias, Tensor):
         return TypeError(f"gemm: the bias is a {type(bias).__name__}: it must be a tensor, or None")
     if bias.shape != (rows,):

@@ -1,4 +1,4 @@
-"""The tasks that a kernel binds: an encoding or a product, described by all but its tensors.
+"""The tasks that a kernel binds: an encoding or a product, described without its tensors.
 
 A ``KernelSpec`` may name, beside its ``impl``, a function that takes such a task and returns a function of the tensors.
 All that depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OUT_ALIGNED = 256
 ALIGNED = 16
-"""Bytes: a kernel that is bound to aligned matrices may read pieces of so many."""
+"""The alignment, in bytes, of matrices: a kernel that is bound to aligned ones may read pieces of this size."""
 
 
 class Encoding(NamedTuple):
@@ -83,10 +83,10 @@ class Operand(NamedTuple):
     quantizer: Any
     """A quantizer of the format that binds."""
     shape: tuple[int, ...]
-    """That of a matrix, or of a stack."""
+    """The shape of a matrix, or of a stack."""
     dtype: torch.dtype
     form: Form | None = None
-    """The exact form in which it was made, in place of being encoded."""
+    """The exact form in place of codes; None: it is encoded."""
     sections: Sections | None = None
     """How it is divided; None: it is one matrix."""
     dim: int = 0
@@ -109,9 +109,9 @@ class Operand(NamedTuple):
 class Product(NamedTuple):
     """How operands of one shape are multiplied: ``decode(a) @ decode(b)ᵀ + bias``.
 
-    If ``a`` has groups, each is multiplied by itself: its rows by its matrix of the stack ``b``, and ``bias`` has a row
-    for each; or, along the contraction, its columns by those of ``b``. Rows of no group, and the products of empty
-    groups, are zero.
+    If ``a`` has groups, each group is a product of its own: its rows times its matrix of the stack ``b``, with a row of
+    ``bias`` for each group; or, along the contraction, its columns times the columns of the same group of ``b``. Rows
+    of no group, and the products of empty groups, are zero.
     """
 
     a: Operand
@@ -132,17 +132,18 @@ bytes. It returns that matrix, or another one, which is then copied there: it ne
 
 
 Transpose = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""``transpose(buffers, out)``: write the buffers of the operand of the transposed matrix over ``out``. All are
-contiguous, and those of ``out`` begin at multiples of ``ALIGNED`` bytes. The device is the current one."""
+"""``transpose(buffers, out)``: write the buffers of the operand of the transposed matrix to ``out``. All are
+contiguous; the buffers of ``out`` begin at multiples of ``ALIGNED`` bytes. The device is the current one."""
 
 
 Transposes = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], None]
-"""The same of several operands: ``transposes(buffers, out)``, in each the buffers of one operand after the other."""
+"""``transposes(buffers, out)``: as ``Transpose``, of several operands; each argument lists the buffers of one operand
+after the other."""
 
 
 EncodeSeveral = Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], TableLaunch]
 """``at(matrices, stats, buffers)``: a launch that encodes the row operands of several matrices. It is bound to the
-addresses of these, of the statistics of each and of the buffers of each, which are all there and contiguous."""
+addresses of the matrices, their statistics and their buffers, which are all contiguous."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -186,7 +187,7 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
 
 
 def operand_like(storage: Storage) -> Operand:
-    """An operand as this one is."""
+    """Describe an operand without its buffers."""
     form = None
     if isinstance(storage, Multiplicand):
         form = Form(storage.form.factor is not None, storage.form.constant)

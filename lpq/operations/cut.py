@@ -1,4 +1,4 @@
-"""Matrices that ranks share out, along their rows or their columns.
+"""Matrices that are divided over ranks, along their rows or their columns.
 
 A rank encodes its part with the statistics of the whole, and with the random bits that belong to the part's place. So a
 part has the very bytes that the whole has there, and parts that are gathered are the whole operand, bit for bit. All of
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
         return self.size * self.stretches
 
     def place(self, stretch: int) -> int:
-        """The first row or column, in the whole matrix, of a stretch of this rank."""
+        """The first row or column, in the whole matrix, of a chunk of this rank."""
         return (stretch * self.ranks + self.rank) * self.size
 
     def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:

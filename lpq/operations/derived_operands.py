@@ -32,18 +32,18 @@ def rounds_stochastically(quantizer: Quantizer) -> bool:
 
 
 def derives_col(quantizer: Quantizer) -> bool:
-    """Whether the column operand follows from the row operand alone."""
+    """Whether the column operand can be computed from the row operand alone."""
     row = quantizer.side("row")
     return quantizer.col_source == "row" or (row.transposable and quantizer.side("col") == row)
 
 
 def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
-    """The column operand that follows from the row operand: its transpose, or an encoding of what it decodes to."""
+    """Compute the column operand from the row operand: its transpose, or an encoding of its decoded values."""
     if quantizer.col_source == "original":
         return transpose(row)
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
     assert col is not None
-    return col.astype(row.dtype)  # it stands for the tensor, not for what was decoded
+    return col.astype(row.dtype)  # it stands for the tensor, not for the decoded values
 
 
 def bind_derive(

@@ -1,8 +1,8 @@
 """Encoders of tensors of one shape, which a layer makes once and calls at every step.
 
 A bound one has its kernels, launches and memory decided beforehand, and bypasses PyTorch's dispatcher. Where a compiler
-traces or a mode watches, operators take its place; both give the same bytes. Which of the two operands is made of the
-other, and what is kept for backward, is the encoder's alone.
+traces or a mode watches, operators take its place; both give the same bytes. Only the encoder knows whether one operand
+is made of the other, and what is kept for backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lpq.operations.states import bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
 Known = Any
-"""The statistics that an encoder is given: a state, in which it finds them; a sequence of them; or None."""
+"""The statistics that an encoder is given: a state that holds them, a sequence of them, or None."""
 
 
 class Encoder(NamedTuple):
@@ -85,18 +85,20 @@ class Wanted(NamedTuple):
     measures: bool = False
     """Whether the statistics are returned though there is no state."""
     given: tuple[bool, ...] = ()
-    """For each statistic whether it is given, where there is no state; empty: none is."""
+    """For each statistic whether it is given, where there is no state; empty: no statistic is given."""
     at_hand: bool = False
     """Whether the tensor is there before a step begins, as a weight is: no pass of a compiled graph makes it."""
     offset: int = 0
-    """The first row of the tensor in the whole one, by which random bits are drawn; ``across`` is its first column."""
+    """The first row of this tensor in the whole tensor, by which random bits are drawn; ``across`` is its first
+    column."""
     across: int = 0
     apart: bool = False
     """Whether the statistics are measured apart, by ``Encoder.measure``, before they are given."""
     decoded: bool = False
-    """Whether the tensor is what its row operand decodes to, of which the column operand is made."""
+    """Whether the tensor is the decoded row operand, of which the column operand is made."""
     sections: Sections | None = None
-    """How the tensor is divided; None: it is one matrix. ``shape`` is that of all rows, or of a matrix of the stack."""
+    """How the tensor is divided; None: it is one matrix. ``shape`` is the shape of all rows, or of one matrix of the
+    stack."""
 
 
 BindEncoder = Callable[[Wanted], Encoder]
@@ -139,7 +141,7 @@ def through_operators(wanted: Wanted) -> Encoder:
         return _in_two_parts(wanted)
     forms, sides = _forms(wanted), sides_of(wanted)
     row, side = sides
-    # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
+    # Dynamo of torch 2.11 cannot trace a comparison of tuples of forms.
     exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
     is_view = wanted.later and col and quantizer.side("col").plain
     measures = wanted.measures or (wanted.remembers and moves(quantizer, *sides))
@@ -170,23 +172,25 @@ def is_made_of_row(wanted: Wanted) -> bool:
 
 
 def first_of(wanted: Wanted) -> Wanted:
-    """The row operand, of which the column operand is made. It is measured, too, if the state of either moves."""
+    """The encoding of the row operand, of which the column operand is made. It is measured, too, if the state of either
+    operand moves."""
     row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
     measures = wanted.remembers and moves(wanted.quantizer, row, col)
     return wanted._replace(row=True, col=False, later=False, measures=measures)
 
 
 def second_of(wanted: Wanted) -> Wanted:
-    """The column operand, of what the row operand decodes to."""
+    """The encoding of the decoded row operand into the column operand."""
     return wanted._replace(row=False, dtype=torch.float32, later=False, decoded=True)
 
 
 def made_of_row(first: Encoder, second: Encoder, wanted: Wanted) -> Encoder:
-    """Make the row operand by the first encoder, and the column operand, of what that decodes to, by the second."""
+    """Make the row operand by the first encoder, decode it, and make the column operand of the decoded values by the
+    second."""
     of_row, made = first.row, second.col
     assert of_row is not None
     assert made is not None
-    col = made._replace(dtype=wanted.dtype)  # it stands for the tensor, and not for what was decoded
+    col = made._replace(dtype=wanted.dtype)  # it stands for the tensor, and not for the decoded values
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         row, _, stats = first.encode(x, known, seed)
@@ -281,7 +285,7 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
 
 
 def sides_of(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
-    """The quantizers of the operands that are made of the tensor."""
+    """The quantizers of the row operand and of the column operand; None for an operand that is not made."""
     quantizer = wanted.quantizer
     return quantizer.side("row") if wanted.row else None, quantizer.side("col") if wanted.col else None
 

@@ -65,7 +65,7 @@ class Multiplicand(Storage):
 
 
 def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
-    """The operand of these tensors that its ``Storage.text`` describes to an operator."""
+    """The operand of these tensors, as an operator gets it described by ``Storage.text``."""
     check_there(tensors[0])
     form, name = form_of(text, len(tensors))
     quantizer: Quantizer = registry.quantizer(name)
@@ -76,6 +76,7 @@ def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype
 
 
 def form_of(text: str, count: int) -> tuple[Form | None, str]:
-    """The exact form that a ``Storage.text`` of so many tensors describes, None if it is encoded; and the quantizer."""
+    """The exact form that a ``Storage.text`` of ``count`` tensors describes, None if it is encoded; and the
+    quantizer."""
     constant, _, name = text.rpartition("|")
     return Form(count > 1, float(constant)) if constant else None, name

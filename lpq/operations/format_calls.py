@@ -61,8 +61,8 @@ def recalling(
 ) -> Callable[[Any, Mapping[str, Tensor], Any], Made]:
     """Return ``run(x, stats, seed)`` as a function of ``x``, a state and the seed: the statistics are those that the
     formats' ``recall`` takes from the state, in the order of ``stats``. Each of ``branches`` is a quantizer and the
-    names in its state, with their names in this one; a quantizer without any remembers nothing, and None stands for its
-    statistics. All of it is one call, as each step makes it for each tensor."""
+    names in its state, with their names in this one; a quantizer without names remembers nothing, and None stands for
+    its statistics. The function is one call, as each step makes it for each tensor."""
     bound = [(branch, branch.recall, names, [s.name for s in branch.stats]) for branch, names in branches]
 
     def recall(x: Tensor, state: Mapping[str, Tensor], seed: Tensor | None) -> Made:
@@ -117,20 +117,20 @@ def decoded_by(operand: Storage) -> Tensor:
 
 
 def _is_unchecked(quantizer: Quantizer, method: str, x: Tensor) -> bool:
-    """Whether what a method returns for such a tensor is still to be checked."""
+    """Whether the result of a method for such a tensor is still to be checked."""
     return not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY
 
 
 def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) -> None:
-    """Raise if something is wrong with what a method returned for ``x``; else skip the check from then on, unless ``x``
-    is empty, which shows too little."""
+    """Raise if the result of a method for ``x`` has a fault. Otherwise skip the check from then on, unless ``x`` is
+    empty, which shows too little."""
     if fault is not None:
         raise _fault(quantizer, method, *fault)
     if x.numel():
         quantizer.checked.add((method, x.dtype, x.device))
 
 
-# ---------------------------------------------------------------------------------------------- what is wrong with it
+# ---------------------------------------------------------------------------------------------- faults
 
 
 def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
@@ -183,7 +183,7 @@ def _can_be_read(x: Tensor) -> bool:
 
 
 def _unfit(tensor: object, declared: Covering, dtype: torch.dtype, shape: Shape, x: Tensor) -> str:
-    """How a tensor is otherwise than declared; empty if it is not."""
+    """How a tensor differs from its declaration; empty if it does not."""
     if not isinstance(tensor, Tensor):
         return f"as a {type(tensor).__name__}"
     if tensor.dtype != dtype:

@@ -51,7 +51,8 @@ def decoded_at_once(a: Operand, b: Operand, device: torch.device) -> bool:
 
 
 def why_decoded(a: Quantizer, b: Quantizer) -> str | None:
-    """Why groups of such operands are multiplied decoded, on every GPU; None if some GPU multiplies their codes."""
+    """Why groups of such operands are decoded and multiplied in bf16 on every GPU; None if some GPU multiplies their
+    codes."""
     if a.plain or b.plain:
         return "an operand is not encoded"
     formats = {registry.format_of(type(q)).name for q in (a, b)}
@@ -71,7 +72,7 @@ x 14336 and 2048 rows each, by ``python -m benchmarks.group_choice``."""
 
 
 def pays_from(products: int, outputs: int, features: int) -> int | None:
-    """The number of rows of each expert from which on so many ``products`` of codes save more time than encoding takes;
-    None if they never do."""
+    """Rows per expert from which on ``products`` products of codes save more time than encoding takes; None if they
+    never do."""
     saved = products * SAVED * 2 * outputs * features - ENCODING * (outputs + features)
     return math.ceil(ENCODING * outputs * features / saved) if saved > 0 else None

@@ -60,7 +60,7 @@ def through_operators(p: Product) -> Multiply:
 
 
 def _by_kernel(p: Product) -> Run | None:
-    """The product by a kernel of these formats; None if there is none, or it does not take these sizes."""
+    """Bind the product to a kernel of these formats; None if there is no kernel, or it does not take these sizes."""
     a, b, fast = p.a, p.b, p.fast_accumulate
     if a.form is not None or b.form is not None:
         return None
@@ -130,8 +130,8 @@ def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | Non
     bound = registry.cached_few(lambda p, kernels: bind(p))
 
     def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
-        """The rows of each group of ``a`` times its matrix of the stack ``b``; or for each group the product of its
-        columns of both. None where the kernel does not take such sizes."""
+        """Multiply the rows of each group of ``a`` by its matrix of the stack ``b``, or the columns of each group of
+        both. Return None where the kernel does not take such sizes."""
         run: Run | None = bound(_product(a, b, offs, torch.bfloat16, fast_accumulate), kernels_allowed())
         if run is None:
             return None

@@ -1,10 +1,10 @@
 """Rows in groups on a device, encoded and multiplied all at once: the host does not read the offsets. By contract, a
 shard that is encoded with the statistics of the whole is a part of the encoded whole. So the rows are laid out in
-*tiles*, each of one group, and each of as many rows as cannot be cut apart. Tiles are encoded as shards of their group,
-all by one run of the format's own code, and statistics are reduced over the tiles of each group as they are over ranks.
-Where no statistic spans several tiles, the tiles are one matrix, which kernels encode. Products multiply decoded
-operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero in the results: torch's grouped
-product leaves whatever lies there.
+*tiles*. Each tile belongs to one group and has the smallest number of rows that may be encoded as a shard. Tiles are
+encoded as shards of their group, all by one run of the format's own code, and statistics are reduced over the tiles of
+each group as they are over ranks. Where no statistic spans several tiles, the tiles are one matrix, which kernels
+encode. Products multiply decoded operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero
+in the results: torch's grouped product leaves whatever lies there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lpq.operations.states import State, recall
 from lpq.operations.vmapped import vmapped
 
 ALIGNED = 8
-"""torch's grouped product takes rows of multiples of 16 bytes, which are so many in bf16."""
+"""torch's grouped product takes rows of multiples of 16 bytes, which is this number of bf16 elements."""
 
 
 class Tiles(NamedTuple):
@@ -113,7 +113,7 @@ def _side(
     count = len(t.group) - len(offs)
     seeds = seeds if side.stochastic else None
     if seeds is None and not spans(side, dim):
-        whole_rows = t.row.shape[1] == 1  # each is a tile where it lies, and those of no group are read by nobody
+        whole_rows = t.row.shape[1] == 1  # each row is a tile in place; rows of no group are not read
         flat = x if whole_rows else _gathered(x, t, count).flatten(0, 1)
         return [*(quantized(flat, None, side, None)[0] if dim == 0 else quantized(flat, None, None, side)[1])]
     given = _gathered(x, t, len(t.group))
@@ -192,8 +192,8 @@ def _assembled(buffer: Buffer, made: Tensor, count: int, dim: int) -> Tensor:
 
 
 def dense(a: Grouped, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Tensor:
-    """The rows that an operand stands for, ``[rows, cols]``; rows of no group have any values. ``rotated``: columns of
-    a row operand are left in the basis in which they are stored; in a column operand, rows are."""
+    """The rows that an operand stands for, ``[rows, cols]``; rows of no group have arbitrary values. ``rotated``:
+    columns of a row operand are left in the basis in which they are stored; in a column operand, rows are."""
     rows, side = a.shape[a.dim], a.quantizer
     if a.decoded and a.dim == 0:
         return a.tensors[0]
@@ -325,7 +325,7 @@ def _bind_lines(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]]
 
 
 def padded_ends(offs: Tensor, unit: int) -> Tensor:
-    """Where each group ends along a contraction, in which they are padded to multiples of ``unit``."""
+    """Where each group ends along a contraction in which groups are padded to multiples of ``unit``."""
     if there_are_kernels(offs.device):
         return pad_ends(offs, unit)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))

@@ -1,4 +1,4 @@
-"""Tensors in sections, rows in groups or stacks of matrices, of which each is encoded by itself.
+"""Encoding of tensors in sections, which are groups of rows or stacks of matrices; each section is encoded by itself.
 
 The references compute a group at a time, as separate layers do with separate tensors. They read the offsets on the
 host; ``group_tiles`` has a GPU compute all groups at once. ``offs`` is where each group ends, int32, on the device of
@@ -36,9 +36,9 @@ kernel takes them."""
 
 
 def bind(wanted: Wanted, *, watched: bool = False, dispatched: bool = False) -> Encoder:
-    """Bind the encoding of sections into the wanted operands: the bytes of each section are those of it alone. An
-    operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a mode.
-    ``dispatched``: as in ``Encoding``."""
+    """Bind the encoding of sections into the wanted operands: each section has the bytes that it has when encoded
+    alone. An operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a
+    mode. ``dispatched``: as in ``Encoding``."""
     sides = sides_of(wanted)
     plain_row, plain_col = (side if side is not None and side.plain else None for side in sides)
     if wanted.quantizer.col_source == "row":
@@ -196,8 +196,8 @@ def _why_not(quantizer: Quantizer, row: bool, col: bool) -> str | None:
 
 @registry.cached
 def _why_no_tiles(text: str, dim: int) -> str | None:
-    """The same for one operand. One comparison on a CPU decides: ``torch.vmap`` may not run the format, or the format
-    may give a ragged edge other bytes than one that is padded with zeros."""
+    """As ``_why_not``, for one operand. One comparison on a CPU decides: ``torch.vmap`` may not run the format, or the
+    format may encode a ragged edge otherwise than rows that are padded with zeros."""
     side: Quantizer = registry.quantizer(text)
     if side.plain:
         return None

@@ -9,7 +9,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_input(x: Tensor) -> None:
-    """Refuse all but a tensor of numbers of at most fp32, in which everything is computed."""
+    """Check that the input is a floating tensor of at most fp32, in which everything is computed."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a tensor can be encoded, and not a {type(x).__name__}")
     if x.dtype not in DTYPES:

@@ -117,7 +117,7 @@ class MakeExact(Protocol[S]):
     """A kernel for ``exact``."""
 
     def __call__(self, operand: S, /) -> Exact | None:
-        """Return an operand as a bf16 matrix and a factor; None: one of its shape has no such form."""
+        """Return an operand as a bf16 matrix and a factor; None: an operand of this shape has no such form."""
 
 
 class BindExact(Protocol):
@@ -144,7 +144,7 @@ class Remember(Protocol[Q]):
 
 
 class BindRemember(Protocol[Q]):
-    """The ``bind`` of a kernel for ``remember``, of all that a layer remembers at once."""
+    """The ``bind`` of a kernel for ``remember``, which updates all states of a layer at once."""
 
     def __call__(
         self, quantizers: Sequence[Q], device: torch.device, /

@@ -21,7 +21,7 @@ def measure(
     x: Tensor, row: Quantizer | None, col: Quantizer | None, *, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """Measure the local statistics of the matrix ``x`` that its operands need, in the order of ``declared``. If a
-    ``dtype`` is given, they are those of ``x`` rounded to it."""
+    ``dtype`` is given, ``x`` is rounded to it first."""
     if can_call_directly(x):
         return _measured(x, row, col, dtype or x.dtype)
     x = x if dtype is None else x.to(dtype)
@@ -58,9 +58,9 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
 
 
 def traced_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor | None]:
-    """The amaxes of a whole matrix, each in parts, as operators of PyTorch: a compiler, for which they are, puts them
-    into the pass that makes the matrix. They are in the order of ``declared``, None for what is measured otherwise;
-    empty where there are none, or no compiler traces."""
+    """The amaxes of a whole matrix, each in parts, as operators of PyTorch, which a compiler puts into the pass that
+    makes the matrix. They are in the order of ``declared``, None for a statistic that is measured otherwise; empty
+    where there are no amaxes, or no compiler traces."""
     if not torch.compiler.is_dynamo_compiling() or is_exporting() or x.dim() != 2 or not surely(x.numel() > 0):
         return []
     needed = [stat.largest and stat.block == (None, None) for stat, _ in declared(row, col)]
@@ -71,7 +71,7 @@ def traced_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> lis
 
 
 def whole_stats(stats: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Statistics of a matrix, of which each that is given in parts, as a vector, is the largest of them."""
+    """Statistics of a matrix. A statistic that is given in parts, as a vector, becomes the largest of its parts."""
     return [largest(stat) if stat is not None and stat.dim() == 1 else stat for stat in stats]
 
 

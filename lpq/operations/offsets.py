@@ -1,4 +1,4 @@
-"""Where groups of rows end: as a tensor on the device of the rows, made of what a caller gives, and as numbers."""
+"""Where groups of rows end: as a tensor on the device of the rows, and as numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lpq.formats.sections import bounds
 
 
 def as_offsets(title: str, offs: Tensor | Sequence[int], groups: int, x: Tensor) -> Tensor:
-    """Where each group ends, on the device of ``x``. A tensor of them is checked where it is read."""
+    """Return where each group ends, as a tensor on the device of ``x``. The values of a tensor are checked where they
+    are read."""
     if isinstance(offs, Tensor):
         if offs.dtype != torch.int32 or offs.device != x.device:
             raise TypeError(

@@ -27,8 +27,8 @@ LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
 
 
 def opaque_when_traced(function: F) -> F:
-    """Make torch.compile keep a call of this as one node, without tracing into it. torch.compiler's own decorator,
-    which imports the whole compiler, is applied when a compiler first comes by."""
+    """Make torch.compile keep a call of ``function`` as one node, without tracing into it. torch.compiler's own
+    decorator, which imports the whole compiler, is applied when a compiler first comes by."""
 
     @once_when_traced
     def known() -> None:
@@ -96,8 +96,8 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
 
 @once_when_traced
 def layout_hash(*texts: str) -> str:
-    """A hash of the layouts and statistics that the formats of these quantizers declare. An operator takes it and
-    ignores it: so a compiler that keeps programs on disk runs none that it compiled for other declarations."""
+    """A hash of the layouts and statistics that the formats of these quantizers declare. An operator takes the hash and
+    ignores it: a compiler that keeps programs on disk thus never runs a program compiled for other declarations."""
     return _layout_hash(texts)
 
 

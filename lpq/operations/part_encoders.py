@@ -1,6 +1,6 @@
 """Encoders of a rank's part of a matrix: measure, exchange with the other ranks, encode.
 
-They are bound as those of whole matrices are, by kernels or by operators, and used in the same steps. The statistics
+They are bound as encoders of whole matrices are, to kernels or to operators, and used in the same steps. The statistics
 that span ranks may be exchanged for several tensors together, before any is encoded.
 """
 
@@ -54,10 +54,10 @@ class PartEncoder(NamedTuple):
     encoder: Encoder
     statistics: SpanningStats | None = None
     measured: Sequence[Declared] = ()
-    """The statistics that it returns of this part alone, as it encodes with those of a state."""
+    """The returned statistics that cover this part alone, since it encodes with the statistics of a state."""
 
     def alone(self, group: str) -> PartEncoder:
-        """The same encoder by itself: it measures and exchanges, and is given a state or None."""
+        """Make an encoder that measures and exchanges by itself; it is given a state or None."""
         encoder, statistics, measured = self
         if statistics is None:
             return self
@@ -114,8 +114,8 @@ def bind_exchange(
 
 
 def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *, early: bool = False) -> PartEncoder:
-    """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole. ``early``: what a state
-    remembers is exchanged before the part is encoded, though the state has all that encoding needs."""
+    """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole. ``early``: the statistics
+    for the state are exchanged before the part is encoded, though the state has all that encoding needs."""
     if cut is None:
         return PartEncoder(bind(wanted))
     if is_made_of_row(wanted):

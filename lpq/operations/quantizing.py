@@ -112,7 +112,7 @@ def _with_plain(
 
 
 def _plain(side: Quantizer, x: Tensor) -> Tensor:
-    """An ordinary matrix, or a stack of them, whose elements are independent."""
+    """Make an ordinary matrix, or a stack of them: elements are independent."""
     (data,) = encoded_by(side, x.flatten(0, 1) if is_stack(x.shape) else x, {}, None).tensors()
     return data.view(x.shape) if is_stack(x.shape) else data
 
@@ -130,8 +130,8 @@ def quantize_reference(
     """Return the buffers of the wanted operands in the order of their layouts, the row operand's first; then, with
     ``measure``, the statistics of ``x``.
 
-    ``stats``: the statistics to encode with, in the order in which ``measure_reference`` returns them. They may be
-    those of other ranks or steps, and views of one memory. Each that is None is measured; with ``()`` all are. ``seed``
+    ``stats``: the statistics to encode with, in the order in which ``measure_reference`` returns them. They may come
+    from other ranks or steps, and be views of one memory. Each that is None is measured; with ``()`` all are. ``seed``
     is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
     ``across`` its first column.
     """
@@ -208,7 +208,7 @@ def _encoded_stack(
     x: Tensor, stats: Sequence[Tensor | None], row: Quantizer | None, col: Quantizer | None, seed: Tensor | None,
     offset: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """The buffers of a stack: those of its matrices, stacked."""
+    """Return the buffers of a stack: the buffers of its matrices, stacked."""
     seeds = [None] * x.shape[0] if seed is None else seed.unbind()
     of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
     made = [_encoded(m, own, row, col, s, offset, False, dtype) for m, own, s in zip(x, of_each, seeds, strict=True)]
@@ -233,7 +233,7 @@ def _quantize_fake(
 
 
 def _fresh(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-    """Uninitialised buffers of these operands of ``x``."""
+    """Allocate the buffers of these operands of ``x``, uninitialised."""
     *count, rows, cols = x.shape
     out: list[Tensor] = []
     for side, shape in ((row, (*count, rows, cols)), (col, (*count, cols, rows))):

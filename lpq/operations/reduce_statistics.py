@@ -44,8 +44,8 @@ def bind_reduction(
     needed: Sequence[Sequence[Declared]], group: ProcessGroup | str, number: int
 ) -> Callable[[Sequence[list[Tensor]], Tensor | None], Tensor | None]:
     """``reduce(stats, seeds)``: reduce the statistics of a round that span ranks, of several tensors, in one collective
-    for MAX and one for sums; the lists are changed in place. It returns common seeds, made in the first of the two of
-    those of all ranks: their halves are reduced apart, as any mixture of seeds is a seed."""
+    for MAX and one for sums; the lists are changed in place. It returns common seeds, which the first collective makes
+    of the seeds of all ranks: the halves of a seed are reduced apart, as any mixture of seeds is a seed."""
     spanning = [
         (tensor, i, stat.reduce)
         for tensor, declared in enumerate(needed)
@@ -68,9 +68,9 @@ def bind_reduction(
 
 
 def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: bool = False) -> list[Tensor]:
-    """Return the MAX over the ranks of these tensors of fp32 values, in one collective. A non-negative float orders as
-    its bits do, and NaN above infinity: so the bits are reduced, as integers, because a floating-point MAX may lose a
-    NaN. If values may be negative they are ``signed``. The first may be 32-bit integers.
+    """Return the MAX over ranks of these fp32 tensors, in one collective. The bits are reduced, as integers: a
+    floating-point MAX may lose a NaN, while the bits of non-negative floats order as the floats do, with NaN above
+    infinity. ``signed``: values may be negative. The first tensor may hold 32-bit integers.
     """
     if not values:
         return []
@@ -93,7 +93,7 @@ def _in_order(bits: Tensor) -> Tensor:
 
 
 def reduce_sum(values: Sequence[Tensor], group: ProcessGroup | str) -> list[Tensor]:
-    """Return the sum over the ranks of these tensors of counts, in one collective."""
+    """Return the sum over ranks of these tensors of counts, in one collective."""
     if not values:
         return []
     flat = torch.cat([v.reshape(-1) for v in values])
@@ -165,8 +165,8 @@ def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def check_shard(row: Quantizer | None, col: Quantizer | None, rows: int) -> None:
-    """Refuse equal shards of ``rows`` rows that cut a block, or an operand that must not be cut. All ranks have as many
-    rows, so all refuse."""
+    """Refuse equal shards of ``rows`` rows that cut a block, or an operand that must not be cut. All ranks have equally
+    many rows, so all refuse."""
     for side, dim in ((row, 0), (col, 1)):
         if side is None:
             continue

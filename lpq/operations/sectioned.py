@@ -1,8 +1,8 @@
 """Encoding in sections, by kernels: groups of rows, or the matrices of a stack, each by itself and all in one launch.
 
-The kernel is the one that writes operands of any two formats from one read (``fused_pair``), compiled for sections.
-In place of codes the kernel may also write decoded values in bf16, in the basis in which the operand is stored, for a
-product of these. Other operands are encoded elsewhere, to the same bytes.
+The kernel is the one that writes operands of any two formats from one read (``fused_pair``), compiled for sections. In
+place of codes the kernel may also write decoded values in bf16, in the basis in which the operand is stored, to be
+multiplied. Other operands are encoded elsewhere, to the same bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LARGEST = Shape(256, BROAD)
 Given = tuple[Tensor | None, Tensor | None]
 """The amaxes of sections for the row operand and for the column operand, where they are known."""
 Made = tuple[list[Tensor], list[Tensor], Given]
-"""The buffers of the row operand and of the column operand, and the amaxes with which they were made."""
+"""The buffers of the row operand and of the column operand, and the amaxes by which they were encoded."""
 Encode = Callable[..., Made]
 """``encode(x, offs, seeds, given)``."""
 Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], Made]
@@ -44,8 +44,8 @@ DECODED = Form()
 
 
 def bind_any(quantizer: Quantizer, e: Encoding, state: bool) -> tuple[Run, tuple[bool, bool]] | None:
-    """Bind kernels that make these of the quantizer's operands, and tell which of them are made decoded: those that are
-    wanted so, or none. None where kernels do not make them. ``state``: whether ``known`` is a state."""
+    """Bind kernels that make the operands of ``e``, and tell which operands are made decoded: those that ``e`` wants
+    so, or none. Return None where no kernel makes them. ``state``: whether ``known`` is a state."""
     (rows, cols), sections = e.shape, e.sections
     assert sections is not None
     if not sections.at_once or (e.row is None and e.col is None):
@@ -91,7 +91,7 @@ def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None,
 
 
 def same_amaxes(row: Quantizer, col: Quantizer) -> bool:
-    """Whether the amaxes of sections that the row operand was made with are those of the column operand, too."""
+    """Whether the row operand and the column operand have the same amaxes of sections."""
     return row == col and _of_all(row) == 1
 
 
@@ -209,8 +209,8 @@ def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
 
 
 def _memory(e: Encoding, quantizer: Quantizer | None, dim: int, sections: SectionedMatrix) -> list[Fresh]:
-    """The places of an operand's buffers. Those of a stack lie like those of one matrix with all lines below each
-    other; values of the lines of a column operand lie group by group."""
+    """The places of an operand's buffers. A stack lies in memory as one matrix with all lines below each other; values
+    of the lines of a column operand lie group by group."""
     if quantizer is None:
         return []
     (rows, cols), tall, line, number = e.shape, sections.tall, sections.line, sections.number

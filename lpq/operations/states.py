@@ -56,7 +56,7 @@ def state_names(quantizer: Quantizer) -> list[str]:
 
 
 def recalls(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> tuple[bool, ...]:
-    """For each statistic whether ``recall`` gives it."""
+    """For each statistic whether ``recall`` returns it."""
     return tuple(branch.recalls(stat) for _, branch in _branches(quantizer, row, col) for stat in branch.stats)
 
 
@@ -101,8 +101,9 @@ class Moving(NamedTuple):
 def bind_remember(
     wanted: Sequence[Moving], device: torch.device
 ) -> Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None]:
-    """``remember`` for several tensors of one layer, without a group, where the dispatcher may be bypassed: of states
-    and measured statistics by the tensors' names. Kernels that bind take all that are theirs at once."""
+    """Bind ``remember`` for several tensors of one layer, without a group, where the dispatcher may be bypassed. The
+    function takes states and measured statistics by the tensors' names. A kernel that binds takes all its states at
+    once."""
     parts: list[tuple[str, Quantizer, list[tuple[str, str]], slice]] = []
     for tensor, quantizer, row, col in wanted:
         at = 0

@@ -1,4 +1,4 @@
-"""Transpose: from an operand to that of the transposed matrix."""
+"""Transpose: from an operand to the operand of the transposed matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lpq.operations.sides import quantizer_of
 
 
 def transpose(operand: Storage) -> Storage:
-    """Return the operand of the transposed matrix, or of those of a stack; the quantizer must be transposable."""
+    """Return the operand of the transposed matrix, or of the transposed matrices of a stack; the quantizer must be
+    transposable."""
     quantizer, shape = operand.quantizer, along("col", operand.shape)
     if not quantizer.transposable:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")

@@ -13,7 +13,7 @@ INF = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 INTEGERS = tl.constexpr(0x4B000000)
-"""The bits of 2^23, from which on fp32 has integers only: a sum with it is rounded to one, in its low bits."""
+"""The bits of 2^23, from which on fp32 has integers only: a sum with 2^23 is rounded to an integer, in its low bits."""
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def cast_float8(product, x, E5M2: tl.constexpr):
-    """The codes of ``product``: saturating, unless ``x``, of which it is made, is not finite."""
+    """The codes of ``product``: saturating, unless ``x``, of which ``product`` is a multiple, is not finite."""
     MANTISSA: tl.constexpr = 2 if E5M2 else 3
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
     LEAST: tl.constexpr = 113 if E5M2 else 121  # the biased exponent of the least normal number
@@ -116,7 +116,7 @@ def _nearest(x):
 
 @triton.jit
 def cast_e2m1(x):
-    """Codes, one in each element. The three uniform grids that make up E2M1 are those of the reference."""
+    """Codes, one in each element. E2M1 consists of three uniform grids, as in the reference."""
     x = _number(x)
     magnitude = value_of(size_of(x))
     magnitude = tl.minimum(magnitude, 8.0)

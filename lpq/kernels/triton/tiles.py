@@ -16,7 +16,7 @@ from lpq.kernels.triton.numbers import INF, NAN, narrow, size_of, value_of
 
 @triton.jit
 def place_of_tile(cols, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """The place of this program's tile, of which there is one program for each."""
+    """The place of this program's tile; there is one program for each tile."""
     across = (cols - 1) // WIDE + 1
     index = tl.program_id(0)
     down = index // across
@@ -56,7 +56,8 @@ def block_grid(
     row, col, rows, cols, DOWN: tl.constexpr, ACROSS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     COLUMN_MAJOR: tl.constexpr = False,
 ):  # fmt: skip
-    """Where the values of a tile's ``DOWN`` x ``ACROSS`` blocks lie among those of the matrix, and which of them do."""
+    """Where the values of a tile's ``DOWN`` x ``ACROSS`` blocks lie among the values of the matrix, and which of them
+    lie inside it."""
     i = tl.arange(0, DOWN)[:, None].to(tl.int64)
     j = tl.arange(0, ACROSS)[None, :].to(tl.int64)
     down = 1
@@ -95,7 +96,7 @@ def block_amax(x, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def store_amax(out, bits, places, inside, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """Amaxes to memory as int32, where a block of several tiles has the largest of theirs."""
+    """Write amaxes to memory as int32; a block of several tiles gets the largest amax of its tiles."""
     if HIGH and WIDE:
         tl.store(out + places, bits, mask=inside)
     else:
