@@ -63,7 +63,7 @@ class PluginInfo:
 
 
 @dataclass(frozen=True)
-class Source:
+class PluginSource:
     """The place that a plugin comes from; known before it is imported."""
 
     name: str
@@ -98,16 +98,16 @@ class Source:
         return self.error(f"importing {what} raised {words(error)}", self.other_version)
 
 
-def installed() -> dict[str, list[Source]]:
+def installed() -> dict[str, list[PluginSource]]:
     """The plugins in the metadata of all distributions, by entry-point name. Two of one name are a clash.
 
     A distribution that is on the path twice counts once, as it does for ``import``.
     """
-    found: dict[str, list[Source]] = {}
+    found: dict[str, list[PluginSource]] = {}
     for entry in metadata.entry_points(group=GROUP):
         assert entry.dist is not None, "an entry point that was discovered belongs to a distribution"
         module = entry.value.partition(":")[0].strip()
-        source = Source(entry.name, *_origin(entry.dist), module, functools.partial(_imported, entry))
+        source = PluginSource(entry.name, *_origin(entry.dist), module, functools.partial(_imported, entry))
         found.setdefault(entry.name, []).append(source)
     return found
 
@@ -145,7 +145,7 @@ def resolve(string: str) -> Any:
         raise ImportStringError(f"{string!r} cannot be imported: {words(error)}") from error
 
 
-def load(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
+def load(source: PluginSource, manager: pluggy.PluginManager) -> PluginInfo:
     """Import a plugin, register its hooks, read its specs; or raise ``PluginError``, with no hook left."""
     try:
         plugin = source.load()
@@ -162,7 +162,7 @@ def load(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
         raise source.error(f"reading its specs raised {words(error)}", source.other_version) from error
 
 
-def _register(source: Source, plugin: object, manager: pluggy.PluginManager) -> None:
+def _register(source: PluginSource, plugin: object, manager: pluggy.PluginManager) -> None:
     """Hand the hooks of a plugin to pluggy, which checks their names and arguments."""
     twin = manager.get_name(plugin)
     if twin is not None:
@@ -184,7 +184,7 @@ def _register(source: Source, plugin: object, manager: pluggy.PluginManager) -> 
         raise source.error("it implements no hook", remedy)
 
 
-def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
+def _read(source: PluginSource, manager: pluggy.PluginManager) -> PluginInfo:
     """The specs of a registered plugin, checked."""
     formats = _by_name(source, "formats", _answers(source, manager, "lpq_register_formats", FormatSpec))
     recipes = _by_name(source, "recipes", _answers(source, manager, "lpq_register_recipes", RecipeSpec))
@@ -204,7 +204,7 @@ def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
     )
 
 
-def _answers(source: Source, manager: pluggy.PluginManager, hook: str, kind: type[Spec]) -> list[Spec]:
+def _answers(source: PluginSource, manager: pluggy.PluginManager, hook: str, kind: type[Spec]) -> list[Spec]:
     """The specs that this plugin returns from a hook, checked. A call through pluggy would drop a None."""
     specs: list[Spec] = []
     for implementation in getattr(manager.hook, hook).get_hookimpls():
@@ -221,14 +221,14 @@ def _answers(source: Source, manager: pluggy.PluginManager, hook: str, kind: typ
     return specs
 
 
-def _check_version(source: Source, what: str, version: int) -> None:
+def _check_version(source: PluginSource, what: str, version: int) -> None:
     if version != API_VERSION:
         older = source.distribution if version < API_VERSION else OWN
         cause = f"{what} is for plugin interface {version}, and this lpq has {API_VERSION}"
         raise source.error(cause, pip("install --upgrade", [older], f"upgrade {older}"))
 
 
-def _check_kernel(source: Source, kernel: KernelSpec) -> None:
+def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
     """Raise for a misspelt field: such a kernel would never run, and nobody would notice."""
     what = f"kernel {kernel.impl}"
     _check_version(source, what, kernel.api_version)
@@ -269,7 +269,7 @@ def _check_kernel(source: Source, kernel: KernelSpec) -> None:
             raise source.error(cause, f"leave it out: nothing calls it but for {able}")
 
 
-def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
+def _by_name(source: PluginSource, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
     found: dict[str, Named] = {}
     for spec in specs:
         _check_version(source, spec.name, spec.api_version)
@@ -290,7 +290,7 @@ def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Na
     return found
 
 
-def _own_kernels(source: Source, spec: FormatSpec) -> list[KernelSpec]:
+def _own_kernels(source: PluginSource, spec: FormatSpec) -> list[KernelSpec]:
     """The kernels that a format lists; those that name no format are for this one."""
     kernels: list[KernelSpec] = []
     for kernel in spec.kernels:

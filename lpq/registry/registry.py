@@ -28,7 +28,7 @@ from lpq.registry.errors import (
     suggestion,
     words,
 )
-from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
+from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, PluginSource, installed, load, owns, resolve
 from lpq.registry.showing import brief, pip
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
@@ -143,7 +143,7 @@ class Registry:
             for source in self._sources.get(name, ()):
                 if source.distribution != HERE:
                     raise source.error("it is installed, and its name cannot be taken", "choose another name")
-            made = Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
+            made = PluginSource(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
             if isinstance(plugin, type) and any(
                 inspect.isfunction(inspect.getattr_static(plugin, hook, None)) for hook in HOOKS
             ):
@@ -166,7 +166,7 @@ class Registry:
         self._plugins.pop(name, None)
         _REMEMBERED.clear()
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> PluginSource:
         """The one distribution that provides a plugin; an error, if there is none or more than one."""
         found, setting = self._sources[name], f"{LOAD_PLUGINS}={self._wanted}"
         everyone = self._allowed is None or name in self._allowed

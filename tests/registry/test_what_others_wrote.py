@@ -7,7 +7,7 @@ import pytest
 from lpq import registry
 from lpq.registry.errors import GrammarError, LpqError, OptionError, PluginError, UnknownFormat
 from lpq.registry.grammar import LONGEST, parse, split_items
-from lpq.registry.loader import HERE, Source
+from lpq.registry.loader import HERE, PluginSource
 from lpq.registry.showing import DISTRIBUTION, brief, pip, printable
 
 HOSTILE = ("acme; rm -rf ~", "--index-url=http://evil acme", "-r x", "acme evil", "git+https://evil/x", "a\nb", "", "é")
@@ -18,12 +18,12 @@ def test_a_command_has_only_names_that_were_checked(name: str) -> None:
     assert DISTRIBUTION.fullmatch(name) is None
     assert pip("install", [name], "find it") == "find it"
     assert pip("uninstall", ["acme", name], "find it") == "find it"
-    source = Source("acme", name, "1.0", "acme_module", lambda: None)
+    source = PluginSource("acme", name, "1.0", "acme_module", lambda: None)
     missing = ModuleNotFoundError("gone", name=name)
     for error in (source.import_error("acme_module", missing), source.import_error("acme_module", ValueError("no"))):
         assert "pip" not in error.remedy
-    assert "pip" in Source("acme", "acme-lpq", "1.0", "m", lambda: None).other_version
-    assert Source("acme", HERE, "", "m", lambda: None).other_version == "fix it and register it again"
+    assert "pip" in PluginSource("acme", "acme-lpq", "1.0", "m", lambda: None).other_version
+    assert PluginSource("acme", HERE, "", "m", lambda: None).other_version == "fix it and register it again"
 
 
 def test_each_of_several_commands_is_one() -> None:

@@ -1,0 +1,48 @@
+"""Producers: operands of what a source computes equal those of its outputs, encoded one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lpq
+from lpq.operations.encoder import Wanted
+from lpq.operations.producer import Output, bind_producer
+from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+
+ROWS, COLS = 64, 96
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("source", [SWIGLU, SWIGLU_BACKWARD], ids=lambda source: source.name)
+@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=fp8)"])
+def test_operands_are_those_of_the_outputs(source: Source, text: str) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(ROWS, COLS, dtype=torch.bfloat16) for _ in source.inputs]
+    quantizer = lpq.quantizer(text)
+    wanted = Wanted(quantizer, (ROWS, COLS), torch.bfloat16, CPU)
+    last = source.outputs - 1
+    outputs = [Output(wanted._replace(row=i != last), value=i == 0) for i in range(source.outputs)]
+    producer = bind_producer(source, outputs)
+    none = [None] * source.outputs
+    made = producer.produce(inputs, none, none)
+    for i, (x, output) in enumerate(zip(source.compute(*inputs), made, strict=True)):
+        whole = quantizer.quantize(x)
+        assert output.value is None or torch.equal(output.value, x)
+        assert (output.value is None) == (i != 0)
+        for operand, buffers, direction in zip(
+            producer.operands[i], (output.row, output.col), ("row", "col"), strict=True
+        ):
+            if direction == "row" and i == last:
+                assert operand is None
+                assert not buffers
+                continue
+            assert operand is not None
+            expected = whole.operand(direction).tensors()
+            assert len(buffers) == len(expected)
+            assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
+
+
+def test_outputs_that_are_not_the_source_s() -> None:
+    with pytest.raises(ValueError, match="swiglu_backward has 3 outputs, and 1 are described"):
+        bind_producer(SWIGLU_BACKWARD, [Output(None)])
