@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpq.formats.layout import Block, blocks
-from lpq.torch_private.compiling import surely
 
 
 def pad_blocks(x: Tensor, block: Block) -> Tensor:
@@ -34,28 +33,16 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     return torch.where(amax.isnan(), torch.nan, amax)  # one NaN for all, whatever the payload
 
 
-MOST_PARTS = 1 << 14
-"""The amax of a matrix may come as this many partial amaxes: each block of a kernel's threads reads all of them."""
+def traced_amax(x: Tensor) -> Tensor | None:
+    """``block_amax`` of a whole matrix, for a compiler to trace; None for a dtype that it cannot do without.
 
-
-def largest(parts: Tensor) -> Tensor:
-    """The largest of some magnitudes in fp32, 0-dimensional: the amax of a matrix from the amaxes of its parts."""
-    return parts.view(torch.int32).amax().view(torch.float32)
-
-
-def traced_amaxes(x: Tensor) -> Tensor | None:
-    """The amaxes of parts of a matrix, a vector, for a compiler to trace; None for a dtype that it cannot do without.
-    The ``largest`` of them is ``block_amax`` of the whole matrix.
-
-    A compiler that makes ``x`` in the same pass may take its elements before they are rounded to bf16. So an amax is
+    A compiler that makes ``x`` in the same pass may take its elements before they are rounded to bf16. So the amax is
     rounded, which gives the same: rounding keeps the order. That is done in integers, since a compiler takes away a
-    cast to bf16 and back. The parts are the rows: a pass that makes rows then has them, and needs no second one.
+    cast to bf16 and back. The rows are reduced first: a pass that makes rows then has them.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    bits = x.float().abs().view(torch.int32).amax(1)
-    if not surely(x.shape[0] <= MOST_PARTS):
-        bits = bits.amax(0, keepdim=True)
+    bits = x.float().abs().view(torch.int32).amax(1).amax()
     rounded = rounded_to_bfloat16(bits) if x.dtype == torch.bfloat16 else bits
     # Not by torch.nan: a compiler that merges equal operators finds it equal to nothing.
     return torch.where(bits > INFINITY, NAN, rounded).view(torch.float32)

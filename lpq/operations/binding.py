@@ -65,9 +65,6 @@ class Encoding(NamedTuple):
     sections: Sections | None = None
     """How the matrix is divided; None: it is one. A stack is the matrix of all its rows. ``given`` then has a value for
     each operand: whether the amaxes of sections are given for it. ``exact``: it is made as ``sectioned.DECODED``."""
-    parts: int = 0
-    """How many numbers each given statistic of the whole matrix is the largest of; 0: it is given as one number. Only a
-    kernel that declares ``KernelSpec.parts`` sees another number."""
 
 
 Encoded = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]

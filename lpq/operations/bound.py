@@ -17,7 +17,6 @@ from lpq.operations import fused_pair
 from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Product
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.inputs import as_matrix
-from lpq.operations.measuring import whole_stats
 from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import serving, shared
@@ -33,8 +32,6 @@ Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
 def bind_run(e: Encoding) -> Run:
     """Choose and bind one kernel for both operands, one for each, or the reference."""
     row, col = e.row, e.col
-    if e.parts and not _takes_parts(e):
-        return _of_whole(bind_run(e._replace(parts=0)))
     if e.exact != (False, False):
         return _aligned(fused_pair.bind, e)
     if (row is not None and row.plain) or (col is not None and col.plain):
@@ -49,19 +46,6 @@ def bind_run(e: Encoding) -> Run:
         return _reference(e) if impl is None else _called(impl, e)
     reads = e.held is e.dtype or (e.held is torch.float32 and choice.kernel is not None and choice.kernel.rounds)
     return _aligned(choice.bind, e) if reads else _rounded(partial(_aligned, choice.bind), e)
-
-
-def _takes_parts(e: Encoding) -> bool:
-    """Whether the kernel of an encoding is one that takes statistics in parts."""
-    if e.exact != (False, False) or 0 in e.shape or any(side is not None and side.plain for side in (e.row, e.col)):
-        return False
-    choice = serving("quantize", e.row, e.col, e.device)
-    return choice is not None and choice.bind is not None and choice.kernel is not None and choice.kernel.parts
-
-
-def _of_whole(run: Run) -> Run:
-    """Make an encoding that is given statistics in parts of one that is given each as one number."""
-    return lambda x, stats, seed: run(x, whole_stats(stats), seed)
 
 
 def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
@@ -92,7 +76,7 @@ def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
     encoded by another function, which is bound when the first comes."""
     encode = bind(e) if 0 not in e.shape else None
     if encode is None:
-        return _of_whole(_reference(e)) if e.parts else _reference(e)
+        return _reference(e)
     misaligned = cache(lambda: bind(e._replace(aligned=False)))
 
     def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:

@@ -39,7 +39,7 @@ def quantize(
     if across or x.dim() != 2 or autocasts():
         made: list[Tensor] = torch.ops.lpq.quantize.default(x, stats, row, col, seed, offset, measure, layouts, across)
         return made
-    given = tuple([s is not None and (s.dim() != 1 or s.shape) for s in stats]) if stats else ()
+    given = tuple([s is not None for s in stats]) if stats else ()
     run = _encoding(row, col, x.shape, x.dtype, x.device, given, offset, measure, NEITHER, kernels_allowed())
     of_row, of_col, measured = run(x, stats, seed)
     return [*of_row, *of_col, *measured]
@@ -87,16 +87,12 @@ def _spare() -> None:
 
 @registry.cached_few
 def _encoding(
-    row: str, col: str, shape: torch.Size, dtype: torch.dtype, device: torch.device,
-    given: tuple[bool | torch.Size, ...], offset: int, measure: bool, exact: tuple[bool, bool], kernels: object,
+    row: str, col: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple[bool, ...],
+    offset: int, measure: bool, exact: tuple[bool, bool], kernels: object,
 ) -> Run:  # fmt: skip
-    """Bind an encoding to this shape and these options. A statistic that is given in parts has the shape of these in
-    ``given``."""
-    parts = max((of[0] for of in given if isinstance(of, torch.Size)), default=0)
-    e = Encoding(
-        quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), dtype, dtype, device, tuple(map(bool, given))
-    )
-    return bind_run(e._replace(parts=parts, measure=measure, offset=offset, exact=exact, apart=True))
+    """Bind an encoding to this shape and these options."""
+    e = Encoding(quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), dtype, dtype, device, given)
+    return bind_run(e._replace(measure=measure, offset=offset, exact=exact, apart=True))
 
 
 @registry.cached_few

@@ -265,9 +265,7 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         # Equal operators are merged, those that are given other seeds are not.
         of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
-        made, _, measured = quantized(
-            as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand, in_parts=True
-        )
+        made, _, measured = quantized(as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand)
         # Else backward would read what a later write to x leaves, if that is traced too. Inductor takes the copy away.
         same = x.clone()
         kept = (same, *measured) if not col.stochastic or seed is None else (same, *measured, seed)

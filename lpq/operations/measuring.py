@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lpq.formats.blocks import largest, traced_amaxes
+from lpq.formats.blocks import traced_amax
 from lpq.formats.format import Quantizer
 from lpq.operations.format_calls import measured_again_by, measured_by
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
@@ -58,21 +58,16 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
 
 
 def traced_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor | None]:
-    """The amaxes of a whole matrix, each in parts, as operators of PyTorch, which a compiler puts into the pass that
-    makes the matrix. They are in the order of ``declared``, None for a statistic that is measured otherwise; empty
-    where there are no amaxes, or no compiler traces."""
+    """The amaxes of a whole matrix, as operators of PyTorch, which a compiler puts into the pass that makes the matrix.
+    They are in the order of ``declared``, None for a statistic that is measured otherwise; empty where there are no
+    amaxes, or no compiler traces."""
     if not torch.compiler.is_dynamo_compiling() or is_exporting() or x.dim() != 2 or not surely(x.numel() > 0):
         return []
     needed = [stat.largest and stat.block == (None, None) for stat, _ in declared(row, col)]
     if True not in needed:
         return []
-    amaxes = traced_amaxes(x)
-    return [] if amaxes is None else [amaxes if whole else None for whole in needed]
-
-
-def whole_stats(stats: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Statistics of a matrix. A statistic that is given in parts, as a vector, becomes the largest of its parts."""
-    return [largest(stat) if stat is not None and stat.dim() == 1 else stat for stat in stats]
+    amax = traced_amax(x)
+    return [] if amax is None else [amax if whole else None for whole in needed]
 
 
 def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ from lpq.formats.random_bits import RandomBits
 from lpq.formats.sections import is_stack
 from lpq.formats.sections import transposed as turned
 from lpq.operations.format_calls import encoded_by
-from lpq.operations.measuring import empty_stats, measure_reference, traced_stats, whole_stats
+from lpq.operations.measuring import empty_stats, measure_reference, traced_stats
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.random_seeds import draw_seeds
 from lpq.operations.sides import quantizer_of, serving, shared, text_of
@@ -57,7 +57,6 @@ def quantized(
     dtype: torch.dtype | None = None,
     across: int = 0,
     at_hand: bool = False,
-    in_parts: bool = False,
 ) -> Quantized:
     """Encode the matrix ``x``, rounded to ``dtype`` if one is given, into the wanted operands; return the buffers of
     both and, with ``measure``, the statistics of ``x``. In a stack ``x`` each matrix is encoded by itself: given
@@ -65,8 +64,7 @@ def quantized(
     ``offset`` and ``across``: the first row and the first column of ``x`` in the whole tensor, by which random bits are
     drawn. Kernels begin at the first column; from any other one the reference draws the random bits. ``at_hand``: no
     graph that is traced makes ``x``, so none of its passes could measure ``x`` without reading it once more: the kernel
-    measures it. The largest magnitude of the whole matrix may be given in parts, as a vector whose largest it is; with
-    ``in_parts`` it may be returned so.
+    measures it.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
@@ -85,7 +83,7 @@ def quantized(
         asked = not known and measure
         out = torch.ops.lpq.quantize(x, stats or traced, *texts, seed, offset, asked, layout_hash(*texts), across)
         if known:
-            out = [*out, *(stat for stat in (traced if in_parts else whole_stats(traced)) if stat is not None)]
+            out = [*out, *(stat for stat in traced if stat is not None)]
     at = 0 if row is None else len(row.layout)
     end = at if col is None else at + len(col.layout)
     return out[:at], out[at:end], out[end:]
@@ -185,7 +183,6 @@ def _encoded(
 ) -> list[Tensor]:
     if is_stack(x.shape):
         return _encoded_stack(x, stats, row, col, seed, offset, dtype)
-    stats = whole_stats(stats) if stats else stats
     if across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure, across)
     choice = serving("quantize", row, col, x.device)

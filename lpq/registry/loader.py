@@ -259,9 +259,6 @@ def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
     if kernel.rounds and not operation.rounds:
         able = " and ".join(name for name, row in TABLE.items() if row.rounds)
         raise source.error(f"{what} has rounds=True, and its op is {kernel.op}", f"only {able} round")
-    if kernel.parts and (kernel.op != "quantize" or kernel.bind is None):
-        cause = f"{what} has parts=True, its op is {kernel.op}, and its bind is {kernel.bind}"
-        raise source.error(cause, "leave it out: only the bind of quantize is given parts")
     for field_name in ("bind", "several"):
         if getattr(kernel, field_name) is not None and getattr(operation, field_name) is None:
             able = ", ".join(name for name, row in TABLE.items() if getattr(row, field_name) is not None)

@@ -64,9 +64,6 @@ class KernelSpec:
     rounds: bool = False
     """For ``measure`` and ``quantize``: it also takes ``dtype=``, to which it rounds a matrix in fp32 as it reads it. A
     weight with shards in fp32 that is multiplied in bf16 then needs no copy."""
-    parts: bool = False
-    """For ``quantize``: ``bind`` takes a largest magnitude of the whole matrix also in parts, whose largest it is
-    (``Encoding.parts``). Compiled code then launches nothing that finds the largest."""
     note: str = ""
     """A remark for users, as that it never ran on hardware: ``lpq doctor`` shows it."""
     api_version: int = API_VERSION

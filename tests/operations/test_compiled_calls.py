@@ -58,18 +58,18 @@ def test_a_product_is_that_of_the_operator(text: str, autocast: bool) -> None:
 
 
 CALLS, PRODUCT_CALLS = (5, 4), (9, 2)
-"""Python calls of lpq, and buffers allocated, of an encoding that is given its amax in parts and of a product (from C
-two calls fewer). Exactly: where there are fewer, lower the number."""
+"""Python calls of lpq, and buffers allocated, of an encoding that is given its amax and of a product (from C two calls
+fewer). Exactly: where there are fewer, lower the number."""
 
 
 def test_no_call_and_no_buffer_is_added() -> None:
-    x, amaxes, text, dtype = torch.zeros(256, 512, dtype=torch.bfloat16), torch.ones(256), "fp8", torch.bfloat16
+    x, amax, text, dtype = torch.zeros(256, 512, dtype=torch.bfloat16), torch.ones(()), "fp8", torch.bfloat16
     with imitated_gpu() as gpu:
         counts = []
 
         def encode() -> None:
             nonlocal operands
-            operands = compiled_calls.quantize(x, [amaxes], text, text, None, 0, False, "")
+            operands = compiled_calls.quantize(x, [amax], text, text, None, 0, False, "")
 
         def multiply() -> None:
             how = (None, text, text, [256, 512], [256, 512], dtype, dtype, dtype, False)

@@ -214,11 +214,6 @@ BROKEN = {
         "kernel acme_k:run has rounds=True, and its op is decode",
         "only measure and quantize round",
     ),
-    "parts that nothing binds": (
-        formats(spec("acme", f", kernels=({kernel(', parts=True')},)")),
-        "kernel acme_k:run has parts=True, its op is quantize, and its bind is None",
-        "leave it out: only the bind of quantize is given parts",
-    ),
 }
 
 

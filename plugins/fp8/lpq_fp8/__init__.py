@@ -7,7 +7,7 @@ IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied
 KERNELS = (
     KernelSpec.cuda(
         "quantize", f"{CUDA}:quantize", bind=f"{CUDA}:bind", several="lpq_fp8.several:bind", why_not=f"{CUDA}:why_not",
-        rounds=True, parts=True,
+        rounds=True,
     ),
     KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
     KernelSpec.cuda(

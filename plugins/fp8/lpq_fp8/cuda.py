@@ -75,7 +75,7 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     grid: tuple[int, ...] = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
     index, empty, element = e.device.index or 0, allocator(e.device, dispatched=e.dispatched), ELEMENTS[side.dtype]
     parts_of_amax = None if square or given else bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
-    count = (e.parts or math.prod(grid)) if given else parts_of_amax[0][0][0] if parts_of_amax is not None else 0
+    count = math.prod(grid) if given else parts_of_amax[0][0][0] if parts_of_amax is not None else 0
     by_product, amax = e.measure and not square and given, fresh((), torch.float32)
     zero = ZERO.bind(index, (), 1) if by_product else None
     blocks = fresh(grid if e.row is not None else grid[::-1], torch.float32) if e.measure and square else None
