@@ -132,7 +132,7 @@ def freeze(model: nn.Module, targets: Sequence[Target], values: Mapping[str, Ten
     for target in targets:
         for name, place in target.places().items():
             place.copy_(values[name])
-        target.layer.forget_calls()
+        target.layer.passes.forget()
 
 
 def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
@@ -144,6 +144,6 @@ def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
         recipe = wanted.get(layer, layer.recipe)
         if recipe is not None:
             rules.setdefault(recipe, []).append(re.sub(r"([*?[])", r"[\1]", plain_name(name)) or "*")
-    accumulate = next((layer.accumulate for layer in layers.values()), None)
+    accumulate = next((layer.model.accumulate for layer in layers.values()), None)
     policy = {"rules": [{"match": names, "recipe": recipe} for recipe, names in rules.items()]}
     convert(model, policy, include="all", accumulate=accumulate)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed import meeting
+from lpq.distributed.converted import converted, is_converted
 from lpq.distributed.ranks import LIMIT, Ranks, digest, sharing, words
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -78,7 +79,7 @@ class Comparison:
             self._wait_on(seconds or 0.0)
             return
         self.sets, self.began, self._waited = found, True, 0.0
-        stages = {id(found): found for m in around.modules() if (found := getattr(m, "stages", None)) is not None}
+        stages = {id(found): found for layer in converted(around) if (found := layer.model.stages) is not None}
         self._stages = [*stages.values()]
         self.moving = bool(self.sets) and any(found.moving for found in self._stages)
         self.alike = True
@@ -175,7 +176,7 @@ def description(name: str, module: nn.Module) -> str:
     """A description of a module, or of the converted layers in it, that must be equal on all ranks."""
     texts: list[str] = []
     for place, part in module.named_modules(prefix=name):
-        if _is_converted(part):
+        if is_converted(part):
             # Experts do this in each forward: torch's walk over all parameters takes as long as all else.
             params = [p for p in part._parameters.values() if p is not None] or [*part.parameters()]
             texts += [_describe(place, part, params)] if params else []
@@ -187,7 +188,7 @@ class CachedDescription:
 
     def __init__(self, name: str, part: nn.Module) -> None:
         self._name, self._part = name, part
-        self._layers: list[Any] = [module for module in part.modules() if _is_converted(module)]
+        self._layers: list[Any] = [*converted(part)]
         self._was: list[tuple[object, ...]] = []
         self._texts: dict[object, tuple[int, str]] = {}
 
@@ -207,10 +208,10 @@ class CachedDescription:
 
 def _state(layer: Any) -> tuple[object, ...]:
     """All of a converted layer that its description has and that may change."""
-    stages, weight = layer.__dict__.get("stages"), next(iter(layer._parameters.values()), None)
+    stages, weight = layer.model.stages, next(iter(layer._parameters.values()), None)
     step = None if stages is None else (stages.step, stages.was_set)
     of_weight = None if weight is None else (weight.shape, weight.dtype)
-    return layer.recipe, getattr(layer, "schedule", None), step, getattr(layer, "dispatched", None), of_weight
+    return layer.recipe, layer.schedule, step, getattr(layer, "dispatched", None), of_weight
 
 
 def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.device]]:
@@ -220,7 +221,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
 
     names = {module: name for name, module in root.named_modules()}
     weights, sharded = fsdp.sites(root, "weight"), fsdp.sites(root)
-    for module in dict.fromkeys([*weights, *filter(_is_converted, names)]):
+    for module in dict.fromkeys([*weights, *filter(is_converted, names)]):
         site = weights.get(module, sharded.get(module))
         params = [site.param] if site is not None else [*module.parameters()]
         if not params:
@@ -233,17 +234,13 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
         yield _describe(names[module], module, params, dtype, how), params, device
 
 
-def _is_converted(module: nn.Module) -> bool:
-    return hasattr(module, "recipe") and hasattr(module, "static_values")
-
-
 def _describe(
     name: str, module: nn.Module, params: Iterable[Tensor], dtype: torch.dtype | None = None, how: str = ""
 ) -> str:
     """A description of a layer that must be equal on all ranks: its name, class, recipe and so on."""
     kind, (weight, *_) = type(module).__name__.removeprefix("FSDP"), params
     text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}"
-    if not _is_converted(module):
+    if not is_converted(module):
         return text
     layer: Any = module
     text += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
@@ -251,7 +248,7 @@ def _describe(
         text += f", input {layouts.input}, output {layouts.output}"
     if (sent := getattr(module, "dispatched", None)) is not None:
         text += f", rows dispatched {'encoded' if sent == 'encoded' else 'in high precision'}"
-    schedule, stages = getattr(module, "schedule", None), layer.__dict__.get("stages")
+    schedule, stages = layer.schedule, layer.model.stages
     if schedule is None or len(schedule.pieces) == 1:
         return text
     at_step = stages is not None and stages.was_set

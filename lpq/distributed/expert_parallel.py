@@ -52,7 +52,7 @@ class ExpertParallel(ParallelStyle):
         for part in module.modules():
             if hasattr(part, "dispatched"):
                 part.dispatched = self.how
-                part.model_check = getattr(part, "model_check", None) or check
+                part.model.check = part.model.check or check
         module.expert_exchange = RowExchange(module, self.how)
         if getattr(module, "routes_tokens", False):  # and so uses the exchange itself
             return distribute_module(module, device_mesh, _share_out)

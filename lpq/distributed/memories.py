@@ -42,7 +42,7 @@ class Memories:
         self._kept: list[_Kept] = []
         self._replicas = replicas or Replicas()
         for module in root.modules():
-            if hasattr(module, "state_buffers") and hasattr(module, "gathering") and mine(module):
+            if hasattr(module, "state_buffers") and hasattr(module, "gather") and mine(module):
                 weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
                 if weight is not None:
                     mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpq.distributed.converted import converted
 from lpq.distributed.meeting import PATIENCE
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.torch_private.distributed import active_replica
@@ -109,15 +110,12 @@ class ModelCheck(Watcher):
             from lpq.torch_private import fsdp  # which imports FSDP2
 
             root = fsdp.outermost(layer)
-            if getattr(layer, "gathering", None) is not None or not fsdp.sites(root):
+            if getattr(layer, "gather", None) is not None or not fsdp.sites(root):
                 return
         check = cls(root)
-        for part in root.modules():
-            if getattr(part, "model_check", check) is None:
-                part.model_check = check
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of a layer is in another model
+        for part in converted(root):
+            if part.model.check is None:
+                part.model.check = check
 
     def forget(self) -> None:
         """Compare again, since a recipe has changed."""
@@ -199,13 +197,14 @@ class ModelCheck(Watcher):
         comparison.compare(model, self._replicas, None if self._remembers else seconds)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Make equal what layers remember. Those with a ``gathering`` leave that to it."""
+        """Make equal what layers remember. Those whose weight is gathered quantized leave that to
+        ``Gathering``."""
         if (model := self._model()) is None or not _has_ranks():
             return
         if self._memories is None:
             from lpq.distributed.memories import Memories
 
-            self._memories = Memories(model, lambda layer: layer.gathering is None, self._replicas)
+            self._memories = Memories(model, lambda layer: layer.gather is None, self._replicas)
         self._remembers |= self._memories.reduce(optimizer, reductions)
 
 

@@ -80,13 +80,13 @@ class Gathering(Watcher):
         checkpointed = _checkpointed(around)
         found: list[Gather] = []
         for module, site in fsdp.sites(around, "weight").items():
-            gathering = getattr(module, "gathering", None)
-            if isinstance(gathering, Gathering):
-                gathers = gathering._gathers
-                if module not in gathers:
-                    layer = cast("Layer", module)
-                    gathers[module] = layer.gather = Gather(layer, site, gathering, module in checkpointed)
-                found.append(gathers[module])
+            if (gathering := _gathering_of(module)) is not None:
+                gather = cast("Layer", module).gather
+                assert gather is not None
+                if module not in gathering._gathers:
+                    gather.shard_by(site, gathering, module in checkpointed)
+                    gathering._gathers[module] = gather
+                found.append(gather)
         units: dict[object, list[Gather]] = {}
         for gather, shard in zip(found, fsdp.shards(gather.site for gather in found), strict=True):
             if isinstance(shard, Gathered):  # somebody may have put an ordinary parameter in the place of another one
@@ -122,7 +122,7 @@ class Gathering(Watcher):
         if not knew:
             self._first = gather
             for module in fsdp.outermost(self.root).modules():
-                if isinstance(gathering := getattr(module, "gathering", None), Gathering):
+                if (gathering := _gathering_of(module)) is not None:
                     gathering.comparison.alike = True
 
     def refresh(self) -> None:
@@ -135,7 +135,7 @@ class Gathering(Watcher):
     def weights(self) -> dict[str, Tensor]:
         """All weights that ``lpq.convert`` prepared, as an optimizer has them, by name."""
         sharded = fsdp.sites(fsdp.outermost(self.root), "weight")
-        own = {name: m for name, m in self.root.named_modules() if getattr(m, "gathering", None) is self}
+        own = {name: m for name, m in self.root.named_modules() if _gathering_of(m) is self}
         found = {name: sharded[m].param if m in sharded else m._parameters.get("weight") for name, m in own.items()}
         return {f"{name}.weight".strip("."): weight for name, weight in found.items() if weight is not None}
 
@@ -177,7 +177,7 @@ class Gathering(Watcher):
         if self._memories is None:
             left = (None, None)
             self._memories = Memories(
-                self.root, lambda layer: layer.gathering is self or (layer.gathering, layer.model_check) == left
+                self.root, lambda layer: _gathering_of(layer) is self or (layer.gather, layer.model.check) == left
             )
         self._memories.reduce(optimizer, reductions)
 
@@ -210,6 +210,12 @@ class _Lender:
 def _lender() -> _Lender:
     """The only instance."""
     return _Lender()
+
+
+def _gathering_of(module: Any) -> Gathering | None:
+    """The weights that are gathered quantized together with that of this module; None: it is not."""
+    fsdp: Gathering | None = module.model.fsdp if isinstance(vars(module).get("gather"), Gather) else None
+    return fsdp
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -144,8 +144,12 @@ class Judged(NamedTuple):
 class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
-    def __init__(self, layer: Layer, site: fsdp.Site, model: Model, checkpointed: bool) -> None:
-        self.layer, self.site, self.model = layer, site, model
+    site: fsdp.Site
+    model: Model
+
+    def __init__(self, layer: Layer, rounded: bool = False) -> None:
+        self.layer, self.rounded = layer, rounded
+        """Whether ``lpq.convert`` stored the weight quantized, and dropped the values that it had."""
         self.unit: Unit | None = None
         """The weights that FSDP2 gathers together with it, itself among them."""
         self.stats: list[Tensor | None] = []
@@ -155,7 +159,7 @@ class Gather:
         self.measured: Measured | None = None
         self.version: object = None
         """Another object once the values of the shard, or the statistics to encode it with, may be others."""
-        self.runs_again = checkpointed
+        self.runs_again = self._checkpointed = False
         """Whether forward runs again in backward, which then needs the row operand too."""
         self.operands: GatheredOperands | None = None
         """The operands that gathers fill; None: the weight is gathered in high precision."""
@@ -163,9 +167,20 @@ class Gather:
         """The sides and the dtype for which the operands were made."""
         self.judged: Judged | None = None
         """The last decisions; None once the recipe has changed."""
-        self._checkpointed = checkpointed
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
+
+    def shard_by(self, site: fsdp.Site, model: Model, checkpointed: bool) -> None:
+        """Take the place at which FSDP2 shards the weight; ``checkpointed``: whether the layer runs again in
+        backward."""
+        self.site, self.model, self.runs_again, self._checkpointed = site, model, checkpointed, checkpointed
+
+    def __getstate__(self) -> tuple[Layer, bool]:
+        return self.layer, self.rounded
+
+    def __setstate__(self, state: tuple[Layer, bool]) -> None:
+        """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently."""
+        self.__init__(*state)  # type: ignore[misc]
 
     def note(self, runs_again: bool) -> None:
         """Note, as forward begins, whether it will run again in backward."""

@@ -87,8 +87,8 @@ def load_quantized(
                 store_quantized(stacks)
         job.fill()
         for layer in given.module.modules():
-            if isinstance(layer, Layer):
-                layer.rounded = False  # its values are those of the files
+            if isinstance(layer, Layer) and layer.gather is not None:
+                layer.gather.rounded = False  # its values are those of the files
     return model
 
 
@@ -302,7 +302,7 @@ def _remembers(layer: Layer, amax: Tensor) -> bool:
     x = layer.recipe.x
     if (key := static_key(x)) is not None:
         layer.states()["x"][key].copy_(amax)
-        layer.forget_calls()
+        layer.passes.forget()
         return True
     side = x.side("row")
     if [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:

@@ -103,4 +103,4 @@ def make_static(stack: ExpertStack, amaxes: dict[str, Tensor]) -> None:
     place = stack.holder.states(stack.key)["x"][key]
     for number, layers in enumerate(stack.names):  # layers of one matrix have one input
         place[number].copy_(torch.stack([amaxes.pop(layer).reshape(()) for layer in layers]).amax())
-    stack.holder.forget_calls()
+    stack.holder.passes.forget()

@@ -21,15 +21,16 @@ def uncalled(model: nn.Module) -> set[str]:
     """The names of these layers. There are none before the first pass, and where a compiler traced a pass: what it
     compiled notes nothing."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
-    if any(layer.traced for layer in layers.values()) or not any(layer.called for layer in layers.values()):
+    passes = [layer.passes for layer in layers.values()]
+    if any(each.traced for each in passes) or not any(each.called for each in passes):
         return set()
-    return {plain_name(name) for name, layer in layers.items() if not (layer.called or _waits(layer))}
+    return {plain_name(name) for name, layer in layers.items() if not (layer.passes.called or _waits(layer))}
 
 
 def read_past(model: nn.Module) -> set[str]:
     """The names of layers with a recipe whose weight the pass of another module has read."""
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None)
-    return {plain_name(name) for name, layer in layers if layer.read_past}
+    return {plain_name(name) for name, layer in layers if layer.passes.read_past}
 
 
 def _waits(layer: StatefulLayer) -> bool:

@@ -13,6 +13,7 @@ from lpq.distributed.model_check import ModelCheck
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.called import READ, UNCALLED, read_past, uncalled
+from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.expert_notes import expert_notes
@@ -298,12 +299,11 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
     layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
+    models: dict[object, ConvertedModel] = {}
     inputs, check = SharedInputs(), ModelCheck.of(model) if compares else None
     for layer in layers:
-        layer.model_check, layer.accumulate = check, accumulate
-        if isinstance(layer, Layer):
-            layer.share_inputs(inputs)
-        layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
+        fsdp = layer.model.fsdp  # weights that an earlier call prepared stay so
+        layer.join(models.setdefault(fsdp, ConvertedModel(inputs, accumulate, stages, check, fsdp)))
 
 
 def _replace(model: nn.Module, aliases: list[str], made: nn.Module) -> None:

@@ -59,8 +59,8 @@ class FusedExperts(GroupedLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the class before the conversion does."""
-        if self.stages is not None:
-            self.stages.check(self)
+        if self.model.stages is not None:
+            self.model.stages.check(self)
         if self.recipe is None and self.dispatched is None:
             return super().forward(*args, **kwargs)  # of the class before the conversion
         return (_dense if self.dense else _routed)(self, *args, **kwargs)
@@ -93,6 +93,8 @@ def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
     if not isinstance(module, FusedExperts):
         base: Any = type(module)
         module.__class__ = class_for(base)
+        assert isinstance(module, FusedExperts)
+        module.begin()
     assert isinstance(module, FusedExperts)
     module.transposed = is_transposed(module)
     module.recipe = recipe

@@ -20,8 +20,9 @@ from lpq.nn.functional import check_tensors, grouped_linear_of, high_precision, 
 from lpq.nn.input_checks import check_accumulation, check_static
 from lpq.nn.linear import Layer
 from lpq.nn.observing import watch
+from lpq.nn.passes import MOST_CALLS
 from lpq.nn.plan import Plan
-from lpq.nn.stateful_layer import MOST_CALLS, StatefulLayer
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
 
@@ -68,19 +69,19 @@ class GroupedLayer(StatefulLayer):
             weight = weight.transpose(-2, -1)
         check_tensors(title, rows, weight, bias)
         ends = as_offsets(title, offs, weight.shape[0], rows)
-        accumulate = self.accumulate
+        accumulate = self.model.accumulate
         if accumulate is not None:
             check_accumulation(self, weight)
-        if compiles or not self._ran:
+        if compiles or not self.passes.ran:
             self.note_pass(compiles)
-        plan = self._plan if self._plan is not None else high_precision()
+        plan = self.passes.plan if self.passes.plan is not None else high_precision()
         states = self._static_of_own_groups(title, stack) if plan.memories else None
         calls = None
         if not compiles:
-            epoch, calls = self._calls
+            epoch, calls = self.passes.calls
             if epoch is not registry.epoch() or len(calls) >= MOST_CALLS:
-                calls = self.bound_calls()
-        observed = watch(self, stack, self.own_groups().start) if self.observers else None
+                calls = self.passes.bound_calls()
+        observed = watch(self, stack, self.own_groups().start) if self.passes.observers else None
         return grouped_linear_of(
             title, plan, rows, weight, bias, ends, held=held, accumulate=accumulate, states=states, watch=observed,
             calls=calls,
@@ -88,9 +89,9 @@ class GroupedLayer(StatefulLayer):
 
     def _static_of_own_groups(self, title: str, stack: str) -> dict[str, dict[str, Tensor]]:
         """Return the static statistics of this rank's groups. Those of all groups are checked once."""
-        if not self._checked and not torch.compiler.is_compiling():
+        if not self.passes.checked and not torch.compiler.is_compiling():
             check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
-            self._checked = True
+            self.passes.checked = True
         own = self.own_groups()
         return {t: {k: local_part(v)[own] for k, v in state.items()} for t, state in self.states(stack).items()}
 
@@ -145,15 +146,15 @@ class GroupedLinear(GroupedLayer, Layer):
         of how many rows each group has. Rows behind the last group are zero in the result, and in the gradient of the
         input. On a GPU nothing waits for ``offs``, and nothing checks its values if it is a tensor.
         """
-        if self.stages is not None:
-            self.stages.check(self)
+        if self.model.stages is not None:
+            self.model.stages.check(self)
         if self.gather is not None:
             self._gathered(remembers=False)
-        held = self.held_weight() if self._held is not None else None
+        held = self.held_weight() if self.passes.held is not None else None
         return self.multiply("", input, offs, held)
 
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, recipe={self._recipe.title if self._recipe else None}"
+            f"bias={self.bias is not None}, recipe={self.recipe.title if self.recipe else None}"
         )

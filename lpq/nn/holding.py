@@ -48,7 +48,7 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     layers = [m for m in model.modules() if isinstance(m, Layer)]
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
-    own = [layer for layer in layers if layer.held is None]
+    own = [layer for layer in layers if layer.passes.held is None]
 
     noticing = _Held(own)
     try:

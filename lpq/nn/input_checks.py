@@ -49,7 +49,7 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         check_transforms(layer.title)
     if not torch.compiler.is_compiling() and (static := layer.static_values()):
         check_static(layer.title, static)
-    if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
+    if layer.gather is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
         _check_prepared(layer)
 
 
@@ -123,15 +123,15 @@ def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     for name, placement in zip(("input_layouts", "output_layouts"), layer.layouts or (), strict=False):
         if isinstance(placement, Shard) and not -input.dim() <= placement.dim < input.dim():
             raise ValueError(f"{layer.title}: {name}={placement}, and its input has {input.dim()} dimensions")
-    if isinstance(local_part(weight), Gathered) and layer.gather is None:
+    if isinstance(local_part(weight), Gathered) and (layer.gather is None or layer.gather.unit is None):
         raise ValueError(
             f"{layer.title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
             "tensor parallelism shares out alone: call fully_shard after parallelize_module, or convert without "
             "weights="
         )
-    if layer.accumulate is not None:
+    if layer.model.accumulate is not None:
         raise ValueError(
-            f"{layer.title}: accumulate={layer.accumulate!r} does not work with tensor parallelism: convert with "
+            f"{layer.title}: accumulate={layer.model.accumulate!r} does not work with tensor parallelism: convert with "
             "accumulate=None"
         )
     ranks = mesh.size()
@@ -209,11 +209,12 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
 
 def check_accumulation(layer: StatefulLayer, weight: Tensor) -> None:
     """Raise if backward cannot add the gradient of this weight in place."""
-    gathered = getattr(layer, "gathering", None) is not None
+    accumulate = layer.model.accumulate
+    gathered = getattr(layer, "gather", None) is not None
     if gathered or torch.compiler.is_compiling():
         where = "a weight that FSDP2 gathers quantized" if gathered else "torch.compile(fullgraph=True)"
-        raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
-    if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{layer.title}: accumulate={accumulate!r} does not work with {where}; leave it None")
+    if accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
         into: Any = getattr(weight, "main_grad", None)
         fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
         if not fits or into.shape != weight.shape:

@@ -5,7 +5,6 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,11 +17,10 @@ from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, as_it_is, weight_operands
 from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
-from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
+from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
-from lpq.nn.siblings import SharedInputs, StaticValues
 from lpq.nn.stateful_layer import states_of
 from lpq.nn.step import Shapes, bind_few
 from lpq.nn.weighted_layer import WeightedLayer
@@ -58,50 +56,17 @@ class Layer(WeightedLayer):
     """
 
     bias: nn.Parameter
-    _held: HeldWeight | None
-    _static_checked: object | None = None
-    """``_calls`` at the last pass over a mesh, which binds none, that checked the static values."""
-    _inputs: SharedInputs | None
-    """The inputs that layers of the same model encoded last."""
-    _static_input: StaticValues
-
-    def begin(self) -> None:
-        """Set the attributes of a layer, without a recipe."""
-        self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self.gathering, self.gather, self.accumulate, self.stages, self.qualified_name = None, None, None, None, ""
-        self._inputs, self.model_check, self._calls = None, None, (None, {})
-        self.forget_calls()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
-        fresh = {"_calls": (None, {}), "_static_input": StaticValues(), "_ran": False, "read_past": False}
-        return {**super().__getstate__(), "_held": None, "stages": None, "gather": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copy, or of what is loaded from a pickle."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self.claim_weight()
-
-    def share_inputs(self, inputs: SharedInputs) -> None:
-        """Share ``inputs`` with other layers: a tensor that several of them get is encoded once."""
-        self._inputs = inputs
-        self.forget_calls()
-
-    def static_input(self) -> Sequence[float]:
-        """The values of the state of the input, which no step moves."""
-        return self._static_input.read(self.states()["x"])
-
-    def forget_calls(self) -> None:
-        """Check inputs and static values anew in the next pass."""
-        super().forget_calls()
-        self._static_input = StaticValues()
 
     # ------------------------------------------------------------------------------ running it
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.stages is not None:
-            self.stages.check(self)
-        plan = self._plan
+        if self.model.stages is not None:
+            self.model.stages.check(self)
+        plan = self.passes.plan
         if plan is None:
             return super().forward(input)  # type: ignore[no-any-return]  # of the other base class
         weight: Tensor | None = self._parameters.get("weight")
@@ -127,44 +92,34 @@ class Layer(WeightedLayer):
     def _multiply(
         self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, given: Buffers | None = None
     ) -> Tensor:
-        held, bias = self.held_weight() if self._held is not None else None, self.bias
+        passes, bias = self.passes, self.bias
+        held = self.held_weight() if passes.held is not None else None
         ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
         first = input if given is None else given[0][0]
         if ordinary and can_bypass_dispatcher(first):
             call = self._bound(plan, input, weight, bias, dtype, held is not None, given is not None)
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
-            from lpq.nn.parallel import Passes, multiply_parts
+            from lpq.nn.parallel import multiply_parts
 
-            passes = Passes(self.bound_calls, self.with_all, self.static_input, self._inputs)
-            return multiply_parts(self, plan, input, weight, bias, dtype, passes)  # type: ignore[arg-type]
+            return multiply_parts(self, plan, input, weight, bias, dtype, self.with_all)  # type: ignore[arg-type]
         else:
             check(self, input, weight)
             self.note_pass(torch.compiler.is_dynamo_compiling())
-            inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
+            inputs = self.model.inputs if plan.shares and can_bypass_dispatcher(input) else None
             shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
             title = "" if torch.compiler.is_compiling() else self.title
             call = LayerCall(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
-        if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
+        if plan.memories or plan.stochastic or call.shapes.encoded or self.gather is not None or self.model.accumulate:
             call = self.with_all(call, first, weight, held)
         if given is not None:
             call = call._replace(input=given)
-        if self.observers:
+        if passes.observers:
             call = call._replace(watch=watch(self))
         multiply: Any = forward_of(Multiplication, self.title, weight) if is_exporting() else Multiplication.apply
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)
         return y
-
-    def _check_static_parts(self) -> None:
-        """Note that a pass runs. Check the static values, of which this rank may have a part, once for each change of
-        them."""
-        if torch.compiler.is_compiling():
-            self.note_pass(traced=True, shared=True)
-        elif self._static_checked is not self._calls[1]:
-            self.note_pass(traced=False)
-            check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
-            self._static_checked = self._calls[1]
 
     def _bound(
         self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
@@ -182,20 +137,21 @@ class Layer(WeightedLayer):
         except (AttributeError, RuntimeError):  # it has no shape
             check(self, input, weight)
             raise
-        if self.model_check is not None and self.model_check.open and grad:
+        check_of_ranks = self.model.check
+        if check_of_ranks is not None and check_of_ranks.open and grad:
             self.compare_in_pass(first=False)
-        epoch, calls = self._calls
+        epoch, calls = self.passes.calls
         call: LayerCall | None = calls.get(key) if epoch is registry.epoch() else None
         if call is None:
-            calls = self.bound_calls()
+            calls = self.passes.bound_calls()
             check(self, input, weight)
-            if self.model_check is None and grad:
+            if check_of_ranks is None and grad:
                 self.compare_in_pass(first=True)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, held, given)._replace(kernels=kernels_allowed())
             with on_device(shapes.device):
-                inputs = self._inputs if plan.shares else None
+                inputs = self.model.inputs if plan.shares else None
                 step = bind_few(plan, shapes)
                 call = calls[key] = LayerCall(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call
@@ -214,8 +170,8 @@ class Layer(WeightedLayer):
 
     def with_all(self, call: LayerCall, input: Tensor, weight: Tensor, held: HeldWeight | None = None) -> LayerCall:
         """Return the call with the values that are new in each pass: seeds, states, the operands of the weight."""
-        plan, shapes = call[:2]
-        if self.accumulate is not None:
+        (plan, shapes), accumulate = call[:2], self.model.accumulate
+        if accumulate is not None:
             check_accumulation(self, weight)
         seeds = draw_seeds(input, weight, len(TENSORS)) if plan.stochastic else None
         states = states_of(self, plan.memories) if plan.memories else {}
@@ -228,16 +184,17 @@ class Layer(WeightedLayer):
             recomputed.check(self, moving)
         measured = self._gathered("w" in states) if self.gather is not None else ()
         operands = weight_operands(plan, weight, held, shapes.needs_dx) if shapes.encoded else None
-        static = self._static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
+        static = self.passes.static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
         return call._replace(
-            states=states, seeds=seeds, weight=operands, measured=measured, accumulate=self.accumulate, static=static
+            states=states, seeds=seeds, weight=operands, measured=measured, accumulate=accumulate, static=static
         )
 
     # ------------------------------------------------------------------------------ being sharded
 
     def weight_quantizer(self) -> Quantizer | None:
         """The quantizer of the weight at this step; None: the weight is not quantized."""
-        return self._plan.w if self._plan is not None else None
+        plan = self.passes.plan
+        return plan.w if plan is not None else None
 
     def weight_state(self) -> State | None:
         """The state of the weight's quantizer, if it has one."""
@@ -245,12 +202,12 @@ class Layer(WeightedLayer):
 
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 uses it, once it shards the layer."""
-        if self.gathering is None:
+        if self.gather is None or self.model.fsdp is None:
             raise RuntimeError(
                 f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer: have layers "
                 "share a weight before lpq.convert, or give this one a weight of its own"
             )
-        return self.gathering.of(self)
+        return self.model.fsdp.of(self)
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
         """Note for a gathered weight whether forward runs again; return its statistics, if the layer remembers them."""
@@ -265,7 +222,7 @@ class Layer(WeightedLayer):
 
     def hold_weight(self) -> None:
         """Encode the weight now, for every pass until ``release_weight``."""
-        if self._plan is None:
+        if (plan := self.passes.plan) is None:
             return
         if hasattr(self.weight, "device_mesh"):
             raise ValueError(
@@ -275,31 +232,26 @@ class Layer(WeightedLayer):
         state = self.states().get("w")
         with torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
-            given = weight_operands(self._plan, self.weight, None, col=True)
+            given = weight_operands(plan, self.weight, None, col=True)
             if given is None:
-                row, col, stats = encode_operands(self._plan.w, weight, state=state)
+                row, col, stats = encode_operands(plan.w, weight, state=state)
                 assert row is not None
                 assert col is not None
                 given = row.tensors(), col.tensors()
                 if state is not None:
-                    remember(self._plan.w, state, stats)
+                    remember(plan.w, state, stats)
         found, memory = as_it_is(self.weight), self.weight.detach()
-        self._held = HeldWeight(*given, self.weight, self._plan.w, found, memory)
+        self.passes.held = HeldWeight(*given, self.weight, plan.w, found, memory)
 
     def release_weight(self) -> None:
-        self._held = None
-
-    @property
-    def held(self) -> HeldWeight | None:
-        """The encoded weight, from ``hold_weight`` to ``release_weight``, whether it is out of date or not."""
-        return self._held
+        self.passes.held = None
 
     def held_weight(self) -> HeldWeight | None:
         """The encoded weight; an error if it is out of date, which a compiled pass does not check."""
-        held = self._held
+        held, plan = self.passes.held, self.passes.plan
         if held is None or torch.compiler.is_compiling():
             return held
-        if self._plan is not None and not held.is_of(self.weight, self._plan.w):
+        if plan is not None and not held.is_of(self.weight, plan.w):
             if "weight" not in self._parameters:
                 raise RuntimeError(
                     f"{self.title}: its weight is computed again before each pass, by a hook or a parametrization, and "
@@ -313,7 +265,7 @@ class Layer(WeightedLayer):
         return held
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self._recipe.title if self._recipe else None}"
+        return f"{super().extra_repr()}, recipe={self.recipe.title if self.recipe else None}"
 
 
 class Linear(Layer, nn.Linear):

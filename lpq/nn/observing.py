@@ -53,7 +53,7 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
     chosen = _layers(layers)
     with _CHANGING:
         for layer in chosen:
-            layer.observers = (*layer.observers, observer)
+            layer.passes.observers = (*layer.passes.observers, observer)
     try:
         yield observer
     finally:
@@ -77,13 +77,10 @@ def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
 
 def _forget(layer: StatefulLayer, observer: Observer) -> None:
     """Take the observer off the layer once: another block may have put it there, too."""
-    left = list(layer.observers)
+    left = list(layer.passes.observers)
     last = max(i for i, other in enumerate(left) if other is observer)
     del left[last]
-    if left:
-        layer.observers = tuple(left)
-    else:
-        del layer.observers  # the class has none
+    layer.passes.observers = tuple(left)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -177,4 +174,4 @@ def watch(layer: Any, stack: str = "", first: int = 0) -> Watch:
             "observing(…)"
         )
     title = f"{layer.title}.{stack}" if stack else layer.title
-    return Watch(layer, layer.observers, title, stack, first)
+    return Watch(layer, layer.passes.observers, title, stack, first)

@@ -8,6 +8,7 @@ sequence is shared out is encoded before it is gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,22 +100,13 @@ class MeshPass(NamedTuple):
     """How siblings share the input; None: they do not."""
 
 
-class Passes(NamedTuple):
-    """The passes of a layer, as it keeps them."""
-
-    bound: Callable[[], dict[object, Any]]
-    """Returns what is bound for passes of one kind."""
-    complete: Callable[[LayerCall, Tensor, Tensor], LayerCall]
-    """Adds to a call the values that are new in each pass."""
-    static: Callable[[], Sequence[float]]
-    """Reads the values of the state of the input, which no step moves."""
-    inputs: SharedInputs | None
-    """The inputs that it shares with other layers."""
+Complete = Callable[[LayerCall, Tensor, Tensor], LayerCall]
+"""Adds to a call the values that are new in each pass of a layer."""
 
 
 def multiply_parts(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
-    own: Passes,
+    complete: Complete,
 ) -> DTensor:  # fmt: skip
     """Return the output of a layer, over the mesh of its weight."""
     _compare_ranks(layer, input, weight)
@@ -122,21 +114,21 @@ def multiply_parts(
     needs = grad and input.requires_grad, grad and weight.requires_grad
     if torch.compiler.is_compiling():
         layer.note_pass(traced=True, shared=True)
-        over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, own.inputs)
+        over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, layer.model.inputs)
     else:
         try:
             key = (
                 input.shape, input.dtype, input.device, type(input), getattr(input, "placements", None), weight.shape,
                 weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype, needs,
-                layer.layouts, layer.accumulate, kernels_allowed(), type(local), can_bypass_dispatcher(local),
+                layer.layouts, layer.model.accumulate, kernels_allowed(), type(local), can_bypass_dispatcher(local),
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
             raise
-        passes = own.bound()
+        passes = layer.passes.bound_calls()
         over = passes.get(key)
         if over is None:
-            over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, own.inputs)
+            over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, layer.model.inputs)
             passes[key] = over
         else:
             x, found_by = _laid_out(over.mesh, input, over.given, over.wanted)
@@ -147,7 +139,8 @@ def multiply_parts(
         siblings = None  # a graph that is replayed must encode what is new
     if siblings is not None:
         stream = cuda.current_stream(x.get_device()) if x.is_cuda else 0
-        how = *siblings.how, *(own.static() if siblings.static else ()), x.requires_grad, stream
+        static = layer.passes.static_input.read(layer.states()["x"]) if siblings.static else ()
+        how = *siblings.how, *static, x.requires_grad, stream
         shared, call = siblings.inputs.find(found_by, how, id(layer)), siblings.others
         first = shared is None
         if shared is None:
@@ -155,12 +148,12 @@ def multiply_parts(
             shared, call = EncodedInput(through, SharedColumn(siblings.inputs)), siblings.first
         through = shared.tensor
     if plan.memories or plan.stochastic or call.shapes.encoded:
-        call = own.complete(call, x, w)
+        call = complete(call, x, w)
     if shared is not None:
         call = call._replace(values=x.detach(), shared=shared)
     if isinstance(x, QuantizedTensor):
         call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
-    if layer.observers:
+    if layer.passes.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))
     with on_device(x.device):
         y: Tensor = _multiply(through, w, added if by_columns else None, call)
@@ -181,9 +174,10 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None
         encoded, local = describe_encoding(local), local.buffers[0]
     runs = type(local) in ORDINARY and not local.is_meta and not torch.compiler.is_compiling()
     if runs and weight.device_mesh.ndim == 1:
-        if layer.model_check is None:  # it was not converted, or is a copy
-            layer.model_check = ModelCheck(layer)
-        layer.model_check.before_pass(layer, input, weight.device_mesh, weight.requires_grad, encoded)
+        if (check := layer.model.check) is None:  # it was not converted, or is a copy: another model than the others
+            check = ModelCheck(layer)
+            layer.model = replace(layer.model, check=check)
+        check.before_pass(layer, input, weight.device_mesh, weight.requires_grad, encoded)
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from lpq.torch_private.callers import another_pass_reads
 
 
 class Weight:
-    """The attribute of a class of layers that is their weight. It notes the first such read as ``read_past`` of the
-    layer; a read that a compiler traces is not noted."""
+    """The attribute of a class of layers that is their weight. It notes the first such read in the layer's
+    ``passes``; a read that a compiler traces is not noted."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -26,6 +26,7 @@ class Weight:
         parameters = layer._parameters
         if self.name not in parameters:
             raise AttributeError(self.name)  # so that torch looks elsewhere, and says so
-        if not (torch.compiler.is_compiling() or layer.read_past) and another_pass_reads(layer):
-            layer.read_past = True
+        passes = vars(layer).get("passes")  # none while the class before the conversion sets it up
+        if not (torch.compiler.is_compiling() or passes is None or passes.read_past) and another_pass_reads(layer):
+            passes.read_past = True
         return parameters[self.name]

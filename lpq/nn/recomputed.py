@@ -35,14 +35,14 @@ def check(layer: WeightedLayer, states: States) -> None:
         return
     found = _counts(states)
     if autograd.graph_task() == -1:  # outside of backward
-        layer.__dict__["_seen"] = found
+        layer.passes.seen = found
     elif autograd.hooks_that_save() is None:
         raise RuntimeError(
             f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "
             "state that delayed scaling had when it ran first is lost: pass use_reentrant=False, or give it a recipe "
             "that remembers nothing"
         )
-    elif layer.__dict__.get("_seen", found) != found:
+    elif layer.passes.seen not in (None, found):
         _refuse(layer.title)
 
 

@@ -140,19 +140,22 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.shard import as_shard
     from lpq.distributed.shardability import why_uncut
+    from lpq.distributed.weight_gather import Gather
 
-    gathering = Gathering(model)
+    fsdp = Gathering(model)
+    for _, layer, _ in _layers(model):
+        layer.model.fsdp = fsdp
     for name, layer, shared in list(_layers(model)):
         if shared or layer.transposed or _is_computed(layer) or hasattr(layer.weight, "device_mesh"):
             continue
-        layer.gathering = gathering
+        layer.gather = gather = Gather(layer, layer.gather is not None and layer.gather.rounded)
         weight = layer.weight.detach()
         quantizer = layer.weight_quantizer() if weights == "quantized" else None
         if isinstance(weight, QuantizedTensor):
             continue
         stack = is_stack(weight.shape)
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1, stack) is None:
-            layer.rounded = not weight.is_meta
+            gather.rounded = not weight.is_meta
             weight = quantizer.quantize(weight, col=not derives_col(quantizer), stack=stack)
             weight.place = f"{name}.weight".strip(".")
         else:
@@ -188,7 +191,7 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
             yield name, "in high precision: the weight is no parameter but computed from others, as by pruning"
         elif layer.transposed:
             yield name, "in high precision: the weight is [in, out], and only one of [out, in] is gathered quantized"
-        elif layer.gathering is None:
+        elif layer.gather is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
             yield name, _note(layer, site.param, site.group.size(), site)

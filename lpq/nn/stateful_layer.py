@@ -5,12 +5,16 @@ They also note that they ran."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from lpq import recipes, registry
+from lpq import recipes
+from lpq.nn.converted_model import ConvertedModel
+from lpq.nn.former_layers import as_now
+from lpq.nn.passes import Passes
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory, check_names
 from lpq.recipes.gemms import TENSORS
@@ -18,15 +22,7 @@ from lpq.registry.warning import warn
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
-    from lpq.distributed.model_check import ModelCheck
-    from lpq.nn.accumulation import Accumulate
-    from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
-    from lpq.tensor.observed import Observer
-
-
-MOST_CALLS = 16
-"""The number of bound calls that a layer keeps, one for each kind of pass."""
 
 
 class StatefulLayer(nn.Module):
@@ -34,38 +30,35 @@ class StatefulLayer(nn.Module):
 
     kind: ClassVar[str]
     """The class in messages."""
-    qualified_name: str = ""
-    """Its name in the model that was converted, for error messages."""
-    transposed: bool = False
-    """Whether its matrices are ``[in, out]``."""
-    _recipe: Recipe | None = None
-    _plan: Plan | None = None
-    schedule: Schedule | None = None
-    """The recipe of each step, under a policy; see ``lpq.set_step``."""
-    stages: Stages | None = None
-    """The step of the model, if the schedule has several recipes."""
-    accumulate: Accumulate | None = None
-    """The tensor to which backward adds the gradient of a weight in place: ``weight.grad``, if it is there, or
-    ``weight.main_grad``, in its dtype. None: autograd gets the gradient, as it always does under
-    ``torch.autograd.grad``."""
-    observers: tuple[Observer, ...] = ()
-    """Those that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
     owners: ClassVar[tuple[str, ...]] = TENSORS
     """The beginnings of the names of all buffers that recipes add to this module."""
+    transposed: bool = False
+    """Whether its matrices are ``[in, out]``."""
+    model: ConvertedModel
+    """All that it has in common with other layers."""
+    passes: Passes
+    """The recipe by which it runs, and what a pass leaves for the next."""
+    schedule: Schedule | None
+    """The recipe of each step, under a policy; see ``lpq.set_step``."""
+    qualified_name: str
+    """Its name in the model that was converted, for error messages."""
 
-    traced: bool = False
-    """Whether a compiler has traced a pass. Compiled code notes nothing when it runs."""
-    _ran: bool = False
-    read_past: bool = False
-    """Whether the pass of another module has read a weight of this one (``lpq/nn/read_past.py``)."""
+    def begin(self) -> None:
+        """Set the attributes of a layer, without a recipe."""
+        self.model, self.passes, self.schedule, self.qualified_name = ConvertedModel(), Passes(), None, ""
 
-    model_check: ModelCheck | None = None
-    """The check that ranks have the same model, if lpq gathers none of its weights."""
-    _calls: tuple[object, dict[object, Any]] = (None, {})
-    """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,
-    steps, or ways over a mesh."""
-    _checked: bool = False
-    """Whether the static values passed their check."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Give a copy passes of its own: a shallow copy, too, may get another recipe."""
+        return {**vars(self), "passes": copy(self.passes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, or of what is loaded from a pickle."""
+        super().__setstate__(as_now(self, state))  # type: ignore[no-untyped-call]
+
+    def join(self, model: ConvertedModel) -> None:
+        """Make it a layer of this model."""
+        self.model = model
+        self.passes.forget()
 
     @property
     def title(self) -> str:
@@ -87,12 +80,12 @@ class StatefulLayer(nn.Module):
     @property
     def recipe(self) -> Recipe | None:
         """The recipe; assign a name, a string or a ``Recipe`` to change it. Weights and optimizer state stay."""
-        return self._recipe
+        return self.passes.recipe
 
     @recipe.setter
     def recipe(self, source: RecipeLike | None) -> None:
         recipe = recipes.recipe(source) if source is not None else None
-        if recipe == self._recipe:
+        if recipe == self.recipe:
             return
         plan = None
         if recipe is not None:
@@ -102,9 +95,9 @@ class StatefulLayer(nn.Module):
             check_names(self, recipe, self.memories(), self.title)
         for name in self.memories():
             delattr(self, name)
-        self._recipe, self._plan = recipe, plan
-        self.forget_calls()
-        self.compare_again()
+        self.passes.recipe, self.passes.plan = recipe, plan
+        self.passes.forget()
+        self.model.compare_again()
         for memory in self.state_buffers():
             fresh = getattr(plan, memory.tensor).new_state(next(self.parameters()).device)
             self.register_buffer(memory.name, self.place_for(fresh[memory.key]))
@@ -117,24 +110,17 @@ class StatefulLayer(nn.Module):
         """The buffer in which the layer keeps this fresh state of a quantizer."""
         return memory
 
-    def compare_again(self) -> None:
-        """Have ranks compare the model once more, as a recipe has changed."""
-        if self.model_check is not None:
-            self.model_check.forget()
-
-    @property
-    def called(self) -> bool:
-        """Whether a pass ran outside of compiled code."""
-        return self._ran or bool(self._calls[1])
-
     @once_when_traced
     def note_pass(self, traced: bool, shared: bool = False) -> bool:
         """Note that a pass runs, or that a compiler traces one, which takes the answer as a constant. In a ``shared``
         one ranks send each other operands."""
-        self.__dict__["traced" if traced else "_ran"] = True
+        if traced:
+            self.passes.traced = True
+        else:
+            self.passes.ran = True
         if not is_exporting():
-            if traced and shared and self.model_check is not None:
-                self.model_check.before_trace()
+            if traced and shared and self.model.check is not None:
+                self.model.check.before_trace()
             if torch.is_grad_enabled():
                 self.compare_in_pass(first=True)
         return True
@@ -142,16 +128,17 @@ class StatefulLayer(nn.Module):
     def compare_in_pass(self, first: bool) -> None:
         """Compare the model with the other ranks' in a pass that trains this layer; ``first``: the first one of its
         kind."""
-        if first and self.model_check is None:
+        if first and self.model.check is None:
             from lpq.distributed.model_check import ModelCheck
 
             ModelCheck.give(self)
-        if self.model_check is not None:
-            self.model_check.in_pass()
+        if self.model.check is not None:
+            self.model.check.in_pass()
 
     def state_buffers(self) -> tuple[Memory, ...]:
         """The buffers of its present recipe."""
-        return self._plan.memories if self._plan is not None else ()
+        plan = self.passes.plan
+        return plan.memories if plan is not None else ()
 
     def memories(self) -> dict[str, Tensor]:
         """All that its quantizers remember across steps, by the names of the buffers."""
@@ -164,26 +151,6 @@ class StatefulLayer(nn.Module):
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
         return {memory.name: getattr(self, memory.name) for memory in self.state_buffers() if not memory.moves}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which nobody observes, and which no step of the model moves."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("observers", "stages", "_calls")}
-
-    def forget_calls(self) -> None:
-        """Check inputs and static values anew in the next pass."""
-        self._ran = self.called
-        self._calls, self._checked = (None, {}), False
-
-    def bound_calls(self) -> dict[object, Any]:
-        """Return what is bound for passes of one kind, with room for one more."""
-        epoch, calls = self._calls
-        if epoch is not registry.epoch():
-            calls = {}
-            self._calls = registry.epoch(), calls
-        if len(calls) >= MOST_CALLS:
-            oldest, *_ = calls  # at once, as other threads change them, too
-            calls.pop(oldest, None)
-        return calls
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, memory in self.memories().items():
@@ -198,7 +165,7 @@ class StatefulLayer(nn.Module):
                 device = next(self.parameters()).device
                 fresh = memory.is_meta and device.type != "meta"
                 setattr(self, name, torch.zeros_like(memory, device=device) if fresh else memory.zero_())
-        self.forget_calls()
+        self.passes.forget()
         others = tuple(f"{prefix}{owner}_" for owner in self.owners)
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 

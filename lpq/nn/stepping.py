@@ -37,8 +37,8 @@ def set_step(model: nn.Module, step: int) -> None:
     for module in model.modules():
         if isinstance(module, StatefulLayer) and module.schedule is not None:
             module.recipe = module.schedule.at(step)
-            if module.stages is not None:
-                module.stages.move(step)
+            if module.model.stages is not None:
+                module.model.stages.move(step)
 
 
 def replan(model: nn.Module, *, steps: int) -> None:
@@ -61,8 +61,8 @@ def replan(model: nn.Module, *, steps: int) -> None:
     for name, schedule in planned.items():
         layer = cast("StatefulLayer", model.get_submodule(name))
         layer.schedule = schedule
-        if layer.stages is not None:
-            layer.stages.last = last_change(planned.values())
+        if layer.model.stages is not None:
+            layer.model.stages.last = last_change(planned.values())
 
     called = {plain_name(name): name for name in planned}
 

@@ -13,7 +13,6 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 
 if TYPE_CHECKING:
-    from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.tensor_parallel import Layouts
     from lpq.distributed.weight_gather import Gather
 
@@ -30,32 +29,28 @@ class WeightedLayer(StatefulLayer):
     kind: ClassVar[str] = "lpq.nn.Linear"
     layouts: Layouts | None = None
     """How its input and output are shared out, as a style of ``lpq.distributed.tensor_parallel`` sets it."""
-    gathering: Gathering | None
-    """The weights that are gathered quantized together with this one; None: it is not gathered quantized."""
-    rounded: bool = False
-    """Whether ``lpq.convert`` stored its weight quantized, and dropped the values that the weight had."""
     gather: Gather | None
-    """How its weight is gathered, once FSDP2 has sharded it. Compiled layers read it here, and so share code."""
+    """How FSDP2 gathers its weight quantized, if ``lpq.convert(…, weights=…)`` prepared it. Compiled layers read it
+    here, and so share code."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.gather = None
 
     @property
     def sized(self) -> str:
         return f"{self.kind}({self.in_features}, {self.out_features})"
 
-    def compare_again(self) -> None:
-        super().compare_again()
-        if self.gathering is not None:
-            self.gathering.forget()
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.gathering is not None and not keep_vars and f"{prefix}weight" in destination:
+        if self.gather is not None and not keep_vars and f"{prefix}weight" in destination:
             from lpq.distributed.shard import ordinary
 
             destination[f"{prefix}weight"] = ordinary(self.weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         assigned = args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict
-        if assigned and self.gathering is not None:
+        if assigned and self.gather is not None:
             from lpq.distributed.shard import in_place_of
 
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])

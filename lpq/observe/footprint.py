@@ -88,7 +88,7 @@ def memory(
     """
     check_model(model)
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
-    layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gathering is not None}
+    layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}
     names = {id(p): name for name, p in model.named_parameters()}
     left = {id(p): p for p in model.parameters()}
     parts = []

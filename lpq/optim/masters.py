@@ -135,7 +135,7 @@ class MasterWeights(Optimizer):
         self._copies[weight] = copy
         self.seen(weight)
         layer = stored.owner() if stored.owner is not None else None
-        if self.keep and layer is not None and layer.rounded:
+        if self.keep and layer is not None and layer.gather is not None and layer.gather.rounded:
             self._rounded.add(weight)
         if state is not None:
             self.optimizer.state[copy] = {

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_fused_layers_encode_the_input_that_they_share_once(
     lpq.checkpoint.load(loaded, tmp_path / "run")
     apart = copy.deepcopy(together)
     for layer in layers(apart).values():
-        layer.share_inputs(SharedInputs())
+        layer.join(replace(layer.model, inputs=SharedInputs()))
     seen, made, outputs = encodings(monkeypatch), [], []
     for net in (converted(recipe), together, loaded, apart):
         with torch.no_grad():

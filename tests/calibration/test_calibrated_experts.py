@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.calibration import CalibrationError, CalibrationWarning, layer_noise
 from lpq.nn import GroupedLinear
+from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe import Observed, observing
 
 COUNT, WIDTH, INNER = 4, 64, 48
@@ -124,7 +125,7 @@ def test_a_batch_that_fails_leaves_no_measurement_of_noise_behind(name: str) -> 
 
     with pytest.raises(ValueError, match="no forward"):
         layer_noise(model, [0], forward=fail)
-    assert not any("observers" in vars(module) for module in model.modules())
+    assert not any(m.passes.observers for m in model.modules() if isinstance(m, StatefulLayer))
 
 
 def test_static_stacks_stay_fp32_and_are_saved_copied_and_refused_when_empty() -> None:

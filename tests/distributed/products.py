@@ -36,7 +36,7 @@ def multiplied(model: nn.Module) -> Iterator[Products]:
 
     for layer in model.modules():
         if isinstance(layer, lpq.nn.Linear):
-            layer.forget_calls()
+            layer.passes.forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "bind_product", noting)
         for module in (multiply, parallel):

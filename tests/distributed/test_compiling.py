@@ -34,7 +34,7 @@ def _lent(rank: int, notices: bool) -> None:
 def _looked_at_while_compiling(notices: bool) -> None:
     how = How(WITH_TWO_OPERANDS, width=64, inner=128, blocks=1, compile=True, backend="aot_eager")
     net = built(how)
-    gathering = net[0].up.gathering
+    gathering = net[0].up.model.fsdp
     during: list[int] = []
     after: list[int] = []
 
@@ -74,7 +74,7 @@ def _registers() -> None:
         net = built(how)
         net(batch(0, how)).square().mean().backward()
         nets.append(net)
-        gathering: Gathering = net[0].up.gathering
+        gathering: Gathering = net[0].up.model.fsdp
         fsdp.allocate(gathering.of(net[0].up).operands.row.large)  # one operand of two is there
         return gathering
 

@@ -52,7 +52,7 @@ def _bytes(net: nn.Module) -> list[Tensor]:
 def _all_of(net: nn.Module) -> tuple[Any, ...]:
     """Whatever a conversion changes."""
     layers = [m for m in net.modules() if isinstance(m, lpq.nn.Linear)]
-    kept = [(layer.recipe, layer.schedule, id(layer.gathering), id(layer.weight)) for layer in layers]
+    kept = [(layer.recipe, layer.schedule, id(layer.model.fsdp), id(layer.weight)) for layer in layers]
     return kept, net.__dict__[RECORD], str(lpq.report(net))
 
 

@@ -335,7 +335,7 @@ def _a_model_may_go_at_any_time(rank: int) -> None:
     for net in nets:
         net(batch(0, how)).square().mean().backward()
     optimizer = AdamW(nets[1].parameters())
-    gone = weakref.ref(nets[0][0].up.gathering)
+    gone = weakref.ref(nets[0][0].up.model.fsdp)
     assert gone() is not None
 
     def collect(*_: Any) -> None:

@@ -183,7 +183,7 @@ def _experts(rank: int) -> None:
 
 def _experts_are_described_where_something_changed(rank: int) -> None:
     model: Any = parallelize_module(_Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
-    model.up.stages = Stages(model, 2)
+    model.up.model.stages = Stages(model, 2)
 
     def times(x: Tensor) -> int:
         with mock.patch.object(alike, "description", wraps=alike.description) as described:
@@ -194,7 +194,7 @@ def _experts_are_described_where_something_changed(rank: int) -> None:
     assert found == [1, 0, 1, 0], found
     model.up.recipe = "fp8-current"
     assert [times(X[0]), times(X[0])] == [1, 0]
-    model.up.stages.move(1)
+    model.up.model.stages.move(1)
     assert [times(X[0]), times(X[0])] == [1, 0]
     assert copy.deepcopy(model.expert_exchange)._described._layers[0] is not model.up, "a copy describes itself"
 

@@ -145,12 +145,12 @@ def _one_reduction_at_the_first_forward(rank: int) -> None:
         net, other = model(64, 128), model(64, 128)
         for part in (*net, other):
             lpq.convert(part, "fp8-current", weights="high_precision")
-        assert len({id(layer.gathering) for block in net for layer in (block.up, block.down)}) == 2
+        assert len({id(layer.model.fsdp) for block in net for layer in (block.up, block.down)}) == 2
         for one in (net, other):
             shard(one)
         assert _reductions(net) == [Collective("all_reduce", 4 * 4)]
         assert _reductions(net) == []
-        assert other[0].up.gather is None, "the other model is not touched"
+        assert other[0].up.gather.unit is None, "the other model is not touched"
         with torch.no_grad():
             for parameter in net.parameters():  # as loading a checkpoint does
                 parameter.mul_(2)

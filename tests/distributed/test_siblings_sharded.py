@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def _trained(weights: Any, apart: bool, recipe: str = "mxfp8", kept: list[Tensor
     lpq.convert(net, recipe, weights=weights)
     for module in net.modules() if apart else ():
         if isinstance(module, Layer):
-            module.share_inputs(SharedInputs())
+            module.join(replace(module.model, inputs=SharedInputs()))
     for block in net:
         fully_shard(block)
     fully_shard(net)

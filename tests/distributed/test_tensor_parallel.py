@@ -258,7 +258,7 @@ def _refuses(rank: int) -> None:
     parallelize_module(static, mesh, {"0": tp.ColwiseParallel()})
     for value, refused in ((0.0, True), (2.0, False)):
         static[0].x_amax.fill_(value)
-        static[0].forget_calls()
+        static[0].passes.forget()
         with pytest.raises(RuntimeError, match=r"layer 0, .*its recipe is static") if refused else nullcontext():
             static(torch.ones(64, 64))
     for weights, size, style, error in (

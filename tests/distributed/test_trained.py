@@ -249,7 +249,7 @@ def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer = SGD(layer.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()
-    mine = [net[0].up.gathering for net in nets]
+    mine = [net[0].up.model.fsdp for net in nets]
     assert [sum(one is own for one in asked) for own in mine] == [1] * len(nets)
     later = _unsharded("high_precision")
     optimizer.step()  # which asks the new one alone
@@ -257,7 +257,7 @@ def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     asked.clear()
     optimizer.step()
     optimizer.step()
-    assert sum(one is later[0].up.gathering for one in asked) == 1
+    assert sum(one is later[0].up.model.fsdp for one in asked) == 1
     params = optimizer.param_groups[1]["params"]
     params.append(params[2])
     _refused(optimizer, r"has 0\.up\.weight 2 times")

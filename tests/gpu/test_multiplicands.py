@@ -71,10 +71,10 @@ def test_a_step_is_the_same_bit_for_bit(recipe: str, tokens: int, inner: int, ou
     for way in ways:
         torch.manual_seed(0)
         layer = lpq.nn.Linear(inner, outer, device="cuda", dtype=torch.bfloat16, recipe=recipe)
-        assert layer._plan is not None
-        assert any((layer._plan.fprop, layer._plan.dgrad, layer._plan.wgrad))
+        assert layer.passes.plan is not None
+        assert any((layer.passes.plan.fprop, layer.passes.plan.dgrad, layer.passes.plan.wgrad))
         if way == "encoded":
-            layer._plan = replace(layer._plan, fprop=None, dgrad=None, wgrad=None)
+            layer.passes.plan = replace(layer.passes.plan, fprop=None, dgrad=None, wgrad=None)
         step = torch.compile(layer, fullgraph=True) if way == "compiled" else layer
         x = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -55,7 +55,7 @@ def test_a_graph_encodes_what_it_is_given() -> None:
 def test_a_stream_takes_nothing_of_another() -> None:
     model = made()
     x = torch.randn(SIZE, SIZE, device="cuda")
-    inputs = next(m for m in model.modules() if isinstance(m, Layer))._inputs
+    inputs = next(m for m in model.modules() if isinstance(m, Layer)).model.inputs
     assert inputs is not None
     with torch.no_grad():
         model.q(x)

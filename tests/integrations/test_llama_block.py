@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def made(recipe: str, apart: bool, **options: Any) -> Any:
     model = lpq.convert(llama(), recipe, **options)
     for module in model.modules() if apart else ():
         if isinstance(module, Layer):
-            module.share_inputs(SharedInputs())
+            module.join(replace(module.model, inputs=SharedInputs()))
     return model
 
 

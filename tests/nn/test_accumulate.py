@@ -120,8 +120,8 @@ def test_a_compiled_model_leaves_the_layer_uncompiled() -> None:
 
 def test_it_is_taken_back_by_converting_again() -> None:
     model = _model("fp8-current", accumulate="grad")
-    assert model[0].accumulate == "grad"
-    assert lpq.convert(model, "fp8-current")[0].accumulate is None
+    assert model[0].model.accumulate == "grad"
+    assert lpq.convert(model, "fp8-current")[0].model.accumulate is None
 
 
 def _hooked(model: Any) -> list[tuple[str, Any]]:

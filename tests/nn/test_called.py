@@ -181,5 +181,5 @@ def test_nothing_is_said_of_what_is_compiled() -> None:
     for block in model[:2]:
         block.compile(backend="aot_eager", fullgraph=True)
     model(torch.randn(4, 32))
-    assert model[0].used.traced
+    assert model[0].used.passes.traced
     assert uncalled(model) == []

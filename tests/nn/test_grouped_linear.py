@@ -135,7 +135,7 @@ def test_static_scales_of_groups_are_those_of_separate_linears(recipe: str) -> N
         assert torch.equal(module(x, counts), expected[0])
     for value in module.static_values().values():
         value.copy_(value.roll(1))
-    module.forget_calls()
+    module.passes.forget()
     assert not torch.equal(run(module, module, x, dy, counts)[0], expected[0])
     module.recipe = recipe.replace(", static=true", "").replace("(static=true)", "()")
     assert not torch.equal(run(module, module, x, dy, counts)[0], expected[0])
@@ -221,7 +221,7 @@ def test_where_a_mode_watches_it_computes_the_same(recipe: str, forward_too: boo
 def test_gradients_accumulate() -> None:
     counts, into = [9, 20], layer("fp8-current", 2, torch.bfloat16)
     usual, (x, dy) = copy.deepcopy(into), data(counts, torch.bfloat16)
-    into.accumulate = "main_grad"
+    into.model.accumulate = "main_grad"
     into.weight.main_grad = torch.zeros(into.weight.shape)
     for _ in range(2):
         usual(x, counts).backward(dy)

@@ -109,9 +109,9 @@ def test_copies_hold_nothing() -> None:
     module, x = layer("mxfp8"), torch.randn(4, 64)
     with lpq.hold_weights(module):
         copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-        assert module.held is not None
+        assert module.passes.held is not None
     for one in copies:
-        assert one.held is None
+        assert one.passes.held is None
         with torch.no_grad():
             one.weight.mul_(-2)
         assert not torch.equal(one(x), module(x))

@@ -65,7 +65,7 @@ BY_REFERENCE = {
 }
 
 
-DESCRIBED = 17
+DESCRIBED = 13
 """The calls of describing two layers of experts for the other ranks."""
 
 

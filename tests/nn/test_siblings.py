@@ -6,6 +6,7 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def alone(model: Any) -> Any:
     """The same, with layers that share nothing."""
     for module in model.modules():
         if isinstance(module, Layer):
-            module.share_inputs(SharedInputs())
+            module.join(replace(module.model, inputs=SharedInputs()))
     return model
 
 
@@ -317,7 +318,7 @@ def test_an_input_that_is_kept_in_place_of_its_operand(x: str, monkeypatch: pyte
 
     def before_a_product(model: Any, x: Tensor) -> Tensor:
         times = iter("once")
-        model.between = lambda x: model.q._inputs.clear() if next(times) == "o" else None
+        model.between = lambda x: model.q.model.inputs.clear() if next(times) == "o" else None
         y: Tensor = checkpoint(lambda x: nn.functional.silu(model(x)), x * 2, use_reentrant=False)
         return y
 
@@ -346,7 +347,7 @@ def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
         layer = getattr(model, name)
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Weight))
     found = numbers(model)
-    assert model.q._calls[1] == {}
+    assert model.q.passes.calls[1] == {}
     assert of_x(seen) == [(True, True)]
     assert equal(found, numbers(three()))
 
@@ -355,7 +356,7 @@ def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_of(model: Three) -> SharedInputs:
-    inputs = model.q._inputs
+    inputs = model.q.model.inputs
     assert inputs is not None
     return inputs
 
@@ -430,9 +431,9 @@ def test_copies_share_among_themselves() -> None:
     model(given())
     for made in (copy.deepcopy(model.double().float()), pickle.loads(pickle.dumps([model.q, model.k]))):
         layers = [m for m in (made if isinstance(made, list) else made.modules()) if isinstance(m, Layer)]
-        assert len({id(layer._inputs) for layer in layers}) == 1
-        assert layers[0]._inputs == []
-        assert layers[0]._inputs is not model.q._inputs
+        assert len({id(layer.model.inputs) for layer in layers}) == 1
+        assert layers[0].model.inputs == []
+        assert layers[0].model.inputs is not model.q.model.inputs
 
 
 # ------------------------------------------------------------------------------------------ static inputs
@@ -452,7 +453,7 @@ def calibrated(recipe: str, **own: float) -> Three:
         layer = getattr(model, name)
         for key, value in layer.static_values().items():
             value.fill_(own.get(name, 3.0) if key.startswith("x") else 0.25)
-        layer.forget_calls()
+        layer.passes.forget()
     return model
 
 

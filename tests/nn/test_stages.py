@@ -89,7 +89,7 @@ def test_who_steps_is_left_in_peace() -> None:
     ):
         model = net(policy)
         assert said(lambda m=model: steps(m, torch.optim.AdamW(m.parameters()))) == []
-        assert model[0].stages is None
+        assert model[0].model.stages is None
 
 
 def test_other_optimizers_are_not_taken_for_the_models() -> None:

@@ -74,7 +74,7 @@ def thirds(monkeypatch: pytest.MonkeyPatch) -> Any:
 def filled(layer: Linear) -> Linear:
     for name, buffer in layer.static_values().items():
         buffer.fill_(VALUE[name[0]])
-    layer.forget_calls()
+    layer.passes.forget()
     return layer
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lpq
-from lpq.nn.stateful_layer import MOST_CALLS
+from lpq.nn.passes import MOST_CALLS
 
 
 class Raced(dict[Any, Any]):
@@ -27,11 +27,11 @@ def test_the_oldest_call_may_be_gone_already() -> None:
     model = lpq.convert(nn.Linear(64, 32), "mxfp8")
     batches = [torch.randn(rows, 64) for rows in range(1, MOST_CALLS + 3)]
     expected = [model(x) for x in batches]
-    epoch, calls = model._calls
+    epoch, calls = model.passes.calls
     assert len(calls) == MOST_CALLS
-    model._calls = (epoch, Raced(calls))
+    model.passes.calls = (epoch, Raced(calls))
     assert torch.equal(model(batches[0]), expected[0])  # its call was dropped for later ones
-    assert len(model._calls[1]) == MOST_CALLS
+    assert len(model.passes.calls[1]) == MOST_CALLS
 
 
 def test_an_input_that_dies_may_have_been_dropped_already(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +42,11 @@ def test_an_input_that_dies_may_have_been_dropped_already(monkeypatch: pytest.Mo
     def known(x: Tensor) -> Any:
         with torch.no_grad():
             model(x)
-        return model._inputs[-1]
+        return model.model.inputs[-1]
 
     x = torch.randn(4, 64)
     in_a_loop_of_another_thread = known(x)
-    model._inputs.clear()
+    model.model.inputs.clear()
     del x
     assert in_a_loop_of_another_thread() is None
     assert not said

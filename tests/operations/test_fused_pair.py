@@ -255,7 +255,9 @@ def test_what_is_made_for_a_product_decodes_to_what_it_stands_for() -> None:
 
 def test_only_formats_that_have_kernels_for_it_ask() -> None:
     """Others pay nothing."""
-    plans = {text: lpq.nn.Linear(16, 16, recipe=text)._plan for text in ("fp8-current", "mxfp8", "nvfp4-fwd-bf16-bwd")}
+    plans = {
+        text: lpq.nn.Linear(16, 16, recipe=text).passes.plan for text in ("fp8-current", "mxfp8", "nvfp4-fwd-bf16-bwd")
+    }
     products = {text: (p.fprop, p.dgrad, p.wgrad) for text, p in plans.items() if p is not None}
     assert products["fp8-current"] == (None, None, None)
     assert all(products["mxfp8"])
@@ -278,7 +280,7 @@ def test_a_struct_is_one_parameter() -> None:
 def test_where_operators_are_called_operands_are_encoded(text: str, gpu: list[Any]) -> None:
     """They take encoded ones: where others look on than a compiler."""
     layer = lpq.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, recipe=text)
-    plan, shapes = layer._plan, Shapes(64, 32, 48, *[torch.bfloat16] * 4, GPU, True, True, False)
+    plan, shapes = layer.passes.plan, Shapes(64, 32, 48, *[torch.bfloat16] * 4, GPU, True, True, False)
     assert plan is not None
     any_pair = registry.kernels("gemm", (registry.ANY, registry.ANY))[0]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,18 @@
+"""Converted layers, as far as ranks that share out a model look for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether it is a layer of ``lpq.nn``, which has a ``model``, ``passes``, a ``schedule`` and a recipe."""
+    return hasattr(type(module), "state_buffers")
+
+
+def converted(root: nn.Module) -> Iterator[Any]:
+    """Yield the layers of ``lpq.nn`` in a module."""
+    return filter(is_converted, root.modules())

@@ -1,0 +1,66 @@
+"""Passes: the recipe by which the passes of one layer run, and what a pass leaves for the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lpq import registry
+from lpq.nn.siblings import StaticValues
+
+if TYPE_CHECKING:
+    from lpq.nn.cached_weight import HeldWeight
+    from lpq.nn.plan import Plan
+    from lpq.recipes import Recipe
+    from lpq.tensor.observed import Observer
+
+MOST_CALLS = 16
+"""The number of bound calls that a layer keeps, one for each kind of pass."""
+
+
+class Passes:
+    """The passes of a layer. A copy has the recipe alone: nobody observes it, or releases a weight that it holds."""
+
+    def __init__(self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False) -> None:
+        self.recipe, self.plan = recipe, plan
+        self.held: HeldWeight | None = None
+        """The encoded weight, from ``hold_weight`` to ``release_weight``, whether it is out of date or not."""
+        self.observers: tuple[Observer, ...] = ()
+        """Those that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
+        self.ran = False
+        """Whether a pass was noted that ran outside of compiled code; see ``called``."""
+        self.traced = traced
+        """Whether a compiler has traced a pass. What it compiled notes nothing when it runs."""
+        self.read_past = False
+        """Whether the pass of another module has read a weight of the layer (``lpq/nn/read_past.py``)."""
+        self.seen: list[int] | None = None
+        """The write counts of the states that the last forward read (``lpq/nn/recomputed.py``)."""
+        self.calls: tuple[object, dict[object, Any]] = (None, {})
+        """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,
+        steps, or ways over a mesh."""
+        self.checked = False
+        """Whether the static values passed their check."""
+        self.static_input = StaticValues()
+
+    @property
+    def called(self) -> bool:
+        """Whether a pass ran outside of compiled code."""
+        return self.ran or bool(self.calls[1])
+
+    def forget(self) -> None:
+        """Bind calls, and check inputs and static values, anew in the next pass."""
+        self.ran = self.called
+        self.calls, self.checked, self.static_input = (None, {}), False, StaticValues()
+
+    def bound_calls(self) -> dict[object, Any]:
+        """Return what is bound for passes of one kind, with room for one more."""
+        epoch, calls = self.calls
+        if epoch is not registry.epoch():
+            calls = {}
+            self.calls = registry.epoch(), calls
+        if len(calls) >= MOST_CALLS:
+            oldest, *_ = calls  # at once, as other threads change them, too
+            calls.pop(oldest, None)
+        return calls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Passes, (self.recipe, self.plan, self.traced)

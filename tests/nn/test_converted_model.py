@@ -1,0 +1,138 @@
+"""What the layers of one model have in common, and what a layer has of its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lpq
+from lpq.nn import Layer
+from lpq.nn.siblings import StaticValues
+from lpq.observe import observing
+
+OWN = {"model", "passes", "schedule", "qualified_name", "gather"}
+STAGED = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 8}, {"match": "*", "recipe": "nvfp4"}]}
+
+
+def net() -> Any:
+    return nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64)))
+
+
+def layers(model: nn.Module) -> list[Layer]:
+    return [module for module in model.modules() if isinstance(module, Layer)]
+
+
+class Ignores:
+    def observe(self, seen: object) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+@pytest.mark.parametrize("policy", ["mxfp8", "fp8-delayed", STAGED], ids=["mxfp8", "fp8-delayed", "by step"])
+def test_a_layer_has_few_attributes_of_its_own(policy: Any, weights: Any) -> None:
+    if weights == "quantized" and policy is STAGED:
+        policy = "nvfp4"
+    plain = vars(nn.Linear(64, 64)).keys()
+    model = lpq.convert(net(), policy, weights=weights, accumulate=None if weights else "grad")
+    with lpq.hold_weights(model), observing(model, Ignores()):
+        model(torch.randn(16, 64)).square().mean().backward()
+    made = [*layers(model), *layers(copy.deepcopy(model)), lpq.nn.Linear(64, 64, recipe="mxfp8")]
+    assert all(vars(layer).keys() - plain == OWN for layer in made)
+
+
+def test_layers_that_one_call_converts_have_one_model() -> None:
+    model = lpq.convert(net(), STAGED, accumulate="grad")
+    (shared,) = {layer.model for layer in layers(model)}
+    assert (shared.accumulate, shared.stages.step) == ("grad", 0)
+    lpq.set_step(model, 3)
+    assert shared.stages.step == 3
+    for part in model:
+        lpq.convert(part, "mxfp8")
+    assert len({layer.model for layer in layers(model)}) == len(model)
+    lpq.convert(model, "mxfp8")
+    assert len({layer.model for layer in layers(model)}) == 1
+
+
+def test_layers_made_by_hand_have_nothing_in_common() -> None:
+    made = [lpq.nn.Linear(64, 64, recipe="mxfp8") for _ in range(2)]
+    assert made[0].model is not made[1].model
+    assert {*vars(made[0].model).values()} == {None}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_another_model_with_the_options_of_the_conversion(copied: Any) -> None:
+    model = lpq.convert(net(), STAGED, accumulate="grad")
+    x = torch.randn(16, 64)  # operands are kept for as long as it lives
+    model(x)
+    (own,) = {layer.model for layer in layers(model)}
+    (other,) = {layer.model for layer in layers(copied(model))}
+    assert other is not own
+    assert (other.accumulate, other.stages, other.inputs) == ("grad", None, [])
+    assert own.stages is not None
+    assert len(own.inputs) > 0
+
+
+def test_a_shallow_copy_has_a_recipe_of_its_own() -> None:
+    layer = lpq.nn.Linear(64, 64, recipe="mxfp8")
+    x = torch.randn(16, 64)
+    before, other = layer(x), copy.copy(layer)
+    other.recipe = "nvfp4"
+    assert (layer.recipe, other.model) == (lpq.recipe("mxfp8"), layer.model)
+    assert torch.equal(layer(x), before)
+    assert not torch.equal(other(x), before)
+
+
+# ------------------------------------------------------------------------------------------ the previous version
+
+
+class Previous(pickle.Pickler):
+    """Pickles layers with the attributes that they had before ``model`` and ``passes``."""
+
+    def reducer_override(self, of: Any) -> Any:
+        if not isinstance(of, Layer):
+            return NotImplemented
+        state = {name: value for name, value in vars(of).items() if name not in ("model", "passes")}
+        state |= {"_recipe": of.recipe, "_plan": of.passes.plan, "traced": of.passes.traced, "_ran": False}
+        state |= {"_inputs": of.model.inputs, "accumulate": of.model.accumulate, "gathering": of.model.fsdp}
+        state |= {"_calls": (None, {}), "_checked": False, "_held": None, "_static_input": StaticValues(), "_seen": [1]}
+        state |= {"gather": None, "model_check": None, "stages": None, "read_past": False}
+        if of.gather is not None:
+            state["rounded"] = of.gather.rounded
+        create, args, *_ = of.__reduce_ex__(2)
+        return create, args, state
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("fp8-delayed", {"accumulate": "grad"}),
+        (STAGED, {}),
+        ("mxfp8", {"weights": "high_precision"}),
+        ("nvfp4", {"weights": "quantized"}),
+    ],
+    ids=["fp8-delayed", "by step", "high_precision", "quantized"],
+)
+def test_models_that_the_previous_version_pickled_are_loaded(policy: Any, options: Any) -> None:
+    model, x = lpq.convert(net(), policy, **options), torch.randn(16, 64)
+    model(x).square().mean().backward()
+    Previous(file := io.BytesIO()).dump(model)
+    loaded = pickle.loads(file.getvalue())
+    assert all(vars(layer).keys() - vars(nn.Linear(64, 64)).keys() == OWN for layer in layers(loaded))
+    for before, now in zip(layers(model), layers(loaded), strict=True):
+        assert (now.recipe, now.schedule, now.qualified_name) == (before.recipe, before.schedule, before.qualified_name)
+        assert now.model.accumulate == before.model.accumulate
+        assert (now.gather is None) == (before.gather is None) == (now.model.fsdp is None)
+        if now.gather is not None and before.gather is not None:
+            assert (now.gather.layer, now.gather.rounded) == (now, before.gather.rounded)
+            assert now.model.fsdp.root is loaded
+    assert len({id(layer.model.inputs) for layer in layers(loaded)}) == 1, "they share what they encode"
+    assert torch.equal(loaded(x), model(x))
+    assert str(lpq.report(loaded)) == str(lpq.report(model))
+    lpq.set_step(loaded, 8)
+    assert lpq.convert(loaded, "nvfp4" if options.get("weights") == "quantized" else "mxfp8") is loaded
