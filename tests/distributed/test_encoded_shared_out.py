@@ -9,21 +9,14 @@ import torch
 from agreed import agreed
 from ranks import spawn
 from support.comparing import equal
+from support.modes import Watched
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed import tensor_parallel as tp
-
-
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def layer(recipe: str, style: Any, mesh: DeviceMesh) -> Any:

@@ -7,15 +7,14 @@ reduce over the ranks all the same. A NaN on one rank reaches what it reaches in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
 from ranks import on_one, spawn
+from support.modes import Watched
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpq.operations import reduce_statistics
 
@@ -25,16 +24,9 @@ SPOILED = {"x": (1, LAST, 5), "dy": (1, LAST, 5), "left": (parallel.INNER - 1, 2
 """Where the last rank has a NaN: in its tokens, if the sequence is shared out, or in its part of a weight."""
 
 
-class Watching(TorchDispatchMode):
-    """Runs operators as they are. torch's own ``FlopCounterMode`` takes some apart, and then sums in another order."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def watched(y: Tensor, dy: Tensor) -> None:
     """Run backward in a mode."""
-    with Watching():
+    with Watched():
         y.backward(dy)
 
 

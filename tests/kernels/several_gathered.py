@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import imitated
 import pytest
 import torch
 from ranks import fully_shard
 from several import bind_real, real_transposes
+from support.modes import Watched
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed import gather_arrivals, several_matrices
@@ -29,13 +28,6 @@ ENCODED = {"fp8-current": 8, "fp8-delayed": 12}
 steps before, in each pass, which moves them; and again where it was written to. In the last step operators encode."""
 WRITTEN = {0: "between steps", 1: "by rank", 2: "before backward"}
 """The steps after which, or in which, a weight is written to, and where."""
-
-
-class Watching(TorchDispatchMode):
-    """Sees each operator."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
@@ -56,7 +48,7 @@ def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
         x = torch.randn(32, width, generator=torch.Generator().manual_seed(step), requires_grad=True)
         weight, written = model[0][0].weight, WRITTEN.get(step)
         for _ in range(2):
-            with Watching() if step == STEPS - 1 else nullcontext():  # what is encoded by operators is sent likewise
+            with Watched() if step == STEPS - 1 else nullcontext():  # what is encoded by operators is sent likewise
                 y = model(x)
                 if written == "before backward" and recipe != "fp8-delayed":  # which refuses that
                     weight.data.mul_(0.5)

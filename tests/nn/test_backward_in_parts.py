@@ -10,8 +10,8 @@ import pytest
 import torch
 from counting import products
 from support.comparing import equal
+from support.modes import Watched
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lpq
@@ -20,13 +20,6 @@ from lpq.operations import group_products
 BOTH = "hybrid(row=fp8(scaling=delayed), col=fp8(scaling=delayed, dtype=e5m2))"
 RECIPES = ("fp8-delayed", f"x={BOTH}, w={BOTH}, dy={BOTH}", "x=fp8(scaling=delayed), w=mxfp8, dy=mxfp8")
 Backward = Callable[[Tensor, Tensor, list[nn.Parameter]], Any]
-
-
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def in_one(y: Tensor, x: Tensor, weights: list[nn.Parameter]) -> None:

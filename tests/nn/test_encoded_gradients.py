@@ -10,19 +10,12 @@ import pytest
 import torch
 from counting import encodings
 from support.comparing import equal
+from support.modes import Watched
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 
 ROWS = "x=fp8(scaling=row), w=fp8(scaling=row), dy=hybrid(row=mxfp8, col=mxfp8, col_source=row)"
-
-
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def backward(y: Tensor, quantizer: Any, **how: Any) -> None:

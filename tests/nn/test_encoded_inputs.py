@@ -10,8 +10,8 @@ import pytest
 import torch
 from counting import encodings
 from support.comparing import equal
+from support.modes import Watched
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lpq
@@ -23,13 +23,6 @@ KEEPS = "x=mxfp8, w=mxfp8, dy=mxfp8, x.save=input, w.save=weight"
 RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", MIXED, KEEPS, "bf16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Run = tuple[Tensor, ...]
-
-
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def layer(recipe: Any) -> Any:

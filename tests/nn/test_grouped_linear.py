@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparing import equal
+from support.modes import Watched
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lpq
@@ -187,13 +187,6 @@ def test_saving_the_input_and_the_weight_computes_the_same(recipe: str) -> None:
     )
     x, dy = data(counts)
     assert equal(run(saving, saving, x, dy, counts), run(usual, usual, x, dy, counts))
-
-
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 import torch
 from imitated_gpu import Gpu, calls_of, imitated_gpu
 from lpq_fp8 import groups_hopper
+from support.modes import Watched
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed.alike import description, digest
@@ -30,13 +30,6 @@ ROWS, FEATURES, SMALL = 4096, 2048, 64
 """The rows and features of a layer, and the features where references encode."""
 WARM = 2
 """The passes before those that are counted."""
-
-
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Cost(NamedTuple):
