@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, spawn
+from support.modes import Watched
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed import weight_gather
@@ -93,26 +93,18 @@ def test_training_is_that_of_weights_in_high_precision(recipe: str, quantized: t
     spawn(_as_without_a_gather, 4, recipe, quantized)
 
 
-class Watched(TorchDispatchMode):
-    """A mode, for which a step goes through the dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def _in_other_ways(rank: int) -> None:
+    """Those that leave all numbers as they are train as a plain way does."""
     recipe, bf16 = "fp8-current", MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for how in (
-        {"run": "checkpointed"},
-        {"run": "compiled"},
-        {"mp_policy": bf16, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
-        {"reshard_after_forward": False},
-    ):
-        assert all(same(trained(sharded(recipe, "high_precision", **how)), trained(sharded(recipe, None, **how)))), how
+    expected = trained(sharded(recipe, None))
+    for how in ({"run": "checkpointed"}, {"run": "compiled"}, {"reshard_after_forward": False}):
+        assert all(same(trained(sharded(recipe, "high_precision", **how)), expected)), how
+    how = {"mp_policy": bf16, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    assert all(same(trained(sharded(recipe, "high_precision", **how)), trained(sharded(recipe, None, **how))))
     torch.compiler.reset()
     with Watched():
         watched = trained(sharded(recipe, "high_precision"))
-    assert all(same(watched, trained(sharded(recipe, None))))
+    assert all(same(watched, expected))
     found = []
     for weights in ("high_precision", None):
         made = sharded(recipe, weights)
