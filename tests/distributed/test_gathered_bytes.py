@@ -30,9 +30,10 @@ DERIVED = [
     for a, b in zip(MIXED, MIXED[3:] + MIXED[:3], strict=True)
     if "delayed" not in b
 ]
-PIECES = {1: [FORMATS], 2: [FORMATS + DERIVED, FEW], 4: [FORMATS]}
-"""By the number of ranks, so many weights FSDP2 gathers together. Two ranks try hybrids: which formats go together
-does not depend on their number."""
+KINDS = ["fp8", "fp8(scaling=delayed, history=4)", "fp8(scaling=row)", "mxfp8", "nvfp4(block=16x16)", "mxfp4"]
+PIECES = {1: [KINDS], 2: [FORMATS + DERIVED, FEW], 4: [KINDS]}
+"""By the number of ranks, so many weights FSDP2 gathers together. Two ranks try every format and hybrids of them: what
+they are does not depend on the number of ranks."""
 
 
 def _sharded(quantizers: list[str], weights: str, seed: int, **options: Any) -> tuple[Side, list[Tensor]]:

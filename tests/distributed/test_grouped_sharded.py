@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,8 @@ def test_other_ways_of_training(way: str, weights: str | None) -> None:
 
 def _every(rank: int, recipes: list[str], weights: list[str | None]) -> None:
     register()
-    for recipe in recipes:
-        for each in weights:
-            _as_one(rank, recipe, each)
+    for recipe, each in zip(recipes, itertools.cycle(weights)):
+        _as_one(rank, recipe, each)
 
 
 def test_every_recipe_with_a_name() -> None:

@@ -96,9 +96,10 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Bytes:
 
 
 def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bool) -> None:
-    net = built(How(recipe, weights=weights, width=WIDTH, inner=2 * WIDTH, mesh=mesh))
+    stored = weights == "quantized"
+    net = built(How(recipe, weights=weights, width=WIDTH, inner=2 * WIDTH, mesh=mesh, offload=stored))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    optimizer = MasterWeights(optimizer, keep=masters) if weights == "quantized" else optimizer
+    optimizer = MasterWeights(optimizer, keep=masters) if stored else optimizer
     replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
     before = _local_bytes(net)
     for step in range(enough(recipe)):
