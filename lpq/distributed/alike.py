@@ -46,7 +46,7 @@ class Stages(Protocol):
 
 
 class Comparison:
-    """The knowledge of the other ranks' models at one place at which ranks compare them."""
+    """What this rank knows of the other ranks' models at one place at which ranks compare them."""
 
     def __init__(self) -> None:
         self.alike = False
@@ -56,7 +56,7 @@ class Comparison:
         self.began = False
         """Whether ranks have compared before."""
         self.sets: list[Ranks] = []
-        """Those that share a part of the model."""
+        """The sets of ranks that share a part of the model."""
         self._stages: list[Stages] = []
         self._about = ""
         self._waited, self._looked = 0.0, 0.0
@@ -64,8 +64,8 @@ class Comparison:
 
     def compare(self, part: nn.Module, replicas: Replicas | None = None, seconds: float | None = None) -> None:
         """Compare the model around ``part``, unless its steps alone can differ, and are equal. Raise on all ranks if
-        models differ. With ``replicas``, those of a DistributedDataParallel are compared as well. ``seconds``: others
-        that have not come by then are not waited for: this rank goes on, as they do, and compares later."""
+        models differ. With ``replicas``, the ranks of a DistributedDataParallel are compared as well. ``seconds``: how
+        long this rank waits for the others. After that it goes on, as they do, and compares later."""
         from lpq.torch_private import fsdp  # which imports FSDP2
 
         steps = f"{self.alike}, steps {[stages.step for stages in self._stages]}"
@@ -95,7 +95,7 @@ class Comparison:
         return was
 
     def tell(self) -> None:
-        """Have the other ranks, whose recipes may be as they were, find that this one wants to compare."""
+        """Tell the other ranks, whose recipes may be unchanged, that this rank wants to compare."""
         for ranks in self.sets:
             meeting.tell(ranks.names, self._about)
 
@@ -110,9 +110,9 @@ class Comparison:
 def check_alike(
     root: nn.Module, replicas: Replicas | None = None, about: str = "", seconds: float | None = None
 ) -> list[Ranks] | None:
-    """Raise on all ranks if those that share a layer of this model have different ones; return the sets of ranks. They
-    meet for each set, and where there are several once more. None, on all of them, if not all came in so many
-    ``seconds``; without these, all are waited for."""
+    """Raise on all ranks if ranks that share a layer of this model have different models; return the sets of ranks.
+    Ranks meet once for each set, and once more where there are several sets. Return None, on all ranks, if not all came
+    within ``seconds``; if ``seconds`` is None, wait for all."""
     shared: dict[tuple[int, ...], tuple[Ranks, list[str]]] = {}
     for text, params, device in _layers(root):
         for ranks in sharing(params, () if replicas is None else replicas.of(params), device):
@@ -140,7 +140,8 @@ def check_alike(
 
 
 def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
-    """Whether all of these ranks, all of which ask, pass the same text; a collective for each dimension of each set."""
+    """Whether all of these ranks, which all call this, pass the same text; a collective for each dimension of each
+    set."""
     own = words(text)
     both = torch.tensor([*own, *(LIMIT - word for word in own)], dtype=torch.int32)
     waits = Timer(meeting.PATIENCE, lambda: warn(_waiting()))
@@ -184,7 +185,7 @@ def description(name: str, module: nn.Module) -> str:
 
 
 class CachedDescription:
-    """The description of a part of a model, made anew once something of it has changed: ranks compare it often."""
+    """The description of a part of a model, which ranks compare often. It is rebuilt once the part has changed."""
 
     def __init__(self, name: str, part: nn.Module) -> None:
         self._name, self._part = name, part
@@ -193,7 +194,7 @@ class CachedDescription:
         self._texts: dict[object, tuple[int, str]] = {}
 
     def with_rows(self, rows: Tensor) -> tuple[int, str]:
-        """The description together with that of rows, and its hash."""
+        """The description, with the rows added, and its hash."""
         if (now := [*map(_state, self._layers)]) != self._was:
             self._was = now
             self._texts.clear()

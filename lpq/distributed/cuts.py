@@ -43,7 +43,7 @@ def why_high(
 
 
 def part_of(site: Site) -> Cut | None:
-    """How tensor parallelism shares out a weight, of which FSDP2 gathers one part; None: it does not."""
+    """How tensor parallelism divides a weight of which FSDP2 gathers one part; None: it does not."""
     if site.parallel is None:
         return None
     group, dim = site.parallel

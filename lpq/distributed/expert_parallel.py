@@ -1,7 +1,8 @@
-"""Expert parallelism: each rank of a mesh has some experts, whole, and is sent the rows of all ranks that go to them.
+"""Expert parallelism: each rank of a mesh has some whole experts, and receives the rows of all ranks that are routed to
+them.
 
-A statistic of an expert never spans ranks, so that its codes and scales are those of one process which is given the
-rows of all ranks, one rank's behind the other's.
+A statistic of an expert never spans ranks, so its codes and scales are the ones that a single process would get from
+the rows of all ranks, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a module whose experts the ranks of this mesh cannot share out."""
+    """Refuse a module whose experts cannot be divided over the ranks of this mesh."""
     name = type(module).__name__
     if mesh.ndim != 1:
         raise ValueError(f"ExpertParallel: the mesh has {mesh.ndim} dimensions: pass one of them, as mesh['ep']")

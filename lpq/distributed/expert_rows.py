@@ -40,7 +40,7 @@ class Sent(NamedTuple):
     """Where the rows of one call went, and where the results belong."""
 
     order: Tensor
-    """For each place in the order expert by expert, the row that stands there: its number among those that arrived."""
+    """For each place in the order expert by expert, the number of its row in the order of arrival."""
     back: Tensor
     """The inverse of ``order``."""
     sent: list[int]
@@ -64,12 +64,10 @@ class RowExchange:
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
     def dispatch(self, rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this one, and where
-        each expert's end.
-
-        Where they travel encoded, the tensor that is returned has the row operand alone. The host waits for the numbers
-        of rows. Where a rank's ends make no sense, its rows cannot be encoded, or its module is another one, all ranks
-        raise.
+        """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this rank, and where
+        the rows of each expert end. Where rows travel encoded, the returned tensor has the row operand alone. The host
+        waits for the numbers of rows. Where a rank's ends make no sense, its rows cannot be encoded, or its module is
+        another one, all ranks raise.
         """
         ranks, group, title = mesh.size(), mesh.get_group(), self.title
         counts, lines, mistake = self._prepare(rows, ends)
@@ -118,9 +116,9 @@ class RowExchange:
         return torch.where(fits, counts, WRONG), lines, None
 
     def combine(self, results: Tensor) -> Tensor:
-        """Send results back. Return those of this rank's own rows, in their order; zero where a row went to no expert.
-        Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such
-        gradients."""
+        """Send results back. Return the results of this rank's own rows, in their order; zero where a row went to no
+        expert. Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply
+        such gradients."""
         assert self._call is not None
         call, self._call = self._call, None
         quantizer = getattr(results.grad_fn, "encoded_gradient", None) if self._how == "encoded" else None
@@ -177,7 +175,7 @@ class Lines(NamedTuple):
     quantizer: Quantizer
     operand: Storage
     bytes: Tensor
-    """A line for each row, in which its bytes of all buffers lie beside each other."""
+    """Return one line for each row: the bytes of the row in all buffers, beside each other."""
 
 
 def _lines(rows: Tensor, quantizer: Quantizer) -> Lines:
@@ -220,8 +218,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _pieces(came: Tensor, sent: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The buffers of lines of bytes in which they lie beside each other. Each is copied to memory of its own: a piece
-    of a single line is contiguous where it lies, and may begin at a byte at which no wider element can."""
+    """Take the buffers out of lines of bytes in which they lie beside each other. Each is copied to memory of its own:
+    a piece of a single line is contiguous where it lies, and may begin at a byte at which no wider element can."""
     sizes = [prod(t.shape[1:]) * t.itemsize for t in sent]
     for piece, tensor in zip(torch.split(came, sizes, 1), sent, strict=True):
         own = piece.clone(memory_format=torch.contiguous_format)
@@ -252,7 +250,7 @@ def encoded_rows(title: str, module: nn.Module) -> Quantizer:
 
 
 def own_experts(title: str, parameter: Any) -> Tensor:
-    """The experts of this rank, of a parameter that ranks share out."""
+    """The experts of this rank in a parameter that is divided over ranks."""
     if parameter.device_mesh.ndim != 1:
         raise RuntimeError(
             f"{title}: its weight lies over {parameter.device_mesh} and was not gathered; call the module that "
@@ -263,7 +261,7 @@ def own_experts(title: str, parameter: Any) -> Tensor:
 
 
 def own_numbers(parameter: Any) -> slice:
-    """The numbers of these experts among all. FSDP2 puts its own dimension of the mesh before theirs."""
+    """The numbers of this rank's experts among all experts. FSDP2 puts its own dimension of the mesh before theirs."""
     mesh = parameter.device_mesh
     each = parameter.shape[0] // mesh.size(mesh.ndim - 1)
     first = mesh.get_local_rank(mesh.ndim - 1) * each

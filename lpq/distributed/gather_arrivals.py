@@ -16,12 +16,13 @@ from lpq.torch_private import fsdp
 from lpq.torch_private.operators import copy_each
 
 FLAT = 16 * 2**20
-"""Bytes of a whole buffer, on average, up to which the buffers of a load travel in one tensor. It takes another copy to
-put them in their places; handed to FSDP2 one by one they take the host longer than such a copy takes a GPU."""
+"""Bytes of a whole buffer, on average, up to which the buffers of a load travel in one tensor. A joint tensor needs one
+more copy to put the buffers in their places. Handing small buffers to FSDP2 one by one takes the host longer than the
+copy takes a GPU."""
 
 
 class Arrivals:
-    """Where the buffers of some operands arrive, and how all of them are put in their places: in one launch, where a
+    """Where the buffers of some operands arrive, and how all buffers are put in their places: in one launch, where a
     kernel can."""
 
     def __init__(
@@ -33,11 +34,11 @@ class Arrivals:
         self.flat = ranks > 1 and len(large) > 1 and sum(shares) * ranks <= FLAT * len(large)
         """Whether all travel in one tensor."""
         self.into: list[Tensor] = []
-        """The flat tensors in which they arrive."""
+        """The flat tensors in which the buffers arrive."""
         self._arrive: list[Tensor] = []
         """The bytes that arrive of each buffer that is not in its place then: ``[ranks, n]``."""
         self._apart: list[Tensor] = []
-        """The memory of these."""
+        """The flat tensors whose memory is not the memory of the buffers."""
         self._belong: list[Tensor] = []
         """The buffers where they belong."""
         self._allocated: list[Tensor] = []
@@ -84,7 +85,8 @@ class Arrivals:
         fsdp.free(self._apart)
 
     def _bind(self, lines: Sequence[int]) -> None:
-        """Choose the kernel; ``lines``: of each buffer that arrives, those of which a rank sends a piece."""
+        """Choose the kernel; ``lines``: for each buffer that arrives, the number of its lines; each rank sends a piece
+        of every line."""
         pieces = [
             RankPieces(high, len(part), part.shape[1] // high, part.stride(0))
             if part.numel()
@@ -98,8 +100,8 @@ class Arrivals:
             self._place = bind_places(pieces, self._device)
 
     def place(self, staying: Sequence[Tensor]) -> None:
-        """Put in place what has arrived, and those buffers that are the same on all ranks, which did not travel. The
-        device is the current one."""
+        """Put in place the buffers that have arrived, and the buffers that are equal on all ranks, which did not
+        travel. The device is the current one."""
         fsdp.allocate(self._allocated)
         if self._place is not None:
             arrived = [*self._arrive, *staying] if self._with else self._arrive

@@ -42,7 +42,7 @@ class Sides(NamedTuple):
     """For each statistic, whether it spans the shards of a matrix."""
     stack: bool
     remembers: bool
-    """Whether the layer has a state of the weight, which has some of them."""
+    """Whether the layer has a state of the weight, which holds some of the statistics."""
     measured: bool
     """Whether shards are measured before they are gathered: for a statistic that spans them, or for the state."""
 
@@ -95,12 +95,12 @@ class Task(NamedTuple):
     """The dtype that it is first rounded to."""
     device: torch.device
     given: tuple[bool, ...]
-    """For each statistic of ``sides``, whether it is known before."""
+    """For each statistic of ``sides``, whether it is known before the encoding."""
 
 
 RowsKey = tuple[Quantizer, tuple[tuple[int, int], ...], torch.dtype, torch.device]
 Rows = dict[RowsKey, RowOperands]
-"""The encoders of several matrices, by what they are made of."""
+"""The encoders of several matrices, by the properties that determine an encoder."""
 _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
 
@@ -108,8 +108,8 @@ _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 class ShardsEncoder:
     """The encodings of several matrices, all on one device, each bound once.
 
-    Where there are kernels for it, all matrices of one quantizer take one launch for each step, and what they are
-    encoded to is valid until the next call. Every other matrix has launches of its own."""
+    Where there are kernels for it, all matrices of one quantizer take one launch for each step, and the returned
+    buffers are valid until the next call. Every other matrix has launches of its own."""
 
     def __init__(self, tasks: Sequence[Task], rows: Rows | None = None) -> None:
         """``rows``: the encoders of several matrices, which encoders of equal tasks share. None: each matrix has
@@ -170,7 +170,7 @@ def _sides(task: Task) -> tuple[Quantizer | None, Quantizer | None]:
 
 
 def _of_sides(task: Task) -> slice:
-    """Those of the statistics of ``Sides`` that the operands need which are encoded."""
+    """Select, of the statistics of ``Sides``, those that the encoded operands need."""
     count = len(task.sides.row.stats)
     return slice(0 if task.way.sends_row else count, len(task.sides.stats) if task.way.sends_col else count)
 
@@ -188,5 +188,5 @@ def _bind(task: Task) -> Run | None:
 
 
 def _dispatched(task: Task, x: Tensor, stats: Sequence[Tensor | None]) -> tuple[Buffers, Buffers]:
-    """The same by operators."""
+    """As the bound encoders, by operators."""
     return quantized(x, stats, *_sides(task), dtype=task.dtype)[:2]

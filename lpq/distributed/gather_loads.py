@@ -1,4 +1,4 @@
-"""The loads of a unit: what some of its weights send together, and how whole weights are made of what arrives.
+"""The loads of a unit: which weights send together, and how whole weights are made of the tensors that arrive.
 
 All weights whose operands travel are one load. A weight that travels in high precision is a load of its own, and so is
 each weight where FSDP2 wants tensors from all of them.
@@ -44,7 +44,7 @@ class Ordinary:
 
 
 class _Quantized:
-    """Weights of which operands are made that follow from others, once these are there."""
+    """Weights with operands that are derived from other operands, once these have arrived."""
 
     def __init__(self, gathers: Sequence[Gather], ways: Sequence[Way]) -> None:
         self.gathers = gathers
@@ -53,7 +53,7 @@ class _Quantized:
         self._device = gathers[0].site.device
         self._derived: list[Tensor] = []
         self._unwanted: list[Tensor] = []
-        """The buffers of operands from which others were derived."""
+        """The buffers of operands from which other operands were derived."""
         self._all: list[Tensor] = []
         derived: list[Derived] = []
         for gather, way in zip(gathers, ways, strict=True):
@@ -68,7 +68,7 @@ class _Quantized:
             self._derive = bind_derive_into(derived, self._device)
 
     def _complete(self) -> None:
-        """Derive what follows from what is there. The device is the current one."""
+        """Derive the operands that follow from the arrived ones. The device is the current one."""
         fsdp.allocate(self._derived)
         for derive in self._derive:
             derive()
@@ -128,9 +128,9 @@ class EncodedLoad(_Quantized):
             [self._task(i, shards[i]) for i in self._coded], unit.rows if shared_out and unit is not None else None
         )
         self._together = encode.all if not self._stored else None
-        """The encoder of all of them, if the same launches encode them."""
+        """The encoder of all weights, if the same launches encode them."""
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
-        """Those with statistics of earlier steps, by their number among those that are encoded, and among all."""
+        """Weights with statistics of earlier steps, by their number among the encoded weights and among all."""
         self._moves = any(shards[i].device != self._device for i in self._coded)
         made = [
             (i, side, whole)
@@ -141,7 +141,7 @@ class EncodedLoad(_Quantized):
         self._sends = [(i, side, number, whole) for i, side, whole in made for number in whole.travels]
         """The buffers that travel: by the number of the weight, 0 for the row operand or 1, and the buffer's number."""
         self._stays = [(i, side, number) for i, side, whole in made for number in whole.stays]
-        """Those that are the same on all ranks."""
+        """Buffers that are equal on all ranks."""
         self._staying: list[Tensor] = []
         sizes = self._together.sizes if self._together is not None else None
         self._arrivals = Arrivals([whole for *_, whole in made], gathers[0].site.group.size(), self._device, sizes)
@@ -149,7 +149,7 @@ class EncodedLoad(_Quantized):
         self._anew = True
         """Whether what stays was allocated for the present gather."""
         self._streams: set[int] = set()
-        """Those on which what stays was read where it always lies in the same memory."""
+        """The streams on which the buffers that stay were read at their fixed addresses."""
 
     def _task(self, i: int, shard: Tensor) -> Task:
         gather = self.gathers[i]
@@ -234,7 +234,7 @@ def _high(gather: Gather, dtype: torch.dtype) -> Tensor:
 
 
 def _read_on_this_stream(tensors: Sequence[Tensor]) -> None:
-    """Keep the memory of tensors, made on the stream on which FSDP2 gathers, until the present stream has read them."""
+    """Keep the memory of tensors, which were allocated on FSDP2's stream, until the present stream has read them."""
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
     stream = torch.cuda.current_stream(on_gpu[0].device) if on_gpu else None  # which takes the host 10 µs
     for tensor in on_gpu:

@@ -1,8 +1,7 @@
-"""Unit: the weights that FSDP2 gathers together, whose gather is one plan.
-
-FSDP2 asks the weights of a unit one by one, always in the same order, what they send. The first one checks all of them
-and chooses the plan; the first one of a load sends for all of it, and the others send nothing. Nothing that is made for
-one gather is kept for another, so that an error between the two leaves nothing behind.
+"""Unit: the weights that FSDP2 gathers together, whose gather is one plan. FSDP2 asks the weights of a unit one by one,
+always in the same order, what they send. The first weight checks all weights and chooses the plan. The first weight of
+a load sends for the whole load, and the others send nothing. No gather keeps anything for the next one, so that an
+error between the two leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class UnitPlan(NamedTuple):
 
     of: Sequence[Traits]
     loads: dict[Gather, Load]
-    """Each load by the weight that sends it, in the order in which FSDP2 asks them."""
+    """Each load by the weight that sends it, in the order in which FSDP2 asks the weights."""
     places: Sequence[tuple[fsdp.Site, list[Tensor] | None, list[Tensor]]]
-    """Where FSDP2 gathers each weight, and what it frees beside."""
+    """Where FSDP2 gathers each weight, and the tensors that it frees as well."""
 
 
 class Unit:
-    """Weights that FSDP2 gathers together, in the order in which it asks them."""
+    """Weights that FSDP2 gathers together, in the order of FSDP2's calls."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
         self.gathers = gathers

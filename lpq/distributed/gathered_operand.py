@@ -1,7 +1,7 @@
 """Whole: one operand of a whole weight, put together from the operands of its shards.
 
-A shard holds some rows of the weight: those rows of the row operand, those columns of the column operand. A buffer
-whose elements span the sharded dimension is the same on every rank and does not travel.
+A shard holds some rows of the weight: the same rows of the row operand, and the same columns of the column operand. A
+buffer whose elements span the sharded dimension is the same on every rank and does not travel.
 
 An ordinary matrix (``Quantizer.plain``) lies in memory as the weight does, and its column operand is a view of it, just
 as where nothing is gathered: in another memory layout, products might sum in another order.
@@ -57,18 +57,19 @@ class Whole:
         """Whether the parts of all ranks, one behind the other, are the buffers."""
         if self.turned:
             self.operand = transpose(self.operand)
-        # Autograd must not take what is filled in for a change: the values are those when the tensors were saved.
+        # Autograd must not count the filling as a change: the values equal those at the time when the tensors were
+        # saved.
         self.targets = [t.data for t in self.operand.tensors()]
         """All buffers, to be filled."""
         fsdp.free(self.large)
 
     def lines(self, buffer: Tensor) -> int:
-        """The lines of a buffer that travels of which each rank has a part."""
+        """The number of lines of a buffer that travels; each rank has a part of every line."""
         return 1 if self.in_place else buffer.shape[0]
 
     def arrivals(self) -> list[Tensor]:
-        """Flat memory where the parts of all ranks may arrive, one behind the other: for each buffer that travels. It
-        is that of the buffer itself, if it is ``in_place``."""
+        """For each buffer that travels, flat memory where the parts of all ranks may arrive, one behind the other. It
+        is the memory of the buffer itself if it is ``in_place``."""
         return [as_bytes(t) if self.in_place else as_bytes(torch.empty_like(t)) for t in self.large]
 
     def places(self, arrived: Sequence[Tensor]) -> Iterator[Place]:
@@ -83,7 +84,7 @@ class Whole:
 
 
 def sent_bytes(buffers: Iterable[tuple[Whole, Tensor]]) -> list[Tensor]:
-    """The bytes that this rank sends of buffers, each of which is of its part of an operand."""
+    """The bytes that this rank sends of the buffers of its part of an operand."""
     sent = []
     for whole, buffer in buffers:
         if whole.turned:
@@ -94,7 +95,8 @@ def sent_bytes(buffers: Iterable[tuple[Whole, Tensor]]) -> list[Tensor]:
 
 
 def _by_rank(whole: Tensor, rows: int, parts: Tensor) -> Place:
-    """The elements of a buffer that has so many lines in the parts of all ranks, and the same as they arrived."""
+    """View as elements a buffer that has ``rows`` lines in the parts of all ranks, and in the same way ``parts``, its
+    bytes as they arrived."""
     ranks, count = parts.shape
     unit = _unit(gcd(count // rows, parts.stride(0), parts.storage_offset()))
     by_rank = parts.view(unit).view(ranks, rows, -1).transpose(0, 1)
@@ -102,7 +104,7 @@ def _by_rank(whole: Tensor, rows: int, parts: Tensor) -> Place:
 
 
 def _unit(count: int) -> torch.dtype:
-    """The widest dtype of which so many bytes are a multiple. torch copies pieces of lines element by element: at the
+    """The widest dtype whose size divides ``count`` bytes. torch copies pieces of lines element by element: at the
     speed of memory if elements have 16 bytes, and at a fifth of it if they have 1."""
     units = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
     return next(unit for unit in units if count % unit.itemsize == 0)

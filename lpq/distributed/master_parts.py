@@ -209,7 +209,7 @@ def _values(i: int, weight: QuantizedTensor, master: Tensor | None) -> Tensor:
 
 
 def _span(i: int, weight: QuantizedTensor, count: int, offset: int, alone: bool) -> Span:
-    """The place of so many elements in the flattened weight."""
+    """The place of ``count`` elements in the flattened weight."""
     total = weight.numel()
     if not isinstance(offset, int):
         raise TypeError(

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Piece", "Pieces", "cast_master_weights", "finish_gather"]
 NOTHING = torch.iinfo(torch.int32).min
-"""The bits for the elements of other ranks: no bits are less as integers, so a MAX leaves those of the owner."""
+"""The bits for the elements of other ranks: no bits are less as integers, so a MAX leaves the owner's bits."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The codes of an operand that have to be gathered, and the part of them that this rank has written. The parts of
-    all ranks make up the buffer."""
+    """The codes of an operand that have to be gathered, and the part that this rank has written. The parts of all ranks
+    make up the buffer."""
 
     weight: int
     """The place of its weight in the list that was cast."""
@@ -61,7 +61,7 @@ class Piece:
 
 
 class Pieces(list[Piece]):
-    """The pieces to gather after a cast: those of the same buffers on all ranks, in the same order."""
+    """The pieces to gather after a cast: of the same buffers on all ranks, in the same order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def _exchanged(parts: Sequence[MasterPart], group: ProcessGroup) -> Sequence[Ten
 
 
 def _encode_whole(part: MasterPart, values: Tensor) -> None:
-    """Write the whole weight, all of whose elements are here."""
+    """Write the whole weight; this rank has all its elements."""
     weight, state = part.weight, part.state
     row, col = (side is not None for side in part.sides)
     x = values.view(weight.matrix_shape)

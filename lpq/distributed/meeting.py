@@ -1,8 +1,8 @@
 """Ranks that meet in the store of the job, and not in a collective: where not all come, none is left in one.
 
 A rank may be the only one that has something to compare, such as a recipe that it alone changed. The others then wait
-for it in other collectives, or it for them. So a meeting has an end, and whether all had come by then is decided once,
-for all of them alike. What a rank tells the others lies in the store until they look.
+for it in other collectives, or it for them. So a meeting has an end. Whether all ranks had come by then is decided
+once, for all alike. The text of a rank lies in the store until the others look.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ how many wanted to end it, and how it ended."""
 
 
 def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, waiting: str) -> bool | None:
-    """Whether all of these ranks brought the same text; None, on all of them, if not all came within the ``seconds`` of
-    one of them. None: as long as ``limit``. ``about``: ranks meet about one thing. ``waiting``: the
-    warning of a rank that waits long."""
+    """Whether all of these ranks brought the same text; None, on all ranks, if not all came within the ``seconds`` of
+    one rank. ``seconds=None`` means ``limit``. ``about``: the subject of the meeting. ``waiting``: the warning of a
+    rank that waits long."""
     store, place = job_store(), _place(ranks, about)
     end = monotonic() + (limit() if seconds is None else seconds)
     while True:
@@ -52,8 +52,8 @@ def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, wai
 
 
 def limit() -> float:
-    """How long a rank waits for others, in seconds: half the timeout of the job, after which those that meanwhile wait
-    for it in a collective would be ended, and the job with them, before this one has said why."""
+    """How long a rank waits for others, in seconds: half the timeout of the job, after which the ranks that wait for it
+    in a collective would be ended, and the job with them, before this rank could give the reason."""
     return job_timeout() / 2
 
 
@@ -63,7 +63,7 @@ def tell(ranks: Sequence[int], about: str) -> None:
 
 
 def is_told(ranks: Sequence[int], about: str) -> bool:
-    """Whether one of these ranks wants to meet, and not all have met since."""
+    """Whether one of these ranks wants to meet, and not all ranks have met since."""
     return job_store().check([f"{_place(ranks, about)}/told"])
 
 

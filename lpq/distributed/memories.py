@@ -1,7 +1,7 @@
-"""The memories of delayed scaling on ranks that share a model: the largest values of all of them count.
+"""The memories of delayed scaling on ranks that share a model: the largest values of all ranks count.
 
-Each rank remembers amaxes of its own inputs. After a step of an optimizer they are made equal, so that whichever rank
-saves them, all go on from what they had.
+Each rank remembers amaxes of its own inputs. After a step of an optimizer the memories are made equal: whichever rank
+saves them, all ranks can go on from the saved values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
 
     layer: weakref.ref[nn.Module]
     weight: Tensor
-    """No weak reference, with which ``module.to()`` could not exchange it."""
+    """This is no weak reference: ``module.to()`` could not exchange a parameter that has one."""
     mesh: int
     """The ``id`` of the mesh over which the weight lies; 0: over none."""
 

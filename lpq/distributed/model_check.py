@@ -39,7 +39,7 @@ MOST = 1024
 
 
 class Layer(Protocol):
-    """A layer, as far as it is compared."""
+    """The properties of a layer that ranks compare."""
 
     @property
     def title(self) -> str:
@@ -47,13 +47,13 @@ class Layer(Protocol):
 
 
 class PassInput(NamedTuple):
-    """All of an input on which the collectives of a pass depend. It is equal on all ranks of the mesh."""
+    """The properties of an input on which the collectives of a pass depend. They are equal on all ranks of the mesh."""
 
     mesh: DeviceMesh
     shape: torch.Size
     dtype: torch.dtype
     placements: Any
-    """How it lies over the mesh, if it is a DTensor; its shape is then that of the whole."""
+    """The placements on the mesh, if the input is a DTensor; ``shape`` is then the global shape."""
     dx: bool
     dw: bool
     """Whether the input and the weight get gradients."""
@@ -139,8 +139,8 @@ class ModelCheck(Watcher):
         self.open = not self._steps.sets and wrapper is None
 
     def before_trace(self) -> None:
-        """Compare before a compiler traces a pass in which ranks send each other operands: it does so anew after a
-        recipe has changed. What it makes compares nothing."""
+        """Compare before a compiler traces a pass in which ranks send each other operands: it traces anew after a
+        recipe has changed. The compiled code compares nothing."""
         if not self._passes.alike and not self._passes.moving and (model := self._model()) is not None and _has_ranks():
             self._passes.compare(model)
 
@@ -197,8 +197,7 @@ class ModelCheck(Watcher):
         comparison.compare(model, self._replicas, None if self._remembers else seconds)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Make equal what layers remember. Those whose weight is gathered quantized leave that to
-        ``Gathering``."""
+        """Make the states of layers equal. Layers whose weight is gathered quantized leave this to ``Gathering``."""
         if (model := self._model()) is None or not _has_ranks():
             return
         if self._memories is None:

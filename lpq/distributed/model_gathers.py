@@ -1,8 +1,8 @@
 """Gathering: the weights of one model that are gathered quantized, and their statistics, which ranks reduce together.
-After an optimizer's step, every weight that it wrote to is measured. One collective reduces their statistics to those
-of the whole weights, and the states of layers, whatever models they belong to. A weight that was written to otherwise
-(a checkpoint was loaded, no step was taken yet) is measured at its next gather, with all other such weights of its
-model, whatever calls of ``lpq.convert`` got them.
+After an optimizer's step, every weight that it wrote to is measured. One collective reduces their statistics to the
+statistics of whole weights, and also the states of layers, whatever models they belong to. A weight that was written to
+in another way (a checkpoint was loaded, no step was taken yet) is measured at its next gather, with all other such
+weights of its model, whatever calls of ``lpq.convert`` got them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Gathering(Watcher):
         self._begin()
 
     def of(self, layer: nn.Module) -> Gather:
-        """How the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""
+        """Return how the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""
         if layer not in self._gathers or self._gathers[layer].unit is None:
             self._find()
         if self.lends:
@@ -72,9 +72,8 @@ class Gathering(Watcher):
         return self._gathers[layer]
 
     def _find(self) -> list[Gather]:
-        """How each weight of the whole model is gathered, also where another call of ``lpq.convert`` got it.
-
-        The order is that of the model as it is sharded now, and so the same on all ranks.
+        """Return how each weight of the whole model is gathered, including weights that another call of ``lpq.convert``
+        got. The order is the order in the model as it is sharded now, and so the same on all ranks.
         """
         around = fsdp.outermost(self.root)  # a part of a model may have been converted, and the whole sharded
         checkpointed = _checkpointed(around)
@@ -111,8 +110,8 @@ class Gathering(Watcher):
         self.comparison.alike = False
 
     def check(self, gather: Gather) -> None:
-        """Compare the model with that of the other ranks, if a recipe has changed since; a collective. While recipes
-        may change by step, each forward compares steps: a rank cannot see that another one alone was given a step."""
+        """Compare the model with the other ranks' models, if a recipe has changed since; a collective. While recipes
+        may change by step, each forward compares steps: a rank cannot see that only another rank was given a step."""
         comparison = self.comparison
         due = comparison.moving and gather is self._first and not gather.site.for_backward
         if comparison.alike and not due:
@@ -144,8 +143,8 @@ class Gathering(Watcher):
         return [t for gather in self._gathers.values() for t in gather.missing()]
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
-        """Whether a weight of the model is among them, or one that another replaced. A copy that a thread is making has
-        no modules yet, and no optimizer."""
+        """Whether a weight of the model is among these parameters, or a weight that was replaced. A copy that a thread
+        is making has no modules yet, and no optimizer."""
         self._memories = None  # it may be sharded now
         if not any(isinstance(local_part(p), Gathered) or hasattr(p, "replaced_by") for p in params.values()):
             return False
@@ -169,7 +168,7 @@ class Gathering(Watcher):
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Reduce the statistics of all weights of this optimizer (all, since a compiled step writes without a trace)
-        and what layers remember, those included whose weight could not be prepared."""
+        and the states of layers, including layers whose weight could not be prepared."""
         params = {id(p) for p in _params(optimizer)}
         gathers = [*self._gathers.values()]
         written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)

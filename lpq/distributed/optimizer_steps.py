@@ -1,9 +1,9 @@
 """Steps of optimizers: the only hook on all of them, and the watchers that it calls.
 
-torch calls a function before and after the step of any optimizer of this process. So a training loop needs no line
-for what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that
-would train nothing is refused, and a policy whose step nobody moves gets a warning. Writes alone would not do: neither
-a compiled step nor a fused one leaves a trace in what autograd counts.
+torch calls a function before and after the step of any optimizer of this process. So a training loop needs no line for
+what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that would
+train nothing is refused, and a policy whose step nobody moves gets a warning. Counting writes would not do: neither a
+compiled step nor a fused one leaves a trace in autograd's counts.
 
 An optimizer is looked at once, by its own parameters. One that no watcher is concerned with is left alone afterwards.
 """
@@ -28,15 +28,16 @@ class Watcher:
     """Something that is called before and after steps of optimizers that concern it, for as long as it lives."""
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
-        """Whether an optimizer of these parameters, by their ids, concerns it. It is asked once for each optimizer, and
-        again where that has other parameters."""
+        """Whether an optimizer of these parameters, by their ids, concerns the watcher. It is asked once for each
+        optimizer, and again when the optimizer gets other parameters."""
         raise NotImplementedError(f"{type(self).__name__} does not say which optimizers concern it")
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer, or prepare what it will write to."""
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Act on what it wrote. Everything to be reduced for that is added to ``reductions``, which run next."""
+        """Act on the parameters that the optimizer wrote. All statistics to be reduced are added to ``reductions``,
+        which run next."""
 
 
 class _Look(NamedTuple):
@@ -54,7 +55,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._watchers: dict[int, weakref.ref[Watcher]] = {}
-        """Those that live, by their numbers, in the order in which they came."""
+        """The live watchers, by their numbers, in the order in which they were added."""
         self._last, self._adding = -1, Lock()
         self._looks: weakref.WeakKeyDictionary[Optimizer, _Look] = weakref.WeakKeyDictionary()
         self._parts: list[Optimizer] = []
@@ -72,7 +73,7 @@ class Steps:
             self._last = number
 
     def watchers(self) -> list[Watcher]:
-        """All that live, in the order in which they came."""
+        """Return all live watchers, in the order in which they were added."""
         return [watcher for ref in self._watchers.copy().values() if (watcher := ref()) is not None]
 
     def _concerned(self, optimizer: Optimizer) -> list[Watcher]:
@@ -108,8 +109,8 @@ class Steps:
         return any(part is optimizer for part in self._parts)
 
     def reductions(self, optimizer: Optimizer) -> Reductions:
-        """The reductions of all watchers after the step of this optimizer. One that calls it runs them with its own, as
-        its step ends."""
+        """Return the reductions of all watchers after the step of this optimizer. An optimizer that calls this runs
+        them with its own, as its step ends."""
         reductions = Reductions()
         for watcher in self._concerned(optimizer):
             watcher.after_step(optimizer, reductions)
@@ -118,7 +119,7 @@ class Steps:
 
     @contextmanager
     def part(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside of it the step of this optimizer is a part of another one's, for which alone watchers are called."""
+        """Make the step of this optimizer a part of another optimizer's step, for which alone watchers are called."""
         self._parts.append(optimizer)
         try:
             yield

@@ -1,4 +1,4 @@
-"""A product of an operand of which ranks have some rows each: parts are multiplied while others arrive.
+"""A product of an operand whose rows are divided over ranks: parts are multiplied while others arrive.
 
 A part is an operand of its own, and its product with the other operand is some rows of the result.
 """
@@ -28,13 +28,13 @@ _writing = registry.cached_few(lambda product, kernels: bind_writing(product))
 
 def can_overlap(cut: Cut, x: Tensor) -> bool:
     """Whether parts of this tensor can be multiplied as they arrive: a rank's rows lie side by side in the whole, and
-    its device reads those of others. All ranks decide alike."""
+    its device can read the rows of other ranks. All ranks decide alike."""
     return cut.stretches == 1 and x.numel() > 0 and symmetric.serves(x.device)
 
 
 def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Multiply:
-    """The product of a left operand of which this rank has ``part``, and no gather was begun; the ``whole`` is left in
-    it if wanted."""
+    """Multiply a left operand of which this rank has ``part``, and whose gather was not begun. If wanted, the ``whole``
+    operand is left in it."""
     other, gather, dtype, fast = p.b, OperandGather(part, 0, cut, group), p.dtype, p.fast_accumulate
     texts, shapes, dtypes = (
         (part.quantizer.text, other.quantizer.text),
@@ -78,7 +78,7 @@ def _results(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast: bool, ranks: int, group: str, whole: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The results, without values: the product and, if the whole operand is wanted, the bytes that arrive of it."""
+    """The results, without values: the product and, if the whole operand is wanted, its bytes."""
     y = a[0].new_empty((shape_a[0] * ranks, shape_b[0]), dtype=dtype)
     if not whole:
         return [y]

@@ -1,6 +1,5 @@
-"""Operands of which each rank has a part, gathered: begun when the part is encoded, finished where it is multiplied.
-
-A GPU does other work meanwhile: it encodes another tensor, or makes another product.
+"""Gathers of operands of which each rank has a part. A gather begins when the part is encoded, and finishes where the
+operand is multiplied. Meanwhile a GPU encodes another tensor, or makes another product.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lpq.operations.part_encoders import PartEncoder, bind_part
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
 WORD = 8
-"""Bytes of the largest pieces in which buffers are put in their places."""
+"""The bytes of the largest pieces in which buffers are copied to their places."""
 
 
 class OperandGather:
@@ -72,7 +71,8 @@ class Arriving:
 
 
 def in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
-    """Bytes that arrived rank by rank, in the order of the whole: in so many lines, along which the stretches lie."""
+    """Put bytes that arrived rank by rank into the order of the whole, which has ``lines`` lines; ranks' chunks lie
+    along them."""
     if (lines == 1 and cut.stretches == 1) or not came.numel():
         return came
     size = came.numel() // (cut.ranks * lines * cut.stretches)
@@ -125,7 +125,7 @@ def bind_gathered_high(bind: BindEncoder, wanted: Wanted, cut: Cut, group: str) 
 
 
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
-    """Gather the whole of a matrix of which the ranks have some rows each."""
+    """Gather a matrix whose rows are divided over the ranks."""
     part = as_matrix(x)
     (came,) = all_gather([as_bytes(part)], cut.ranks, group)
     return in_place(came, 1, cut).view(part.dtype).view(part.shape[0] * cut.ranks, part.shape[1])
@@ -137,7 +137,7 @@ def of_arriving(multiply: Multiply) -> Multiply:
 
 
 def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
-    """Begin to sum the y of all ranks: all of it, or this rank's rows if there is a cut."""
+    """Begin to sum the ``y`` of all ranks: the whole of it, or this rank's rows if there is a cut."""
     if cut is None:
         return begin_all_reduce(y, "sum", group)
     if cut.stretches > 1:
@@ -146,7 +146,7 @@ def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
 
 
 def summed(multiply: Multiply, cut: Cut | None, group: str, *, finished: bool) -> Multiply:
-    """A product of which the sum over the ranks is begun, or ``finished`` as well."""
+    """A product whose sum over the ranks is begun, or ``finished`` as well."""
     if finished:
         return lambda a, b, bias: finish_sum(begin_sum(multiply(a, b, bias), cut, group))
     return lambda a, b, bias: begin_sum(multiply(a, b, bias), cut, group)

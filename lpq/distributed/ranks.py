@@ -1,8 +1,7 @@
-"""Ranks that act as one: an error on one of them is raised on all, and none waits for another that has left.
-
-They agree in two ways. Where a run is set up, saved or loaded they exchange objects. In a step they compare ``words``,
-which travel in a collective. Where one of them may be the only one that comes, they meet in the job's store before they
-exchange objects (``meeting.py``).
+"""Ranks that act as one: an error on one rank is raised on all, and no rank waits for another that has left. They agree
+in two ways. Where a run is set up, saved or loaded they exchange objects. In a step they compare ``words``, which
+travel in a collective. Where a rank may be the only one that comes, they meet in the job's store before they exchange
+objects (``meeting.py``).
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ LIMIT = (1 << BITS) - 1
 
 
 class Ranks:
-    """All processes of a group or of a mesh, or of the default group; this one alone where there is none, or with
-    ``alone``."""
+    """All processes of a group or of a mesh, or of the default group; this process alone where there is no group, or
+    with ``alone``."""
 
     error: ClassVar[type[Exception]] = RuntimeError
-    """The class of the errors that all of them raise."""
+    """The class of the errors that all ranks raise."""
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None = None, *, alone: bool = False, device: torch.device | None = None
@@ -59,11 +58,11 @@ class Ranks:
 
     @classmethod
     def of(cls, group: ProcessGroup | None, shared: bool, does: str, *, first: bool = False) -> Self:
-        """The ranks of a group; without one all ranks, where they share the model, and this one alone where not: others
-        may never come. Where they may not, this one waits for them, and says for what.
+        """The ranks of a group. Without a group: all ranks where they share the model, and otherwise this rank alone,
+        as the others may never come. Where others may not come, this rank waits for them, and says for what.
 
-        ``does``: the action in words. ``first``: rank 0 alone may do it on a model that is not shared, for if all did,
-        they would write one file, or derive different values of different data, without a word.
+        ``does``: the action in words. ``first``: rank 0 alone may do it on a model that is not shared, for if all ranks
+        did, they would write one file, or compute different values from different data, without a word.
         """
         if group is not None and not (dist.is_initialized() and isinstance(group, ProcessGroup)):
             raise cls.as_error(
@@ -95,19 +94,20 @@ class Ranks:
 
     @classmethod
     def as_error(cls, raised: BaseException) -> Exception:
-        """The error to raise on all ranks for this one: it can travel, since it is made from a message alone."""
+        """The error to raise on all ranks in place of ``raised``: it can travel, since it is made from a message
+        alone."""
         if isinstance(raised, LpqError) and isinstance(raised, cls.error):
             return raised
         return cls.error(message(raised))
 
     def meet(self, about: str, text: str, seconds: float | None, waiting: str) -> bool | None:
-        """Meet in the job's store (``meeting.meet``), and not in a collective, in which nobody would hear why."""
+        """Meet in the job's store (``meeting.meet``), and not in a collective, which would end without a reason."""
         return is_imitated() or meeting.meet(self.names, about, text, seconds, waiting)
 
     # ------------------------------------------------------------------------------ objects
 
     def exchange(self, mine: T) -> dict[int, T]:
-        """Return an object of each rank, by its name. Each group passes on what the groups before it brought."""
+        """Return an object of each rank, by its name. Each group passes on the objects of the groups before it."""
         known = {self.names[self.rank]: mine}
         for name in self.groups:
             group = group_named(name)
@@ -130,7 +130,7 @@ class Ranks:
         return [result for result, _ in known.values()]  # type: ignore[misc]
 
     def each(self, function: Callable[[], T]) -> T:
-        """As ``all``, for results that stay on their ranks: return this rank's own."""
+        """As ``all``, for results that stay on their ranks: return this rank's result."""
         own: list[T] = []
         self.all(lambda: own.append(function()))
         return own[0]
@@ -178,8 +178,8 @@ def message(raised: BaseException) -> str:
 def sharing(
     parameters: Iterable[Tensor], replicas: Iterable[ProcessGroup] = (), device: torch.device | None = None
 ) -> list[Ranks]:
-    """Return the ranks that share out any of these parameters, over all dimensions of their meshes, and those of each
-    group of ``replicas``: each set once, in an order that is the same on all ranks."""
+    """Return the sets of ranks over which any of these parameters is divided, over all dimensions of their meshes, and
+    the ranks of each group of ``replicas``. Each set comes once, in an order that is the same on all ranks."""
     meshes = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
     sets: dict[tuple[int, ...], Ranks] = {}
     every: list[DeviceMesh | ProcessGroup] = [*meshes.values(), *replicas]
@@ -193,8 +193,8 @@ def sharing(
 def raise_on_all(
     error: Exception | None, sets: Iterable[Ranks], before: str, could_not: str, kind: type[Exception] = RuntimeError
 ) -> None:
-    """Raise if a rank of these sets has an error: there the error itself, elsewhere one of this ``kind`` in its words,
-    between ``before`` and ``could_not``. Each set passes on the errors that the sets before it brought."""
+    """Raise if a rank of these sets has an error: on that rank the error itself, elsewhere an error of this ``kind``
+    with its words between ``before`` and ``could_not``. Each set passes on the errors of the sets before it."""
     first = None if error is None else (_here(), message(error))
     for ranks in sets:
         first = min((one for one in ranks.exchange(first).values() if one is not None), default=None)

@@ -1,8 +1,7 @@
 """The ranks that hold the same parameters because a DistributedDataParallel keeps them equal.
 
-Nothing in such a parameter tells of it, and torch keeps no list of the wrappers. But it says inside of whose forward a
-pass runs, so that layers note it. Parameters that no wrapper has are their rank's own, as those of a stage of a
-pipeline are.
+Such a parameter has no mark, and torch keeps no list of the wrappers. But torch says inside of whose forward a pass
+runs, so layers note it. Parameters without a wrapper are their rank's own, as in a stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Replicas:
-    """The wrappers inside of which layers of a model have run."""
+    """The wrappers in whose forward layers of a model have run."""
 
     def __init__(self) -> None:
         self._wrappers: list[tuple[weakref.ref[DistributedDataParallel], set[int]]] = []

@@ -31,7 +31,7 @@ from lpq.torch_private import cuda
 WORD = 4
 """Bytes of a statistic."""
 ALIGNED = 16
-"""Each buffer begins at a multiple of so many bytes."""
+"""The alignment, in bytes, of each buffer."""
 MOST = 64
 """Sets of matrices whose statistics are bound."""
 OF: dict[Block, bool] = {(None, None): False, (None, 1): True}
@@ -139,11 +139,11 @@ class BoundRows(NamedTuple):
     buffers: list[list[Tensor]]
     """The buffers of each operand. All are contiguous."""
     staying: list[Tensor]
-    """Those that are the same for all shards of a weight; they lie in memory of their own."""
+    """Buffers that are the same for all shards of a weight; they lie in memory of their own."""
     spread: list[Tensor]
     """The bytes of the others."""
     flat: Tensor
-    """All of these, one behind the other, with padding."""
+    """All buffers, one behind the other, with padding."""
 
 
 class RowOperands:
@@ -183,9 +183,9 @@ class RowOperands:
     def encode(
         self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], versions: Sequence[object] = ()
     ) -> BoundRows:
-        """Encode these matrices; ``stats``: for each matrix first those of the quantizer, none of which is None.
-        ``versions``: an object for each matrix that is another one once its values or its statistics may be others.
-        Return what the last call on this stream encoded if these are the same."""
+        """Encode these matrices. ``stats``: the statistics of each matrix; it begins with all those that its quantizer
+        declares. ``versions``: an object for each matrix, which is replaced once the values or the statistics of the
+        matrix may have changed. If they are unchanged, return what the last call on this stream encoded."""
         stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
         pointers, count = [x.data_ptr() for x in xs], self._count
         pointers += [stat.data_ptr() for of_one in stats for stat in of_one[:count] if stat is not None]
@@ -219,7 +219,7 @@ class RowOperands:
 
 
 def bind_rows(side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> RowOperands | None:
-    """The row operands of several matrices, if their format encodes such in one launch."""
+    """Bind the encoding of the row operands of several matrices, if their format encodes several in one launch."""
     bind = several_of(side, device)
     encode = bind(side, shapes, dtype, device) if bind is not None else None
     return RowOperands(side, shapes, dtype, device, encode) if encode is not None else None

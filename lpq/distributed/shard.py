@@ -30,7 +30,7 @@ COPIES = {
     pin_memory.default, to_copy.default, aten.clone.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_zeros.default,
 }  # fmt: skip
-"""The operators by which, beside views, a parameter is cut, padded, moved and made."""
+"""The operators, beside views, that cut, pad, move and create a parameter."""
 
 
 class WeightShard(Gathered, Tensor):
@@ -102,7 +102,7 @@ class WeightShard(Gathered, Tensor):
             for value in written(func, args, kwargs):
                 if id(value) in shards:
                     shards[id(value)].writes.count += 1
-        if func.is_view:  # what is written to it is written to the weight
+        if func.is_view:  # a write to it is a write to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
         if func in COPIES:
@@ -137,7 +137,7 @@ def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def as_shard(tensor: Tensor) -> Tensor:
-    """The same data as a WeightShard; a tensor of any class but ``Tensor`` stays as it is."""
+    """Return the same data as a WeightShard; a tensor of any class but ``Tensor`` is returned itself."""
     return WeightShard(tensor) if type(tensor) is Tensor else tensor
 
 
@@ -161,8 +161,8 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
 
 
 def ordinary(weight: Tensor) -> Tensor:
-    """The same data in an ordinary tensor, whole or sharded, whose version counts writes; a weight that is stored
-    quantized stays so."""
+    """Return the same data in an ordinary tensor, whole or sharded, whose version counts writes; a weight that is
+    stored quantized is returned itself."""
     part = local_part(weight)
     if not isinstance(part, WeightShard):
         return weight.detach()
@@ -171,7 +171,7 @@ def ordinary(weight: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same data as an ordinary tensor."""
+    """Return the same data as an ordinary tensor."""
     return plain_each((tensor,))[0]
 
 

@@ -18,7 +18,7 @@ from lpq.operations.sides import measures_again
 
 @cache  # called before every gather
 def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
-    """Why shards of a weight of so many rows, or matrices of a stack, cannot be encoded when it is gathered; None if
+    """Why shards of a weight of ``rows`` rows, or matrices of a stack, cannot be encoded when it is gathered; None if
     they can."""
     col = quantizer.side("col")
     if rounds_stochastically(quantizer):
@@ -31,8 +31,8 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) ->
 
 
 def why_uncut(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
-    """Why a weight of so many rows cannot be cut into shards of whole blocks for so many ranks; None if it can. A stack
-    of so many matrices is cut between them."""
+    """Why a weight of ``rows`` rows cannot be cut into shards of whole blocks for ``ranks`` ranks; None if it can. A
+    stack is cut between matrices."""
     row, col = quantizer.side("row"), quantizer.side("col")
     if rows % ranks:
         return f"its {rows} {'matrices' if stack else 'rows'} over {ranks} ranks are uneven"
@@ -58,8 +58,8 @@ def sent_bytes(
 
 
 def operand_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, row: bool, col: bool) -> int:
-    """The bytes of these operands of a weight, as far as they travel. If they are more than those of the weight in high
-    precision, the weight travels in their place, and is encoded where it arrives, unless it is stored quantized."""
+    """The bytes of these operands of a weight that travel. If the weight has fewer bytes in high precision, it travels
+    in their place and is encoded where it arrives, unless it is stored quantized."""
     derived = derives_col(quantizer)
     rows_sent = _sent(quantizer.side("row"), 0, rows, cols, dtype) if row or derived else 0
     return rows_sent + (_sent(quantizer.side("col"), 1, cols, rows, dtype) if col and not derived else 0)

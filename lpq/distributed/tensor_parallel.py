@@ -1,8 +1,7 @@
 """Styles for ``parallelize_module``: layers with a recipe move encoded activations and gradients between ranks.
 
-They take the place of torch's styles of the same names, and do the same for every module without a recipe: one plan
-serves a model of which a part is converted. Convert the model first, then call ``parallelize_module``, and
-``fully_shard`` last.
+They replace torch's styles of the same names, and do the same for every module without a recipe: one plan serves a
+partly converted model. Convert the model first, then call ``parallelize_module``, and ``fully_shard`` last.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(_Style, torch_styles.RowwiseParallel):
-    """Share out the columns of a layer's weight, and those of its input; the output is the sum over the ranks.
-
-    With ``output_layouts=Shard(1)`` each rank has the sum of its part of the sequence. In a layer with a recipe the
+    """Divide the columns of a layer's weight, and of its input, over the ranks; the output is the sum over the ranks.
+    With ``output_layouts=Shard(1)`` each rank has the sum for its part of the sequence. In a layer with a recipe the
     gradient of this sum is encoded first, and its codes are gathered. A bias is added once, after the sum.
     """
 
@@ -92,15 +90,15 @@ class RowwiseParallel(_Style, torch_styles.RowwiseParallel):
 class PrepareInput(InputStyle):
     """Have the layers inside of a module gather its input encoded, where torch's style gathers it before the module.
 
-    The module gets a DTensor that has the shape of the whole. A layer with a recipe that is given it gathers its codes,
-    once for all. A module without such layers, and inputs that are not gathered, are handled by torch's style.
+    The module gets a DTensor with the global shape. A layer with a recipe that gets it gathers its codes, once for all
+    layers. A module without such layers, and inputs that are not gathered, are handled by torch's style.
     """
 
     encoded: bool = False
     """Whether layers inside gather."""
 
     def lay_out(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
-        """Pass an input that layers inside gather as this rank's part of it."""
+        """Pass this rank's part of an input that layers inside gather."""
         if self.encoded and given is not None and given.is_shard() and wanted.is_replicate():
             over: Any = DTensor.from_local
             return input if isinstance(input, DTensor) else over(input, mesh, (given,), run_check=False)

@@ -1,4 +1,4 @@
-"""A check that optimizers train each weight of a model, and each once.
+"""A check that optimizers train each weight of a model exactly once.
 
 Some libraries exchange the parameters of an optimizer for those of a sharded model. Where that goes wrong, an optimizer
 has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several optimizers may
@@ -28,13 +28,13 @@ Named = Mapping[str, Tensor]
 
 
 class Trained:
-    """The optimizers that have stepped weights of one model, and the weights that none of them has."""
+    """The optimizers that have stepped weights of one model, and the weights that are in none of these optimizers."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._left: dict[str, Tensor] = {}
-        """The weights, by name, that none of these optimizers has; mostly there are none. ``module.to()`` could not
-        exchange one to which there is a weak reference."""
+        """The weights, by name, that are in none of these optimizers; mostly there are none. They are not weak
+        references: ``module.to()`` could not exchange a parameter that has one."""
 
     def check(self, optimizer: Optimizer, params: Sequence[Tensor], weights: Callable[[], Named]) -> None:
         """Raise, before a step of an optimizer, if it has one of its parameters several times. Warn if a weight still

@@ -2,8 +2,7 @@
 
 The whole weight is a ``QuantizedTensor`` whose buffers stay the same tensors; their memory is filled by a gather and
 freed when FSDP2 shards the weight again. A layer saves the column operand in forward, where it is empty, and finds it
-filled in backward. The gather itself is that of the unit (``gather_unit.py``): FSDP2 gathers all weights of one
-together.
+filled in backward. The unit gathers (``gather_unit.py``): FSDP2 gathers all weights of a unit together.
 """
 
 from __future__ import annotations
@@ -73,27 +72,27 @@ class Model(Protocol):
         """Raise, before this gather, unless all ranks have the same model; a collective, where that is in doubt."""
 
     def refresh(self) -> None:
-        """Measure every weight of it that was written to; a collective."""
+        """Measure every weight of the unit that was written to; a collective."""
 
 
 class Load(Protocol):
-    """Weights of a unit that send together, in FSDP2's hook of the first of them."""
+    """Weights of a unit that send together, in FSDP2's hook of the first weight."""
 
     gathers: Sequence[Gather]
     into: list[Tensor] | None
-    """The flat tensors in which it arrives; None: FSDP2's own."""
+    """The flat tensors in which the load arrives; None: FSDP2's own."""
     held: list[Tensor]
     """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors to send of these shards, as many as there are in ``into``."""
+        """Return the tensors to send for these shards, as many as there are in ``into``."""
 
     def finish(self) -> None:
         """Make the whole weights of what arrived."""
 
 
 class Unit(Protocol):
-    """The weights that FSDP2 gathers together, as far as one of them reads it."""
+    """The weights that FSDP2 gathers together, as a weight sees its unit."""
 
     gathers: Sequence[Gather]
     begun: dict[Gather, Load] | None
@@ -102,10 +101,10 @@ class Unit(Protocol):
     """The encoders of several of its shards; gathers for forward and for backward share them."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
-        """The tensors to gather of this weight, and of others that send with it."""
+        """Return the tensors to gather for this weight, and for the others that send with it."""
 
     def begin_all(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """The same for the first weight of the unit."""
+        """As ``begin``, for the first weight of the unit."""
 
 
 Copies = list[tuple[Tensor, Tensor]]
@@ -127,7 +126,7 @@ class Measured(NamedTuple):
 
     local: weakref.ref[Tensor]
     writes: tuple[int, int]
-    """Those that the tensor's operators counted, and those that autograd did."""
+    """The writes that the tensor's operators counted, and the writes that autograd counted."""
     quantizer: Quantizer | None
     sides: Sides | None
 
@@ -155,7 +154,7 @@ class Gather:
         self.stats: list[Tensor | None] = []
         """Statistics of the whole weight that reach beyond a shard or are remembered, in the order of ``declared``."""
         self.spanning: list[Tensor | None] = []
-        """Those of ``stats`` that reach beyond a shard; None in place of others."""
+        """Select, of ``stats``, those that reach beyond a shard; None in place of the others."""
         self.measured: Measured | None = None
         self.version: object = None
         """Another object once the values of the shard, or the statistics to encode it with, may be others."""
@@ -164,7 +163,7 @@ class Gather:
         self.operands: GatheredOperands | None = None
         """The operands that gathers fill; None: the weight is gathered in high precision."""
         self.made_for: tuple[Sides | None, torch.dtype] | None = None
-        """The sides and the dtype for which the operands were made."""
+        """The sides and the dtype of the operands."""
         self.judged: Judged | None = None
         """The last decisions; None once the recipe has changed."""
         self._known: list[Tensor | None] = []
@@ -197,8 +196,8 @@ class Gather:
         return self.unit.begin(self, shard)
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """Make the whole weights of what arrived, where this one sent it; return this one, and the tensors to free with
-        it. FSDP2 passes it as ``out`` at later gathers, to be filled."""
+        """Make the whole weights of the tensors that arrived, if this weight sent for them. Return this whole weight,
+        and the tensors to free with it. FSDP2 passes it as ``out`` at later gathers, to be filled."""
         unit, load = self.unit, None
         assert unit is not None
         if unit.begun is not None and (load := unit.begun.get(self)) is not None:
@@ -228,7 +227,7 @@ class Gather:
 
     @cached_property
     def cut(self) -> Cut | None:
-        """How tensor parallelism shares out the weight, of which FSDP2 gathers one part; None: it does not."""
+        """How tensor parallelism divides the weight, of which FSDP2 gathers one part; None: it does not."""
         return part_of(self.site)
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
@@ -265,11 +264,11 @@ class Gather:
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
     def statistics(self, matrices: slice | None = None, copies: Copies | None = None) -> list[Tensor | None]:
-        """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
-        weight; None where the statistic covers only values of the matrix that is encoded. Backward encodes with the
-        statistics of forward, even if another backward changed the layer's state in between. ``matrices``: those of a
-        stack that are encoded. ``copies``: a list for what must be copied before the statistics are read, of which
-        those of several weights take one launch; None: it is copied at once."""
+        """The statistics to encode with: from the state of the layer, or else as measured for the whole weight; None
+        where a statistic covers only values of the encoded matrix. Backward encodes with the statistics of forward,
+        even if another backward changed the layer's state in between. ``matrices``: the matrices of a stack that are
+        encoded. ``copies``: a list for the copies that must be made before the statistics are read, so that the copies
+        of several weights take one launch; None: they are made at once."""
         assert self.operands is not None
         sides = self.operands.sides
         state = self.layer.weight_state() if sides.remembers else None
@@ -314,7 +313,8 @@ class Gather:
         return whole
 
     def missing(self) -> list[Tensor]:
-        """The freed buffers of a weight that has filled ones, too: those of the operand that is not wanted now."""
+        """The freed buffers of a weight that also has filled ones: the buffers of the operand that is not wanted
+        now."""
         large = [*self.operands.row.large, *self.operands.col.large] if self.operands is not None else []
         freed = [t for t in large if not t.untyped_storage().size()]
         return freed if len(freed) < len(large) else []
@@ -327,7 +327,8 @@ def copy_pairs(pairs: Copies) -> None:
 
 
 def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
-    """Those whose shard was written to, or whose quantizer changed, since it was measured. Stored ones never are."""
+    """Select the weights whose shard was written to, or whose quantizer changed, since it was measured; stored weights
+    never are."""
     found: list[Gather] = []
     for gather, shard in zip(gathers, shards, strict=True):
         measured, wanted = gather.measured, (gather.judged or gather.judge()).quantizer
@@ -342,7 +343,7 @@ def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
 
 
 def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Measuring) -> None:
-    """Measure this rank's shards of these weights. The reductions make their statistics those of the whole weights."""
+    """Measure this rank's shards of these weights. The reductions turn the statistics into those of whole weights."""
     found: list[tuple[Gather, Measured]] = []
     alike: dict[tuple[object, ...], tuple[Sides, list[tuple[Gather, Tensor]]]] = {}
     shards = fsdp.shards(gather.site for gather in gathers)
@@ -389,7 +390,7 @@ def _measure_each(
     dtype, _, group = members[0][0].where
     for gather, x in members:
         stats = measure(gather.prepared(x), sides.row, sides.col, dtype=dtype)
-        if not sides.stack:  # of which no statistic is of several shards
+        if not sides.stack:  # no statistic of it spans several shards
             declared += sides.stats
             values += stats
         gather.stats = [*stats]

@@ -1,4 +1,4 @@
-"""Gradients of weights that backward adds in place: whether it does, and to which tensor."""
+"""Gradients of weights that backward adds in place: whether it does so, and to which tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_summed(node: Any) -> bool:
 
 
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
-    """The tensor to which backward adds the gradient of the weight, in place; None: there is no ``.grad`` yet."""
+    """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet."""
     if where == "grad":
         return weight.grad
     into: Tensor | None = getattr(weight, "main_grad", None)

@@ -18,8 +18,8 @@ READ = "; a pass has read its weight, too: what code beside the layer multiplies
 
 
 def uncalled(model: nn.Module) -> set[str]:
-    """The names of these layers. There are none before the first pass, and where a compiler traced a pass: what it
-    compiled notes nothing."""
+    """The names of these layers. There are none before the first pass, nor where a compiler traced a pass: compiled
+    code notes nothing."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
     passes = [layer.passes for layer in layers.values()]
     if any(each.traced for each in passes) or not any(each.called for each in passes):

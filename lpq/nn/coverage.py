@@ -36,8 +36,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a model is converted. A parameter of two dimensions or more, not counting those of size 1, is
-    matrices; so is the weight of a convolution."""
+    """How much of a model is converted. A parameter with two or more dimensions larger than 1 counts as matrices; so
+    does the weight of a convolution."""
 
     converted: int = 0
     """Elements of the matrices of converted modules; a parameter that several modules share counts once."""
@@ -77,7 +77,7 @@ class Coverage:
 
 
 def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
-    """Count the matrices of a model in which the modules of these names are converted, with all that is in them."""
+    """Count the matrices of a model in which the modules of these names are converted, with all modules inside."""
     owners: dict[int, list[tuple[Part, bool]]] = {}
     work = [0, 0]
     inside: str | None = None

@@ -83,10 +83,9 @@ def of_given(wanted: Wanted) -> Encoder:
 def gradient_given(
     title: str, dy: QuantizedTensor, quantizer: Quantizer, encoder: Encoder, why_not: str | None
 ) -> QuantizedTensor:
-    """The gradient of an output that arrived encoded, with the operands that ``encoder`` takes of it. Refuse it unless
-    they are what ``quantizer`` makes.
-
-    ``why_not``: why the layer takes none. ``title`` names the layer; a compiled one has no name here.
+    """Take a gradient that arrived encoded, with the operands that ``encoder`` takes. Refuse it unless they are as
+    ``quantizer`` makes them. ``why_not``: why the layer takes no such gradient. ``title`` names the layer; a compiled
+    one has no name here.
     """
     row, col = encoder.row is not None, encoder.col is not None and encoder.later is None
     wanted: list[Direction | None] = ["row" if row else None, "col" if col else None]

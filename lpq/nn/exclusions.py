@@ -45,7 +45,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """The ids of the modules that models of Hugging Face name as their output embeddings, and of those in them."""
+    """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside."""
     heads: set[int] = set()
     for module in model.modules():
         named: Any = getattr(module, "get_output_embeddings", None)

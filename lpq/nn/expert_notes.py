@@ -27,7 +27,7 @@ def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def expert_note(recipe: Recipe, sizes: list[tuple[int, int]]) -> str:
-    """How experts of these ``(outputs, features)`` are multiplied."""
+    """How experts of the sizes ``(outputs, features)`` are multiplied."""
     reasons = {gemm: why_decoded(*pair) for gemm, pair in recipe.products.items()}
     codes = [gemm for gemm, reason in reasons.items() if reason is None]
     slower: dict[str, list[str]] = {}

@@ -52,7 +52,7 @@ class ExpertStack:
 
     @property
     def weight(self) -> Tensor:
-        """Its parameter, or what a parametrization computes."""
+        """The parameter of the stack, or the tensor that a parametrization computes."""
         tensor: Tensor = getattr(self.holder, self.key or "weight")
         return tensor
 
@@ -105,13 +105,13 @@ def stacks_in_files(model: nn.Module) -> Iterator[ExpertStack]:
 
 
 def renamed(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names in files of those among these tensors, beside stacks of experts, that transformers calls otherwise
-    there, such as a router's."""
+    """The names in files of tensors beside stacks of experts, such as a router's, for which transformers uses other
+    names in files."""
     return names_in_files(model, names) if any(holds_experts(module) for module in model.modules()) else {}
 
 
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names in files of those among these tensors that transformers calls otherwise there."""
+    """The names in files of the tensors that have another name there."""
     convert = _reverts(model)
     if convert is None:
         return {}
@@ -148,7 +148,7 @@ def _in_files(model: nn.Module, stack: ExpertStack) -> tuple[str, ...] | None:
 
 
 def _pattern(names: Sequence[str]) -> str | None:
-    """The name with the place of the number of which these are all."""
+    """The pattern of these names, which differ by one number that counts them; None if there is no such number."""
     parts = names[0].split(".")
     places = [i for i, part in enumerate(parts) if part == "0"]
     for place in reversed(places):

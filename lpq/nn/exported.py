@@ -1,7 +1,8 @@
 """A layer as ``torch.export`` takes it: forward, and a gradient that is refused.
 
-An export is a graph of forward, which holds neither the other two products nor their operands. So autograd would
-have no gradient for it, or that of another recipe. Where all three products are in high precision, autograd's is right.
+An export is a graph of forward, which holds neither the other two products nor their operands. So autograd would have
+no gradient for it, or the gradient of another recipe. Where all three products are in high precision, autograd's
+gradient is right.
 """
 
 from __future__ import annotations

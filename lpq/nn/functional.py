@@ -96,7 +96,8 @@ def grouped_linear_of(
 ) -> Tensor:
     """Multiply checked tensors as ``grouped_linear`` does, by a plan. ``held`` is the weight where it is held encoded,
     ``states`` the static statistics of each tensor, with one for each group, ``watch`` the observers of the layer.
-    ``calls``: the steps that the layer has bound for this plan; finding one among those of all layers takes longer."""
+    ``calls``: the steps that the layer has bound for this plan; a look-up among the steps of all layers takes
+    longer."""
     grad, dtype = torch.is_grad_enabled(), x.dtype
     given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
     seeds = None

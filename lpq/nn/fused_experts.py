@@ -35,8 +35,8 @@ UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 class FusedExperts(GroupedLayer):
     """The experts of a mixture; ``class_for`` makes the subclass of this and of the class before the conversion.
 
-    Static statistics are buffers such as ``gate_up_proj_x_amax``. With ``recipe=None`` it does what it did before the
-    conversion, or multiplies in high precision if ranks share out its experts.
+    Static statistics are buffers such as ``gate_up_proj_x_amax``. With ``recipe=None`` it behaves as before the
+    conversion, or multiplies in high precision if its experts are divided over ranks.
     """
 
     base: ClassVar[type[nn.Module]]
@@ -58,7 +58,7 @@ class FusedExperts(GroupedLayer):
         return _empty, (self.base,), self.__getstate__()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take and return what the class before the conversion does."""
+        """Take the arguments and return the result of the class before the conversion."""
         if self.model.stages is not None:
             self.model.stages.check(self)
         if self.recipe is None and self.dispatched is None:

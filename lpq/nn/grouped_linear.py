@@ -1,8 +1,8 @@
 """GroupedLinear: a linear layer for each group of rows, such as the experts of a mixture, in one parameter.
 
-Its results are, to the bit, those of separate ``lpq.nn.Linear``, one for each group and its rows. A pass draws three
-seeds for each group, in the order of the groups: on a CPU these are the seeds that the separate layers would draw if
-they were called one after another.
+Its results equal, to the bit, the results of a separate ``lpq.nn.Linear`` for each group and its rows. A pass draws
+three seeds for each group, in the order of the groups: on a CPU these are the seeds that the separate layers would draw
+if they were called one after another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class GroupedLayer(StatefulLayer):
-    """A layer that multiplies rows in groups, such as those of experts, by the matrices of stacks.
+    """A layer that multiplies rows in groups, such as the rows of experts, by the matrices of stacks.
 
     Static statistics are buffers with a value for each group, by its number among the groups of all ranks.
     """
@@ -49,7 +49,8 @@ class GroupedLayer(StatefulLayer):
         return memory.new_zeros((next(self.parameters()).shape[0], *memory.shape))
 
     def own_groups(self) -> slice:
-        """Return the numbers of this rank's groups: all, unless ``lpq.distributed.expert_parallel`` shares them out."""
+        """Return the numbers of this rank's groups: all, unless ``lpq.distributed.expert_parallel`` divides them over
+        ranks."""
         weight = next(self.parameters())
         return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
 
@@ -88,7 +89,7 @@ class GroupedLayer(StatefulLayer):
         )  # fmt: skip
 
     def _static_of_own_groups(self, title: str, stack: str) -> dict[str, dict[str, Tensor]]:
-        """Return the static statistics of this rank's groups. Those of all groups are checked once."""
+        """Return the static statistics of this rank's groups. The statistics of all groups are checked once."""
         if not self.passes.checked and not torch.compiler.is_compiling():
             check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
             self.passes.checked = True

@@ -26,7 +26,7 @@ from lpq.tensor import QuantizedTensor
 
 
 class Groups(NamedTuple):
-    """Rows in groups, each of which meets a matrix of its own: how the tensors of a step are divided."""
+    """Rows in groups, each multiplied by a matrix of its own: how the tensors of a step are divided."""
 
     number: int
     at_once: bool
@@ -95,13 +95,14 @@ def _of_row_operand(wanted: Wanted) -> Encoder:
         buffers, (offs, *seeds) = kept[: len(side.layout)], kept[len(side.layout) :]
         decoded = decode(side.storage.wrap(buffers, side, wanted.shape, dtype), torch.float32)
         made = encode_values(decoded, None, seeds[0] if seeds else None, offs)[1]
-        return *for_dtype(of_col.layout, made[:-1], dtype), offs  # it stands for the rows, not for what was decoded
+        return *for_dtype(of_col.layout, made[:-1], dtype), offs  # it stands for the rows, not for the decoded values
 
     return Encoder(row, col, encode, later)
 
 
 def row_given(buffers: Sequence[Tensor], offs: Tensor, seeds: Tensor | None) -> Buffers:
-    """The buffers of the row operand of rows in groups, and what is kept of them until the column operand is made."""
+    """The buffers of the row operand of rows in groups, and the tensors that are kept until the column operand is
+    made."""
     row = *buffers, offs
     return row, row if seeds is None else (*row, seeds)
 

@@ -180,8 +180,8 @@ def check_static(title: str, values: Mapping[str, Tensor]) -> None:
 
 
 def check_memories(layer: WeightedLayer, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Refuse a DistributedDataParallel that overwrites the state of all ranks with that of one: the others would clamp
-    larger values. Statistics of the weight are the same on all ranks."""
+    """Refuse a DistributedDataParallel that overwrites the state of all ranks with one rank's state: the others would
+    clamp larger values. Statistics of the weight are the same on all ranks."""
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
     if not memories or not _copies_buffers():
         return

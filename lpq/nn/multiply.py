@@ -1,9 +1,9 @@
 """The three products of a layer, as one function to autograd.
 
 Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
-the high-precision input; where a recipe or a compiler chooses so, it keeps the tensor from which backward makes an
-operand. State that lives across steps is read in forward and moves in backward only, so that evaluation leaves it alone
-and activation checkpointing, which runs forward twice, computes the same numbers twice.
+the high-precision input; where a recipe or a compiler chooses so, it keeps a tensor in place of an operand, which
+backward makes from it. State that lives across steps is read in forward and moves in backward only, so that evaluation
+leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class LayerCall(NamedTuple):
     states: Mapping[str, State] = {}
     """The statistics that quantizers remember, by tensor."""
     seeds: Tensor | None = None
-    """Those of x, w and dy."""
+    """The seeds of ``x``, ``w`` and ``dy``."""
     weight: Buffers | None = None
     """The buffers of the operands of the weight, if it is encoded already."""
     measured: Sequence[Tensor] = ()
-    """The statistics that were measured of such a weight."""
+    """The measured statistics of such a weight."""
     accumulate: Accumulate | None = None
     inputs: SharedInputs | None = None
-    """The inputs that other layers encoded, if this one may be among them."""
+    """The inputs that other layers encoded, if this layer's input may be among them."""
     static: Sequence[float] = ()
     """The values of the state of the input, if no step moves it and other layers may share it."""
     input: Buffers | None = None
@@ -72,7 +72,7 @@ class LayerCall(NamedTuple):
     shared: EncodedInput | None = None
     """The input that layers share which ranks share out."""
     shape: Sequence[int] | None = None
-    """The shape of the result, if its leading dimensions are not those of ``x``."""
+    """The shape of the result, if its leading dimensions differ from ``x``."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -137,7 +137,7 @@ class Multiplication(torch.autograd.Function):
             if x.dim() == 2:
                 return y
             shape = (*x.shape[:-1], shapes.outputs)
-        # Not a view to autograd: what a module returns may be changed in place.
+        # No view to autograd: the output of a module may be changed in place.
         whole: Tensor = unsafe_view(y, shape)
         return whole
 
@@ -253,7 +253,7 @@ def _gradients(
         if not shapes.needs_dw:
             refuse_part_of(call.title)
         ctx.moves = False
-        if "dy" in states and not runs_whole():  # the other part of this backward is to encode as this one did
+        if "dy" in states and not runs_whole():  # the other part of this backward must encode in the same way
             ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
     measured: Mapping[str, Sequence[Tensor]] = {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]}
     if step.settle is not None:

@@ -27,7 +27,7 @@ def grouped(names: Iterable[str], others: Collection[str] = ()) -> list[tuple[st
 
 
 def first_few(words: Sequence[str], between: str = ", ") -> str:
-    """The first three of them."""
+    """The first three names."""
     return between.join([*words[:SHOWN], *(["…"] if words[SHOWN:] else [])])
 
 
@@ -57,7 +57,7 @@ def _called(parts: Parts, beside: Iterable[tuple[str, ...]]) -> str:
 
 
 def _segment(segments: frozenset[str], there: Collection[str]) -> str:
-    """The text for one place of a name in which these segments stand."""
+    """The text for one place of a name, at which the names have these segments."""
     if len(segments) == 1:
         return next(iter(segments))
     if all(segment.isdecimal() for segment in segments):

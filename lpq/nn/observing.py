@@ -1,7 +1,6 @@
-"""Observers of layers: a block in which each pass of these layers has one, and how the pass tells it.
-
-A layer lists its observers, and none are listed outside of such a block: then a pass looks at an empty tuple and has no
-call more. A pass keeps the observers that it began with, so that its backward tells the same ones of ``dy``.
+"""Observers of layers: a block in which each pass of these layers has an observer, and how the pass tells it. A layer
+lists its observers. Outside of such a block the list is an empty tuple, and a pass makes no further call. A pass keeps
+the observers that it began with, so that its backward tells the same observers of ``dy``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 O = TypeVar("O", bound=Observer)
 _CHANGING = threading.Lock()
-"""Held while the observers of layers change: other threads may begin or end a block of theirs."""
+"""Held while the observers of layers change: other threads may begin or end a block."""
 
 
 @contextmanager
@@ -85,12 +84,12 @@ def _forget(layer: StatefulLayer, observer: Observer) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class ObservedPart(Observed):
-    """One tensor of a pass over the ranks of a mesh: this rank's part, or the whole, which all of them have."""
+    """One tensor of a pass over the ranks of a mesh: this rank's part, or the whole, which all ranks have."""
 
     cut: Cut | None
     """How the ranks share it out."""
     among: str
-    """The name of the process group of these ranks."""
+    """The name of the process group of the ranks."""
 
     @property
     def is_part(self) -> bool:
@@ -120,7 +119,7 @@ class Watch(NamedTuple):
     title: str
     stack: str = ""
     first: int = 0
-    """The number of the first group of this rank."""
+    """The number of this rank's first group."""
     parts: SharedOut | None = None
     """How ranks share the tensors out."""
 

@@ -1,8 +1,7 @@
 """A layer under tensor parallelism: its weight is a DTensor, of which each rank of a mesh has some rows or columns.
-
-All follows from how the weight lies on its mesh, and how the input does. A pass is that of a plain layer, with this
-rank's parts, bound as such (``SharedOut``), and with the placements of its input and its output. An input whose
-sequence is shared out is encoded before it is gathered.
+Everything follows from the placements of the weight and of the input. A pass is a plain layer's pass over this rank's
+parts (``SharedOut``), with the placements of its input and its output. An input whose sequence is divided over ranks is
+encoded before it is gathered.
 """
 
 from __future__ import annotations
@@ -71,16 +70,16 @@ _spread: Any = Spread.apply
 
 
 class Siblings(NamedTuple):
-    """How layers that are given the same input share what is encoded of it."""
+    """How layers with the same input share its encoding."""
 
     inputs: LastInput
     first: LayerCall
     """The call of the first layer, which encodes."""
     others: LayerCall
     how: tuple[object, ...]
-    """All that the operands depend on, beside the values of a static state."""
+    """The properties on which the operands depend, beside the values of a static state."""
     static: bool
-    """Whether there is such a state."""
+    """Whether there is a static state."""
 
 
 class MeshPass(NamedTuple):
@@ -136,7 +135,7 @@ def multiply_parts(
     added = bias.to_local() if isinstance(bias, DTensor) else bias
     call, siblings, through, shared, first = over.call, over.siblings, x, None, False
     if siblings is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        siblings = None  # a graph that is replayed must encode what is new
+        siblings = None  # a replayed graph must encode the new values
     if siblings is not None:
         stream = cuda.current_stream(x.get_device()) if x.is_cuda else 0
         static = layer.passes.static_input.read(layer.states()["x"]) if siblings.static else ()
@@ -161,7 +160,7 @@ def multiply_parts(
         siblings.inputs.keep(found_by, how, shared, id(layer))
     if added is not None and not by_columns:  # once, and not on each rank before they are summed
         if over.output.is_partial() and over.parts.weight.rank:
-            added = added - added.detach()  # zero, and its gradient is that of the bias
+            added = added - added.detach()  # zero, with the gradient of the bias
         y = y + (added if sequence is None else _spread(added, None, added.shape, group)).to(y.dtype)
     return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
 
@@ -181,7 +180,8 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of the input, laid out for the product; and the tensor by which siblings find it."""
+    """Return this rank's part of the input, laid out for the product; and the tensor by which siblings find the encoded
+    input."""
     if not isinstance(input, DTensor):
         if given is wanted:
             return input, input
@@ -198,8 +198,8 @@ def _mesh_pass(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, w: Tensor, bias: Tensor | None,
     dtype: torch.dtype, needs: tuple[bool, bool], inputs: SharedInputs | None,
 ) -> tuple[MeshPass, Tensor, Tensor]:  # fmt: skip
-    """Decide how passes of this kind go; return this rank's part of the input, and the tensor that siblings find, as
-    well. All follows from sizes and placements, so all ranks decide alike."""
+    """Decide how passes of this kind go; return this rank's part of the input and the tensor that siblings find as
+    well. The decision follows from sizes and placements, so all ranks decide alike."""
     check_parallel(layer, input, weight)
     mesh = weight.device_mesh
     if not torch.compiler.is_compiling():
@@ -286,7 +286,7 @@ def _is_last(placement: Placement, dims: int) -> bool:
 
 
 def _sequence(shape: Sequence[int], dim: int, rank: int, ranks: int) -> Cut:
-    """The rows of a tensor of this shape, of which each rank has some along a leading dimension."""
+    """The rows of a tensor of this shape, which are divided over ranks along a leading dimension."""
     return Cut(0, rank, ranks, shape[dim] // ranks * prod(shape[dim + 1 : -1]), prod(shape[:dim]))
 
 
@@ -296,7 +296,7 @@ def _high(quantizer: Quantizer, row: bool, col: bool, cut: Cut, shape: Sequence[
 
 
 def _sum(layer: WeightedLayer, shape: Sequence[int], bias: bool, rank: int, ranks: int) -> tuple[Cut | None, Placement]:
-    """How ranks get the sum of their outputs: some of its rows each, all of it, or nothing yet."""
+    """How ranks get the sum of their outputs: each some of its rows, each all of it, or not yet."""
     wanted, last = layer.layouts.output if layer.layouts is not None else None, len(shape) - 1
     dim = wanted.dim % len(shape) if isinstance(wanted, Shard) else last
     if dim < last and not shape[dim] % ranks:

@@ -34,7 +34,7 @@ def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _of_experts(module: Any) -> str:
-    """How experts are shared out, and in which form rows travel to them."""
+    """How experts are divided over ranks, and in which form rows travel to them."""
     weight: Any = next(module.parameters())
     count, ranks = weight.shape[0], weight.device_mesh.size(weight.device_mesh.ndim - 1)
     text = f"{count // ranks} of {count} experts on each of {ranks} ranks; rows are dispatched"

@@ -1,8 +1,7 @@
-"""A step of a layer whose weight tensor parallelism shards: the encoders and products of a plain one, for parts.
+"""A step of a layer whose weight tensor parallelism shards: the encoders and products of a plain layer, for parts.
 
 Each rank multiplies its own parts. A statistic that spans parts is reduced over the ranks, so every code and every
-scale is that of one process. An operand that is gathered travels encoded; a sum over the ranks is begun where its
-product is made.
+scale is as in one process. A gathered operand travels encoded; a sum over the ranks begins where its product is made.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class SharedOut(NamedTuple):
     weight: Cut
     """Along rows (0) or columns (1)."""
     sequence: Cut | None = None
-    """How they share out the rows of the input, of which the whole is gathered; or the rows of the sum."""
+    """How ranks divide the rows of the input, which is gathered, or the rows of the sum."""
     high: bool = False
     """Whether the gradient of the sum is gathered before it is encoded."""
     sums: bool = True
@@ -52,7 +51,7 @@ class SharedOut(NamedTuple):
         """Bind a step by these functions."""
         rows, features, outputs, x_dtype, w_dtype, dtype, _, device, dx, dw, encoded, given = shapes[:12]
         group, cut, sequence, states = self.group, self.weight, self.sequence, {m.tensor for m in plan.memories}
-        by_columns = cut.dim == 0  # those of the output
+        by_columns = cut.dim == 0  # the columns of the output
         of_rows = rows
         if sequence is not None:
             of_rows = rows * cut.ranks if by_columns else rows // cut.ranks

@@ -29,7 +29,7 @@ class Plan:
     stochastic: bool
     """Whether anything is rounded with random bits."""
     memories: tuple[Memory, ...]
-    """The buffers in which quantizers remember."""
+    """The buffers that hold the states of quantizers."""
     moving: tuple[str, ...]
     """The tensors that have buffers which a step changes."""
     shares: bool

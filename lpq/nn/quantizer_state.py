@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
 
 def memories(recipe: Recipe) -> tuple[Memory, ...]:
-    """The buffers that a layer of this recipe has."""
+    """The state buffers of a layer with this recipe."""
     quantizers = zip(TENSORS, (recipe.x, recipe.w, recipe.dy), strict=True)
     return tuple(
         Memory(f"{tensor}_{prefix}{buffer.name}", tensor, prefix + buffer.name, branch.moves)

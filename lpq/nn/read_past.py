@@ -14,8 +14,8 @@ from lpq.torch_private.callers import another_pass_reads
 
 
 class Weight:
-    """The attribute of a class of layers that is their weight. It notes the first such read in the layer's
-    ``passes``; a read that a compiler traces is not noted."""
+    """The weight as an attribute of a class of layers. It notes the first such read in the layer's ``passes``; a read
+    that a compiler traces is not noted."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

@@ -54,7 +54,8 @@ def seen(states: States) -> Tensor | None:
 
 
 def compare(title: str, before: list[int], saved: Tensor) -> None:
-    """Refuse backward of a run of this layer if its saved tensors were recomputed from other states than it read."""
+    """Refuse backward of a run of this layer if its saved tensors were recomputed from other states than the run had
+    read."""
     if saved.tolist() != before:
         _refuse(title)
 

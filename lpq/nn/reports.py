@@ -22,8 +22,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """The modules that a conversion converted, and those with matrices that it left alone and why. Its text begins with
-    their share."""
+    """The modules that a conversion converted, and the modules with matrices that it left alone, with reasons. The text
+    begins with the converted share of the model."""
 
     converted: tuple[Entry, ...]
     left: tuple[Entry, ...]

@@ -26,7 +26,8 @@ Weights = Literal["high_precision", "quantized"]
 
 
 def check_options(weights: Weights | None, ranks: int | None, earlier: int | None = None) -> None:
-    """Refuse options that fit no model. ``earlier``: the number of ranks for which its weights are prepared already."""
+    """Refuse options that fit no model. ``earlier``: the number of ranks for which the model's weights are prepared
+    already."""
     if weights not in (None, *get_args(Weights)):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
@@ -79,7 +80,7 @@ def _check_order(name: str, module: nn.Module) -> None:
 
 
 def _check_storable(name: str, schedule: Schedule) -> None:
-    """Refuse to store a weight quantized for which the recipes do not give one format."""
+    """Refuse to store a weight quantized if the recipes give it more than one format."""
     wanted = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
     if any(w is not None and (w.side("row").static or w.side("col").static) for w in wanted):
         raise RecipeError(
@@ -123,7 +124,7 @@ def _check_stored(
 def _sharded(model: nn.Module, layers: Iterable[Layer], weights: Weights | None) -> dict[nn.Module, Tensor]:
     """The weights that FSDP2 shards, as the optimizer has them: a layer itself may have the gathered one at present."""
     if weights is None and all(type(layer.weight) is nn.Parameter for layer in layers):
-        return {}  # ordinary ones: there is nothing to find out, and FSDP2 need not be imported
+        return {}  # for ordinary weights there is nothing to find out, and FSDP2 need not be imported
     from lpq.torch_private.fsdp import outermost, sites
 
     return {module: site.param for module, site in sites(outermost(model), "weight").items()}
@@ -163,7 +164,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         layer.claim_weight()
-        if not isinstance(replaced, Gathered):  # which notices that by itself
+        if not isinstance(replaced, Gathered):  # which notices it by itself
             replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
 
 
@@ -177,8 +178,7 @@ def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
 
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:
     """Yield, for each layer whose weight was prepared, or could not be, the form in which it is stored and gathered.
-
-    ``ranks``: how many will share the weights out, where they do not yet.
+    ``ranks``: over how many ranks the weights will be sharded, where they are not yet.
     """
     from lpq.torch_private.fsdp import outermost, sites
 

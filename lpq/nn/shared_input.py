@@ -15,7 +15,7 @@ Buffers = tuple[Any, Sequence[Tensor]]
 
 
 class SharedColumn:
-    """The column operand that siblings have in common, gathered once: it stays as long as one of them needs it."""
+    """The column operand that siblings have in common, gathered once: it stays as long as a sibling needs it."""
 
     def __init__(self, inputs: LastInput) -> None:
         self._inputs = inputs
@@ -48,8 +48,8 @@ class EncodedInput:
 
     def __init__(self, tensor: Tensor, column: SharedColumn) -> None:
         self.tensor = tensor
-        """The tensor through which its gradient goes back: it sums those of all layers over the ranks, and has the
-        shape of the whole where the input is gathered."""
+        """The tensor through which the gradient of the input goes back: it sums the gradients of all layers over the
+        ranks, and has the global shape where the input is gathered."""
         self.operands: Buffers | None = None
         """The row operand, and what backward needs for the column operand."""
         self.column = column
@@ -69,7 +69,8 @@ class LastInput:
         written to by other means than autograd counts."""
 
     def find(self, x: Tensor, how: tuple[object, ...], layer: int) -> EncodedInput | None:
-        """The encoded input that was made of this very tensor in this way, if the tensor has not changed since."""
+        """Return the encoded input that was made of this very tensor in this way, if the tensor has not changed
+        since."""
         found = self._of is not None and self._of() is x and self._as_it_was == _as_it_is(x, how)
         if not found or layer in self._by:
             return None

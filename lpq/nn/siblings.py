@@ -1,9 +1,9 @@
 """Layers that are given the same tensor, such as q, k and v, or gate and up: it is encoded once for all of them.
 
 The operands are kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
-takes them for that very object if it has not changed: autograd has counted no write to it, and its memory has the same
-address. So a clone, another view or another version is encoded anew, and so is a tensor made under
-``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, by another process, through
+takes the operands for that very object if it has not changed: autograd has counted no write to it, and its memory has
+the same address. So a clone, another view or another version is encoded anew. So is a tensor made under
+``torch.inference_mode``, for which PyTorch counts no writes. A write through ``.data``, by another process, through
 numpy, or by a kernel that bypasses autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is
 not allowed between two siblings, unless ``torch.autograd.graph.increment_version`` counts it. Between two passes it is:
 a layer that gets the tensor again encodes it again.
@@ -41,14 +41,14 @@ MOST = 2
 
 
 class StaticValues:
-    """The values of the buffers with which a layer encodes its input, in place of its statistics."""
+    """The values of the buffers that a layer uses in place of measured statistics when it encodes its input."""
 
     def __init__(self) -> None:
         self._as_they_were: tuple[object, ...] = ()
         self._values: tuple[float, ...] = ()
 
     def read(self, state: State) -> tuple[float, ...]:
-        """The values; nothing waits for the device where they are those of the last call."""
+        """The values; nothing waits for the device if they are unchanged since the last call."""
         buffers = [local_part(buffer) for buffer in state.values()]
         as_they_are = tuple((b.data_ptr(), None if b.is_inference() else version_of(b)) for b in buffers)
         if as_they_are != self._as_they_were:
@@ -69,25 +69,25 @@ class _Known(weakref.ref[Tensor]):
     col: tuple[Operand | None, bool, bool]
     """The column operand, whether it is made of the row operand, and whether backward makes it."""
     buffers: tuple[Sequence[Tensor], Sequence[Tensor]]
-    """Those of both operands. Where backward makes the column operand, it does so of the tensor and the second ones."""
+    """The buffers of both operands. Where backward makes the column operand, it uses the tensor and the second list."""
 
 
 class SharedInputs(list[_Known]):
     """The inputs that the layers of a model encoded last."""
 
     whole: LastInput | None = None
-    """The input that layers under tensor parallelism keep in place of this list."""
+    """The input that layers under tensor parallelism keep in place of the list."""
 
     def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[float], layer: int) -> Encoded:
         """Encode ``x``, without a seed, or take the operands that another layer made of it.
 
-        ``static``: the values of ``state``, which no step moves; operands serve layers with the same ones. ``layer``:
+        ``static``: the values of ``state``, which no step moves; operands serve layers with the same values. ``layer``:
         its ``id``.
         """
         stream = 0
         if x.is_cuda:
             if torch.cuda.is_current_stream_capturing():
-                return encoder.encode(x, state, None)  # a graph that is replayed must encode what is new
+                return encoder.encode(x, state, None)  # a replayed graph must encode the new values
             stream = cuda.current_stream(x.get_device())
         if x.is_inference():
             return encoder.encode(x, state, None)
@@ -125,5 +125,5 @@ class SharedInputs(list[_Known]):
             self.remove(known)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies of a model's layers share what they encode among themselves, and begin with nothing."""
+        """Copies of a model's layers share encoded inputs among themselves, and begin with none."""
         return SharedInputs, ()

@@ -1,4 +1,4 @@
-"""Stages of a policy: the step that a model was given last, and a warning where it is not given the next one.
+"""Stages of a policy: the last step that a model was given, and a warning where it is not given the next step.
 ``Stages.after_step`` is called after the step of any optimizer, and forward of a layer compares. A model whose recipes
 do not change by step has no ``Stages``, and pays nothing.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def last_change(schedules: Iterable[Schedule | None]) -> int | None:
-    """The step from which on none of these changes the recipe; None if one ends at a fraction of an unknown length."""
+    """The step from which on no stage changes the recipe; None if a stage ends at a fraction of an unknown length."""
     ends = [until for schedule in schedules if schedule for until, _ in schedule.pieces if until is not None]
     return None if any(isinstance(end, float) for end in ends) else max((int(end) for end in ends), default=0)
 
@@ -37,7 +37,7 @@ class Stages(Watcher):
         self.was_set = False
         """Whether ``set_step`` has given one."""
         self.last = last
-        """The step from which on no recipe changes any more; None: it is not known yet."""
+        """The step from which on no recipe changes any more; None: not known yet."""
         self.due = False
         """Whether an optimizer of the model has made a step since the step moved."""
         self.warned = False

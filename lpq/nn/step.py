@@ -36,7 +36,7 @@ Exchange = Callable[[Sequence[Tensor], Sequence[State | None], Tensor | None], t
 
 
 class Parts(Protocol):
-    """How x, w and dy are shared out or divided, where a step has parts of them. It is hashable, as a step is bound to
+    """How ``x``, ``w`` and ``dy`` are divided over ranks or into groups. The object is hashable, as a step is bound to
     it: bound anew, for other gradients or by operators, the step has the same parts."""
 
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
@@ -66,7 +66,7 @@ class Shapes(NamedTuple):
     kernels: object = None
     """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
     compiled: bool = False
-    """Whether a compiler traces this step, and decides what is kept for backward."""
+    """Whether a compiler traces this step, and decides which tensors are kept for backward."""
     parts: Parts | None = None
     """How x, w and dy are shared out, or divided into groups; None: each is one whole matrix."""
     watched: bool = False
@@ -95,8 +95,8 @@ class Step(NamedTuple):
     """Measures x and w and reduces their statistics over ranks, together, before they are encoded; None: encoders
     measure for themselves."""
     settle: Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[Tensor]]] | None = None
-    """Reduces over ranks what was measured of x, w and dy, before states remember it; None: it was reduced, or is of
-    the whole."""
+    """Reduces the measured statistics of ``x``, ``w`` and ``dy`` over ranks, before states remember them; None: they
+    are reduced already, or cover the whole."""
     finish_dx: Callable[[Tensor], Tensor] | None = None
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
@@ -104,7 +104,7 @@ class Step(NamedTuple):
 
 
 def bind(plan: Plan, shapes: Shapes) -> Step:
-    """Decide now all that a step of these shapes does."""
+    """Make all decisions for steps of these shapes."""
     step = step_of(plan, shapes, bind_encoder, bind_product, exact=True)
     if not plan.moving:
         return step

@@ -69,7 +69,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
     def again(part: str, entry: Entry) -> Entry:
         name = plain_name(f"{part}.{entry.name}".strip("."))
         inside = f"{name}.".lstrip(".")
-        of = next((own for n, own in called.items() if f"{n}.".startswith(inside)), None)  # what is inside follows it
+        of = next((own for n, own in called.items() if f"{n}.".startswith(inside)), None)  # the layers inside follow it
         return entry if of is None else replace(entry, note=entry.note.replace(str(before[of]), str(planned[of])))
 
     for part, module in model.named_modules():

@@ -1,7 +1,7 @@
 """Writes to a QuantizedTensor, to the whole or to a part: the values that are assigned are encoded at once.
 
 An operator that reads the tensor to which it writes (``add_``, ``_foreach_lerp_``, a fused optimizer …) is refused: it
-would round the tensor, and for a shard reduce its statistics, at each operation of what is meant as one update.
+would round the tensor, and for a shard reduce its statistics, at each operation of one update.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
             return target
         target.tell_if_rounded_twice(source)
         source = source.dequantize(torch.float32)
-    kept = source.dtype if source.dtype in DTYPES else target.dtype  # of others torch casts what it copies as well
+    kept = source.dtype if source.dtype in DTYPES else target.dtype  # torch casts values of other dtypes as well
     _write_all([target], [source.to(target.device, kept).expand(target.shape)])
     return target
 
@@ -91,7 +91,7 @@ def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 
 
 def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
-    """Encode these values, with one reduction for all that are no parts of others."""
+    """Encode these values, with one reduction for all values that are not parts of others."""
     now: list[tuple[QuantizedTensor, Tensor]] = []
     parts: list[tuple[Window, Tensor]] = []
     for target, value in zip(targets, values, strict=True):

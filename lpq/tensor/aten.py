@@ -100,7 +100,7 @@ def _window(t: QuantizedTensor) -> Window:
 
 
 def _shares(t: QuantizedTensor, dim: int) -> bool:
-    """Whether an element of some buffer covers this whole dimension of the matrix, and so every part of it."""
+    """Whether an element of some buffer covers this whole dimension of the matrix, and so all its parts."""
     dims = {"row": dim, "col": 1 - dim}
     return not t.is_stack and any(b.unit(dims[d]) is None for d, s in t.operands for b in s.quantizer.layout)
 
@@ -312,7 +312,7 @@ def _new_empty(
 def _new_zeros(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
-    """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
+    """A tensor to hold another piece of this tensor; FSDP2 creates its shards in this way."""
     is_shard = t.dim() and not t.is_stack and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
         check_shard(t, size[0])
@@ -323,7 +323,7 @@ def _new_zeros(
 
 
 def _values_like(function: Any) -> Handler:
-    """``zeros_like`` and its kin make an ordinary tensor of values, such as an optimizer's state."""
+    """``zeros_like`` and similar operators make an ordinary tensor of values, such as an optimizer's state."""
 
     def make(t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
         return function(torch.empty(t.shape, dtype=t.dtype, device=t.device), *args, **kwargs)

@@ -34,7 +34,8 @@ class _Part:
         self.stats: list[Tensor] = []
 
     def shared_with(self) -> ProcessGroup | None:
-        """The group over which statistics have to be reduced before this one can be encoded; None if there is none."""
+        """The group over which statistics have to be reduced before this value can be encoded; None if there is
+        none."""
         if self.target.amax_group is None or not any(spans(d) for d in self.declared) or is_stack(self.value.shape):
             return None
         if not self.target.attached():
@@ -47,7 +48,7 @@ class _Part:
         return group if group.size() > 1 else None
 
     def measure(self, group: ProcessGroup, reductions: Reductions) -> None:
-        """Measure the value. These reductions make its statistics those of all ranks of the group."""
+        """Measure the value. The reductions combine its statistics over all ranks of the group."""
         check_shard(self.row, self.col, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
         reductions.add_stats(self.declared, self.stats, group, 1)
@@ -70,13 +71,13 @@ def write(
     beside: Reductions | None = None,
     changed: Sequence[Tensor] | None = None,
 ) -> None:
-    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
-    each device. There is a second one where column operands encode decoded row operands and have statistics of the
+    """Encode each value, a matrix, into the operands that its target has, with one collective for each group of ranks
+    and each device. There is a second one where column operands encode decoded row operands and have statistics of the
     whole, or where statistics are counts or of a second round.
 
     ``beside``: other values to reduce in the same collectives. ``changed``: for each target a number that is not 0 if
-    it is to change on this rank. A target that changes on no rank keeps its codes: what they decode to, encoded again,
-    may have others.
+    it is to change on this rank. A target that changes on no rank keeps its codes: its decoded values, encoded again,
+    may have other codes.
     """
     together: list[_Part] = []
     in_turn: list[_Part] = []
@@ -107,7 +108,7 @@ def write(
 
 
 def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
-    """The value in the dtype of the tensor, if the row operand keeps that; else as it is."""
+    """The value in the dtype of the tensor, if the row operand keeps that dtype; otherwise the value itself."""
     as_is = any(b.dtype is None for b in target.quantizer.side("row").layout)
     return value.to(target.dtype) if as_is else value
 
@@ -125,8 +126,8 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, changed: Tensor | None = None) -> None:
-    """Copy the buffers of these operands into those of the target; but where ``changed`` is 0, which stays on its
-    device, write what is there."""
+    """Copy the buffers of these operands into the target's buffers. Where ``changed``, which stays on its device, is 0,
+    write the target's own bytes."""
     target.writes.count += 1
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
@@ -139,5 +140,5 @@ def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None,
 
 
 def bits(buffer: Tensor) -> Tensor:
-    """The bytes of a buffer of a dtype of one byte, for which torch has few operators; any other as it is."""
+    """The bytes of a buffer whose dtype has one byte, for which torch has few operators; any other buffer itself."""
     return buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer

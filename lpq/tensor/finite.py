@@ -26,7 +26,8 @@ class _Sums(NamedTuple):
 
 
 class Finite:
-    """The written values that are still to be checked: where the host is ahead of a GPU, those of the step before."""
+    """The written values that are still to be checked: where the host is ahead of a GPU, the values of the previous
+    step."""
 
     def __init__(self) -> None:
         self._pending: list[_Sums] = []

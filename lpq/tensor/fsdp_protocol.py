@@ -24,14 +24,16 @@ class Gatherer(Protocol):
     """How one parameter is gathered."""
 
     def begin(self, shard: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The tensors to gather of this rank's shard, for a parameter of this dtype."""
+        """Return the tensors to gather of this rank's shard, for a parameter of this dtype."""
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """Return the whole parameter, made of what was gathered, and the tensors to free with it; or fill ``out``."""
+        """Return the whole parameter, made of the gathered tensors, and the tensors to free with it; or fill
+        ``out``."""
 
 
 class _WithSignature:
-    """A method whose signature is at hand: FSDP2 reads it at every gather, and Python makes that of a method anew."""
+    """A method with a stored signature: FSDP2 reads the signature at every gather, and Python computes a method's
+    signature anew each time."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -90,7 +92,8 @@ class Gathered:
 
     @property
     def replaced_by(self) -> str | None:
-        """The function that put another parameter in its place, so that an optimizer of this one trains nothing."""
+        """The function that put another parameter in its place, so that an optimizer of the old parameter trains
+        nothing."""
         weight = getattr(self.layer(), "weight", None) if self.layer is not None else None
         if weight is self or not (isinstance(weight, Gathered) or hasattr(weight, "device_mesh")):
             return None
@@ -121,7 +124,7 @@ class Gathered:
         self, outputs: tuple[Tensor, ...], gather: Gatherer, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Return the whole parameter, or fill ``out``, which the first call returned. FSDP2 calls it after a gather."""
-        if out is not None and not outputs:  # another parameter sent for this one, and has filled it
+        if out is not None and not outputs:  # another parameter sent for this parameter, and has filled it
             return None
         if not torch.is_inference_mode_enabled():
             return gather.finish(outputs, out)

@@ -30,8 +30,8 @@ def check_received(func: Any, tensor: QuantizedTensor) -> None:
 
 
 def check_flattened(tensor: QuantizedTensor) -> None:
-    """Refuse a flattened tensor that ``torch.cat`` joins with others. FullyShardedDataParallel does so to make one
-    parameter of many, and DistributedDataParallel to make a message, from which it writes them anew."""
+    """Refuse a flattened tensor that ``torch.cat`` joins with others. FullyShardedDataParallel joins parameters into
+    one, and DistributedDataParallel into a message, from which it writes them anew."""
     _, storage = tensor.operands[0]
     *_, rows, cols = storage.shape
     if tensor.dim() == 1 and rows > 1 and cols > 1:
@@ -67,7 +67,8 @@ GRADIENTS = frozenset(
 
 
 def check_shard(t: QuantizedTensor, rows: int) -> None:
-    """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
+    """Refuse shards that are uneven, or no parts of a tensor of this format. All ranks refuse alike, by global
+    sizes."""
     matrix_rows = t.matrix_shape[0] // t.shape[0] * rows
     along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.operands]
     why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)

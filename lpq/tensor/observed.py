@@ -1,8 +1,8 @@
 """Observers: told of each tensor that a layer encodes, beside the pass that encodes it.
 
-The pass goes on as without them. What an observer asks for is made for it alone: statistics are measured once more, and
-operands are made by an encoder of its own, from the same statistics, state and seed, so they are those of the pass to
-the bit.
+The pass goes on as without them. An observer's requests are served apart from it: statistics are measured once more,
+and operands are made by an encoder of their own, from the same statistics, state and seed, so they equal the operands
+of the pass to the bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Observer(Protocol):
     """Is told of each tensor of each pass of the layers that it observes; see ``lpq.observe.observing``."""
 
     def observe(self, seen: Observed) -> None:
-        """Take what is wanted of a tensor. Autograd is off. What this raises, the pass raises."""
+        """Observe a tensor. Autograd is off. The pass raises the errors that are raised here."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Observed:
     given: Tensor
     """The tensor as the pass has it, or this rank's part of it: a ``QuantizedTensor`` where it came encoded."""
     quantizer: Quantizer
-    """The quantizer that the recipe has for it; for an output, that of high precision."""
+    """The recipe's quantizer for the tensor; for an output, the quantizer of high precision."""
     state: State | None = None
     """The state of its quantizer, before this pass moves it."""
     seed: Tensor | None = None
@@ -70,7 +70,7 @@ class Observed:
 
     @property
     def is_part(self) -> bool:
-        """Whether ranks share the tensor out, so that this is a part of it."""
+        """Whether the tensor is divided over ranks, so that this is a part of it."""
         return False
 
     def groups(self) -> Iterator[Observed]:
@@ -93,10 +93,10 @@ class Observed:
                 yield replace(self, given=own, state=state, seed=seed, group=self.first + i, offs=None)
 
     def statistics(self) -> dict[str, Tensor]:
-        """Measure the statistics with which the tensor is encoded, those of the whole where ranks share it out.
-
-        They have the names in the format, with ``row_`` and ``col_`` before where the operands have other ones. Those
-        of a column operand that is made of the row operand are left out. All ranks that share the tensor call this.
+        """Measure the statistics with which the tensor is encoded; where it is divided over ranks, the statistics of
+        the whole. They have the names in the format, with the prefix ``row_`` or ``col_`` where the operands have
+        different statistics. The statistics of a column operand that is made of the row operand are left out. All ranks
+        that share the tensor must call this.
         """
         self._refuse_groups("statistics")
         derived = self.quantizer.col_source == "row"

@@ -89,15 +89,15 @@ class QuantizedTensor(Gathered, Tensor):
     quantizer: Quantizer
     """The quantizer that encodes it again when it is written to."""
     amax_group: ProcessGroup | Literal["unattached"] | None
-    """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved. A shard
-    to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
+    """The group of the ranks that hold the other shards, if this tensor is a shard; attached at run time, never saved.
+    A shard without the group cannot be written to where its format needs statistics of the whole."""
     window: Window | None
     """Where a view lies, if it is transposed or a view of a part; else None."""
     writes: Writes
     """The count of the writes to it, which its views share."""
     place: str
-    """The name in error messages: that of its parameter in the model that was converted; empty if it has none. Views
-    and copies keep it. It is neither saved nor passed to a compiler, which would compile each layer apart for it."""
+    """The name in error messages: the name of the parameter in the converted model, or empty. Views and copies keep it.
+    It is neither saved nor passed to a compiler, which would compile each layer apart for it."""
 
     owner: weakref.ref[Any] | None
     """The layer whose weight, or shard of a weight, this is: it finds the group of the other shards. Views and copies
@@ -208,7 +208,7 @@ class QuantizedTensor(Gathered, Tensor):
 
     @property
     def is_stack(self) -> bool:
-        """Whether it, or the tensor of which it is a view, is a stack."""
+        """Whether this tensor, or the tensor that it is a view of, is a stack."""
         return is_stack(self.operands[0][1].shape)
 
     def operand(self, direction: Direction) -> Storage:
@@ -241,13 +241,13 @@ class QuantizedTensor(Gathered, Tensor):
         shape: torch.Size | tuple[int, ...],
         dtype: torch.dtype,
     ) -> QuantizedTensor:
-        """A tensor like this one over other operands."""
+        """A tensor like this one, over other operands."""
         made = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
         made.place, made.owner, made.is_data = self.place, self.owner, self.is_data
         return made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The same tensor over ``function`` of each buffer."""
+        """The same tensor, over ``function`` of each buffer."""
         row, col = (s.map(function) if s is not None else None for s in self.stored)
         return self.with_operands(row, col, self.shape, self.dtype)
 

@@ -1,5 +1,5 @@
-"""The operands of a tensor that was pickled, checked before anything is made of them: kernels read buffers as they are
-declared, and a file may hold anything."""
+"""The operands of a pickled tensor, checked before they are used: kernels read buffers as they are declared, and a file
+may hold anything."""
 
 from __future__ import annotations
 
