@@ -13,7 +13,7 @@ from typing import Any
 
 
 def keep_moved(now: Mapping[str, str]) -> None:
-    """Have modules be imported by their old names, too. ``now``: where what they had is now."""
+    """Let modules be imported by their old names, too. ``now``: the new place of their content."""
     for name in sorted(now):
         sys.modules[name] = module = _Moved(name, now[name])
         parent, _, leaf = name.rpartition(".")
@@ -22,7 +22,8 @@ def keep_moved(now: Mapping[str, str]) -> None:
 
 
 class _Moved(ModuleType):
-    """A module of an old name: it has what the module has that took its place, which is imported when it is used."""
+    """A module with an old name: it has the content of the module that took its place, which is imported when it is
+    used."""
 
     def __init__(self, name: str, now: str) -> None:
         super().__init__(name)

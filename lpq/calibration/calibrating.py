@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lpq.recipes import Recipe
 
 Bar = AbstractContextManager[Callable[[int], None]]
-"""A progress bar; what it gives takes the number of samples so far."""
+"""A progress bar; the context gives a function that takes the number of samples so far."""
 Method = Literal["max", "percentile", "mse", "four_over_six"]
 SEARCHING = ("mse", "four_over_six")
 """The methods that also search the scales of blocks of weights."""
@@ -47,7 +47,7 @@ SEARCHING = ("mse", "four_over_six")
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A record of what was calibrated."""
+    """A record of a calibration."""
 
     method: str
     samples: int
@@ -84,7 +84,8 @@ def calibrate(
     progress: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> Calibrated:
-    """Make the scales of inputs and weights static, in place, from what goes through ``model``; return a record.
+    """Make the scales of inputs and weights static, in place, from the batches that go through ``model``; return a
+    record.
 
     The layers get static recipes, for training, evaluation and ``lpq.export``. All ranks that share the model call
     this. If ranks do not share it, rank 0 calls it alone, or all with
@@ -151,7 +152,8 @@ def calibrate(
 
 
 def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
-    """The layers in which scales of blocks of the weight are searched; an error if none is and that is wanted."""
+    """The layers in which scales of blocks of the weight are searched; an error if a search is wanted and there is no
+    such layer."""
     searched = tuple(target.name for target in chosen if search is not None and searches(target))
     if search is not None and not searched:
         raise CalibrationError(
@@ -187,7 +189,7 @@ def _pass(
 
 
 def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
-    """The statistics of nothing: all ranks have the same ones, whatever goes through which layer on which rank."""
+    """Empty statistics: all ranks have the same ones, whichever rank has which batch and layer."""
     own, device = Statistics(), next(model.parameters()).device
     for target in chosen:
         if not target.names("x"):
@@ -234,7 +236,7 @@ def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
 
 @contextmanager
 def _bar(samples: int, title: str, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; what it yields takes the number of samples so far."""
+    """A progress bar on stderr, if that is a terminal; yields a function that takes the number of samples so far."""
     if not (shown and sys.stderr.isatty()):
         yield lambda seen: None
         return

@@ -1,4 +1,4 @@
-"""Collecting: what the inputs of layers are like while batches go through the model. Nothing is derived here."""
+"""Collecting: statistics of the inputs of layers while batches go through the model. Scales are computed elsewhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def histogram(target: Target) -> str:
 
 
 def take_statistics(clipped: Mapping[str, Tensor]) -> Pass:
-    """The statistics of inputs, of which elements beyond ``clipped``, by the name of the layer, are cut off first."""
+    """The statistics of inputs whose elements are first clipped to ``clipped``, by the name of the layer."""
 
     def take(found: Statistics, target: Target, x: Tensor) -> None:
         if (limit := clipped.get(target.name)) is not None:
@@ -81,12 +81,12 @@ class Progress(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The part of this rank in a round."""
+    """This rank's part in a round."""
 
     counted: bool
     """Whether its batch counts; all ranks of its team have the same one."""
     leads: bool
-    """Whether it is the rank of its team that takes the statistics which all of them have."""
+    """Whether it is the rank of its team that takes the statistics which all ranks of the team have."""
 
 
 class _Facts(NamedTuple):
@@ -118,11 +118,11 @@ def collect(
 ) -> Progress:
     """Have batches go through the model, one on each rank at a time, and take statistics until there are ``samples``.
 
-    Batches are counted in the order of ranks: the first of each, the second of each. Those that are counted do not
-    depend on how many ranks share them out, if they are dealt out in turn; ranks of a ``team`` have one together. A
-    rank that has none left goes through the model with its last one, of which nothing is taken: others may wait for it
-    there. ``done``: the number of batches that are in ``found`` already. ``after`` is called after each
-    round, on all ranks alike.
+    Batches are counted in the order of ranks: the first of each, the second of each. The counted batches do not depend
+    on the number of ranks, if batches are dealt out in turn; ranks of a ``team`` have one batch together. A rank that
+    has no batch left goes through the model with its last one, of which no statistics are taken: others may wait for it
+    there. ``done``: the number of batches that are in ``found`` already. ``after`` is called after each round, on all
+    ranks alike.
     """
     mine, progress, last = iter(batches), Progress(), NO_BATCH
     error: str | None = None
@@ -205,10 +205,9 @@ class _Taking:
 def _taking(
     model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Team, seen: Seen
 ) -> Iterator[None]:
-    """Take statistics of what is given to layers within.
-
-    A layer that ranks of a team share out is multiplied whole on each of them, and one of them takes its input. Experts
-    that ranks share out are given the rows of all, and so none of a batch that does not count.
+    """Take statistics of the inputs of layers, inside. A layer that is divided over the ranks of a team is multiplied
+    whole on each of them, and one rank takes its input. Experts that are divided over ranks get the rows of all ranks,
+    but no rows of a batch that does not count.
     """
     with ExitStack() as stack:
         chosen = [target for target in targets if target.names("x") and _is_taken(target, team, seen)]
@@ -255,7 +254,7 @@ def _turns(facts: Sequence[_Facts], team: Team) -> tuple[int, int]:
 
 
 def _heads(facts: Sequence[_Facts]) -> dict[tuple[int, ...], int]:
-    """The rank of each team that counts its batches, of which all its ranks must have the same samples."""
+    """The rank of each team that counts its batches; all ranks of a team must have the same samples."""
     heads: dict[tuple[int, ...], int] = {}
     for rank, one in enumerate(facts):
         first = heads.setdefault(one.team, rank)

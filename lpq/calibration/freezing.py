@@ -30,8 +30,8 @@ ALL_ZERO = 1.0
 
 
 def clipped(statistics: Statistics, targets: Iterable[Target], percentile: float) -> dict[str, Tensor]:
-    """For each layer the smallest magnitude, of bf16's, that so many percent of the elements of its inputs are at
-    most."""
+    """For each layer, the smallest bf16 number that ``percentile`` percent of the magnitudes of its inputs do not
+    exceed."""
     part = Fraction(str(percentile)) / 100
     found = {}
     for target in targets:
@@ -47,8 +47,8 @@ def clipped(statistics: Statistics, targets: Iterable[Target], percentile: float
 def frozen_values(
     statistics: Statistics, targets: Sequence[Target], groups: Sequence[Sequence[str]], unseen: Unseen
 ) -> dict[str, Tensor]:
-    """The static statistics by name: layers that engines fuse have the larger ones of theirs in common, and a layer
-    that saw no input those of its siblings."""
+    """The static statistics by name: layers that engines fuse share the larger statistics among them, and a layer that
+    saw no input gets its siblings' statistics."""
     values: dict[str, Tensor] = {}
     for target in targets:
         for name in target.names("w"):
@@ -97,7 +97,7 @@ def _fill_unseen(
     values: dict[str, Tensor], targets: Sequence[Target], together: Sequence[Sequence[str]], unseen: Unseen
 ) -> None:
     """Give layers that got no input, or nothing but zeros, the statistics of layers with the same input, or else of
-    those that differ in a number of their names, such as other experts."""
+    layers whose names differ in a number, such as other experts."""
     without = [
         target for target in targets if any(name not in values or not values[name] > 0 for name in target.names("x"))
     ]
@@ -136,7 +136,7 @@ def freeze(model: nn.Module, targets: Sequence[Target], values: Mapping[str, Ten
 
 
 def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
-    """Convert the model again, so that its policy is that of the recipes that it has."""
+    """Convert the model again, so that its policy describes the recipes that it has."""
     rules: dict[Recipe, list[str]] = {}
     every = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in every if isinstance(module, StatefulLayer)}

@@ -39,7 +39,7 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
     Args:
         model: A converted model that is not sharded.
         batches: Tensors, sequences of arguments or mappings of them.
-        forward: ``forward(model, batch)`` calls the model in another way than with the arguments of the batch.
+        forward: ``forward(model, batch)`` calls the model; None: with the arguments of the batch.
     """
     layers = {
         (place.layer, place.stack): place.name if place.expert is None else place.weight.removesuffix(".weight")
@@ -72,7 +72,7 @@ class _Comparing:
         self.weights: dict[str, float] = {}
 
     def observe(self, seen: Observed) -> None:
-        """Take the tensors of a pass, of which the output is the last."""
+        """Take the tensors of a pass; the output comes last."""
         self._seen[seen.name] = seen
         if seen.name != "y":
             return

@@ -1,8 +1,8 @@
-"""Tensor parallelism while statistics are collected: ranks that share out layers go through a batch together.
+"""Tensor parallelism while statistics are collected: ranks over which layers are divided go through a batch together.
 
-A row-wise layer adds what its ranks computed, in an order that depends on how many there are; the last bits of what
-later layers are given would, too, and with them their scales. So a layer that is shared out is gathered when its turn
-comes, and multiplied whole on each rank, as one process multiplies it.
+A row-wise layer adds the results of its ranks, in an order that depends on the number of ranks. So would the last bits
+of the inputs of later layers, and their scales. So a divided layer is gathered when its turn comes, and multiplied
+whole on each rank, as one process multiplies it.
 
 Experts that ranks share out are given the rows of all ranks together, and formats may scale these by the largest. So
 ranks that exchange rows take turns: in each the experts see one batch, as those of one process do.
@@ -27,7 +27,8 @@ from lpq.torch_private.tensors import local_part
 
 
 class Team:
-    """The ranks that share out layers of a model with this one, and are therefore given the same batches."""
+    """The ranks over which layers of a model are divided together with this rank, and which therefore get the same
+    batches."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = tuple(_shared_out(model))
@@ -38,7 +39,7 @@ class Team:
         self.ranks = tuple(sorted({here, *(rank for layer in self.layers for rank in _ranks(layer.weight))}))
         elsewhere = [parameter for m in model.modules() if is_shared_out(m) for parameter in m.parameters()]
         self.exchange = tuple(sorted({here, *(rank for weight in elsewhere for rank in _ranks(weight))}))
-        """The ranks with which this one exchanges rows, as they share out experts."""
+        """The ranks with which this rank exchanges rows of experts."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -56,7 +57,7 @@ def is_shared_out(layer: nn.Module) -> bool:
 
 @contextmanager
 def sending_nothing(model: nn.Module) -> Iterator[None]:
-    """Send, inside, none of this rank's rows to any expert that ranks share out."""
+    """Inside, send none of this rank's rows to experts that are divided over ranks."""
     exchanges = [exchange for module in model.modules() if (exchange := exchange_of(module)) is not None]
     try:
         for exchange in exchanges:

@@ -1,7 +1,6 @@
-"""Reducing statistics over ranks: names are compared first, then one reduction follows for each way of combining.
-
-A statistic of a logical weight is found by its name, so that no layout pairs the wrong ones. A rank that has no part of
-it has a zero.
+"""Reducing statistics over ranks: names are compared first, then one reduction follows for each way of combining. A
+statistic of a logical weight is found by its name, so that no layout pairs the wrong statistics. A rank without a part
+of the weight has a zero.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lpq.operations.reduce_statistics import reduce_max
 
 
 class Together(Ranks):
-    """The ranks that calibrate one model; an error on any of them is a ``CalibrationError`` on all."""
+    """The ranks that calibrate one model; an error on any rank is a ``CalibrationError`` on all."""
 
     error = CalibrationError
 

@@ -91,7 +91,7 @@ class SavedStatistics:
 
 
 def _check(found: Any) -> None:
-    """Refuse what is no state of a calibration, whatever the model."""
+    """Refuse data that is no state of a calibration, whatever the model."""
     check_fields("it", found, {"version": (int,), "settings": (dict,), "passes": (dict,)}, CHANGED)
     for name, kept in found["passes"].items():
         check_fields(f"its pass {brief(name)}", kept, {"statistics": (dict,), "batches": (int,)}, CHANGED)

@@ -1,4 +1,4 @@
-"""Statistics by name, each with the way in which those of several batches, shards and ranks make one."""
+"""Statistics by name, each with the way in which its values of several batches, shards and ranks are combined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES: dict[How, torch.dtype] = {"max": torch.float32, "sum": torch.int64}
 
 
 class Statistic(NamedTuple):
-    """One statistic, of all that was taken so far."""
+    """One statistic of everything that was taken so far."""
 
     value: Tensor
     how: How
@@ -46,11 +46,11 @@ class Statistics:
         return len(self._found)
 
     def items(self) -> Iterator[tuple[str, Statistic]]:
-        """All of them, in the order of their names: the same on all ranks."""
+        """All statistics, in the order of their names: the same on all ranks."""
         yield from sorted(self._found.items())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Plain tensors on the CPU, by the way in which they combine and by name."""
+        """Plain tensors on the CPU, by their way of combining and by name."""
         found: dict[str, dict[str, Tensor]] = {how: {} for how in DTYPES}
         for name, statistic in self.items():
             found[statistic.how][name] = statistic.value.cpu()

@@ -31,7 +31,7 @@ from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
 CALIBRATED = ("x", "w")
-"""The tensors that get static statistics: those of gradients are measured as ever."""
+"""The tensors that get static statistics; statistics of gradients are still measured."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Reci
 
 
 def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
-    """This rank's part of a weight as a matrix, or all of it where parts have statistics of their own."""
+    """This rank's part of a weight as a matrix, or the whole weight where parts have statistics of their own."""
     if isinstance(weight, DTensor) and (layer.transposed or _is_cut(weight, quantizer)):
         found = whole(weight)
     else:

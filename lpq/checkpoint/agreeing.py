@@ -1,4 +1,4 @@
-"""Checks before ranks save or load together: all of them must have one model, at one place."""
+"""Checks before ranks save or load together: all ranks must have one model, and the same path."""
 
 from __future__ import annotations
 

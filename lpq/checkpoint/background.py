@@ -26,7 +26,7 @@ class Saving:
         group: dist.ProcessGroup | None,
         release: Callable[[], None],
     ) -> None:
-        """``group``: the one in which the ranks talk while they write. ``release``: called at the end."""
+        """``group``: the group in which ranks communicate while they write. ``release``: called at the end."""
         self.path = path
         """The path that the checkpoint will have."""
         self._future, self._ranks, self._group, self._release = future, ranks, group, release

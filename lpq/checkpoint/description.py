@@ -44,11 +44,11 @@ class Description:
 
     step: int | None = None
     conversions: Mapping[str, Any] = field(default_factory=dict)
-    """By the name of the module that ``lpq.convert`` got: its policy as data, and the length of the run."""
+    """The policy as data, and the length of the run, by the name of the module that ``lpq.convert`` got."""
     recipes: Mapping[str, str | None] = field(default_factory=dict)
     """The recipe of each layer of lpq at that step, as text."""
     memories: tuple[str, ...] = ()
-    """The names of the buffers in which quantizers remember something across steps."""
+    """The names of the buffers that hold the states of quantizers."""
     quantized: Mapping[str, Any] = field(default_factory=dict)
     """The quantizer, shape, dtype and operands of each tensor that is stored quantized."""
     formats: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -59,9 +59,9 @@ class Description:
     """By the name of each stack of experts its recipe, as text, and the names of its layers in files, with ``{}`` in
     the place of the expert's number, or None (``lpq.nn.expert_names``); None: they were not noted."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The names in files of those tensors beside such stacks that have others there."""
+    """The names in files of tensors beside such stacks that have other names there."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """For each further name of a tensor its first one."""
+    """For each further name of a tensor, its first name."""
     tied: tuple[str, ...] = ()
     """The first names of parameters that several modules have."""
     version: int = VERSION
@@ -80,7 +80,7 @@ class Description:
 
     @classmethod
     def read(cls, data: Any) -> Description:
-        """Make a description from such data; refuse data that is none."""
+        """Make a description from such data; refuse other data."""
         version = data.get("version", VERSION) if isinstance(data, Mapping) else VERSION
         if type(version) is int and version > VERSION:
             raise CheckpointError(
@@ -135,7 +135,7 @@ class Description:
 
 
 def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]], remedy: str = WRITE) -> None:
-    """Refuse data in which one of these fields is missing or has another type: others wrote or changed it."""
+    """Refuse data in which one of these fields is missing or has another type: another program wrote or changed it."""
     if not isinstance(data, dict):
         raise CheckpointError(f"{what} is of type {type(data).__name__}, not dict: {remedy}")
     if lacking := [repr(name) for name in fields if name not in data]:

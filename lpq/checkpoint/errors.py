@@ -1,4 +1,4 @@
-"""The errors of checkpoints, beside those of files, in words that name the file or the tensor and the remedy."""
+"""The errors of checkpoints, beside the errors of files, in words that name the file or the tensor and the remedy."""
 
 from __future__ import annotations
 

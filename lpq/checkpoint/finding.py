@@ -37,7 +37,7 @@ class Found:
     refused: tuple[str, ...]
     """The checkpoints that were refused before it, in words."""
     why: str
-    """Why this one is taken though others are of later steps, in words; empty if no other is."""
+    """Why this checkpoint is taken though others are of later steps, in words; empty if no other is of a later step."""
 
 
 def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
@@ -113,7 +113,7 @@ def _why(taken: Path, older: Sequence[Path]) -> str:
 
 
 def _candidates(path: Path) -> list[Path]:
-    """The checkpoints that may be meant: the path itself, or those of the run that is there."""
+    """The checkpoints that may be meant: the path itself, or the checkpoints of the run in that directory."""
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file, and a checkpoint is a directory: give that, or load a file of one model with "
@@ -126,7 +126,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _instead(path: Path) -> str:
-    """The end of the message that there is no checkpoint: what is there in its place."""
+    """The end of the message that there is no checkpoint: what the path is instead."""
     if not path.exists():
         return ": there is no such folder"
     if not (path / "config.json").is_file():
@@ -138,7 +138,7 @@ def _instead(path: Path) -> str:
 
 
 def _others(path: Path) -> str:
-    """The finished checkpoints of the run to which this one belongs, newest first."""
+    """The finished checkpoints of the run to which this checkpoint belongs, newest first."""
     if not STEP.fullmatch(path.name) or not path.parent.is_dir():
         return ""
     return listed([found.name for _, ending, found in steps_in(path.parent) if not ending and found.name != path.name])

@@ -1,7 +1,8 @@
 """The index of a checkpoint: which tensors it has, and where in which file each piece of them lies.
 
-lpq reads it from ``index.json``. DCP's own, a pickle of the same content, is written for other programs, and read where
-an earlier lpq wrote no other (``version_1``). Nothing in an index is believed before it is compared with the files.
+lpq reads it from ``index.json``. DCP's own index, a pickle of the same content, is written for other programs. It is
+read only where an earlier lpq wrote no other (``version_1``). Nothing in an index is trusted before it is compared with
+the files.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def as_json(metadata: Metadata, results: Iterable[WriteResult]) -> bytes:
 
 
 def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
-    """Read the index of the checkpoint in this directory. ``sizes``: those of its files in its manifest.
+    """Read the index of the checkpoint in this directory. ``sizes``: the sizes of its files, by its manifest.
 
     Each tensor is covered by its pieces, and each piece lies in one of the files.
     """
@@ -77,7 +78,7 @@ def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
         raise CheckpointError(f"its index ({name}) is refused: {error}") from error
     except OSError:
         raise
-    except Exception as error:  # what is no pickle raises anything
+    except Exception as error:  # a file that is no pickle may raise anything
         raise CheckpointError(
             f"its index ({name}) is refused: it is no index of tensors ({type(error).__name__}); {TRUST}"
         ) from error

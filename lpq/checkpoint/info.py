@@ -45,7 +45,7 @@ class Info:
     refused: tuple[str, ...] = ()
     """The newer checkpoints that are not whole, in words."""
     why: str = ""
-    """Why this one is taken though others beside it are of later steps, in words: it was written last."""
+    """Why this checkpoint is taken though others beside it are of later steps, in words: it was written last."""
 
     def __str__(self) -> str:
         """A few lines for people; ``repr`` has all of it."""

@@ -98,7 +98,7 @@ class _Job(NamedTuple):
     info: Info
     beside: dict[str, Any]
     matches: list[Match]
-    """The targets in the model, and then in the optimizer. Their names are those of the index, which has no levels."""
+    """The targets in the model, and then in the optimizer, by their names in the index, which has no levels."""
     fresh: Mapping[str, Tensor]
     loaded: list[Loaded]
 
@@ -115,7 +115,7 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     saved = reader.saved()
     tensors, _ = model.state()
     memories = model.memories()
-    if any_policy:  # what another recipe remembers of more steps or fewer, this one cannot
+    if any_policy:  # a history of another length belongs to another recipe
         saved = {name: what for name, what in saved.items() if name not in memories or what[0] == memories[name].shape}
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
     # A weight of a layer that is in several places has a master, and a place in an optimizer, by one of its names.

@@ -1,8 +1,8 @@
-"""Matching a checkpoint's tensors with those to fill, judged before anything is written.
+"""Matching a checkpoint's tensors with the tensors to fill, decided before anything is written.
 
-A tensor takes what was saved of it bit for bit, if it is stored as it was. A weight that is stored quantized takes one
-that was saved in high precision, too, and encodes it; one in high precision takes the fp32 master of one that was
-stored quantized, or what it decodes to if it was frozen, which is then all there is of it. Anything else is an error
+A tensor takes its saved values bit for bit, if it is stored as it was saved. A weight that is stored quantized also
+takes a weight that was saved in high precision, and encodes it. A weight in high precision takes the fp32 master of a
+weight that was stored quantized, or the decoded values of a frozen one, which has no master. Anything else is an error
 that names the tensor.
 """
 
@@ -37,11 +37,11 @@ class Match:
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors in high precision, each with the one whose values it takes, decoded, in its own dtype."""
     taken: list[str] = field(default_factory=list)
-    """The tensors that were saved quantized of which one operand, or the master, is enough."""
+    """The quantized tensors in the checkpoint of which one operand, or the master, is enough."""
     written: list[Tensor] = field(default_factory=list)
     """The tensors that ``targets`` or ``to_copy`` fills in place."""
     absent: list[str] = field(default_factory=list)
-    """The tensors of which nothing was saved."""
+    """The tensors of which the checkpoint has nothing."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -62,17 +62,16 @@ def match(
     decodable: Collection[str] = (),
     cast: bool = False,
 ) -> Match:
-    """Find for each tensor what was saved of it.
-
-    ``masters``: the names of the masters that were saved, by those of their weights. ``decodable``: the names of those
-    that were saved quantized and may be decoded. ``cast``: an ordinary tensor may have been saved in another dtype.
+    """Find for each tensor its saved tensor. ``masters``: the names of the saved masters, by the names of their
+    weights. ``decodable``: the names of the tensors that were saved quantized and may be decoded. ``cast``: an ordinary
+    tensor may have been saved in another dtype.
     """
     found = Match()
     for name, tensor in tensors.items():
         theirs, mine = quantized.get(name), described(tensor)
         if theirs is None and name not in saved:
             found.absent.append(name)
-        elif mine is not None and theirs is None:  # encode what was saved in high precision
+        elif mine is not None and theirs is None:  # encode values that were saved in high precision
             shape, dtype = saved[name]
             _check_shape(name, shape, tensor.shape)
             if dtype not in DTYPES:
@@ -82,7 +81,7 @@ def match(
             values = plain_like(name, tensor, dtype)
             found.targets[name] = values
             found.to_encode[name] = tensor, values
-        elif mine is None and masters and name in masters:  # take the master of what was stored quantized
+        elif mine is None and masters and name in masters:  # take the master of a weight that was stored quantized
             shape, dtype = saved[masters[name]]
             _check_shape(name, shape, tensor.shape)
             values = plain_like(name, tensor, dtype)
@@ -90,7 +89,7 @@ def match(
             found.to_copy.append((parts(name, tensor)[name], values))
             found.taken.append(name)
             found.written.append(tensor)
-        elif mine is None and theirs is not None and name in decodable:  # decode what was stored quantized
+        elif mine is None and theirs is not None and name in decodable:  # decode a weight that was stored quantized
             _check_shape(name, theirs["shape"], tensor.shape)
             stored = stored_like(name, tensor, theirs)
             for part, target in parts(name, stored).items():
@@ -167,5 +166,5 @@ def _check_shape(name: str, theirs: Sequence[int], mine: Sequence[int]) -> None:
 
 
 def saved_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The shape and dtype of each tensor, as ``match`` takes those of saved ones."""
+    """The shape and dtype of each tensor, as ``match`` takes them of saved tensors."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -84,7 +84,7 @@ class Model:
             )
 
     def set_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Give modules back what they returned from ``get_extra_state``."""
+        """Give modules back the states that ``get_extra_state`` returned."""
         for name, module in self.module.named_modules():
             key = PREFIX + _joined(name, EXTRA_STATE)
             if key in extra:
@@ -103,7 +103,7 @@ class Model:
                 yield plain_name(name), module
 
     def memories(self) -> dict[str, Tensor]:
-        """The buffers in which quantizers remember something across steps."""
+        """The buffers that hold the states of quantizers."""
         return {
             PREFIX + _joined(name, key): buffer
             for name, layer in self.remembering()
@@ -111,7 +111,7 @@ class Model:
         }
 
     def conversions(self) -> dict[str, Conversion]:
-        """The records that ``lpq.convert`` left on the modules that it got, by the names of these."""
+        """The records that ``lpq.convert`` left on the modules that it got, by the names of the modules."""
         records = ((plain_name(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())
         return {name: record for name, record in records if isinstance(record, Conversion)}
 
@@ -222,9 +222,8 @@ class Model:
             raise
 
     def starting(self, absent: Collection[str]) -> dict[str, Tensor]:
-        """The memories that start anew because some were not saved: for each tensor all of its quantizer's, or none.
-
-        A warning names the tensors of whose memories only a part was saved.
+        """The states that start anew because some were not saved: for each tensor all of its quantizer's states, or
+        none. A warning names the tensors whose states were saved in part.
         """
         found: dict[str, Tensor] = {}
         halves: list[str] = []
@@ -252,16 +251,16 @@ class Model:
 
 
 def is_shared(model: object, replicas: bool = True) -> bool:
-    """Whether ranks share a model: its parameters lie over a mesh, or it has ``replicas``, of which each rank could
-    read its own, and which all are to be written to. A path is not shared. What is neither counts as shared: all ranks
-    hear of the error."""
+    """Whether ranks share a model: its parameters lie over a mesh, or it has ``replicas``, which must all be written
+    to, though each rank could read its own. A path is not shared. Any other object counts as shared, so that all ranks
+    get the error."""
     if isinstance(model, nn.Module):
         return bool(Model(model).meshes(replicas))
     return not isinstance(model, str | Path)
 
 
 def is_extra(name: str) -> bool:
-    """Whether that name in a state dict is the one of a module's ``get_extra_state``."""
+    """Whether this name in a state dict belongs to a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 

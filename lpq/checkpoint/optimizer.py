@@ -1,8 +1,7 @@
-"""The optimizer's side of a checkpoint: its tensors by the names of the parameters they belong to, and all the rest.
-
-It is what ``state_dict`` gives, with names in place of numbers. The rest (options of the groups, numbers in the state)
-is plain data in which a tensor is replaced by its name. Loading fills the tensors that are there; those of an optimizer
-that took no step yet are made. Nothing is cast, so that fp32 state of a bf16 parameter stays fp32.
+"""The optimizer's side of a checkpoint: its tensors by the names of the parameters they belong to, and the rest. It has
+the content of ``state_dict``, with names in place of numbers. The rest (options of the groups, numbers in the state) is
+plain data in which a tensor is replaced by its name. Loading fills the tensors that are there, and creates the tensors
+of an optimizer that took no step yet. Nothing is cast, so that fp32 state of a bf16 parameter stays fp32.
 
 A master that ``lpq.optim.MasterWeights`` saved beside a weight which was stored quantized goes into the master of that
 weight here. Where there is none it is left out, and a master that was not saved starts from its weight.
@@ -41,18 +40,18 @@ Saved = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 def master_name(weight: str) -> str:
-    """The name in a checkpoint of the fp32 master of a weight of this name."""
+    """The name in a checkpoint of the fp32 master of the weight with this name."""
     return f"{PREFIX}state.{weight}.{MASTER}"
 
 
 def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[str]:
-    """Those of the weights that no saved optimizer had; none if no optimizer was saved: then it is not known."""
+    """The weights that no saved optimizer had; none if no optimizer was saved: then it is not known."""
     groups = data["groups"] if data is not None else [{"params": weights}]
     return set(weights) - {name for group in groups for name in group["params"]}
 
 
 def check_data(data: Any) -> None:
-    """Refuse what is no state of optimizers as ``split`` gives it, in which each tensor stands at its own name."""
+    """Refuse data that is no state of optimizers as ``split`` gives it, in which each tensor stands at its own name."""
     if data is None:
         return
     what = "its optimizer state (extra.pt)"

@@ -1,7 +1,7 @@
 """Files of ``torch.save``, read without trust: tensors and plain data, whose checksums are compared.
 
-``torch.load`` does not compare the checksums that ``torch.save`` writes, inflates what is compressed, and advises to
-load unsafely what it refuses. Each error here is in words, and none passes that on.
+``torch.load`` does not compare the checksums that ``torch.save`` writes, decompresses records without a limit, and
+advises to load unsafely a file that it refuses. Each error here is in words, and none passes on that advice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PUTS, GETS = ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LON
 TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
 NONE = (0, 0)
 MOST, DEEPEST = 1_000_000, 100
-"""The most tuples in a tuple, and how deep the deepest of them may be."""
+"""The most tuples in a tuple, and the greatest depth."""
 
 
 def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
-    """Return what was saved, on the CPU. ``share``: the records whose checksums this rank compares."""
+    """Return the content of the file, on the CPU. ``share``: the records whose checksums this rank compares."""
     if path.is_dir():
         raise CheckpointError("it is a directory")
     try:
@@ -49,7 +49,7 @@ def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
 
 
 def check_archive(file: IO[bytes] | RawIOBase, size: int) -> None:
-    """Refuse a file, of this size, that takes more memory or time than it has bytes."""
+    """Refuse a file of this size whose content takes more memory or time than its bytes account for."""
     try:
         archive = zipfile.ZipFile(cast("IO[bytes]", file))
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:

@@ -13,7 +13,7 @@ from lpq.distributed import ranks
 
 
 class Ranks(ranks.Ranks):
-    """The ranks of a group, or of the default one; an error on any of them is a ``CheckpointError`` on all."""
+    """The ranks of a group, or of the default one; an error on any rank is a ``CheckpointError`` on all."""
 
     error = CheckpointError
 

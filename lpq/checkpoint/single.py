@@ -133,7 +133,7 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
     available: dict[str, Tensor] = {}
     for name, value in saved.items():
         if isinstance(value, Tensor) and not is_extra(name):
-            # A state dict that was saved as it is has quantized tensors in it.
+            # A state dict that torch saved has quantized tensors in it.
             quantized.update({name: entry} if (entry := described(value)) is not None else {})
             available.update(parts(name, value))
     description.require(description.stored)
@@ -146,7 +146,7 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
 
 
 def _opened(source: Path, ranks: Ranks) -> dict[str, Any]:
-    """The content of a file. Every rank compares the checksums of a share of it."""
+    """Return the content of a file. Every rank compares the checksums of a share of it."""
     if source.is_dir():
         raise CheckpointError("it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it")
     if not source.exists():

@@ -41,7 +41,7 @@ def here(name: str, tensor: Tensor) -> Tensor:
 
 
 def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of which a tensor is made in a checkpoint, by name; each plain or a DTensor over a plain one."""
+    """The tensors that represent a tensor in a checkpoint, by name; each is plain or a DTensor over a plain one."""
     local = here(name, tensor)
     if not isinstance(local, QuantizedTensor):
         ordinary = plain(local.detach())
@@ -63,7 +63,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def described(tensor: Tensor) -> dict[str, Any] | None:
-    """The plain data by which a quantized tensor is made of its parts again; None for any other tensor."""
+    """The plain data by which a quantized tensor is rebuilt from its parts; None for any other tensor."""
     local = local_part(tensor)
     if not isinstance(local, QuantizedTensor):
         return None
@@ -77,7 +77,7 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
 
 
 def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised ordinary tensor of the shape and the placement of this one; ``name`` is for errors."""
+    """An uninitialised ordinary tensor with the shape and the placement of this tensor; ``name`` is for errors."""
     local = here(name, tensor)
     return _placed_like(tensor, torch.empty(local.shape, dtype=dtype, device=local.device))
 
@@ -85,7 +85,7 @@ def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     """An uninitialised quantized tensor as ``described`` describes it, with the one operand that decoding needs.
 
-    Its shards are those of this ordinary tensor; where they would cut blocks, every rank has the whole.
+    It is sharded as this ordinary tensor is; where shards would cut blocks, every rank has the whole.
     """
     local, quantizer = here(name, tensor), registry.quantizer(entry["quantizer"])
     stack = bool(entry.get("stack"))
@@ -101,7 +101,7 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 
 def decoded(tensor: Tensor) -> Tensor:
-    """An ordinary tensor with the values of this one, placed like it."""
+    """An ordinary tensor with the values and the placement of this tensor."""
     local = local_part(tensor)
     return _placed_like(tensor, local.dequantize() if isinstance(local, QuantizedTensor) else plain(local.detach()))
 
@@ -124,7 +124,7 @@ def encode(pairs: Collection[tuple[Tensor, Tensor]]) -> None:
 
 
 def touched(tensor: Tensor) -> None:
-    """Count a write that went into a tensor's buffers directly: all that was derived from it is out of date."""
+    """Count a write that went into a tensor's buffers directly: everything derived from them is out of date."""
     local = local_part(tensor)
     if isinstance(local, WeightShard):
         local.writes.count += 1
@@ -133,7 +133,7 @@ def touched(tensor: Tensor) -> None:
 
 
 def chunk(tensor: Tensor) -> tuple[slice, ...]:
-    """The place in the whole of this rank's share of a part."""
+    """The place, in the whole, of this rank's share of a part."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(None) for _ in tensor.shape)
     (found,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ def whole(part: Tensor) -> Tensor:
         return part.detach()
     local = local_part(part)
     single = local.dtype.itemsize == 1
-    travels = DTensor.from_local(  # which takes what is offloaded to where it can travel
+    travels = DTensor.from_local(  # which moves an offloaded tensor to a device where it can travel
         local.view(torch.uint8) if single else local, part.device_mesh, part.placements,
         run_check=False, shape=part.shape, stride=part.stride(),
     )  # fmt: skip
@@ -155,7 +155,7 @@ def whole(part: Tensor) -> Tensor:
 
 
 def _placed_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor of which this rank holds ``local``, with the shape and the placement of this one."""
+    """A tensor of which this rank holds ``local``, with the shape and the placement of this tensor."""
     if not isinstance(tensor, DTensor):
         return local
     return dtensor_over(local, tensor.device_mesh, tensor.placements, tensor.shape)

@@ -1,7 +1,7 @@
-"""The index of a checkpoint of version 1: DCP's own (``.metadata``), which has no other.
+"""The index of a checkpoint of version 1, which has DCP's own index (``.metadata``) alone.
 
 It is a pickle, and whoever edits a pickle writes a program. So nothing that it names is looked up, called or changed:
-it is read once, into records that hold what stood there, and of these the data is made that ``index.json`` would have.
+it is read once, into records that hold its content, and the data that ``index.json`` would have is made of the records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPCODES = {
     "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "MEMOIZE",
     "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
 }  # fmt: skip
-"""The instructions of which ``pickle.dump`` makes an index. None of them takes more memory than it has bytes."""
+"""The instructions that ``pickle.dump`` uses for an index. None of them takes more memory than it has bytes."""
 NAMES = 100
 """More names than an index refers to: some twenty, and one for each dtype."""
 CODES = {ord(known.code) for known in pickletools.opcodes if known.name in OPCODES}
@@ -116,7 +116,7 @@ def _is(value: Any, name: str) -> TypeGuard[Record]:
 
 
 def _state(value: Any, name: str, *wanted: str) -> dict[str, Any]:
-    """The fields of a record of this name, which must have those that are wanted."""
+    """The fields of a record of this name, which must include the wanted ones."""
     state = value.state if _is(value, name) and not value.args else None
     so = type(state) is dict and state.keys() >= {*wanted}
     expect(so, f"it has something else where an index has a {name.rpartition('.')[2]}")

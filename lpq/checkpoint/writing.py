@@ -1,7 +1,8 @@
 """The writer that DCP uses: its files, then a manifest, then the name.
 
-Each rank digests what it wrote. The digests reach rank 0 with DCP's own results, and rank 0 closes the checkpoint
-inside DCP's exchange of errors: whatever fails on any rank, no rank waits and nothing gets the name.
+Each rank computes digests of the files that it wrote. The digests reach rank 0 with DCP's own results, and rank 0
+closes the checkpoint inside DCP's exchange of errors: whatever fails on any rank, no rank waits and nothing gets the
+name.
 """
 
 from __future__ import annotations
@@ -119,11 +120,10 @@ class Writer(FileSystemWriter):
             )
 
     def _tidy(self, keep: int) -> None:
-        """Remove all checkpoints of the run but the last whole ones up to this one: it did not go on from the others.
-
-        One counts as whole if its files have their sizes. Whole ones of later steps stay until the second save after
-        the run went back, and the first names them. What another job is writing stays, and what has the name of a
-        checkpoint and was not written by lpq, with a warning.
+        """Remove all checkpoints of the run but the last whole ones up to this one: it did not go on from the others. A
+        checkpoint counts as whole if its files have their sizes. Whole ones of later steps stay until the second save
+        after the run went back, and the first names them. A checkpoint that another job is writing stays. So does, with
+        a warning, anything that has the name of a checkpoint and was not written by lpq.
         """
         found = steps_in(self.target.parent)
         match = STEP.fullmatch(self.target.name)

@@ -27,7 +27,7 @@ DTYPE = ("dtype", "torch_dtype")
 MOST = 64 << 20
 """The most bytes of a JSON file: the list of the tensors of a model is the largest."""
 OURS = "quantization_config"
-"""The key that a layout writes into the configuration; that of an old one is not taken."""
+"""The key that a layout writes into the configuration; a key of the source model is not copied."""
 
 
 def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:

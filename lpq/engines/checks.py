@@ -10,7 +10,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.registry import Part
 
 NAN = 0x7F
-"""The code of NaN in E4M3 without its sign, and what is above the last finite code of E5M2."""
+"""The code of NaN in E4M3 without its sign, and the code above the last finite code of E5M2."""
 PIECE = 2**18
 """The number of codes that are checked together, which takes little memory."""
 NO_POWER = 255

@@ -1,4 +1,4 @@
-"""The layout of the package compressed-tensors: a group of layers for each scheme, and a list of what is ignored."""
+"""The layout of the package compressed-tensors: a group of layers for each scheme, and a list of ignored layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED = "mixed-precision"
 DENSE = "dense"
 """The format of weights without a mask beside them."""
 KEYS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
-"""The keys in which schemes differ; the rest is how they were calibrated."""
+"""The keys in which schemes differ; the other keys describe calibration."""
 DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 """The values that the package has where none is given."""
 REGEX = "re:"
@@ -73,7 +73,7 @@ class CompressedTensors(Layout):
 
 
 def _refuse_more(config: Mapping[str, Any]) -> None:
-    """Refuse files whose tensors do not mean what they mean without this part of the JSON."""
+    """Refuse files in which this part of the JSON changes the meaning of tensors."""
     sparsity = config.get("sparsity_config") or {}
     sparse = sparsity.get("format", DENSE) if isinstance(sparsity, Mapping) else sparsity
     if sparse != DENSE:
@@ -87,7 +87,7 @@ def _refuse_more(config: Mapping[str, Any]) -> None:
 
 
 def _check_format(name: str, given: Any, scheme: Scheme) -> None:
-    """Refuse a name of how weights lie that is not one of this scheme; files of old releases have none."""
+    """Refuse a name of a weight format that does not belong to this scheme; files of old releases have no name."""
     known = {config["format"] for config in (scheme.config, *(i.config for i in scheme.inputs)) if "format" in config}
     if given not in (None, MIXED, *known):
         raise LayoutError(
@@ -103,7 +103,7 @@ def _targets(name: str, group: Any) -> list[str]:
 
 
 def _matcher(patterns: Sequence[Any]) -> Callable[[str], bool]:
-    """Whether one of these names and regular expressions is of a layer."""
+    """Whether one of these names and regular expressions matches a layer."""
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise LayoutError(f"config.json: {brief(patterns)} are no names or patterns of layers")
     names = {*patterns}

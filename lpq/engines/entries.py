@@ -20,7 +20,7 @@ from lpq.tensor import QuantizedTensor
 Memories = Mapping[str, Mapping[str, Tensor]]
 """The statistics that quantizers of ``x`` and of ``w`` remember, by the names of their buffers."""
 Pieces = Mapping[str, Tensor]
-"""A tensor as it is held: under ``""``, or the buffers of its row operand."""
+"""A tensor as the model holds it: under ``""``, or the buffers of its row operand by name."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Multiplied:
 
     @classmethod
     def by(cls, recipe: Recipe, name: str, memories: Memories, imported: Tensor | None = None) -> Multiplied:
-        """How the layer of this name multiplies by a recipe."""
+        """How the layer with this name multiplies by a recipe."""
         x = None if recipe.x.side("row").plain else recipe.x
         return cls(name, recipe.w, x, memories, imported)
 
@@ -67,9 +67,10 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """In which it is written in high precision; to which a weight is rounded before it is encoded."""
+    """The dtype in which the tensor is written in high precision, and to which a weight is rounded before it is
+    encoded."""
     gather: Callable[[], Pieces]
-    """The whole of it; where it is sharded that takes a collective."""
+    """Gives the whole tensor; where it is sharded that takes a collective."""
     layer: Multiplied | None = None
     """The layer whose weight it is; None: it is in high precision."""
     stored: Stored | None = None
@@ -120,7 +121,7 @@ class Entry:
 
 
 def check_fixed(entry: Entry) -> None:
-    """Refuse a weight of which there are no codes that training multiplies: it draws others at each step."""
+    """Refuse a weight whose codes in training are not fixed: stochastic rounding draws others at each step."""
     if entry.stored is None and entry.side.stochastic:
         raise CheckpointError(
             f"{entry.name} is quantized as {entry.side}, which rounds stochastically, so that each step has other "

@@ -48,7 +48,7 @@ Amaxes = Mapping[str, Tensor | float]
 
 @dataclass(frozen=True)
 class Exported:
-    """A record of what was written."""
+    """A record of an export."""
 
     path: Path
     layout: str
@@ -59,7 +59,7 @@ class Exported:
     notes: tuple[str, ...]
     """Remarks for the user."""
     readers: tuple[str, ...] = ()
-    """The programs that read all of it, as the formats' plugins declare."""
+    """The programs that read all layers, as the formats' plugins declare."""
 
     def __str__(self) -> str:
         """A few lines to read."""

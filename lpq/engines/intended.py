@@ -48,7 +48,7 @@ class Intended:
     def of(
         cls, model: Model, rules: PolicyLike | None, weights: Weights | None, stacks: Mapping[str, ExpertStack]
     ) -> Intended:
-        """The model after ``lpq.convert(model, rules, weights=weights)``; with None as it is."""
+        """The model after ``lpq.convert(model, rules, weights=weights)``; with ``rules=None`` the model itself."""
         module = model.module
         tensors = {key.removeprefix(PREFIX): tensor for key, tensor in model.state()[0].items()}
         stored = {name: side for name, tensor in tensors.items() if (side := stored_side(tensor)) is not None}
@@ -100,7 +100,8 @@ def recipe_of(layer: Quantized) -> Recipe:
 
 
 def _with_weight(recipe: Recipe, layer: Quantized) -> Recipe:
-    """The recipe with the weight of a layer of the files; if its products are none then, that of an engine."""
+    """The recipe, with the quantizer of a layer's weight in the files; if its products cannot be multiplied then, the
+    recipe of an engine."""
     products: dict[str, Any] = {
         operand.gemm: {o.tensor: q for o, q in recipe.operands.items() if o.gemm == operand.gemm}
         for operand in recipe.operands

@@ -1,4 +1,4 @@
-"""The layouts that there are: lpq's own, which any format may have schemes for, and those of plugins."""
+"""The layouts: lpq's own, which any format may have schemes for, and the layouts of plugins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = {
     ),
     "modelopt": ("lpq.engines.modelopt:ModelOpt", "NVIDIA's, for TensorRT-LLM, vLLM and SGLang"),
 }
-"""The layout and what it is for, by name."""
+"""The layouts and their purposes, by name."""
 
 
 def summaries() -> dict[str, str]:
@@ -25,7 +25,7 @@ def summaries() -> dict[str, str]:
 
 
 def layout_named(name: str) -> Layout:
-    """The layout of this name."""
+    """The layout with this name."""
     if name in OWN:
         made: Layout = registry.resolve(OWN[name][0])()
         return made
@@ -35,13 +35,14 @@ def layout_named(name: str) -> Layout:
 
 
 def parts_of(scheme: Scheme, inputs: Inputs | None) -> list[Part]:
-    """The tensors that files have for a layer that lies so: those of its weight, and that of its input, if any."""
+    """The tensors that files have for a layer with this scheme: the tensors of its weight, and the tensor of its input,
+    if any."""
     extra = inputs.part if inputs is not None else None
     return [*scheme.parts, *([extra] if extra is not None else [])]
 
 
 def schemes_for(quantizer: Quantizer, layout: str) -> list[Scheme]:
-    """How operands of the format of this quantizer lie in this layout."""
+    """The schemes of this quantizer's format in this layout."""
     return [s for s in registry.schemes(registry.format_of(type(quantizer)).name) if s.layout == layout]
 
 

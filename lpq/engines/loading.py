@@ -88,7 +88,7 @@ def load_quantized(
         job.fill()
         for layer in given.module.modules():
             if isinstance(layer, Layer) and layer.gather is not None:
-                layer.gather.rounded = False  # its values are those of the files
+                layer.gather.rounded = False  # its values come from the files
     return model
 
 
@@ -118,22 +118,22 @@ def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[s
 
 @dataclass
 class _Job:
-    """The tensors of a model, each with what it gets from files."""
+    """The tensors of a model, each with its source in files."""
 
     files: Files
     model: Model
     found: Mapping[str, Quantized]
     stacks: Mapping[str, ExpertStack]
-    """Those of the model's experts, by the names of their parameters."""
+    """The stacks of the model's experts, by the names of their parameters."""
     intended: Intended
     """The model as it will be when it is filled; it may not be converted yet."""
     operands: dict[str, Callable[[], Storage]] = field(default_factory=dict)
-    """For each weight, by name, a function that reads the row operand that it gets or the value of. It is called when
-    all is judged, and again to fill the model, so that one is in memory at a time."""
+    """For each weight, by name, a function that reads its row operand, or the operand whose decoded value it gets. It
+    is called when everything is checked, and again to fill the model, so that one operand is in memory at a time."""
     plain: list[tuple[str, int | None, str]] = field(default_factory=list)
     """Tensors in high precision by name, the part of it if that is not all, and the name of what it gets."""
     amaxes: dict[str, Tensor] = field(default_factory=dict)
-    """That of inputs, by the name of a layer."""
+    """The amax of inputs, by the name of a layer."""
 
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""

@@ -40,7 +40,7 @@ def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, E
 
 
 def by_module(found: Mapping[str, Quantized], held: Mapping[str, ExpertStack]) -> dict[str, Quantized]:
-    """Return the quantized layers by the names of the model's modules, of which one holds many experts."""
+    """Return the quantized layers by the names of the model's modules; one module holds many experts."""
     holder_of = {layer: stack.holder_name for stack in held.values() for layer in stack.layers}
     modules: dict[str, Quantized] = {}
     for layer, quantized in found.items():

@@ -1,4 +1,4 @@
-"""The layout of NVIDIA's ModelOpt: an algorithm for all layers, or a table of those of each."""
+"""The layout of NVIDIA's ModelOpt: an algorithm for all layers, or a table with one for each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelOpt(Layout):
         sizes = {group.config[SIZE] for group in groups if SIZE in group.config}
         algorithms = {group.config[ALGORITHM] for group in groups}
         one = groups[0].config[ALGORITHM] if len(algorithms) == 1 else MIXED
-        size = {SIZE: min(sizes)} if sizes else {}  # the one that all share; a mixture lists that of each layer
+        size = {SIZE: min(sizes)} if sizes else {}  # the common algorithm; a mixture lists an algorithm for each layer
         layers = {layer: _layer(group.config) for group in groups for layer in group.layers}
         mixed = {"quantized_layers": layers} if one == MIXED else {}
         entries = {
@@ -81,7 +81,7 @@ def _layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(algorithm: Any, schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:
-    """The algorithm of this name; it is written in capitals by some and small by others."""
+    """The algorithm with this name; programs differ in capitals."""
     for scheme in schemes:
         for inputs in (None, *scheme.inputs):
             config = Group(scheme, inputs, ()).config

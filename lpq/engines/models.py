@@ -26,9 +26,8 @@ RECORD = "lpq_input_amax"
 
 
 def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Entry]:
-    """Its parameters and persistent buffers, each once, without what quantizers remember.
-
-    ``dtype``: in which it computes, where that is not what FSDP2 gathers in, or else the dtype of its weights.
+    """The parameters and persistent buffers of a model, each once, without states of quantizers. ``dtype``: the dtype
+    in which it computes; None: the dtype in which FSDP2 gathers, or else the dtype of its weights.
     """
     state, _ = model.state()
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}

@@ -43,7 +43,7 @@ Rest = dict[Node | None, "Rest"]
 
 
 class Patterns:
-    """Regular expressions, of which each matches the beginning of a name, as ``re.match`` does."""
+    """Regular expressions, each of which matches the beginning of a name, as ``re.match`` does."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         known = [*texts]
@@ -57,7 +57,7 @@ class Patterns:
         self._left = STEPS
 
     def match(self, text: str) -> bool:
-        """Whether one of them matches."""
+        """Whether one of the expressions matches."""
         self._left = min(STEPS, self._left + self._once)
         name, ways = _Name(text), [(self._all, 1)]
         while ways:

@@ -29,7 +29,7 @@ class Assigned:
     """None: it is written in high precision."""
     inputs: Inputs | None = None
     amax: Tensor | None = None
-    """That of the layer's input, if engines do not measure it."""
+    """The amax of the layer's input, if engines do not measure it."""
 
     @property
     def layer(self) -> str:

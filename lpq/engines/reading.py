@@ -1,4 +1,4 @@
-"""Reading the directory of an exported model: what it holds, judged before a tensor of it is used."""
+"""Reading the directory of an exported model: its content is checked before a tensor of it is used."""
 
 from __future__ import annotations
 

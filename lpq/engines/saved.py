@@ -84,7 +84,7 @@ class SavedCheckpoint:
         return len(self._shape(name)) == 3 and (recorded or leaf in (*UP, DOWN))
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """That of a tensor of the model; empty if there is none."""
+        """The shape of a tensor of the model; empty if there is no such tensor."""
         if name in self._description.quantized:
             return tuple(self._description.quantized[name]["shape"])
         return tuple(self._saved[name][0]) if name in self._saved else ()
@@ -133,7 +133,7 @@ class SavedCheckpoint:
         return Multiplied.by(recipe, layer, self._memories(layer))
 
     def _memories(self, layer: str, begin: str = "") -> dict[str, dict[str, Tensor]]:
-        """The statistics that a layer remembers; those of one of several stacks begin with its name."""
+        """The states of a layer; the names of states of one of several stacks begin with the name of the stack."""
         found: dict[str, dict[str, Tensor]] = {}
         for buffer in self._description.memories:
             owner, _, own = buffer.removeprefix(PREFIX).rpartition(".")

@@ -32,8 +32,8 @@ def fused(layers: Iterable[str], groups: Sequence[Sequence[str]] = FUSED) -> lis
 
 
 def check_alike(groups: Iterable[Group], left: Iterable[str], siblings: Siblings) -> None:
-    """Refuse layers that engines fuse and that lie in several ways, or of which some are in high precision (``left``):
-    engines fail to load those, each in words of its own."""
+    """Refuse layers that engines fuse and that have different schemes, or of which some are in high precision
+    (``left``): engines fail to load them, each with another error."""
     if siblings not in get_args(Siblings):
         raise CheckpointError(f"siblings={brief(siblings)}: it is 'alike' or 'any'")
     if siblings == "any":

@@ -1,4 +1,4 @@
-"""Writing an exported model: beside its place, tensor by tensor, and given its name once all of it is on the disk."""
+"""Writing an exported model: beside its place, tensor by tensor, and renamed once everything is on the disk."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Directory:
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Remove what was written if this fails; if the process ends, the next export to this place removes it."""
+        """Remove the written files if this fails; if the process ends, the next export to this place removes them."""
         try:
             yield
         except BaseException:

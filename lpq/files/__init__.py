@@ -1,1 +1,2 @@
-"""Files on the disk: what is whole or does not count, by a name, a claim or a manifest, and tensors in safetensors."""
+"""Files on the disk: files that are either whole or do not count, by a name, a claim or a manifest, and tensors in
+safetensors."""

@@ -1,8 +1,9 @@
-"""Writing what is whole or does not count: in an unfinished directory beside its place, which one job has at a time.
+"""Writing files that are either whole or do not count: in an unfinished directory beside their place, which one job has
+at a time.
 
 The directory is lpq's by a lock on a file in it. The system releases a lock when its process ends, however it ends. So
-files that a killed process left behind can be distinguished from those that another process is writing, and a
-directory without the file is somebody else's. Not on a file system without locks: there all count as left
+files that a killed process left behind can be distinguished from those that another process is writing, and a directory
+without the file is somebody else's. On a file system without locks this is impossible: there all files count as left
 behind.
 """
 
@@ -72,7 +73,7 @@ class Claim:
         return cls(partial, descriptor)
 
     def publish(self, target: Path, last: str) -> None:
-        """Give what was written its name once it is on the disk.
+        """Rename the written directory once it is on the disk.
 
         An empty directory that has the name is filled, the file ``last`` at the end, and stays the directory that it
         is: a process may stand in it.
@@ -146,7 +147,7 @@ def _check_owner(partial: Path) -> None:
 
 
 def _empty(partial: Path) -> None:
-    """Remove all but the lock, by which the rest is lpq's."""
+    """Remove all files but the lock, which marks the rest as lpq's."""
     for entry in partial.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

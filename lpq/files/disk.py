@@ -54,7 +54,7 @@ def fault(folder: Path, name: str, size: int, sha256: str | None) -> str | None:
 
 
 def astray(folder: Path, name: str) -> str | None:
-    """Why a name in this folder is not that of an ordinary file that lies there, or None."""
+    """Why a name in this folder does not belong to an ordinary file in it, or None."""
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         return "it is a link to a file outside of the checkpoint"

@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 DESCRIPTION = "lpq.json"
 EXTRA = "extra.pt"
 INDEX, PICKLE = "index.json", ".metadata"
-"""The two indexes of a checkpoint: that of lpq, and that of ``torch.distributed.checkpoint``."""
+"""The two indexes of a checkpoint: lpq's, and the one of ``torch.distributed.checkpoint``."""
 UNFINISHED = "it was never finished (a process ended while it was written)"
 
 

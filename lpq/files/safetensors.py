@@ -1,8 +1,8 @@
 """Files of safetensors: written here tensor by tensor, and read by that library, which judges their headers.
 
 A file is the length of its header (8 bytes), the header (JSON: of each tensor its dtype, its shape and where it lies)
-and the tensors. A header is known from shapes alone, so a file is written while one tensor is in memory. Where each
-lies is decided by dtype and name, so that the bytes do not depend on the order in which they come.
+and the tensors. A header is known from shapes alone, so a file is written while one tensor is in memory. The place of
+each tensor is decided by dtype and name, so that the bytes do not depend on the order of writing.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Reader:
 
 
 def _check_begin(first: bytes, length: int, size: int) -> None:
-    """Refuse what is known by its first bytes: a pickle, and a header that would take long to read."""
+    """Refuse files by their first bytes: a pickle, or a header that would take long to read."""
     if first.startswith(PICKLES) and length > size:
         raise CheckpointError("it is a pickle, as torch.save writes them: pickles can run code, and are not read")
     if LONGEST < length <= size:
@@ -142,7 +142,7 @@ def _check_begin(first: bytes, length: int, size: int) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table, none of whose names stands in it twice: readers differ in which one they take."""
+    """A table in which no name stands twice: readers differ in which entry they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("its header has a name twice")

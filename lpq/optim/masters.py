@@ -1,10 +1,10 @@
 """MasterWeights: an optimizer that updates fp32 copies of quantized weights, and encodes these from them.
 
-It wraps any torch optimizer. To everybody else (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
-model's parameters; the wrapped one updates the copies in their places. A copy is cut as its weight is, so that an
-optimizer's state is sharded too. After a step the weights whose copies changed are encoded, with one reduction of
-their statistics; any other stays as it is, to the bit. Copies that are kept between steps are *masters*. Others are
-decoded when a step begins, and have no memory when it has ended.
+It wraps any torch optimizer. To all other code (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
+model's parameters; the wrapped optimizer updates the copies in their place. A copy is cut as its weight is, so that an
+optimizer's state is sharded too. After a step the weights whose copies changed are encoded, with one reduction of their
+statistics; any other stays as it is, to the bit. Copies that are kept between steps are *masters*. Others are decoded
+when a step begins, and have no memory when it has ended.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class MasterWeights(Optimizer):
         with self._filled():
             self._update()
             self._encode(steps().reductions(self))
-        self._share_options()  # some optimizers keep numbers of theirs in the groups
+        self._share_options()  # some optimizers keep numbers in the groups
         self._show_state()
         return loss
 
@@ -265,7 +265,7 @@ class MasterWeights(Optimizer):
                 changed = [(_decoded(weight) != value).any().float() for weight, value in pairs]
             write(stored, values, beside=beside, changed=changed)
             self._finite.check(stored, values)
-        finally:  # whatever was written before it raised is no write of somebody else's
+        finally:  # writes before the error are the optimizer's own
             for weight in due:
                 self._seen[weight] = _Seen.of(weight)
         self._due.clear()
@@ -391,16 +391,16 @@ def _decoded(weight: Tensor) -> Tensor:
 
 
 def _writes(copy: Tensor) -> int:
-    """How many writes autograd has counted: those to a DTensor are counted there alone."""
+    """The number of writes that autograd has counted; writes to a DTensor are counted there alone."""
     return version_of(copy) + version_of(local_part(copy))
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """A stand-in for an fp32 copy of this tensor: it has the shape, and reads as NaN."""
+    """A stand-in for an fp32 copy of this tensor: it has the shape, and its values are NaN."""
     return torch.full((), torch.nan, device=like.device).expand(like.shape)
 
 
 def _shape(tensor: Tensor) -> str:
-    """Return the shape of the whole and, where that is another, of this rank's part."""
+    """Return the shape of the whole and, where it differs, the shape of this rank's part."""
     whole, part = list(tensor.shape), list(local_part(tensor).shape)
     return f"{whole}" if part == whole else f"{whole} ({part} on this rank)"

@@ -8,7 +8,8 @@ from lpq.optim.masters import MasterWeights
 
 
 def itself(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that keeps the state of this one: the one inside, or, as for ``MasterWeights``, this one itself."""
+    """The optimizer that keeps the state of this optimizer: the wrapped one, or, as for ``MasterWeights``, this one
+    itself."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, MasterWeights) or not isinstance(inner, Optimizer) or inner.state is not optimizer.state:
         return optimizer

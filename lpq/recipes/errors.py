@@ -21,7 +21,7 @@ class PluginRecipeError(RecipeError):
 
 
 class RecipeWarning(UserWarning):
-    """A recipe or a policy that is understood, and may not be what was meant."""
+    """A recipe or a policy is understood, but may not be what the user meant."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class GemmOperand(NamedTuple):
         return f"{self.gemm}.{self.tensor}"
 
     def belongs_to(self, key: str) -> bool:
-        """Whether a key of a recipe speaks of it: of ``wgrad.dy`` do ``wgrad``, ``dy`` and ``wgrad.dy``."""
+        """Whether a key of a recipe covers this operand: ``wgrad``, ``dy`` and ``wgrad.dy`` cover ``wgrad.dy``."""
         return key in (self.gemm, self.tensor, str(self))
 
 
@@ -48,7 +48,7 @@ OPERANDS = (
 """The operands in the order in which the products multiply them. The row operand of a tensor comes first."""
 SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
 """The choices of what is kept of a tensor for backward: the operand that backward multiplies, which is the default, or
-the tensor itself, of which backward makes it."""
+the tensor itself, from which backward makes the operand."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Recipe:
                 getattr(self, tensor)
 
     def gemm(self, name: str) -> Gemm:
-        """The product of this name."""
+        """The product with this name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
 
     @property
@@ -168,7 +168,7 @@ class Recipe:
         return [(key, parts[0][1])] if parts[0][1] == parts[1][1] else parts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that ``lpq.recipe`` makes this recipe from: strings, booleans and dicts of them."""
+        """Plain data from which ``lpq.recipe`` makes this recipe: strings, booleans and dicts of them."""
         table: dict[str, Any] = {"name": self.name} if self.name is not None else {}
         for gemm in GEMMS:
             table[gemm] = {o.tensor: explicit(q) for o, q in self.operands.items() if o.gemm == gemm}

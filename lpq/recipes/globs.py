@@ -20,7 +20,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
     """The names that each of these patterns matches."""
-    every = "\n".join(names)  # what is in none of them is found at once
+    every = "\n".join(names)  # a name that is in none of them is found at once
     return {p: [n for n in names if matches(p, n)] if literal(p) in every else [] for p in dict.fromkeys(patterns)}
 
 
@@ -37,7 +37,7 @@ def literal(pattern: str) -> str:
 
 
 def within(pattern: str, pieces: Collection[str], lengths: Collection[int]) -> list[str]:
-    """Those of the pieces, which have these lengths, that are part of the pattern."""
+    """The pieces, of these lengths, that are part of the pattern."""
     if len(lengths) * len(pattern) > len(pieces):
         return [piece for piece in pieces if piece in pattern]
     parts = (pattern[i : i + n] for n in lengths for i in range(len(pattern) - n + 1))

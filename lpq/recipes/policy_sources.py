@@ -80,7 +80,7 @@ def _has_rules(table: Mapping[str, object]) -> bool:
 
 
 def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
-    """``folder``: what the paths of recipe files in the rules are relative to."""
+    """``folder``: the folder to which paths of recipe files in the rules are relative."""
     _check_keys(table, TABLE)
     if RULES not in table:
         raise RecipeError(f"a policy has rules, and this has only {', '.join(table)}")

@@ -1,7 +1,7 @@
 """Recipes from names, from text, from mappings and from TOML files, all by the same rules. A recipe in parts is keys
 and values. A key stands for operands: ``wgrad`` (both of a product), ``dy`` (both of a tensor) or ``wgrad.dy`` (one,
-which wins over a wider key). A value gives them a quantizer: that of a recipe of this name for the same operand, or
-else the quantizer itself; with parentheses, as in ``mxfp8()``, it is always a quantizer.
+which wins over a wider key). A value gives them a quantizer: the quantizer that the recipe with this name has for the
+same operand, or else the quantizer itself; with parentheses, as in ``mxfp8()``, it is always a quantizer.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _from_spec(spec: RecipeSpec, within: tuple[str, ...]) -> Recipe:
             raise RecipeError(f"it is made of itself ({circle}); the format would be {spec.name}()")
         return replace(_recipe(spec.recipe, (*within, spec.name)), name=spec.name)
     except PluginRecipeError:
-        raise  # this one is at fault, and not what is made of it
+        raise  # this recipe is at fault, not a recipe that is made of it
     except LpqError as error:
         plugin = next(p for p in registry.plugins() if spec.name in p.recipes)
         origin = f"{plugin.distribution} {plugin.version}".strip()

@@ -1,7 +1,6 @@
-"""Policy: the recipe of each layer at each step, by ordered rules of which the first that matches wins.
-
-A rule speaks of the layers whose dotted names match one of its patterns, and of the steps before ``until``;
-after those the rules below it take over. A layer that no rule speaks of is left alone.
+"""Policy: the recipe of each layer at each step, by ordered rules; the first rule that matches wins. A rule covers the
+layers whose dotted names match one of its patterns, and the steps before ``until``; after these steps the rules below
+it take over. A layer that no rule covers is left alone.
 """
 
 from __future__ import annotations
@@ -64,20 +63,21 @@ class Rule:
             )
 
     def matches(self, name: str) -> bool:
-        """Whether it speaks of the layer of this name."""
+        """Whether the rule covers the layer with this name."""
         for pattern in self.match:  # noqa: SIM110  # any(…) is slower, and a policy may have thousands of rules
             if matches(pattern, name):
                 return True
         return False
 
     def outlasts(self, other: Rule) -> bool:
-        """Whether it is sure to hold at every step at which ``other`` holds."""
+        """Whether the rule holds at every step at which ``other`` holds."""
         if self.until is None or other.until is None:
             return self.until is None
         return type(self.until) is type(other.until) and self.until >= other.until
 
     def end(self, steps: Steps) -> float | int | None:
-        """The first step at which it no longer holds, in a run of ``steps``; a fraction until the length is given."""
+        """The first step at which the rule no longer holds, in a run of ``steps``; a fraction until the length is
+        given."""
         if not isinstance(self.until, float) or steps == "later":
             return self.until
         if steps is None:
@@ -115,7 +115,7 @@ class Schedule:
         return recipe
 
     def replan(self, steps: int) -> Schedule:
-        """The same for a run of so many steps."""
+        """The same schedule for a run of ``steps`` steps."""
         return self.planned[0].schedule(self.planned[1], steps) if self.planned is not None else self
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ def _hidden(rules: Sequence[Rule]) -> Iterator[tuple[int, str, int, str]]:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules in their order, and the layers that are left alone regardless of them."""
+    """Rules in their order, and the layers that are left alone regardless of the rules."""
 
     rules: tuple[Rule, ...]
     leave: tuple[str, ...] = ()
@@ -186,11 +186,11 @@ class Policy:
         return next((part for part in name.split(".") if part in self.leave), None)
 
     def rules_for(self, name: str) -> tuple[Rule, ...]:
-        """The rules that match the layer of this name."""
+        """The rules that match the layer with this name."""
         return tuple(rule for rule in self.rules if rule.matches(name))
 
     def schedule(self, name: str, steps: Steps = None) -> Schedule:
-        """The recipes of the layer of this name, by step. ``steps``: the run's length, for rules with fractions."""
+        """The recipes of the layer with this name, by step. ``steps``: the run's length, for rules with fractions."""
         pieces: list[tuple[float | int | None, Recipe | None]] = []
         for _, until, recipe in self._holding(name, steps):
             if pieces and pieces[-1][1] == recipe:

@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parsed(source: object) -> object:
-    """The table that text of TOML holds, in which a line ends; anything else as it is."""
+    """The table in TOML text, which is text with a line break; anything else is returned itself."""
     if isinstance(source, str) and "\n" in source:
         try:
             return tomllib.loads(source)

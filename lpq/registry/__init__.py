@@ -1,7 +1,7 @@
 """The registry: which formats, recipes and kernels there are, who brings them, and how they are named.
 
-Plugins are found in the metadata of installed distributions (entry-point group ``lpq.plugins``) and imported
-only when something of theirs is looked up. Nothing here imports torch.
+Plugins are found in the metadata of installed distributions (entry-point group ``lpq.plugins``) and imported only when
+one of their names is looked up. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from lpq.registry.registry import cached
 
 @cached
 def fault(cls: type) -> str | None:
-    """The mistake in ``==`` or ``hash`` of a quantizer class; None if they are those of its options.
-
-    It is asked of quantizers whose options are bare objects, which nothing but ``==`` and ``hash`` can be done to.
+    """The mistake in ``==`` or ``hash`` of a quantizer class; None if they compare and hash the options. It is tried
+    with quantizers whose options are bare objects, which support ``==`` and ``hash`` alone.
     """
     same = {field.name: object() for field in fields(cls)}
     try:

@@ -11,11 +11,11 @@ from typing import ClassVar, Self
 from lpq.registry.showing import brief, printable
 
 LINE = 200
-"""The most characters of a text in which a place is marked, and of a name that is compared with others."""
+"""The maximal number of characters of a text in which a place is marked, and of a name that is compared with others."""
 
 
 class LpqError(Exception):
-    """The base of them all. Nothing in its text steers a terminal, whatever file or package it speaks of."""
+    """The base class of all errors of lpq. Its text never controls a terminal, whatever file or package it names."""
 
     def __str__(self) -> str:
         return printable(self.message())
@@ -26,11 +26,11 @@ class LpqError(Exception):
 
 
 class UnknownFormat(LpqError, LookupError):
-    """No installed plugin has a format of this name."""
+    """No installed plugin has a format with this name."""
 
 
 class UnknownRecipe(LpqError, LookupError):
-    """No installed plugin has a recipe of this name."""
+    """No installed plugin has a recipe with this name."""
 
 
 class LayoutError(LpqError, ValueError):
@@ -71,7 +71,7 @@ class ImportStringError(LpqError, ImportError):
 
 
 class PluginError(LpqError):
-    """A plugin that cannot be used. Raised when something of this plugin is looked up, and only then."""
+    """A plugin that cannot be used. Raised only when a name of this plugin is looked up."""
 
     status: ClassVar[str] = "broken"
 
@@ -109,7 +109,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def words(error: BaseException | None) -> str:
     """An exception in words: its type, its message, and the line of the file that raised it.
 
-    The line is left out if it is one of the registry's, as where an import string names what is not there.
+    A line of the registry is left out, as where an import string names a missing attribute.
     """
     frames = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]

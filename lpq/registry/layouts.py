@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 JSON = Mapping[str, Any]
 Holds = Literal["codes", "scales", "exponents", "value"]
 Remark = Callable[[int, int, str], str | None]
-"""A limit of readers for weights of so many rows and columns, in a model of this dtype (``float32``), with what to do
-about it; None: it is not met. ``lpq.export`` returns it as a note, with the names of the layers."""
+"""A limit of readers for weights of ``rows`` x ``cols``, in a model of this dtype (``float32``), with a remedy; None:
+the limit does not apply. ``lpq.export`` returns it as a note, with the names of the layers."""
 
 
 def decoded_in_bf16(rows: int, cols: int, dtype: str) -> str | None:
@@ -37,11 +37,11 @@ class Part:
     name: str
     """Beside the name of the layer: ``weight_scale``."""
     others: tuple[str, ...] = ()
-    """The names that other programs give it, by which it is read as well."""
+    """The names that other programs give the tensor; it is also read by these names."""
     dtype: Any
     """Its ``torch.dtype``."""
     shape: Callable[[int, int], tuple[int, ...]]
-    """Its shape for a weight of so many rows and columns."""
+    """Its shape for a weight of ``rows`` x ``cols``."""
     holds: Holds
     """``codes``: elements. ``scales``: floats, finite. ``exponents``: powers of two as bytes, where 255 is NaN.
     ``value``: one float of the whole weight or input, finite and more than 0, which must be equal in layers that
@@ -65,9 +65,9 @@ class Inputs:
     part: Part | None = None
     """Where a scale lies that engines do not measure; None: they measure all."""
     write: Callable[[Any], Any] | None = None
-    """That tensor from the amax of inputs, which is fp32 and 0-dimensional."""
+    """Makes the tensor from the amax of inputs, which is fp32 and 0-dimensional."""
     read: Callable[[Any], Any] | None = None
-    """The amax of which ``write`` makes this tensor."""
+    """Computes the amax from which ``write`` makes this tensor."""
     readers: tuple[str, ...] = ()
     """The programs that read the scheme with these inputs, and not without."""
     remark: Remark | None = None
@@ -75,14 +75,14 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How one operand of a format, that of a weight in ``fprop``, lies in the files of one layout."""
+    """How one operand of a format, the weight in ``fprop``, lies in the files of one layout."""
 
     layout: str
     """The name of the layout."""
     title: str
     """Its name in reports."""
     serves: Callable[[Any], bool]
-    """Whether operands of this quantizer lie so."""
+    """Whether the scheme is for operands of this quantizer."""
     quantizer: str
     """The text of the quantizer that reads any of these files."""
     config: JSON
@@ -94,14 +94,15 @@ class Scheme:
     """The buffers that a quantizer (which it serves) has for these tensors, in the order of its layout. A
     ``ValueError`` gives the reason in words if it has none."""
     inputs: tuple[Inputs, ...] = ()
-    """The ways in which engines may encode inputs, the first that serves first; if none does, inputs stay in high
+    """The ways in which engines may encode inputs, the preferred first; if none is possible, inputs stay in high
     precision."""
     readers: tuple[str, ...] = ()
-    """The programs that read such files right, as ``("vLLM",)``. ``lpq.export`` returns those that read all layers."""
+    """The programs that read such files right, as ``("vLLM",)``. ``lpq.export`` returns the programs that read all
+    layers."""
     unwritten: str | None = None
     """The reason why files of others are read so and none are written, in words, and what to do; None: they are."""
     why_not: Callable[[int, int], str | None] = lambda rows, cols: None
-    """Why weights of so many rows and columns do not lie so, in words; None: they do."""
+    """Why weights of ``rows`` x ``cols`` cannot have this scheme, in words; None: they can."""
     remark: Remark | None = None
 
 
@@ -131,7 +132,7 @@ class Group:
 
 
 Described = Callable[[str], tuple[Scheme, Inputs | None] | None]
-"""How a layer of this name lies in files; None: in high precision."""
+"""How a layer with this name lies in files; None: in high precision."""
 
 
 class Layout(ABC):
@@ -152,5 +153,5 @@ class Layout(ABC):
     def read(self, files: Mapping[str, JSON], schemes: Sequence[Scheme]) -> Described | None:
         """How the layers of a model lie whose JSON files these are; None: these are of another layout.
 
-        A layer with something that none of ``schemes``, those of this layout, is like is a ``LayoutError``.
+        A layer that none of ``schemes``, the schemes of this layout, describes is a ``LayoutError``.
         """

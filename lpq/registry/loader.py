@@ -35,7 +35,7 @@ Named = TypeVar("Named", FormatSpec, RecipeSpec, LayoutSpec)
 
 @dataclass(frozen=True, kw_only=True)
 class PluginInfo:
-    """One plugin: where it comes from, and what it brings or why it cannot be used."""
+    """One plugin: its source, and its specs or the reason why it cannot be used."""
 
     name: str
     distribution: str
@@ -84,7 +84,7 @@ class PluginSource:
         return PluginError(self.name, self.distribution, self.version, cause, remedy)
 
     def import_error(self, what: str, error: BaseException | None) -> PluginError:
-        """The error of a plugin of which ``what``, an import string, cannot be imported."""
+        """The error of a plugin whose import string ``what`` cannot be imported."""
         if isinstance(error, ModuleNotFoundError) and error.name:
             package = error.name.partition(".")[0]
             if package == OWN:
@@ -130,7 +130,7 @@ def _imported(entry: metadata.EntryPoint) -> object:
 
 
 def owns(plugin: str, name: str, kind: Kind) -> bool:
-    """Whether a format or recipe of this name lies in the namespace of the plugin."""
+    """Whether a format or recipe with this name lies in the namespace of the plugin."""
     return name == plugin or name.startswith(tuple(plugin + separator for separator in SEPARATORS[kind]))
 
 
@@ -288,7 +288,7 @@ def _by_name(source: PluginSource, kind: Kind, specs: Sequence[Named]) -> dict[s
 
 
 def _own_kernels(source: PluginSource, spec: FormatSpec) -> list[KernelSpec]:
-    """The kernels that a format lists; those that name no format are for this one."""
+    """The kernels that a format lists; kernels that name no format are for this format."""
     kernels: list[KernelSpec] = []
     for kernel in spec.kernels:
         formats = kernel.formats or (spec.name,) * (TABLE[kernel.op].formats[0] if kernel.op in TABLE else 1)

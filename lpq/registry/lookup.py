@@ -1,4 +1,4 @@
-"""The functions of the registry: which plugin has a name, and what it has under it.
+"""The functions of the registry: which plugin owns a name, and what the name stands for.
 
 The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one plugin.
 """
@@ -29,7 +29,7 @@ def formats() -> dict[str, FormatSpec]:
 
 
 def format(name: str) -> FormatSpec:
-    """The format of this name. Raises ``UnknownFormat`` or, if its plugin is broken, ``PluginError``."""
+    """The format with this name. Raises ``UnknownFormat`` or, if its plugin is broken, ``PluginError``."""
     return default().provider(name, "formats").formats[name]
 
 
@@ -41,7 +41,7 @@ def recipes() -> dict[str, RecipeSpec]:
 
 
 def recipe_spec(name: str) -> RecipeSpec:
-    """The recipe of this name. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
+    """The recipe with this name. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
     return default().provider(name, "recipes").recipes[name]
 
 
@@ -58,7 +58,7 @@ def layouts() -> dict[str, LayoutSpec]:
 
 @cached
 def layout(name: str) -> Layout:
-    """The layout of this name, which a plugin brings."""
+    """The layout with this name, which a plugin brings."""
     registry = default()
     plugin = next(plugin for plugin in registry.plugins() if name in plugin.layouts)
     string = plugin.layouts[name].layout

@@ -32,7 +32,7 @@ class Operation:
     reference: bool = True
     """Whether there is a reference, which runs where no kernel does."""
     needs: str | None = None
-    """The attribute by which a quantizer tells whether its operands have this operation; None: all have it."""
+    """The attribute of a quantizer that tells whether its operands have this operation; None: all have it."""
 
     def is_of(self, quantizer: object) -> bool:
         """Whether operands of a quantizer have this operation, by a kernel or by the reference."""

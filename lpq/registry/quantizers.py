@@ -1,6 +1,6 @@
 """From a quantizer's text to the quantizer, and back.
 
-The registry recognises a quantizer class by what it must have: it is a dataclass, its fields are the options, and
+The registry recognises a quantizer class by its form: it is a dataclass, its fields are the options, and
 ``from_options`` makes one. So it needs to import neither torch nor ``lpq.core``.
 """
 
@@ -26,8 +26,8 @@ def quantizer(text: Any, /, **options: Any) -> Any:
     """Make the quantizer that a text describes.
 
     Args:
-        text: A name, or as much as ``"nvfp4(block=16x16, rht=true)"``. A quantizer is returned as it is.
-        **options: Options beside the ones in the text, as ``block="16x16"``.
+        text: A name, or as much as ``"nvfp4(block=16x16, rht=true)"``. A quantizer is returned itself.
+        **options: Options beside the options in the text, as ``block="16x16"``.
     """
     if isinstance(text, str):
         return _quantizer(text, options) if options or len(text) > KEPT else _from_text(text)

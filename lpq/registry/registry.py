@@ -1,7 +1,7 @@
-"""The plugins of this process, each loaded when it is first asked for, and what is remembered of them.
+"""The plugins of this process, each loaded when it is first asked for, and cached values that are derived from them.
 
-Values that are derived from the registry and kept go through ``cached``: ``refresh`` and ``register`` empty that. Any
-thread may look up and register at any time: a result is that of before or of after, and never a mixture.
+Derived values are cached through ``cached``; ``refresh`` and ``register`` empty these caches. Any thread may look up
+and register at any time: a result belongs to the time before or to the time after, and is never a mixture.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Registry:
             return info
 
     def _forget(self, name: str) -> None:
-        self._register_last(None)  # or what is registered after it would come after it
+        self._register_last(None)  # or plugins that are registered later would come after it
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
         self._sources.pop(name, None)
@@ -190,9 +190,9 @@ class Registry:
 
 
 def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
-    """The name of the plugin whose hook raised: that of the innermost frame that runs the code of one.
+    """The name of the plugin whose hook raised: the owner of the innermost frame that runs a plugin's code.
 
-    pluggy does not report it. A decorated hook counts as what it decorates, as decorators are shared.
+    pluggy does not report it. A decorated hook counts as the decorated function, as decorators are shared.
     """
     code = {getattr(inspect.unwrap(i.function), "__code__", None): i.plugin_name for i in implementations}
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -201,7 +201,7 @@ def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> 
 
 _MAKING = threading.RLock()
 _REMEMBERED: dict[object, Any] = {}
-"""The functions that are ``cached``, each with what it found; and the ``epoch``."""
+"""The ``cached`` functions, each with its results; and the ``epoch``."""
 FEW = 512
 """How many answers of a function are kept that has one for each shape."""
 

@@ -43,7 +43,7 @@ def number(count: int, one: str) -> str:
 
 
 def pip(command: str, names: Iterable[str], otherwise: str) -> str:
-    """``pip install acme``, where all of these are names of distributions; what else to do, where one is not."""
+    """``pip install acme`` if all of these are names of distributions; otherwise another remedy."""
     found = list(names)
     if found and all(DISTRIBUTION.fullmatch(name) for name in found):
         return " or ".join(f"pip {command} {name}" for name in found)

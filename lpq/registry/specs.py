@@ -35,17 +35,17 @@ class KernelSpec:
     """Import string of the callable. ``lpq.operations.kernel_protocols`` has its Protocol for each operation; where the
     operation has a reference, it has the signature of that."""
     bind: str | None = None
-    """Import string of a function that decides once for a shape what is the same at each call, for an operation that
-    has a Protocol of it. A layer calls what it returns in place of ``impl``. None: it calls ``impl``, or the reference
-    where there is a ``bind`` that returns None."""
+    """Import string of a function that makes all decisions for a shape once, for an operation that has a Protocol for
+    it. A layer calls the returned function in place of ``impl``. None: it calls ``impl``, or the reference where there
+    is a ``bind`` that returns None."""
     several: str | None = None
-    """Import string of a function that does the same for several matrices, whose launches it then saves, for an
-    operation that has a Protocol of it. None: each has a launch of its own."""
+    """Import string of a function that binds the kernel to several matrices, which then take one launch, for an
+    operation that has a Protocol for it. None: each matrix has a launch of its own."""
     backend: str
     """The backend that runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()
-    """The format it serves; for ``gemm`` the formats of both operands, for ``measure`` and ``quantize`` one or two,
-    those of the row operand and of the column operand, ``(ANY, ANY)`` for any two. Empty: the format that lists it."""
+    """The format it serves; for ``gemm`` the formats of both operands, for ``measure`` and ``quantize`` one or two, the
+    row operand's and the column operand's, ``(ANY, ANY)`` for any two. Empty: the format that lists it."""
     device: str = "cuda"
     """The type of the device it runs on."""
     min_sm: int | None = None
@@ -77,7 +77,8 @@ class KernelSpec:
 
     @classmethod
     def triton(cls, op: str, impl: str, **others: Any) -> Self:
-        """A kernel in Triton, which comes after those in CUDA C++, from compute capability 7.5 on and on AMD's GPUs."""
+        """A kernel in Triton, which comes after kernels in CUDA C++, from compute capability 7.5 on and on AMD's
+        GPUs."""
         usual: dict[str, Any] = {"backend": "triton", "min_sm": 75, "requires": ("triton",), "priority": 10}
         return cls(op=op, impl=impl, **(usual | others))
 
@@ -116,15 +117,15 @@ class RecipeSpec:
     recipe: str | Mapping[str, object]
     """Anything that ``lpq.recipe`` takes: the grammar, or a mapping as a TOML file would give it."""
     aliases: tuple[str, ...] = ()
-    """Its names in other libraries, in no namespace. Where nothing here has such a name ``lpq.recipe`` takes this
-    recipe, and reports that. Capitals do not count."""
+    """Its names in other libraries, in no namespace. Where nothing else has such a name, ``lpq.recipe`` takes this
+    recipe and reports it. Capitals do not count."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSpec:
-    """One way in which inference engines keep a quantized model in files."""
+    """One layout in which inference engines keep a quantized model in files."""
 
     name: str
     """Its name: plugin ``acme`` may register ``acme``, ``acme-*`` and ``acme_*``."""

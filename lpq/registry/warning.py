@@ -1,4 +1,5 @@
-"""Warnings that point to the user's line: that of the first caller which is neither lpq, nor a plugin, nor torch."""
+"""Warnings that point to the user's line: the line of the first caller which is neither lpq, nor a plugin, nor
+torch."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import warnings
 from types import FrameType
 
 BETWEEN = frozenset({"lpq", "torch", "pluggy", "concurrent", "contextlib", "functools", "importlib", "threading"})
-"""The packages whose frames lie between a warning and the user's line: lpq, and those through which it is called."""
+"""The packages whose frames lie between a warning and the user's line: lpq, and the packages through which it is
+called."""
 PLUGIN = "lpq_"
 """The first letters of the packages of plugins."""
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user; in a thread that the user did not start, such as autograd's, at that of lpq.
+    """Warn at the line of the user; in a thread that the user did not start, such as autograd's, at a line of lpq.
 
     A compiler cannot trace it: code that is traced calls ``torch.compiler.is_compiling()`` first, or is an operator.
     """
@@ -34,7 +36,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _between(frame: FrameType) -> bool:
-    """Whether a frame is of lpq or of what calls it; so is that of generated code, which has no module."""
+    """Whether a frame belongs to lpq, to a package that calls it, or to generated code, which has no module."""
     module = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or "torch"
     package = module.partition(".")[0]
     return package in BETWEEN or package.startswith(PLUGIN)

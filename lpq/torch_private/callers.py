@@ -24,9 +24,9 @@ def engine_calls() -> bool:
 
 
 def another_pass_reads(module: nn.Module) -> bool:
-    """Whether what reads an attribute of this module, two frames up, is in the pass of another one, and reads more of a
-    tensor there than its dtype and the like. Code of lpq and of torch is none of a model's, but for torch's modules: it
-    shards models, copies them and loads them."""
+    """Whether the code that reads an attribute of this module, two frames up, runs in the pass of another module, and
+    reads more of the tensor than its dtype and the like. Code of lpq and of torch does not count as a model's, except
+    torch's modules: it shards, copies and loads models."""
     reader = sys._getframe(2)
     name = _module(reader)
     if name.startswith(("lpq.", "lpq_", "torch.")) and not name.startswith("torch.nn.modules."):
@@ -41,7 +41,7 @@ def another_pass_reads(module: nn.Module) -> bool:
 
 @lru_cache(256)
 def _next_attribute(code: CodeType, at: int) -> str | None:
-    """The attribute that the instruction after this one takes of its result."""
+    """The attribute that the next instruction takes of the result of this one."""
     following = next((i for i in dis.get_instructions(code) if i.offset > at), None)
     return following.argval if following is not None and following.opname == "LOAD_ATTR" else None
 

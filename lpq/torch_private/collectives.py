@@ -17,7 +17,7 @@ def all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[Tensor
 
 
 def begin_all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
-    """The same, but what is returned must go through ``arrived`` before it is used: a GPU does other work meanwhile."""
+    """As above, but the result must go through ``arrived`` before it is used: a GPU does other work meanwhile."""
     return list(torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(tensors), ranks, group))
 
 
@@ -32,14 +32,14 @@ def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
 
 
 def begin_all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """The same, but what is returned must go through ``arrived``."""
+    """As above, but the result must go through ``arrived``."""
     made: Tensor = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group)
     return made
 
 
 def begin_reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
-    """The sum over the ranks of the part that is this rank's: one of as many equal ones along the first dimension. It
-    must go through ``arrived``."""
+    """The sum over ranks of this rank's part: there is one equal part for each rank along the first dimension. The
+    result must go through ``arrived``."""
     made: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
     return made
 

@@ -1,4 +1,4 @@
-"""The compiler and the exporter: whether it runs, what it made of a module, and what it does before and after."""
+"""The compiler and the exporter: whether one of them runs, the module that was compiled, and calls that it replaces."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def is_exporting() -> bool:
 
 
 def once_when_traced(function: F) -> F:
-    """Have torch.compile call this while it traces, and take what it returns as a constant. torch.compiler's own
+    """Make torch.compile call the function while it traces, and take its result as a constant. torch.compiler's own
     decorator does the same, and imports the whole compiler for that."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile`` was given to make this one; None if it made none."""
+    """Return the module from which ``torch.compile`` made this module; None if it was not compiled."""
     return cast("nn.Module | None", getattr(module, "_orig_mod", None))
 
 
@@ -45,7 +45,7 @@ def call_around_compiling(before: Callable[..., None], after: Callable[..., None
 
 
 def surely(condition: Any) -> bool:
-    """Whether a condition on sizes holds for all that a compiler that traces takes them for, without a new guard."""
+    """Whether a condition holds for all sizes for which a compiler is tracing, without a new guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -59,8 +59,8 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 def call_in_place_of(operator: str, function: Callable[..., Any]) -> None:
     """Have the Python that Inductor writes call a function in place of an operator, which costs the dispatcher.
 
-    ``operator``: its name with the namespace, and no overload. ``function``: one of a module's, which takes what the
-    operator takes and returns what it returns. Code of other kinds than a graph's Python goes on calling the operator.
+    ``operator``: its name with the namespace, and no overload. ``function``: a module's function with the arguments and
+    results of the operator. Code of other kinds than a graph's Python goes on calling the operator.
     """
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine, PythonWrapperCodegen

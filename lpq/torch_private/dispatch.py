@@ -1,4 +1,4 @@
-"""The dispatcher: what is at work around a call, and the schema of an operator."""
+"""The dispatcher: which modes, tracers and transforms are active around a call, and the schema of an operator."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any kind of device."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""The name of an operator, and its arguments with what it writes to."""
+"""The name of an operator, and its arguments, marked where it writes to them."""

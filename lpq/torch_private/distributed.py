@@ -40,7 +40,7 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of the operators that collectives run, at once and when they are waited for."""
 
 SILENT = ("wait_tensor", "_wrap_tensor_autograd")
-"""Operators of these that send nothing."""
+"""Operators of these namespaces that send nothing."""
 
 KINDS = {
     "_allgather_base_": "all_gather",
@@ -59,7 +59,7 @@ KINDS = {
     "broadcast_": "broadcast",
     "scatter_": "scatter",
 }
-"""The actions of these operators, by their names."""
+"""The collectives of these operators, by their names."""
 
 
 active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_active_ddp_module")
@@ -82,7 +82,7 @@ def device_types(group: ProcessGroup) -> list[torch.device]:
 
 
 group_named: Callable[[Any], ProcessGroup] = _resolve_process_group
-"""The group of this name."""
+"""The group with this name."""
 
 
 job_store: Callable[[], Store] = _get_default_store
@@ -91,7 +91,7 @@ job_store: Callable[[], Store] = _get_default_store
 
 def job_timeout() -> float:
     """How long the processes of the job wait for each other in a collective, in seconds; where the backends do not tell
-    it, how long for what one of them is to put into the store."""
+    it, the timeout of the store."""
     group: Any = dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
     waits: list[timedelta] = [backend.options._timeout for backend in backends if hasattr(backend, "options")]

@@ -1,9 +1,9 @@
-"""Every access to what FSDP2 keeps to itself, in one place.
+"""Every access to private attributes of FSDP2, in one place.
 
-FSDP2 lets a tensor define what is gathered for it (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but not whether
-it is gathered for forward or for backward, and it keeps the sizes of the first gather for ever. Both are read and set
-here on private attributes; the tests in ``tests/torch_private/test_fsdp_internals.py`` fail first when torch changes
-them.
+FSDP2 lets a tensor define what is gathered for it (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but does not
+tell it whether it is gathered for forward or for backward, and keeps the sizes of the first gather for ever. Both are
+read and set here on private attributes; the tests in ``tests/torch_private/test_fsdp_internals.py`` fail first when
+torch changes them.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class Site:
         if not self.is_parallel:
             return None
         param = cast("DTensor", self.param)
-        mesh, placement = param.device_mesh, param.placements[-1]  # FSDP2 puts its own dimensions before theirs
+        mesh, placement = param.device_mesh, param.placements[-1]  # FSDP2 puts its dimensions before others
         return (mesh.get_group(mesh.ndim - 1), placement.dim) if isinstance(placement, Shard) else None
 
     @cached_property
     def shape(self) -> torch.Size:
-        """The shape of what is gathered: under tensor parallelism, of this rank's part."""
+        """The shape of the gathered tensor: under tensor parallelism, of this rank's part."""
         sizes = [*self.param.shape]
         if self.parallel is not None:
             group, dim = self.parallel
@@ -123,8 +123,8 @@ class Site:
 
     @property
     def stays(self) -> bool:
-        """Whether it stays gathered from forward to backward. FSDP2 decides that of the outermost module in its first
-        forward, unless ``reshard_after_forward`` is given: then it stays."""
+        """Whether the parameter stays gathered from forward to backward. FSDP2 decides that of the outermost module in
+        its first forward, unless ``reshard_after_forward`` is given: then it stays."""
         return self._root or not self._group._reshard_after_forward
 
     def directions(self, again: bool) -> tuple[bool, bool]:
@@ -171,8 +171,8 @@ def shards(sites: Iterable[Site]) -> list[Tensor]:
 
 
 def gather_into(places: Iterable[tuple[Site, list[Tensor] | None, list[Tensor]]]) -> None:
-    """Have FSDP2 gather each parameter into these flat tensors (None: into its own), and allocate and free both these
-    and those of a list, which it keeps."""
+    """Make FSDP2 gather each parameter into these flat tensors (None: into its own), and allocate and free both them
+    and the tensors of a list, which it keeps."""
     for site, outputs, inner in places:
         if outputs is not None:
             site.fsdp_param.all_gather_outputs = outputs
@@ -180,7 +180,7 @@ def gather_into(places: Iterable[tuple[Site, list[Tensor] | None, list[Tensor]]]
 
 
 def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:
-    """The modules below ``root`` whose parameter of this name, or any parameter, FSDP2 shards, and how."""
+    """The modules below ``root`` whose parameter with this name, or any parameter, FSDP2 shards, and how."""
     found: dict[nn.Module, Site] = {}
     for module in root.modules():
         outermost = module is root and _get_module_fsdp_state(module)
@@ -194,7 +194,7 @@ def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:
 
 
 def outermost(part: nn.Module) -> nn.Module:
-    """The largest module on which ``fully_shard`` was called and that contains ``part``; if there is none, itself."""
+    """The largest module on which ``fully_shard`` was called and that contains ``part``; if there is none, ``part``."""
     known = [module for ref in _module_state_mapping.keyrefs() if (module := ref()) is not None]  # threads may add some
     sharded = [module for module in known if _get_module_fsdp_state(module) is not None]
     around = [module for module in sharded if any(inner is part for inner in module.modules())]
@@ -210,7 +210,7 @@ def _groups(module: nn.Module) -> Iterator[Any]:
 
 
 def allocate(tensors: Iterable[Tensor]) -> None:
-    """Give these tensors their memory back; what they hold is undefined."""
+    """Give these tensors their memory back; their values are undefined."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.size() != tensor.nbytes:
@@ -218,7 +218,7 @@ def allocate(tensors: Iterable[Tensor]) -> None:
 
 
 def free(tensors: Iterable[Tensor]) -> None:
-    """Take the memory of these tensors, which stay valid objects, as FSDP2 does with what it gathers."""
+    """Take the memory of these tensors, which stay valid objects, as FSDP2 does with gathered tensors."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.size():

@@ -32,13 +32,13 @@ pin_memory: Any = torch.ops.aten._pin_memory
 """The copy of a tensor in memory from which a device reads while the host goes on."""
 
 unsafe_view: Any = torch.ops.aten._unsafe_view
-"""A view that is none to autograd: for what is used no more under its own shape."""
+"""A view that autograd does not take for a view: for a tensor that is no longer used under its own shape."""
 
 scaled_matmul: Callable[..., Tensor] = torch._scaled_mm
 """The product of two fp8 matrices with scales, which ``nn.functional.scaled_mm`` calls once it has checked them."""
 
 scaled_grouped_matmul: Callable[..., Tensor] = torch._scaled_grouped_mm
-"""The same for rows in groups, with a scale for each row; on GPUs alone."""
+"""torch's scaled product for rows in groups, with a scale for each row; on GPUs alone."""
 
 OF_EACH = "_foreach_"
 """The beginning of the names of operators that do for each tensor of a list what another does for one."""
@@ -49,7 +49,7 @@ copy_each: Callable[..., None] = torch._foreach_copy_
 add_to_each: Callable[..., None] = torch._foreach_add_
 multiply_each: Callable[..., None] = torch._foreach_mul_
 move_each: Callable[..., None] = torch._foreach_lerp_
-"""The same for ``add_``, ``mul_`` and ``lerp_``, as optimizers write to weights."""
+"""As above, for ``add_``, ``mul_`` and ``lerp_``, as optimizers write to weights."""
 
 norm_of_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 """The norm of each of these tensors, in few launches."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 Hooks = OrderedDict[int, Callable[..., Any]]
 
 load_pre_hooks: Callable[[Optimizer], Hooks] = attrgetter("_optimizer_load_state_dict_pre_hooks")
-"""Those that are called before it loads a state, each with what the one before returned."""
+"""The hooks that are called before an optimizer loads a state, each with the result of the previous one."""
 
 load_post_hooks: Callable[[Optimizer], Hooks] = attrgetter("_optimizer_load_state_dict_post_hooks")
-"""Those that are called after it loaded one."""
+"""The hooks that are called after an optimizer loaded a state."""

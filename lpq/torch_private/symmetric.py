@@ -17,7 +17,7 @@ memory: Any = _symmetric_memory  # whose names of groups are a type of their own
 
 
 def serves(device: torch.device) -> bool:
-    """Whether tensors on a device of this kind can be gathered so."""
+    """Whether tensors on a device of this kind can be gathered in this way."""
     return device.type == "cuda"
 
 
@@ -38,9 +38,9 @@ def gather_and_consume(
     group: str,
     whole_needed: bool,
 ) -> None:
-    """Gather the ranks' ``parts``, bytes, into ``whole``, and call ``consume`` with those of one rank and its number as
-    they arrive: this rank's first. Calls may be on another stream, for which the current one waits at the end. This
-    rank's own are put into ``whole`` only if it is needed."""
+    """Gather the ranks' ``parts``, bytes, into ``whole``, and call ``consume`` with the bytes of one rank and its
+    number as they arrive: this rank's first. Calls may be on another stream, for which the current one waits at the
+    end. This rank's bytes are put into ``whole`` only if it is needed."""
     workspaces, size = memory._group_name_to_workspace_tensor, sum(part.numel() for part in parts)
     before = workspaces.get(group)
     if before is None or before.numel() < size:

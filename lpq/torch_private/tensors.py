@@ -1,4 +1,4 @@
-"""The private parts of a tensor, and what a subclass of ``Tensor`` is made with."""
+"""The private parts of a tensor, and the function that creates a subclass of ``Tensor``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often autograd saw the tensor, or a view of it, written to. An error of one that ``inference_mode`` made."""
+"""How often autograd saw the tensor, or a view of it, written to. It raises for a tensor of ``inference_mode``."""
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The tensor of which this one is a view to autograd; None if it is none."""
+"""The tensor whose view this tensor is to autograd; None if it is no view."""
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
-"""Whether a tensor has memory. One that stands for a batch of them, as with ``is_grads_batched=True``, has none."""
+"""Whether a tensor has memory. A tensor that stands for a batch, as with ``is_grads_batched=True``, has none."""
 
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a shape, strides, a dtype and a device, and no memory of its own."""
