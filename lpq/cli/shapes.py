@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A model of this shape, on the meta device."""
+    """A model with this shape, on the meta device."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

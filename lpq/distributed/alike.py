@@ -46,7 +46,7 @@ class Stages(Protocol):
 
 
 class Comparison:
-    """What this rank knows of the other ranks' models at one place at which ranks compare them."""
+    """This rank's knowledge of the other ranks' models, at one place at which ranks compare them."""
 
     def __init__(self) -> None:
         self.alike = False

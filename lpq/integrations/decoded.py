@@ -1,4 +1,4 @@
-"""Saving weights that are stored quantized as what they decode to, by transformers' ``save_pretrained``."""
+"""Saving the decoded values of weights that are stored quantized, by transformers' ``save_pretrained``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """PEFT's adapters over layers with a recipe: trained as they will compute once they are merged.
 
-An adapter that is added to the output of a quantized layer may be lost when it is merged: what is less than half a step
-of the format is rounded away. ``merge_aware`` has the layer multiply the sum of its weight and the adapter, rounded as
-its recipe rounds weights, and the gradient goes straight through that. Merging then changes nothing: it stores what was
-multiplied. It costs a second product in forward, and a gradient of the size of the weight in backward.
+An adapter that is added to the output of a quantized layer may be lost when it is merged: a change of less than half a
+step of the format is rounded away. ``merge_aware`` has the layer multiply the sum of its weight and the adapter,
+rounded as its recipe rounds weights, and the gradient goes straight through that. Merging then changes nothing: it
+stores the weight that was multiplied. It costs a second product in forward, and a gradient of the size of the weight in
+backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class MergeAware:
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **others: Any) -> Tensor:
-        """The output of the layer with the merged weight, in place of ``result``, that of its own weight."""
+        """The output of the layer with the merged weight, in place of ``result``, the output with its own weight."""
         if len(module.active_adapters) > 1:
             raise RuntimeError(
                 f"the adapters {', '.join(module.active_adapters)} of a layer are active together, and merge-aware "

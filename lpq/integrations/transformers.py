@@ -45,7 +45,7 @@ class _Steps:
         self._model: nn.Module | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
-        """Plan the policy for the Trainer's number of steps, and compare it with that of the checkpoint."""
+        """Plan the policy for the Trainer's number of steps, and compare it with the checkpoint's."""
         self._model = attach(model)
         kept = state.stateful_callbacks.get(NAME) if state.global_step else None
         _go_on(model, state.global_step, state.max_steps, kept, self.any_policy)
@@ -54,7 +54,7 @@ class _Steps:
         state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Give each layer the recipe of this step."""
+        """Give each layer its recipe at this step."""
         set_step(model, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
@@ -80,8 +80,9 @@ class _Steps:
 def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False) -> None:
     """Bring the converted model to the step of a Trainer's checkpoint, before that is loaded.
 
-    A step decides the recipe, and the recipe decides what of the checkpoint layers remember. So where a policy gives
-    delayed scaling at that step and not at step 0, call it before ``trainer.train(resume_from_checkpoint=checkpoint)``.
+    The step decides the recipe, and the recipe decides which states of the checkpoint layers take. So where a policy
+    gives delayed scaling at that step and not at step 0, call it before
+    ``trainer.train(resume_from_checkpoint=checkpoint)``.
 
     Args:
         model: The converted model.
@@ -98,7 +99,7 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
 
 
 def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool) -> None:
-    """Plan the policy for so many steps; make sure that it is the expected one, and that no state was dropped."""
+    """Plan the policy for ``steps`` steps; make sure that it is the expected one and that no state was dropped."""
     given = [
         c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
     ]

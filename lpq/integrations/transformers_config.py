@@ -1,4 +1,4 @@
-"""``LpqConfig``: transformers' ``from_pretrained`` converts what it loads, and ``config.json`` names how.
+"""``LpqConfig``: transformers' ``from_pretrained`` converts the model that it loads, and ``config.json`` names how.
 
 Importing this module imports transformers and registers ``LpqConfig`` there, so that a directory whose ``config.json``
 names it is loaded converted. Files hold weights in high precision, as an ordinary model's do.
@@ -54,7 +54,7 @@ class LpqConfig(QuantizationConfigMixin):
         weights: Weights | None = None,
         ranks: int | None = None,
     ) -> None:
-        """Take what ``lpq.convert`` takes, and refuse what it refuses of any model."""
+        """Take the arguments of ``lpq.convert``, and refuse those that it refuses for any model."""
         check_options(weights, ranks)
         self.quant_method: Any = METHOD
         self.policy = recipes.policy(policy, include=include)
@@ -66,7 +66,7 @@ class LpqConfig(QuantizationConfigMixin):
         self._model = weakref.ref(model)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for ``config.json``, with what brought the formats."""
+        """The configuration as plain data, for ``config.json``, with the plugins that bring the formats."""
         model = self._model() if self._model is not None else None
         now = model.__dict__.get(RECORD) if model is not None else None
         if isinstance(now, Conversion) and now.policy != self.policy:
@@ -109,7 +109,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
         self._again, self._files = bool(others.get("pre_quantized")), list[str]()
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Cast what is loaded as without a quantizer."""
+        """Cast loaded tensors as without a quantizer."""
         return dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **others: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measurements of a model: what it encodes, its collectives, the bytes of its weights, its operations."""
+"""Measurements of a model: its encoded tensors, its collectives, the bytes of its weights, its operations."""
 
 from lpq.nn.observing import observing
 from lpq.observe.collectives import Collective, collectives, gathered_bytes

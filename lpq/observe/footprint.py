@@ -37,9 +37,9 @@ class Memory:
     parameters: int = 0
     """How many numbers the model has."""
     converted: int = 0
-    """How many of these are stored, or gathered, quantized."""
+    """How many parameters are stored, or gathered, quantized."""
     quantized: int = 0
-    """The bytes of these in their quantized form, all directions that are kept, on all ranks together."""
+    """The bytes of these parameters in their quantized form, in all directions that are kept, on all ranks together."""
     weights: int = 0
     """The bytes of the parameters that a rank stores."""
     masters: int = 0
@@ -57,7 +57,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The bytes that a rank holds from step to step, and those of its gradients."""
+        """The bytes that a rank holds from step to step, and the bytes of its gradients."""
         return self.weights + self.masters + self.gradients + self.moments
 
     @property

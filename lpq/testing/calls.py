@@ -37,7 +37,7 @@ def matrices(dtypes: Sequence[torch.dtype], largest: int) -> Iterator[tuple[str,
         x = normal(*RAGGED, dtype=dtype)
         yield "normal values", x
         yield SIZES, of_all_sizes(dtype)
-        for value in (torch.inf, -torch.inf, torch.nan):  # one in a block: what is beside it may stay as it is
+        for value in (torch.inf, -torch.inf, torch.nan):  # one in a block: its neighbours may stay unchanged
             odd = x.clone()
             odd[3, 70] = value
             yield f"one {value}", odd
@@ -96,7 +96,8 @@ def of_operands(op: str, a: Storage, b: Storage | None = None) -> Iterator[tuple
 
 
 def multiplied(x: Tensor) -> Tensor:
-    """Another matrix to multiply one with, of as many columns: more rows, an odd number if its rows are odd."""
+    """Another matrix to multiply ``x`` with, which has equally many columns and more rows, an odd number if the rows of
+    ``x`` are odd."""
     rows, cols = x.shape
     return normal(2 * rows + (rows % 16 > 0 or rows == 0), cols, dtype=x.dtype, seed=1)
 

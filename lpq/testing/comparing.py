@@ -26,7 +26,7 @@ from lpq.torch_private.dispatch import TorchDispatchMode
 
 POISON = 0xA5
 KEPT = 1 << 16
-"""Elements of results, at least, for which kernels keep memory of their own, if they do."""
+"""The least number of elements of results for which kernels may keep memory of their own."""
 FAST = 1e-2
 SUMMED = {torch.bfloat16: 4e-3, torch.float16: 1.4e-3, torch.float32: 1.4e-3}
 """How far a product may be off, in RMS. Tensor cores keep some 14 bits of sums of 8-bit floats, which are then added in
@@ -97,7 +97,7 @@ def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[An
 
 
 def close(got: Tensor, expected: Tensor, error: float, what: str) -> None:
-    """They agree up to the order of sums, and what is not finite is so in both."""
+    """Check that both agree up to the order of sums, and that the same elements are not finite."""
     got = got.cpu()
     assert got.dtype == expected.dtype, f"{what}: it is {got.dtype} and must be {expected.dtype}"
     assert got.shape == expected.shape, f"{what}: {list(got.shape)}, not {list(expected.shape)}"
@@ -127,7 +127,7 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
 
 
 def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
-    """A kernel that takes several operands makes of each what the reference makes."""
+    """Check that a kernel for several operands gives for each the result of the reference."""
     here = [fresh(encode(row, normal(*shape))) for shape in shapes if all(shape)]
     expected = [operations.transpose_reference(operand).map(torch.Tensor.contiguous) for operand in here]
     rows = [on(device, operand) for operand in here]
@@ -146,7 +146,7 @@ def compare_rounded(
     kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str,
     dtypes: Sequence[torch.dtype],
 ) -> None:  # fmt: skip
-    """A kernel that rounds what it reads does what it does for a rounded copy."""
+    """Check that a kernel that rounds as it reads gives the result for a rounded copy."""
     impl = registry.resolve(kernel.impl)
     for dtype in (dtype for dtype in dtypes if dtype != x.dtype):
         for how, (rounded, *rest) in calls(kernel.op, row, col, x.to(dtype)):
@@ -213,21 +213,21 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
 def compare_exact(
     kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
 ) -> bool:
-    """An operand's exact form makes what it decodes to. Whether there is such a form."""
+    """Check that an operand's exact form gives its decoded values. Return whether there is such a form."""
     row = there(row, f"the operand of {kernel.impl}")
     operand = on(device, fresh(encode(row, x)))
     return _compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
 
 
 def compare_exact_of_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
-    """The same of a view of a larger operand."""
+    """As ``compare_exact``, for a view of a larger operand."""
     row = there(row, f"the operand of {kernel.impl}")
     return any(_compare_exact(kernel, operand, f"{row}, {PART}") for operand in parts([row], device))
 
 
 def _compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
-    """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32. Whether
-    there is such a matrix: a kernel may decline a shape."""
+    """Check that a bf16 matrix, its factor and its constant give the decoded operand, but for roundings to fp32. Return
+    whether there is such a matrix: a kernel may decline a shape."""
     with Poisoned():  # type: ignore[no-untyped-call]
         found = registry.resolve(kernel.impl)(operand)
     what = f"{kernel.backend} kernel {kernel.impl} on {of}"

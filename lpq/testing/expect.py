@@ -65,13 +65,13 @@ def same_operand(actual: Storage, expected: Storage, what: str) -> None:
 
 
 def same_decoded(actual: Storage, expected: Storage, what: str) -> None:
-    """Both operands decode to the same numbers. Of a NaN nothing else is certain: the integer to which it is cast may
-    depend on where it lies."""
+    """Check that both operands decode to the same numbers. A NaN need only be a NaN: the integer to which it is cast
+    may depend on its place."""
     same(one_nan(actual.decode()), one_nan(expected.decode()), f"{what}, decoded")
 
 
 def one_nan(tensor: Tensor) -> Tensor:
-    """The tensor with the same NaN in place of each: processors differ in which one it is, and so do places."""
+    """The tensor with one NaN in place of every NaN: the bits of a NaN depend on the processor and on its place."""
     return torch.where(tensor.isnan(), torch.nan, tensor) if tensor.is_floating_point() else tensor
 
 
@@ -95,7 +95,7 @@ def memory(tensor: Tensor) -> list[int]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """An ordinary tensor of the values of this one."""
+    """An ordinary tensor with the values of this tensor."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
@@ -113,6 +113,6 @@ def same_values(actual: Tensor, expected: Tensor, what: str, *, exact: bool = Tr
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The RMS of the difference over the RMS of what is expected; 0 where both are zero."""
+    """The RMS of the difference over the RMS of the expected values; 0 where both are zero."""
     difference = (actual.double() - expected.double()).square().mean().sqrt()
     return float(difference / expected.double().square().mean().sqrt()) if difference != 0 else 0.0

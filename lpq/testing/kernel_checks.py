@@ -112,6 +112,6 @@ def compare(
 
 
 def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
-    """The same with operands that are views of larger ones, if the operation takes operands."""
+    """The checks with operands that are views of larger ones, if the operation takes operands."""
     views = check_of(kernel).views
     return views is not None and views(kernel, row, col, device)

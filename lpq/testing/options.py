@@ -1,8 +1,8 @@
 """The quantizers of a format that the kit tests, from the type hints of its options.
 
-A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other built-in
-formats. Any other option keeps its default. Up to ``ALL`` combinations are all taken; of more, as many as
-it needs for every two values of two options to meet.
+A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other built-in formats. Any
+other option keeps its default. Up to ``ALL`` combinations are all taken; of more, enough for every two values of two
+options to meet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lpq.registry.quantizers import required
 ALL = 8
 SEARCHED = 4096
 STATIC = "static"
-"""The option that the core gives a meaning: the tests of what is static set it, and the others leave it alone."""
+"""The option that the core gives a meaning: the tests of static statistics set it, and the others leave it alone."""
 ONLY = "lpq_only"
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -129,8 +129,8 @@ def _alternatives(name: str, hint: Any) -> Iterator[Any]:
 
 @registry.cached
 def partners() -> tuple[str, ...]:
-    """The built-in formats that need no option. A format that is tested meets these: what is wrong with somebody
-    else's, which happens to be installed, is not its fault."""
+    """The built-in formats that need no option. A tested format is combined with these alone: faults of another format
+    that happens to be installed are not its own."""
     found = []
     for name in (name for plugin in registry.plugins() if plugin.builtin for name in plugin.formats):
         with contextlib.suppress(OptionError):  # it needs an option

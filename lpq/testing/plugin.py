@@ -1,4 +1,4 @@
-"""The pytest plugin: ``--lpq-format`` and what it does to the tests of the conformance kit.
+"""The pytest plugin: ``--lpq-format`` and its effect on the tests of the conformance kit.
 
 Every pytest run in an environment with lpq loads it, so it imports nothing until a test of the kit is
 collected, and touches no other test.
@@ -45,7 +45,7 @@ def conformance_kit() -> ModuleType:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the tests of the kit what they run for; see ``lpq.testing.conformance``."""
+    """Parametrize the tests of the kit; see ``lpq.testing.conformance``."""
     if not metafunc.function.__module__.startswith(KIT):
         return
     from lpq.testing.options import partners
@@ -83,8 +83,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run first the tests of the kit that find most, and last those that compile. Each file keeps its place; those of
-    the kit itself are one."""
+    """Run first the tests of the kit that find most, and last the tests that compile. Each file keeps its place; the
+    files of the kit count as one."""
     groups: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.function.__module__.startswith(KIT):
@@ -133,7 +133,7 @@ def _families(metafunc: pytest.Metafunc) -> list[Family]:
 
 
 def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer], asked: str) -> None:
-    """Give the test each of these values whose quantizer it is about."""
+    """Run the test for each of these values, if it is about the value's quantizer."""
     from lpq.testing.options import ONLY
 
     applies, words = getattr(metafunc.function, ONLY, (lambda quantizer: True, ""))

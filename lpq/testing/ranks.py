@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: what ranks do together runs as it is, by torch's own collectives."""
+"""Ranks that are threads of this process: code of several ranks runs unchanged, by torch's own collectives."""
 
 from __future__ import annotations
 

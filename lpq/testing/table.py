@@ -39,7 +39,7 @@ MAGNITUDES: dict[str, Callable[[torch.dtype], float]] = {
     "the least number": lambda dtype: 4 * least(dtype),
     "the largest number": lambda dtype: torch.finfo(dtype).max / 8,
 }
-"""By which number normal values are multiplied."""
+"""The factor of normal values."""
 PLACES: dict[str, tuple[int, int] | None] = {
     "no outlier": None,
     "an outlier in the first row and column": (0, 0),
@@ -50,7 +50,7 @@ PLACES: dict[str, tuple[int, int] | None] = {
     "an outlier in the last column": (1, -1),
 }
 OUTLIER = 16
-"""By which number the largest value is multiplied; an outlier of the largest numbers is the largest of all."""
+"""The factor of the largest value; an outlier among the largest numbers is the largest number of all."""
 RESTS = {"whole blocks": (2, 0), "one more": (1, 1), "one less": (2, -1)}
 """How many blocks a dimension has, and how many rows or columns more."""
 LAID: dict[str, Callable[[Tensor], Tensor]] = {
@@ -106,7 +106,7 @@ class Case:
         return _matrix(self, seed).clone()
 
     def in_memory(self, x: Tensor) -> Tensor:
-        """The same values as they lie in memory in this case."""
+        """The same values in the memory layout of this case."""
         return LAID[self.laid](x)
 
     @contextlib.contextmanager

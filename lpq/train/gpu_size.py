@@ -1,7 +1,5 @@
-"""The size of a run on a GPU that multiplies FP8: one at which that saves time.
-
-Layers narrower than about 4096 wait for the host, in low precision as in bf16. Nothing here imports torch before it is
-called.
+"""The size of a run on a GPU that multiplies FP8, at which FP8 saves time. Layers narrower than about 4096 wait for the
+host, in low precision as in bf16. Nothing here imports torch before it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, so that what is saved is whole and goes on bitwise."""
+"""Ctrl-C and SIGTERM end a run between two steps, so that the saved run is whole and goes on bitwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Being one of the processes that torchrun starts: the one place where the process group is made and unmade.
-
-When ranks fail, the first of them reports why and the others, which fail because of it, stay silent. Importing this
-imports no torch.
+"""The processes that torchrun starts: the only place where the process group is created and destroyed. When ranks fail,
+the first one reports why. The others, which fail because of it, stay silent. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def launched() -> bool:
 
 
 def prints() -> bool:
-    """Whether this process prints what all would print alike: it is the first of them, or the only one."""
+    """Whether this process prints for all processes: it is the first, or the only one."""
     return any(name not in os.environ for name in VARIABLES) or os.environ["RANK"] == "0"
 
 

@@ -161,11 +161,11 @@ def again(team: Team) -> str:
 
 
 def keep(path: Path, done: int) -> None:
-    """Have a file for the lines of the steps, with those of the ``done`` steps that a resumed run keeps."""
+    """Create the file for the lines of the steps, with the lines of the ``done`` steps that a resumed run keeps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
-    os.truncate(path, sum(map(len, lines[:done])))  # what is kept is never written again, so no kill can lose it
+    os.truncate(path, sum(map(len, lines[:done])))  # kept lines are never written again, so no kill can lose them
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Held:
 
 @contextmanager
 def held_for_backward(model: nn.Module) -> Iterator[Held]:
-    """Count what the forward inside keeps for backward: each memory once, the model's own not at all."""
+    """Count the bytes that the forward inside keeps for backward: each memory once, the model's own not at all."""
     tensors = (*model.parameters(), *model.buffers())
     own = {held.untyped_storage().data_ptr() for t in tensors for held in _memory(t)}
     held = Held()
@@ -51,7 +51,7 @@ def held_for_backward(model: nn.Module) -> Iterator[Held]:
 
 
 def _memory(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the memory of this one."""
+    """The tensors that hold the memory of this tensor."""
     part = local_part(tensor)
     if not isinstance(part, QuantizedTensor):
         return [plain(part)] if isinstance(part, WeightShard) else [part]
@@ -60,7 +60,7 @@ def _memory(tensor: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes that one step held and sent; of several ranks, those of the rank that held most."""
+    """The bytes that one step held and sent; of several ranks, on the rank that held most."""
 
     ranks: int
     held: int

@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 def rotary_angles(length: int, dim: int, device: torch.device) -> Tensor:
-    """By how much each pair of a head's ``dim`` elements turns at each position: ``[length, dim / 2]``."""
+    """The angle by which each pair of a head's ``dim`` elements is rotated at each position: ``[length, dim / 2]``."""
     frequencies = 10_000.0 ** -torch.arange(0, 1, 2 / dim, device=device)
     return torch.outer(torch.arange(length, device=device), frequencies)
 

@@ -145,7 +145,7 @@ def kernels(served: Sequence[ServedProduct]) -> Table:
 
 
 def plain(text: str) -> str:
-    """Text that is no markup to rich, and nothing to a terminal."""
+    """Text without markup for rich and without control characters for a terminal."""
     return escape(printable(text))
 
 

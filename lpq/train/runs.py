@@ -20,7 +20,7 @@ from lpq.train.config import TrainConfig, read
 from lpq.train.errors import TrainError
 
 RUNS = Path("runs")
-"""The place of runs for which none is given."""
+"""The directory of runs if none is given."""
 CONVERSION = "conversion.txt"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -28,13 +28,13 @@ PLOT = "loss.png"
 TRAININGS = (RECIPE, "bf16", "fp32")
 """The folders of the trainings that a run may consist of."""
 OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, *TRAININGS)
-"""All that a run makes in its directory. A new run begins where none of it is, so that it never touches what it has not
-made."""
+"""The files that a run makes in its directory. A new run begins where there are none of them, so that it never touches
+files of others."""
 
 WHY_FIXED: Mapping[str, str] = MappingProxyType(
     {"steps": " (the learning rate's schedule, and a policy's fractions, span the whole run, so its length is fixed)"}
 )
-"""Why an option must stay as it is, where that does not go without saying."""
+"""Why an option must stay unchanged, where the reason is not obvious."""
 
 
 def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -78,7 +78,7 @@ def refuse_other_settings(given: Mapping[str, object], stored: TrainConfig, dire
 
 
 def open_directory(config: TrainConfig) -> Path:
-    """The directory of this run: the one that it resumes, or a new one with its settings in it."""
+    """The directory of this run: the directory that it resumes, or a new one with its settings in it."""
     if config.resume:
         directory = Path(config.out) if config.out else newest()
         refuse_other_settings(config.settings(), stored_config(directory), directory)
@@ -117,7 +117,8 @@ def begun(directory: Path) -> bool:
 
 
 def _new(config: TrainConfig, undo: ExitStack) -> Path:
-    """The directory of a new run with its settings in it; ``undo`` removes what it made, and nothing else."""
+    """The directory of a new run with its settings in it; ``undo`` removes the files that were made, and nothing
+    else."""
     try:
         if config.out:
             directory, made = Path(config.out), True
@@ -152,7 +153,7 @@ def _check_free(directory: Path) -> None:
 
 
 def _forget(directory: Path) -> None:
-    """Remove what a run makes before its first step: no line of metrics, or it would have begun."""
+    """Remove the files that a run makes before its first step: there are no metrics yet."""
     for path in (directory / CONFIG, directory / CONVERSION, *(directory / name / METRICS for name in TRAININGS)):
         with suppress(OSError):  # it is not there
             path.unlink()

@@ -1,7 +1,7 @@
 """The processes that train one model together, or this one alone.
 
-Whatever decides how a run goes on (a loss, a signal, an error of the first rank) is made the same on all of them here,
-so that none ever waits for another one that went a different way.
+Everything that decides how a run goes on (a loss, a signal, an error of the first rank) is made equal on all processes
+here, so that no process waits for another one that went a different way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 class TrainRanks(ranks.Ranks):
-    """The ranks of the default group; an error on any of them is a ``TrainError`` on all."""
+    """The ranks of the default group; an error on any rank is a ``TrainError`` on all."""
 
     error = TrainError
 
 
 class Team:
-    """All processes of the default group; where there is none, this one, which then shards nothing."""
+    """All processes of the default group; where there is no group, this process, which then shards nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

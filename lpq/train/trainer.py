@@ -1,9 +1,9 @@
-"""One model on its way through the steps. All that its future depends on is in its checkpoints.
+"""One model in training. Its checkpoints hold everything on which the next steps depend.
 
-Parameters and optimizer are fp32 and the model runs under bf16 autocast, with or without a policy: a layer
-that ``lpq.convert`` leaves alone multiplies in bf16 as PyTorch does. There is no autocast on a processor that
-lacks bf16 instructions, where PyTorch is twenty times slower in bf16 than in fp32; see ``machine.fast_bf16``.
-Started by torchrun, the model is sharded, each rank takes its share of a batch, and losses are those of all ranks.
+Parameters and optimizer are fp32 and the model runs under bf16 autocast, with or without a policy: a layer that
+``lpq.convert`` leaves alone multiplies in bf16 as PyTorch does. There is no autocast on a processor that lacks bf16
+instructions, where PyTorch is twenty times slower in bf16 than in fp32; see ``machine.fast_bf16``. Started by torchrun,
+the model is sharded, each rank takes its share of a batch, and losses are means over all ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Trainer:
         torch.manual_seed(random.Random(f"{self.config.seed}/{self.step}/{self.team.rank}").getrandbits(63))
 
     def advance(self) -> dict[str, float]:
-        """Do one step; return its record: the loss and the like."""
+        """Do one step; return its record, such as the loss."""
         began = time.perf_counter()
         if self.policy is not None:
             lpq.set_step(self.model, self.step)
@@ -127,7 +127,7 @@ class Trainer:
         return {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm, "seconds": seconds}
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy in nats per byte, of this rank's share of a batch."""
+        """The mean cross entropy, in nats per byte, of this rank's share of a batch."""
         tokens, targets = (self.team.share(t).to(self.device) for t in (tokens, targets))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=fast_bf16(self.device)):
             logits = self.model(tokens)

@@ -46,7 +46,8 @@ def rendered() -> dict[str, Any]:
             members = re.findall(r"^ +- (\w+)$", options, re.MULTILINE)
             if not inspect.ismodule(target):
                 found[path] = target
-                members = [f for f in members if f not in target.__annotations__]
+                attributes = {f for base in getattr(target, "__mro__", ()) for f in inspect.get_annotations(base)}
+                members = [f for f in members if f not in attributes]
             elif not members:
                 members = [name for name, value in vars(target).items() if is_own(name, value, path)]
             found |= {f"{path}.{member}": getattr(target, member) for member in members}

@@ -1,4 +1,4 @@
-"""Abstract tests over what a format declares, one subject a module; see ``lpq.testing`` for how to run them.
+"""Abstract tests of a format against its declarations, one subject a module; see ``lpq.testing`` for how to run them.
 
 The argument of a test names what it runs for: ``family``, each format; ``quantizer``, each of its options;
 ``side``, the quantizer of each operand that these have; ``partner``, each built-in format that needs no option.

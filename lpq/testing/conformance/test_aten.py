@@ -44,7 +44,7 @@ VIEWS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 """Operations that buffers can express, on a tensor ``[2m, 2k]`` cut at whole blocks: the result is quantized."""
 CUTS = {**dict.fromkeys(("as_strided part", "slice", "narrow", "chunk", "split", "cat"), 0),
         **dict.fromkeys(("slice columns", "split_with_sizes"), 1)}  # fmt: skip
-"""The dimension along which each of these cuts it."""
+"""The dimension along which each operator cuts the tensor."""
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "select": lambda t: t[3],
@@ -105,9 +105,7 @@ def test_transposed_tensors(quantizer: Quantizer, held: str) -> None:
     """``t()`` and ``transpose`` swap the operands, where one quantizer describes the transposed tensor."""
     tensor = quantized(quantizer, held)
     expected = tensor.dequantize().t()
-    if (
-        quantizer.flipped() is not None and tensor.col is not None
-    ):  # then this is the row operand, from which it decodes
+    if quantizer.flipped() is not None and tensor.col is not None:  # then this is the row operand, which is decoded
         expected = decode(tensor.col, tensor.dtype)
     for flipped in (tensor.t(), tensor.transpose(0, 1), tensor.transpose(-1, -2)):
         same_values(flipped, expected, f"{quantizer} ({held}): t()")

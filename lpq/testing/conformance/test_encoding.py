@@ -147,7 +147,7 @@ PLACES = {
     (3, 1100): [(0, 128), (1, 700), (2, 1099)],
     (260, 5): [(130, 2), (259, 4)],
 }
-"""By shape, where one number is not finite: in the first block, far from it, and in the last one."""
+"""The places of one number that is not finite, by shape: in the first block, far from it, and in the last block."""
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])

@@ -24,7 +24,8 @@ from lpq.testing.options import Family, only
 from lpq.testing.table import DTYPES
 
 FEW, MANY = 1 << 14, 1 << 20
-"""Elements of a matrix, at most; fewer where Triton's interpreter takes seconds for what a GPU does at once."""
+"""The largest number of elements of a matrix; it is smaller where Triton's interpreter takes seconds for the work of a
+moment on a GPU."""
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 

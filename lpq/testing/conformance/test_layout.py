@@ -1,4 +1,4 @@
-"""The layout is the truth: ``encode`` and ``measure`` return what was declared, for every shape."""
+"""The layout is the truth: ``encode`` and ``measure`` return the declared tensors, for every shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_encode_fills_the_declared_buffers(side: Quantizer, shape: tuple[int, in
 
 
 def check_buffers(side: Quantizer, operand: Storage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """The buffers of an operand are those of its layout."""
+    """Check that the buffers of an operand are the buffers of its layout."""
     storage = side.storage
     name, layout = storage.__name__, storage.layout_for(side)
     assert isinstance(operand, storage), (

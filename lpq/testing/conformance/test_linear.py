@@ -123,7 +123,7 @@ def test_compiled_layer_is_the_layer(family: Family) -> None:
     for compiled in (False, True):
         layer, x, dy = layer_and_data(quantizer)
         torch.compiler.reset()
-        mark_dynamic(x, 0)  # and an error if a number of rows in the graph is that of x
+        mark_dynamic(x, 0)  # and an error if a number of rows in the graph equals the rows of x
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         torch.manual_seed(3)
         results.append([])

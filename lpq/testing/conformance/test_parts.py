@@ -1,6 +1,6 @@
 """Parts of an operand: ``encode(part) == part(encode(whole))``, whatever the size of a part and wherever it lies.
 
-Parts are those of ranks, which are threads here and reduce statistics by the same collectives. ``test_ranks`` has the
+Parts belong to ranks, which are threads here and reduce statistics by the same collectives. ``test_ranks`` has the
 operands that ranks encode, gather and remember, ``test_groups`` the parts that have statistics of their own.
 """
 
@@ -31,7 +31,7 @@ from lpq.testing.table import DTYPES
 WHOLE = 128 * 3 * 5 * 7
 """Rows or columns of the largest whole, at least: it has whole tiles of 128, and of most numbers below."""
 NARROW = 8
-"""The columns of a whole of so many rows, or the rows."""
+"""The number of columns of the whole, if it is cut along rows, or of rows."""
 MOST = 64
 """Each number of units up to this is the size of a part, where the largest whole has room for so many."""
 MASTER = 48
@@ -63,7 +63,7 @@ def sizes_of_parts(side: Quantizer, dim: int) -> Iterator[list[int]]:
 
 
 def part_that_differs(x: Tensor, parts: tuple[Tensor, ...], number: int) -> str:
-    """Give the first part of a matrix larger values than the others have, and the last one what is odd; return words
+    """Give the first part of a matrix larger values than the others have, and the last part odd values; return words
     for that."""
     parts[0].mul_(37)
     if number % 3 == 0 or not parts[-1].numel():
@@ -77,8 +77,9 @@ def part_that_differs(x: Tensor, parts: tuple[Tensor, ...], number: int) -> str:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_parts_are_encoded_as_in_the_whole(side: Quantizer, direction: Direction) -> None:
-    """Statistics that are measured part by part and reduced are those of the whole. With them, and its place for random
-    bits, a part has the bytes that it has in the whole: rows of a row operand, and columns of a column operand.
+    """Statistics that are measured part by part and reduced equal the statistics of the whole. With them, and its place
+    for random bits, a part has the bytes that it has in the whole: rows of a row operand, and columns of a column
+    operand.
 
     A format that takes a scale from the part itself, not from ``stats``, fails here: ranks would disagree. So does one
     whose values share a scale beyond what a buffer or statistic is declared to cover.

@@ -16,12 +16,12 @@ from lpq.testing.operands import encode, normal, sides
 from lpq.testing.options import Family, nearby, with_other_numbers
 
 SHAPES = (33, 40), (17, 40)
-"""Sizes of two operands. No format has blocks of 40 columns, and a rotation mixes padding into the last of them."""
+"""Sizes of two operands. No format has blocks of 40 columns, and a rotation mixes padding into the last columns."""
 
 
 def test_products_are_those_of_decoded_operands(family: Family) -> None:
-    """Any two operands, of all options of this format and of the others of its plugin, multiply to what decoding them
-    first gives, up to the order of sums.
+    """Any two operands, of all options of this format and of the others of its plugin, give the product of their
+    decoded matrices, up to the order of sums.
 
     A format fails whose rotation depends on an option that ``rotation_options`` does not name.
     """
@@ -46,8 +46,8 @@ def _remedy(a: Quantizer, b: Quantizer) -> str:
 
 
 def _multiplied(family: Family) -> Iterator[Quantizer]:
-    """The quantizers of a format, and some of each other format of its plugin. Of rotated ones also those with other
-    numbers among the options."""
+    """The quantizers of a format, and some of each other format of its plugin; of rotated ones, also quantizers with
+    other numbers among the options."""
     own = registry.format_of(type(family.default)).name
     yield from family.quantizers
     for side in (side for quantizer in family.quantizers for side in sides(quantizer) if side.basis is not None):

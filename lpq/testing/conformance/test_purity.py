@@ -46,8 +46,7 @@ def untouched(given: Mapping[str, Tensor], function: Callable[[], Any], what: st
 
 
 def results(side: Quantizer, x: Tensor, what: str) -> dict[str, Tensor]:
-    """All that a format makes of a matrix, by a name for messages; none of its methods may write to what it is
-    given."""
+    """All results of a format for a matrix, by a name for messages; none of its methods may write to its arguments."""
     stats: dict[str, Tensor] = untouched({"its input": x}, partial(measure, side, x), f"{what}: measure")
     given = {"its input": x} | {f"the statistic {name!r}": tensor for name, tensor in stats.items()}
     operand: Storage = untouched(given, partial(encode, side, x, stats), f"{what}: encode")
@@ -125,7 +124,7 @@ def test_the_default_dtype_does_not_matter(side: Quantizer) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @only(lambda side: not side.plain, "encodes: an ordinary matrix keeps the dtype that it has")
 def test_the_same_numbers_give_the_same_bytes(side: Quantizer, dtype: torch.dtype) -> None:
-    """In fp16 and bf16 as in fp32, for numbers that these hold, down to the least: what is computed is computed in
+    """In fp16 and bf16 as in fp32, for numbers that these dtypes hold, down to the least: everything is computed in
     fp32."""
     for case in (case for case in cases(side) if case.dtype == dtype):
         x = case.matrix()

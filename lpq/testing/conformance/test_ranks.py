@@ -55,7 +55,8 @@ class PassCase(NamedTuple):
     state: State
 
     def operands(self, dim: int) -> list[tuple[Direction, int]]:
-        """The wanted operands, and which of its dimensions ranks share out if they share out this one of the tensor."""
+        """The wanted operands, each with the dimension along which it is divided if the tensor is divided along
+        ``dim``."""
         of_row: list[tuple[Direction, int]] = [("row", dim)]
         of_col: list[tuple[Direction, int]] = [("col", 1 - dim)]
         return of_row * self.row + of_col * self.col
@@ -74,7 +75,7 @@ class PassCase(NamedTuple):
         return Wanted(self.quantizer, (rows, cols), local.dtype, local.device, self.row, self.col, bool(self.state))
 
     def after(self, measured: list[Tensor], group: Rank | None = None) -> State:
-        """The state after a pass in which this was measured."""
+        """The state after a pass with these measured statistics."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         if state:
             remember(self.quantizer, state, measured, row=self.row, col=self.col, group=group)
@@ -128,7 +129,7 @@ def test_ranks_encode_parts_as_in_the_whole(quantizer: Quantizer, way: str) -> N
 def _check(
     one: PassCase, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str, binds: Sequence[BindEncoder]
 ) -> None:
-    """Check one pass over a tensor of which the ranks have these parts."""
+    """Check one pass over a tensor that is divided over the ranks into these parts."""
     (dim, _, _, _, stretches), (quantizer, row, col, _) = cuts[0], one
     random, shards = rounds_stochastically(quantizer), dim == 0 and stretches == 1
     asked = one.operands(dim)

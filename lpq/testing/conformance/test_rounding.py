@@ -1,4 +1,4 @@
-"""Rounding does not drift: ties go either way, and what is rounded with random bits is right on average.
+"""Rounding does not drift: ties go either way, and rounding with random bits is right on average.
 
 A bias that is far below the error of one value adds up over the terms of a product, and over the steps of a training.
 """
@@ -19,13 +19,13 @@ from lpq.testing.options import only
 
 SEEDS = 64
 PROBES = 2048
-"""Values of each sign that are tried, to see which of them come back."""
+"""The values of each sign that are tried, to see which ones come back."""
 BESIDE = 2.0**-14
-"""So close to a tie, as a part of it, lie values that are equal to it in bf16."""
+"""The relative distance from a tie within which values are equal to it in bf16."""
 SMALL = 1 << 14
 """Values in each octave whose roundings are averaged."""
 HITS = 4
-"""A value that comes back for fewer of them may have neighbours that did not come back."""
+"""A value that comes back for fewer inputs may have neighbours that did not come back."""
 
 
 @only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
@@ -67,7 +67,8 @@ def test_ties_go_either_way(side: Quantizer) -> None:
 
 
 def _units(side: Quantizer) -> float | None:
-    """By which largest value the ones that come back are whole numbers; None: they are not, or cannot be found."""
+    """The largest unit in which the values that come back are whole numbers; None: there is none, or it cannot be
+    found."""
     found = _levels(side, 1.0)
     if len(found) < 3:
         return None

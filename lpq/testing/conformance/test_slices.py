@@ -18,7 +18,7 @@ from lpq.testing.operands import SEED, cut, encode, few, no_parts, normal, rotat
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
-    """``narrow`` on whole blocks gives views that decode to the piece; ``cat`` makes the operand of them."""
+    """``narrow`` on whole blocks gives views that decode to the piece; ``cat`` joins these into the operand."""
     step = unit(side, dim)
     size = [24, 24]
     size[dim] = 2 * step + max(1, step // 2)

@@ -1,4 +1,4 @@
-"""State across steps: what is remembered gives the statistics that are declared, and follows what the tensor does."""
+"""State across steps: it gives the declared statistics, and follows the values of the tensor."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def branches(quantizer: Quantizer) -> Iterator[tuple[Quantizer, dict[str, Tensor
 
 
 def steps_of(side: Quantizer) -> int:
-    """So many steps that each place of a history was written to, and the first of them once more."""
+    """The number of steps after which each place of a history was written to, and the first place once more."""
     return max(8, *(math.prod(buffer.shape) + 2 for buffer in side.state))
 
 
 def recall(side: Quantizer, state: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The statistics that a matrix is encoded with: those of the state, and those of its own where ``recall`` gives
+    """The statistics that a matrix is encoded with: from the state, and the matrix's own where ``recall`` gives
     None."""
     own, recalled = measure(side, x), side.recall(state)
     for name in own:
@@ -99,8 +99,8 @@ def test_state_follows_the_tensor(quantizer: Quantizer) -> None:
 
 @REMEMBERS
 def test_a_spike_is_forgotten(quantizer: Quantizer) -> None:
-    """One step with a tensor that is a thousand times as large raises what is recalled for a while, not for ever:
-    after as many ordinary steps as a history has places, and two, it is smaller again."""
+    """One step with a tensor that is a thousand times as large raises the recalled statistics for a while, not for
+    ever: after as many ordinary steps as a history has places, and two, it is smaller again."""
     x = normal(24, 40)
     for side, state in branches(quantizer):
         steps = steps_of(side)
@@ -147,7 +147,7 @@ def test_values_beyond_what_is_remembered_saturate(quantizer: Quantizer) -> None
     "can have static statistics",
 )
 def test_static_statistics_come_from_the_state(quantizer: Quantizer) -> None:
-    """With the option ``static``, statistics of the whole matrix are those of the state, the others are measured, and
+    """With the option ``static``, statistics of the whole matrix come from the state, the others are measured, and
     encoding changes no state."""
     static, x, seed = quantizer.frozen(), normal(24, 40), torch.tensor(SEED)
     row, col = static.side("row"), static.side("col")

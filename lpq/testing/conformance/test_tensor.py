@@ -67,7 +67,7 @@ def test_parameters(quantizer: Quantizer, held: str) -> None:
 
 @HELD
 def test_moves(quantizer: Quantizer, held: str) -> None:
-    """``.to`` another dtype keeps the bytes and changes what they stand for; meta tensors keep the shapes."""
+    """``.to`` another dtype keeps the bytes and changes the dtype that they stand for; meta tensors keep the shapes."""
     tensor = quantized(quantizer, held)
     half = tensor.to(torch.bfloat16)
     equal(quantized_still(half, f"{quantizer}: as bf16").dtype, torch.bfloat16, f"{quantizer}: as bf16")

@@ -116,7 +116,7 @@ def test_compile_without_a_break(family: Family) -> None:
 
     torch.compiler.reset()
     for dim in (0, 1):
-        mark_dynamic(x, dim)  # and an error if a size in the graph is that of x
+        mark_dynamic(x, dim)  # and an error if a size in the graph equals a size of x
     compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")
     names = [f"{quantizer}: the {direction} operand" for quantizer, direction in ways.values()]
     for given, how in ((x, "compiled"), (other, "compiled for another shape")):

@@ -27,7 +27,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 @HELD
 @QUIET
 def test_writes_encode_again(quantizer: Quantizer, held: str) -> None:
-    """The operands held are those of the values written; the tensor and its buffers stay the same objects."""
+    """The tensor holds the operands of the written values; the tensor and its buffers stay the same objects."""
     start, x = quantized(quantizer, held), normal(32, 48, seed=2)
     for name, write in WRITES.items():
         what = f"{name} of {quantizer} ({held})"

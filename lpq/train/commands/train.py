@@ -26,7 +26,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no na
 
 
 class Command(TyperCommand):
-    """The command of torchrun's processes: the first alone prints the options, or what is wrong with them."""
+    """The command of torchrun's processes: the first alone prints the options, or their faults."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         if prints():

@@ -69,7 +69,7 @@ quantize = unbound(bind)
 
 
 def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
-    """The bytes of either operand are those of the other."""
+    """Bind an encoding in which both operands have the same bytes."""
     rows, cols = e.shape
     square, given = side.scaling == "block", True in e.given
     grid: tuple[int, ...] = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
@@ -280,7 +280,8 @@ def measure(
 def _measure_blocks(
     x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, square: bool, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Those of blocks, which a weight that is sharded across them needs. Square ones are measured once for both."""
+    """Amaxes of blocks, which a weight that is sharded across blocks needs. Square blocks are measured once for both
+    operands."""
     rows, cols = x.shape
     sides = ((row, rows, cols), (None if square and row is not None else col, cols, rows))
     found = [
@@ -298,7 +299,7 @@ def _measure_blocks(
     return found
 
 
-# ---------------------------------------------------------------------------------- what the sources take
+# ---------------------------------------------------------------------------------- arguments of the sources
 
 
 @cache

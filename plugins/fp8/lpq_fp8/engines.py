@@ -169,7 +169,7 @@ DEFAULTS = {"activation_scheme": "dynamic", "scale_fmt": "float"}
 """The values of a configuration that does not have these keys, in transformers and in engines. One without
 ``weight_block_size`` has no blocks, as in engines: transformers writes that key always."""
 ALONE = {"fmt": FMT, "expert_dtype": "fp8", "modules_to_convert": []}
-"""The only values that are read of keys by which others say what more is quantized, or otherwise."""
+"""The only values that are accepted of keys by which other programs quantize more, or in another way."""
 LEFT = ("modules_to_not_convert", "ignored_layers")
 """The list of layers in high precision, as lpq writes it and as others do."""
 
@@ -251,6 +251,7 @@ class FineGrained(Layout):
 
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration by which a scheme is found. One scale of all is fp32 here, whatever it came in."""
+    """The part of a configuration by which a scheme is found. One scale of the whole is fp32 here, whatever dtype it
+    came in."""
     block = config.get("weight_block_size")
     return {"weight_block_size": block, **({"scale_fmt": config["scale_fmt"]} if block is not None else {})}

@@ -73,7 +73,7 @@ def bind(p: Product) -> Multiply | None:
 
 
 def bind_blocks(p: Product) -> Multiply | None:
-    """The same of scales of blocks, which are applied to sums in fp32: never fast."""
+    """As ``bind``, with scales of blocks, which are applied to sums in fp32: never fast."""
     uneven = p.a.quantizer.block == "1x128" and p.a.shape[0] % SCALES_ALIGNED > 0  # b's rows are even, if it fits
     if uneven or not _fits(p):
         return bind_in_bf16(p)
@@ -103,7 +103,7 @@ gemm, gemm_of_blocks = unbound_product(bind), unbound_product(bind_blocks)
 def _bind_direct(
     p: Product, fast: bool
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor | None] | None:
-    """The same product by cuBLASLt's own call, without a bias; None where torch has another kernel for it."""
+    """The product by cuBLASLt's own call, without a bias; None where torch has another kernel for it."""
     (rows, inner), cols = p.a.shape, p.b.shape[0]
     scaled = SCALED[_kind(p.a.quantizer)], SCALED[_kind(p.b.quantizer)]
     return cublaslt.bind_scaled(
@@ -138,8 +138,8 @@ def _kind(quantizer: FP8Quantizer) -> str:
 
 def _block_scales(quantizer: FP8Quantizer) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Two functions: from scales to those that cuBLASLt reads, and from these to torch's. Scales of 1x128 blocks lie
-    column by column, as encoding leaves them; those of 128x128 are a multiple of 4 for each line of blocks, transposed
-    for torch."""
+    column by column, as encoding leaves them; scales of 128x128 blocks are padded to a multiple of 4 for each line of
+    blocks, and transposed for torch."""
     laid = quantizer.layout[1].laid
     if quantizer.block == "1x128":
         return laid, lambda scale: scale

@@ -32,8 +32,8 @@ def why_not(*quantizers: FP8Quantizer) -> str | None:
 
 
 def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
-    """The rows of each group of ``a`` times its matrix of the stack ``b``; or for each group the product of its columns
-    of both. None where torch does not take such sizes."""
+    """Multiply the rows of each group of ``a`` by its matrix of the stack ``b``, or the columns of each group of both.
+    Return None where torch does not take such sizes."""
     rows = a.shape[a.dim]
     if isinstance(b, Grouped):
         return _columns(a, b, offs, fast_accumulate)
@@ -56,7 +56,7 @@ def _of_rows(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
 
 
 def _columns(a: Grouped, b: Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
-    """For each group the product of its columns, which begin and end at multiples of what it is padded to."""
+    """Multiply the columns of each group; groups begin and end at multiples of the padding."""
     if a.shape[0] % ALIGNED or b.shape[0] % ALIGNED:
         return None
     ends = padded_ends(offs, unit(a.quantizer, 1))

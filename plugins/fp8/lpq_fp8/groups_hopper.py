@@ -26,13 +26,13 @@ ALIGNED = 16
 """All sizes but the number of rows must be multiples of this."""
 THREADS = 384
 FEW = 256
-"""For so many rows of a group or fewer, tiles are low."""
+"""Tiles are low for groups of at most this many rows."""
 BLOCKS = {None: 0, "1x128": 1, "128x128": 128}
 """The lines that a scale is of, where it is of a block, by the blocks of the second operand."""
 WIDE = DEEP = 128
 """Columns of a tile, and the elements of a step along the contraction."""
 SHARED = {128: 6 * (128 + WIDE) * DEEP + 4096, 256: 4 * (256 + WIDE) * DEEP + 4096}
-"""The shared memory of a block, in bytes, for tiles of so many rows."""
+"""The shared memory of a block, in bytes, by the number of rows of a tile."""
 LETTERS = f"{tensor_maps.LETTERS * 2}PP(Pqqq)(Pqqq)(qqqq)"
 KERNELS = {
     tall: CudaKernel("fp8/grouped.cu", "grouped", LETTERS, threads=THREADS, shared=shared, waits=True)
@@ -41,7 +41,7 @@ KERNELS = {
 
 
 def why_not(*quantizers: FP8Quantizer) -> str | None:
-    """Scales must be of the whole, of rows, or of blocks in both operands, of which those of ``a`` are 1x128."""
+    """Scales must be of the whole or of rows, or of blocks in both operands, with 1x128 blocks in ``a``."""
     a, b = quantizers if len(quantizers) == 2 else quantizers * 2
     if (a.scaling == "block") != (b.scaling == "block"):
         return "one operand has scales of blocks, the other one has not"
@@ -51,8 +51,8 @@ def why_not(*quantizers: FP8Quantizer) -> str | None:
 
 
 def bind(p: Product) -> Run | None:
-    """Bind the products of the rows of each group of ``a`` by its matrix of the stack ``b``, or for each group of its
-    columns of both. None where tiles cannot be fetched from matrices of such sizes."""
+    """Bind the products of the rows of each group of ``a`` by its matrix of the stack ``b``, or of the columns of each
+    group of both. Return None where tiles cannot be fetched from matrices of such sizes."""
     columns, of_a, of_b = bool(p.a.dim), p.a.quantizer, p.b.quantizer
     assert isinstance(of_a, FP8Quantizer)
     assert isinstance(of_b, FP8Quantizer)

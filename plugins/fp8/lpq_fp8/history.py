@@ -11,7 +11,7 @@ from lpq.kernels.cuda import CudaKernel
 from lpq_fp8.quantizer import FP8Quantizer
 
 MOST = 3
-"""Tensors that one launch serves: a layer has so many."""
+"""The number of tensors that one launch serves: ``x``, ``w`` and ``dy`` of a layer."""
 REMEMBER = CudaKernel("fp8/history.cu", "remember", MOST * "(PPPqfI)", threads=1024, waits=True)
 NONE = (0,) * 6
 

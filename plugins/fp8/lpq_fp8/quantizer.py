@@ -37,9 +37,9 @@ class FP8Quantizer(Quantizer):
     history: int = 1024
     """How many steps ``delayed`` remembers."""
     margin: int = 0
-    """By how many powers of two the next tensor may exceed what ``delayed`` remembers."""
+    """The number of powers of two by which the next tensor may exceed the amax that ``delayed`` remembers."""
     algo: Literal["max", "most_recent"] = "max"
-    """Which amax ``delayed`` takes from its history. If that is 0 or not finite, the scale stays as it is."""
+    """Which amax ``delayed`` takes from its history. If the amax is 0 or not finite, the scale does not change."""
     static: bool = False
     """The scale of a tensor comes from an amax that calibration found."""
 

@@ -1,4 +1,4 @@
-"""FP8 tile by tile, for operands that are written beside those of another format."""
+"""FP8 tile by tile, for operands that are written together with an operand of another format."""
 
 from __future__ import annotations
 
@@ -106,5 +106,5 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
 
 
 def _pointers(buffers: Sequence[Tensor]) -> tuple[int, int]:
-    """Those of elements and scales; there are no scales of what is decoded."""
+    """The addresses of elements and scales; decoded values have no scales."""
     return buffers[0].data_ptr(), buffers[1].data_ptr() if len(buffers) > 1 else 0

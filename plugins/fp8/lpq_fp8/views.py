@@ -33,7 +33,7 @@ TRANSPOSE_SEVERAL = transpose_kernels("fp8/transpose.cu", "transpose_several_of_
 
 
 def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
-    """Choose the tiles of a transpose, and of that of the scales: one, or one for each 128x128."""
+    """Choose the tiles of a transpose, and of the transpose of the scales: one scale, or one for each 128x128."""
     rows, cols = operand.shape
     shape, blocks = _tiled([operand])
     launch = TRANSPOSE[shape.wide].bind(device.index or 0, wide(shape.wide), blocks)
@@ -47,7 +47,7 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
 
 
 def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
-    """The same for several operands of one quantizer."""
+    """As ``bind_transpose``, for several operands of one quantizer."""
     shape, _ = _tiled(operands)
     rest = (_scales(operands[0]),)
     return bind_several(TRANSPOSE_SEVERAL[shape.wide], shape, _sizes(operands), SEVERAL, 2, rest, device)

@@ -1,4 +1,4 @@
-"""The two sides of a hybrid. All else belongs to a side, from which the core reads it."""
+"""The two sides of a hybrid. Everything else belongs to a side, from which the core reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HybridQuantizer(Quantizer):
 
     def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
         row, col = self.row.frozen(search, static=static), self.col
-        if self.col_source == "original":  # else its statistics are those of what the row operand decodes to
+        if self.col_source == "original":  # else its statistics are those of the decoded row operand
             col = col.frozen(search, static=static)
         same = (row, col) == (self.row, self.col)
         return self if same else HybridQuantizer(row=row, col=col, col_source=self.col_source).ready()

@@ -19,7 +19,8 @@ class IdentityQuantizer(Quantizer):
     """The matrix itself."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype to cast the matrix to, as a name (``bf16`` for short) or a ``torch.dtype``. None: it stays as it is."""
+    """The dtype to cast the matrix to, as a name (``bf16`` for short) or a ``torch.dtype``. None: the matrix keeps its
+    dtype."""
 
     plain = True
     transposable = True

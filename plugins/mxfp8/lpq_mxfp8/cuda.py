@@ -58,7 +58,7 @@ def measure(
 
 
 def bind(e: Encoding) -> Encode:
-    """How matrices of one shape are encoded. Amaxes that are not given are those of the blocks."""
+    """How matrices of one shape are encoded. Amaxes that are not given are measured of the blocks."""
     (rows, cols), row, col = e.shape, e.row, e.col
     shape = LOW if col is None else TALL
     if row is not None and e.aligned and e.held is e.dtype:

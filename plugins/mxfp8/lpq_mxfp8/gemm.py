@@ -24,7 +24,7 @@ def why_not(a: MXFP8Quantizer, b: MXFP8Quantizer) -> str | None:
 
 
 def native(a: MXFP8Storage, b: MXFP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """As the reference. Shapes that the scaled matmul refuses are multiplied in bf16."""
+    """Multiply as the reference does. Shapes that the scaled matmul refuses are multiplied in bf16."""
     (rows, inner), cols = a.shape, b.shape[0]
     if inner % BLOCK[1] or cols % ALIGNED or 0 in (rows, inner, cols):
         return gemm(a, b, bias, dtype)

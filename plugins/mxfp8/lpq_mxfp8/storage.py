@@ -1,4 +1,4 @@
-"""The buffers of an MXFP8 operand, and what they stand for."""
+"""The buffers of an MXFP8 operand, and their decoding."""
 
 from __future__ import annotations
 

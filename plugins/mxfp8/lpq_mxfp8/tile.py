@@ -22,12 +22,12 @@ from lpq_mxfp8.quantizer import MXFP8Quantizer
 def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
     """How either operand is made."""
     bind = partial(bind_operand, quantizer)
-    exact = exact_tile(quantizer, direction)  # which is what it decodes to
+    exact = exact_tile(quantizer, direction)  # which is its decoded value
     return _side(quantizer, direction, bind, shape=TALL, decoded=(exact.struct, exact.shape))
 
 
 def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
-    """The same of what the operand stands for, in bf16."""
+    """How the decoded operand is made, in bf16."""
 
     def bind(job: Job) -> Make:
         empty, memory = job.empty, fresh(job.shape, torch.bfloat16)

@@ -82,7 +82,7 @@ def quantize(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
-    """As the reference."""
+    """Encode as the reference does."""
     if x.numel() == 0:
         return quantize_reference(x, stats, row, col, seed, offset, measure)
     x = x.contiguous()

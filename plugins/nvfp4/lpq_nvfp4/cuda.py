@@ -54,7 +54,7 @@ def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str 
 
 
 def quantize_why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
-    """The same, and scales are those of amaxes."""
+    """As ``why_not``, and scales must follow from amaxes."""
     return search.why_not(*(side for side in (first, second) if side is not None)) or why_not(first, second)
 
 
@@ -157,7 +157,7 @@ def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
         drawn = 0 if seed is None else seed.data_ptr()
         if into is not None:
             assert found is not None
-            at = (*map(pointer, into), 0, 0)[:3]  # there are no scales of what is decoded
+            at = (*map(pointer, into), 0, 0)[:3]  # decoded values have no scales
             return Made(into, (), (*at, found.data_ptr(), 1, 0, 0, drawn, 0))
         amax, given = stats
         buffers = empty(*data), empty(*scale), empty(*value)
@@ -182,8 +182,8 @@ def _blocks(side: NVFP4Quantizer, high: int, wide: int) -> tuple[int, int]:
 
 
 def bind_parts(e: Encoding, plain: bool, rotated: bool) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
-    """A function that finds, in a matrix at an address, magnitudes of which the largest is its amax, and those of its
-    rotated columns, as far as they are wanted."""
+    """Bind a function that finds partial amaxes of the matrix at an address, and of its rotated columns, as far as they
+    are wanted; the amax is the largest of them."""
     (rows, cols), index, empty = e.shape, e.device.index or 0, allocator(e.device, dispatched=e.dispatched)
     if not rotated:
         memory, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device)

@@ -1,7 +1,7 @@
 """How NVFP4 weights lie in the files of inference engines: pairs of elements, a scale for 16, and one for all.
 
-lpq keeps the amax of an operand, the layouts what it is divided by, or what divides it. An amax that was measured in
-bf16 or fp16 is found again exactly, one in fp32 to the last bit.
+lpq keeps the amax of an operand; the layouts keep the divisor of the operand, or its factor. An amax that was measured
+in bf16 or fp16 is found again exactly, one in fp32 to the last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Convert = Callable[[Tensor], Tensor]
 
 
 def _divisor(amax: Tensor) -> Tensor:
-    """The divisor of all. It is not finite if the amax is not, by which that is noticed."""
+    """The divisor of the whole operand. It is not finite if the amax is not, so that this is noticed."""
     return torch.where(amax.isfinite(), tensor_scale(amax), amax)
 
 

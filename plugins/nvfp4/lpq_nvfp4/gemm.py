@@ -22,7 +22,7 @@ POWER = 2.0**-11
 """An element times its block's scale has at most 6 bits, and is at most 2688. This power of two brings it to about 1,
 so that the factor is about the amax, and a product of two factors is in range if the results are."""
 UNIT = E2M1_MAX * E4M3_MAX * POWER
-"""The amax with which an element decodes to itself times its block's scale and that power."""
+"""The amax with which an element decodes to itself times its block's scale and ``POWER``."""
 CONSTANT = 1 / UNIT
 ALIGNED = 16
 """The scaled matmul takes a multiple of this many rows of the second operand, and of twice as many columns."""
@@ -34,7 +34,7 @@ def exact(operand: NVFP4Storage) -> Exact | None:
 
 
 def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
-    """The same, without an amax that has to be written first."""
+    """As ``exact``, without an amax that has to be written first."""
     return _exact(operand, lambda whole: views.decode(whole, torch.bfloat16, unit=True))
 
 
@@ -77,7 +77,7 @@ def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:
 
 
 def native(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """As the reference. Shapes that the scaled matmul refuses are multiplied in bf16."""
+    """Multiply as the reference does. Shapes that the scaled matmul refuses are multiplied in bf16."""
     (rows, inner), cols = a.shape, b.shape[0]
     if inner % (2 * ALIGNED) or cols % ALIGNED or 0 in (rows, inner, cols):
         return gemm(a, b, bias, dtype)
@@ -98,7 +98,7 @@ def native(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.d
 
 
 def _scales(operand: NVFP4Storage) -> Tensor:
-    """The scale of each 16 elements of a row: a square block's is that of each of its rows."""
+    """The scale of each 16 elements of a row: the scale of a square block serves each of its rows."""
     scale = operand.scale
     if operand.quantizer.block == "16x16":
         each = scale.unsqueeze(1).expand(-1, GROUP, -1).reshape(-1, scale.shape[1])

@@ -38,8 +38,8 @@ class NVFP4Quantizer(Quantizer):
     static: bool = False
     """The amax of the operand is one that calibration found."""
     search: str = "amax"
-    """Which scale a block gets: that of its ``amax``; of all scales the one with the least ``mse``; or
-    ``four_over_six``, the better one of two, which take the amax to 4 and to 6. Searching has no kernels, and ``mse``
+    """Which scale a block gets: the scale of its ``amax``; of all scales the one with the least ``mse``; or
+    ``four_over_six``, the better of two scales, which map the amax to 4 and to 6. Searching has no kernels, and ``mse``
     takes a hundred times as long as encoding: it is for weights that are held or exported."""
 
     def __post_init__(self) -> None:

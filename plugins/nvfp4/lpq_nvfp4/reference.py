@@ -38,8 +38,8 @@ def encode(
     cast: Callable[[Tensor], Tensor],
     choose: Choose | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Packed elements and block scales. ``cast`` rounds fp32 to E2M1; what pads the columns is 0. ``choose`` gives
-    other scales than those of the amaxes."""
+    """Packed elements and block scales. ``cast`` rounds fp32 to E2M1; the padding of columns is 0. ``choose`` gives
+    scales in place of the scales of the amaxes."""
     overall = tensor_scale(amax)
     scale = cast_float8((amaxes * (overall * (1 / E2M1_MAX))).clamp(max=E4M3_MAX), E4M3)
     if choose is not None:

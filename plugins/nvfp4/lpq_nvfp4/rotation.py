@@ -1,7 +1,7 @@
 """The random Hadamard transform, which spreads an outlier over its 16 neighbours along the contraction.
 
-``y = x · diag(s) · H / 4``, with the Sylvester matrix H of order 16 and fixed signs s. It is orthonormal: the
-product of two operands that are both rotated along the contraction is what it was.
+``y = x · diag(s) · H / 4``, with the Sylvester matrix H of order 16 and fixed signs s. It is orthonormal: the product
+of two operands that are both rotated along the contraction stays the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Searching the scale of a block: the one whose elements come closest to the block, and not that of its amax.
-
-The error of a block is the sum of the squares of what rounding to the nearest changes, in fp32, in units of the scale
-of the whole matrix, and in an order that depends on the places in the block alone. So the scale is a function of the
-block and of the amax of the matrix, however a matrix is cut. The largest of equally good scales is taken,
-and a block that is not finite keeps the scale of its amax.
+"""Searching the scale of a block: the scale whose elements come closest to the block, in place of the scale of its
+amax. The error of a block is the sum of the squares of the rounding errors, in fp32, in units of the scale of the whole
+matrix, and in an order that depends on the places in the block alone. So the scale is a function of the block and of
+the amax of the matrix, however a matrix is cut. The largest of equally good scales is taken, and a block that is not
+finite keeps the scale of its amax.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lpq.formats.layout import Block
 from lpq_nvfp4.reference import E4M3_MAX, factor_of
 
 LARGEST_CODE = 0x7E
-"""That of 448; those from 1 to it are the 126 positive finite numbers of E4M3."""
+"""The code of 448; the codes from 1 to it are the 126 positive finite numbers of E4M3."""
 SMALLER_MAX = 4.0
 """The element that the amax of a block may become in place of 6: between 4 and 6 there is nothing."""
 
@@ -32,7 +31,7 @@ def why_not(*sides: Any) -> str | None:
 
 
 def searched(x: Tensor, scale: Tensor, amaxes: Tensor, overall: Tensor, block: Block, search: str) -> Tensor:
-    """The scales in place of ``scale``, which are those of the ``amaxes`` of the blocks of ``x``."""
+    """The scales in place of ``scale``, which has the scales of the ``amaxes`` of the blocks of ``x``."""
     if x.numel() == 0:
         return scale
     wanted = scale_blocks(x, overall, (None, None))

@@ -1,4 +1,4 @@
-"""The buffers of an NVFP4 operand, and what they stand for."""
+"""The buffers of an NVFP4 operand, and their decoding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class NVFP4Storage(Storage):
         stored, ragged = self._stored(), self.shape[1] % GROUP
         if not ragged:
             return stored
-        # Columns of padding do not decode to zeros once they were rotated, and must not count in a product.
+        # Columns of padding do not decode to zeros once they were rotated. They must not count in a product.
         whole, last = stored[:, :-GROUP], stored[:, -GROUP:]
         return torch.cat([whole, rotate(unrotate(last)[:, :ragged])], 1)
 

@@ -34,7 +34,7 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
 
 
 def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
-    """The same of elements times the scales of their blocks, in bf16, and the amax as their factor."""
+    """How elements times the scales of their blocks are made, in bf16; the amax is their factor."""
     if quantizer.rht and direction == "row":
         return None
 
@@ -73,7 +73,7 @@ def _side(quantizer: NVFP4Quantizer, direction: Direction, bind: Callable[[Job],
 
 
 def _rotated(e: Encoding, amax: bool) -> Look:
-    """Magnitudes of which the largest is the amax of the rotated columns; and of the matrix, if that is wanted."""
+    """Bind a look for partial amaxes of the rotated columns, and of the matrix if that is wanted."""
     find = bind_parts(e, amax, True)
 
     def find_rotated(at: int) -> tuple[Tensor, Tensor | None]:

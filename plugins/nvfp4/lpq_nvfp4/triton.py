@@ -80,7 +80,7 @@ def _hadamard(x):
 
 @triton.jit
 def _rotate(x):
-    """As the reference, rounded to bf16."""
+    """Rotate as the reference does, rounded to bf16."""
     return round_bf16(_hadamard(x * (_signs(x.shape[1]) * 0.25)))
 
 
@@ -178,7 +178,8 @@ def _encode(
     x, row, col, rows, cols, data, scale, amax_out, amax, given, seed, offset_row, offset_col,
     DIRECTION: tl.constexpr, HIGH: tl.constexpr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one operand. The matrix's amax is known; those of its blocks are given, or the tile's."""
+    """A tile of one operand. The amax of the matrix is known; amaxes of blocks are given, or are measured of the
+    tile."""
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
     if ROTATED:

@@ -48,7 +48,7 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
 
 
 def bind_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes:
-    """The same for several operands of one quantizer."""
+    """As ``bind_transpose``, for several operands of one quantizer."""
     shape, _ = _tiled(operands)
     return bind_several(TRANSPOSE_SEVERAL[shape.tall // 2], shape, _sizes(operands), SEVERAL, 3, (), device)
 
@@ -83,8 +83,8 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
 
 
 def bind_unit(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor | None]:
-    """``decode`` with ``unit`` in bf16, of the buffers of operands of one shape; None of those that lie otherwise than
-    encoding leaves them."""
+    """Bind ``decode`` with ``unit`` in bf16 to operands of one shape. The function returns None for buffers in another
+    memory order than encoding leaves them in."""
     (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
     macros = _macros(operand.quantizer.block, False, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
     launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
