@@ -30,4 +30,4 @@ def as_now(layer: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         from lpq.distributed.weight_gather import Gather, Layer
 
         now["gather"] = Gather(cast(Layer, layer), rounded)
-    return {"schedule": None, "qualified_name": "", **now}
+    return now

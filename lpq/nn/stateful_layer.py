@@ -38,14 +38,14 @@ class StatefulLayer(nn.Module):
     """All that it has in common with other layers."""
     passes: Passes
     """The recipe by which it runs, and what a pass leaves for the next."""
-    schedule: Schedule | None
+    schedule: Schedule | None = None
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
-    qualified_name: str
+    qualified_name: str = ""
     """Its name in the model that was converted, for error messages."""
 
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
-        self.model, self.passes, self.schedule, self.qualified_name = ConvertedModel(), Passes(), None, ""
+        self.model, self.passes = ConvertedModel(), Passes()
 
     def __getstate__(self) -> dict[str, Any]:
         """Give a copy passes of its own: a shallow copy, too, may get another recipe."""

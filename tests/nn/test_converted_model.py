@@ -43,7 +43,7 @@ def test_a_layer_has_few_attributes_of_its_own(policy: Any, weights: Any) -> Non
     with lpq.hold_weights(model), observing(model, Ignores()):
         model(torch.randn(16, 64)).square().mean().backward()
     made = [*layers(model), *layers(copy.deepcopy(model)), lpq.nn.Linear(64, 64, recipe="mxfp8")]
-    assert all(vars(layer).keys() - plain == OWN for layer in made)
+    assert all(vars(layer).keys() - plain <= OWN for layer in made)
 
 
 def test_layers_that_one_call_converts_have_one_model() -> None:
@@ -123,7 +123,7 @@ def test_models_that_the_previous_version_pickled_are_loaded(policy: Any, option
     model(x).square().mean().backward()
     Previous(file := io.BytesIO()).dump(model)
     loaded = pickle.loads(file.getvalue())
-    assert all(vars(layer).keys() - vars(nn.Linear(64, 64)).keys() == OWN for layer in layers(loaded))
+    assert all(vars(layer).keys() - vars(nn.Linear(64, 64)).keys() == OWN for layer in layers(loaded)), "it left some"
     for before, now in zip(layers(model), layers(loaded), strict=True):
         assert (now.recipe, now.schedule, now.qualified_name) == (before.recipe, before.schedule, before.qualified_name)
         assert now.model.accumulate == before.model.accumulate
