@@ -15,7 +15,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer
 from lpq.nn import Layer
-from lpq.nn.conversion import schedules_of
+from lpq.nn.conversion_plan import ConversionPlan
 from lpq.nn.expert_stacks import ExpertStack
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
@@ -56,7 +56,7 @@ class Intended:
         if rules is None:
             found = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
             return cls(found, stored, tuple(modules))
-        schedules = schedules_of(module, recipes.policy(rules))[2]
+        schedules = ConversionPlan.of(module, recipes.policy(rules)).schedules
         first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
         given = {name: recipe for name, recipe in first.items() if recipe is not None}
         if weights == "quantized":

@@ -40,11 +40,10 @@ def check_options(weights: Weights | None, ranks: int | None, earlier: int | Non
 
 
 def check_weights(
-    model: nn.Module, weights: Weights | None, ranks: int | None, schedules: Mapping[str, Schedule]
-) -> None:
-    """Refuse weights that cannot be prepared, or are stored otherwise already, before anything of the model is
-    converted."""
-    modules = {name: model.get_submodule(name) for name in schedules}
+    model: nn.Module, modules: Mapping[str, nn.Module], weights: Weights | None, ranks: int | None,
+    schedules: Mapping[str, Schedule],
+) -> None:  # fmt: skip
+    """Refuse weights of these modules of a model that cannot be prepared, or are stored otherwise already."""
     layers = {name: cast("Layer", m) for name, m in modules.items() if type(m) is nn.Linear or _is_layer(m)}
     sharded = _sharded(model, layers.values(), weights)
     for name, module in layers.items():

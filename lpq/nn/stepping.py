@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 from torch import nn
 
-from lpq.nn.conversion import RECORD, Conversion, check_layers, check_length, conversions, names_of
+from lpq.nn.conversion import RECORD, Conversion, check_length, conversions
+from lpq.nn.conversion_plan import check_layers, names_of
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
-from lpq.nn.reports import Entry
 from lpq.nn.sharded_weights import check_weights
 from lpq.nn.stages import last_change
 from lpq.nn.stateful_layer import StatefulLayer
@@ -53,29 +52,18 @@ def replan(model: nn.Module, *, steps: int) -> None:
     """
     conversions(model)
     check_length(steps)
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, StatefulLayer)]
-    before = {name: layer.schedule for name, layer in layers if layer.schedule is not None}
-    planned = {name: schedule.replan(steps) for name, schedule in before.items()}
-    check_layers(model, planned)
-    check_weights(model, None, None, planned)
-    for name, schedule in planned.items():
-        layer = cast("StatefulLayer", model.get_submodule(name))
-        layer.schedule = schedule
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.schedule is not None}
+    planned = {name: layer.schedule.replan(steps) for name, layer in layers.items() if layer.schedule is not None}
+    check_layers(layers, planned)
+    check_weights(model, layers, None, None, planned)
+    for name, layer in layers.items():
+        layer.schedule = planned[name]
         if layer.model.stages is not None:
             layer.model.stages.last = last_change(planned.values())
 
-    called = {plain_name(name): name for name in planned}
-
-    def again(part: str, entry: Entry) -> Entry:
-        name = plain_name(f"{part}.{entry.name}".strip("."))
-        inside = f"{name}.".lstrip(".")
-        of = next((own for n, own in called.items() if f"{n}.".startswith(inside)), None)  # the layers inside follow it
-        return entry if of is None else replace(entry, note=entry.note.replace(str(before[of]), str(planned[of])))
-
-    for part, module in model.named_modules():
+    for module in model.modules():
         if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
             continue
         every = [plain_name(alias) for aliases in names_of(module).values() for alias in aliases]
-        converted = tuple(again(part, entry) for entry in conversion.report.converted)
-        report = replace(conversion.report, converted=converted, unreached=conversion.policy.unreached(every, steps))
+        report = replace(conversion.report, unreached=conversion.policy.unreached(every, steps))
         module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)

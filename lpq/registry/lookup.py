@@ -144,9 +144,9 @@ def _class(name: str, role: Literal["quantizer", "storage"]) -> tuple[PluginInfo
     return plugin, string, found
 
 
-def convert_module(module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
-    """Call ``lpq_convert_module`` of all usable plugins and of ``own``, which holds lpq's implementation."""
-    return default().convert_module(module, fqn, recipe, own=own)
+def convert_module(module: Any, fqn: str, recipe: Any) -> Any:
+    """Return what the first plugin whose ``lpq_convert_module`` converts the module makes of it; None: none does."""
+    return default().convert_module(module, fqn, recipe)
 
 
 def register(plugin: object, *, name: str) -> PluginInfo:

@@ -52,7 +52,6 @@ class Registry:
                 self._sources.setdefault(name, [])
         self._plugins: dict[str, PluginInfo] = {}
         self.lock = threading.RLock()
-        self._last: object = None
 
     def plugin(self, name: str) -> PluginInfo:
         """The plugin with this entry-point name. It is imported on the first call."""
@@ -108,12 +107,11 @@ class Registry:
                 source = self._source(plugin.name)
             raise source.import_error(string, error.__cause__ or error) from error
 
-    def convert_module(self, module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
-        """Call ``lpq_convert_module`` of all usable plugins, and of ``own``, which stays registered for other calls."""
+    def convert_module(self, module: Any, fqn: str, recipe: Any) -> Any:
+        """Call ``lpq_convert_module`` of all usable plugins."""
         self.plugins()
         hook = self._manager.hook.lpq_convert_module
         with self.lock:
-            self._register_last(own)
             try:
                 return hook(module=module, fqn=fqn, recipe=recipe)
             except PluginError:
@@ -121,21 +119,11 @@ class Registry:
             except Exception as error:
                 culprit = _raised_in(error, hook.get_hookimpls())
                 if culprit not in self._sources:
-                    raise  # lpq's own
+                    raise  # no plugin's
                 source = self._source(culprit)
                 what = f"the module {fqn!r}" if fqn else "the model itself"
                 cause = f"its lpq_convert_module raised {words(error)}, for {what} ({type(module).__name__})"
                 raise source.error(cause, source.other_version) from error
-
-    def _register_last(self, own: object) -> None:
-        """To register it takes longer than to convert a module."""
-        if own is self._last:
-            return
-        if self._last is not None:
-            self._manager.unregister(self._last)
-        if own is not None:
-            self._manager.register(own)
-        self._last = own
 
     def register(self, plugin: object, name: str) -> PluginInfo:
         """Take a module, or any object with hooks, as plugin ``name``; it replaces an earlier one."""
@@ -159,7 +147,6 @@ class Registry:
             return info
 
     def _forget(self, name: str) -> None:
-        self._register_last(None)  # or plugins that are registered later would come after it
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
         self._sources.pop(name, None)

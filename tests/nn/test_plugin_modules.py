@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq import registry
+from lpq.registry.errors import LpqError
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 TWO = {"rules": [{"match": ["*"], "recipe": "nvfp4", "until": 10}, {"match": ["*"], "recipe": "mxfp8"}]}
@@ -140,6 +142,63 @@ def test_a_plugin_may_keep_a_linear_as_it_is() -> None:
     finally:
         registry.refresh()
     assert [type(m) for m in made] == [nn.Linear, lpq.nn.Linear]
+
+
+class Raises:
+    @registry.hookimpl
+    def lpq_convert_module(self, module: nn.Module) -> None:
+        if type(module) is Mlp:
+            raise KeyError("key")
+
+
+class ReturnsNone:
+    @registry.hookimpl
+    def lpq_convert_module(self, module: nn.Module) -> object:
+        return 3 if type(module) is Mlp else None
+
+
+class Clashes:
+    """Makes layers that have the name of a buffer of another recipe."""
+
+    @registry.hookimpl
+    def lpq_convert_module(self, module: nn.Module, recipe: Any) -> nn.Module | None:
+        if type(module) is not Mlp:
+            return None
+        made = Layers(module, recipe)
+        made.up.x_amax_history = "mine"
+        return made
+
+
+@pytest.mark.parametrize("plugin", [Raises, ReturnsNone, Clashes])
+def test_nothing_is_changed_where_a_plugin_fails_for_a_later_module(plugin: Any) -> None:
+    rules = {"rules": [{"match": ["*"], "recipe": "mxfp8", "until": 10}, {"match": ["*"], "recipe": "fp8-delayed"}]}
+    net = model()
+    registry.register(plugin(), name="fails")
+    try:
+        with pytest.raises((LpqError, ValueError), match=r"KeyError: 'key'|returned 3|x_amax_history, and the layer"):
+            lpq.convert(net, rules, steps=20)
+    finally:
+        registry.refresh()
+    assert [type(module) for module in net] == [nn.Linear, Mlp]
+    with pytest.raises(ValueError, match="was not converted"):
+        lpq.report(net)
+    lpq.convert(net, "mxfp8")
+
+
+def test_a_warning_that_is_an_error_leaves_a_converted_model() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    rules = {"rules": [{"match": ["0"], "recipe": "mxfp8"}, {"match": ["absent"], "recipe": "nvfp4"}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="no layer matches 'absent'"):
+            lpq.convert(net, rules)
+    assert [entry.name for entry in lpq.report(net).converted] == ["0"]
+
+
+def test_the_report_has_the_recipes_that_layers_have() -> None:
+    net = lpq.convert(nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 64)), "mxfp8")
+    lpq.convert(net[0], "nvfp4")
+    assert [(e.name, e.note) for e in lpq.report(net).converted] == [("0.0", "nvfp4"), ("1", "mxfp8")]
 
 
 def test_the_former_name_of_a_name_warns() -> None:

@@ -235,7 +235,7 @@ def test_a_broken_plugin_says_who_why_and_what_to_do_and_breaks_nobody_else(brok
     assert registry.kernels("quantize", ("base",)) == ()
     status = {p.name: (p.builtin, p.status) for p in registry.plugins()}
     assert status == {"base": (True, "ok"), "acme": (False, "broken"), "good": (False, "ok")}
-    assert registry.convert_module("module", "fqn", "recipe", own=Own()) == "own"
+    assert registry.convert_module("module", "fqn", "recipe") is None
     registry.refresh()  # nothing was asked yet
     _, cause, remedy = BROKEN[broken]
     lookups: list[Callable[[], object]] = [
@@ -254,14 +254,6 @@ def test_a_broken_plugin_says_who_why_and_what_to_do_and_breaks_nobody_else(brok
         assert str(error).startswith("plugin acme (acme-formats 1.2) cannot be used: ")
         assert error.cause in str(error)
         assert error.remedy in str(error)
-
-
-class Own:
-    """Stands for lpq's own conversion."""
-
-    @registry.hookimpl(trylast=True)
-    def lpq_convert_module(self, module: object) -> object:
-        return "own"
 
 
 def test_its_error_is_raised_from_what_went_wrong(site) -> None:

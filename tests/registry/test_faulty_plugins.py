@@ -10,7 +10,7 @@ import torch
 
 from lpq import registry
 from lpq.kernels import KernelError, choose
-from lpq.registry.errors import ImportStringError, OptionError, PluginError
+from lpq.registry.errors import ImportStringError, PluginError
 
 CPU = torch.device("cpu")
 KERNELS = """
@@ -120,16 +120,6 @@ def test_a_place_is_told_where_it_is_the_plugins_own(site) -> None:
         assert str(caught.value).endswith(place or "")
 
 
-class Own:
-    """Stands for lpq's own conversion."""
-
-    @registry.hookimpl(trylast=True)
-    def lpq_convert_module(self, module: object) -> object:
-        if module == "odd":
-            raise OptionError("lpq itself says no")
-        return "own"
-
-
 CONVERTS = """
     import functools
     from lpq.registry import hookimpl
@@ -156,7 +146,7 @@ def test_a_conversion_that_raises_names_its_plugin(site, decorated: bool) -> Non
         site.install(f"{name}-dist", "3.1", {name: f"{name}_plugin"}, {f"{name}_plugin": source})
     for name in ("first", "second", "third"):
         with pytest.raises(PluginError) as caught:
-            registry.convert_module(name, "block.0", "recipe", own=Own())
+            registry.convert_module(name, "block.0", "recipe")
         error = caught.value
         assert (error.plugin, error.distribution, error.version) == (name, f"{name}-dist", "3.1")
         lines = (site.path / f"{name}_plugin.py").read_text().splitlines()
@@ -164,17 +154,10 @@ def test_a_conversion_that_raises_names_its_plugin(site, decorated: bool) -> Non
         where = f"({name}_plugin.py, line {line})"
         assert error.cause == f"its lpq_convert_module raised KeyError: 'key' {where}, for the module 'block.0' (str)"
         assert isinstance(error.__cause__, KeyError)
-        assert registry.convert_module(f"for {name}", "block.0", "recipe", own=Own()) == f"by {name}"
-    assert registry.convert_module("linear", "block.0", "recipe", own=Own()) == "own"
+        assert registry.convert_module(f"for {name}", "block.0", "recipe") == f"by {name}"
+    assert registry.convert_module("linear", "block.0", "recipe") is None
     with pytest.raises(PluginError, match="for the model itself"):
-        registry.convert_module("first", "", "recipe", own=Own())
-
-
-def test_an_error_of_lpqs_own_conversion_is_nobodys(site) -> None:
-    source = CONVERTS.replace("NAME", "first")
-    site.install("first-dist", "3.1", {"first": "first_plugin"}, {"first_plugin": source})
-    with pytest.raises(OptionError, match="lpq itself says no"):
-        registry.convert_module("odd", "block.0", "recipe", own=Own())
+        registry.convert_module("first", "", "recipe")
 
 
 def test_a_plugin_around_a_conversion_is_not_blamed_for_it(site) -> None:
@@ -189,5 +172,5 @@ def test_a_plugin_around_a_conversion_is_not_blamed_for_it(site) -> None:
     registry.register(around, name="around")
     for module, culprit in (("first", "first"), ("zero", "around")):
         with pytest.raises(PluginError) as caught:
-            registry.convert_module(module, "block.0", "recipe", own=Own())
+            registry.convert_module(module, "block.0", "recipe")
         assert caught.value.plugin == culprit

@@ -1,0 +1,214 @@
+"""The plan of a conversion: what becomes of each module of a model, decided and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lpq import registry
+from lpq.nn.accumulation import Accumulate
+from lpq.nn.coverage import matrices
+from lpq.nn.exclusions import convertible, exclusions
+from lpq.nn.functional import why_not_in_groups
+from lpq.nn.fused_experts import adopt as adopt_experts
+from lpq.nn.fused_experts import holds_experts, is_transposed, stacks
+from lpq.nn.linear import Layer, Linear
+from lpq.nn.names import plain_name
+from lpq.nn.plan import Plan
+from lpq.nn.quantizer_state import check_names
+from lpq.nn.reports import Entry
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
+from lpq.operations.inputs import DTYPES
+from lpq.recipes import RecipeError, Schedule
+from lpq.registry.errors import LpqError
+
+if TYPE_CHECKING:
+    from lpq.recipes import Policy, Recipe, Steps
+
+Adopt = Callable[[Any, "Recipe | None"], StatefulLayer]
+
+TAKEN = "lpq_recipe"
+"""An attribute of modules that a plugin made: the title of the recipe that each was made for."""
+BECAME = "; it is a "
+"""The beginning of the end of a note: the class of the module that a plugin made."""
+LEFT_ALONE = Schedule(((None, None),))
+NO_RECIPE = "the policy gives it no recipe"
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """The recipes that a policy gives to the modules of a model."""
+
+    names: Mapping[str, list[str]]
+    """All names of each module, by the first one."""
+    without: Mapping[str, str]
+    """The modules that are left out, by name, and why."""
+    schedules: Mapping[str, Schedule]
+    """The recipes of each module."""
+
+    @classmethod
+    def of(cls, model: nn.Module, policy: Policy, steps: Steps = None) -> ConversionPlan:
+        """Plan the conversion of a model by a policy."""
+        names = names_of(model)
+        without = exclusions(model, names, policy)
+        alone = dict.fromkeys(without, LEFT_ALONE)
+        return cls(names, without, {n: alone.get(n) or _schedule(policy, every, steps) for n, every in names.items()})
+
+
+def names_of(model: nn.Module) -> dict[str, list[str]]:
+    """Every module's first name, and all its names: a module may be in several places."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(module), name), []).append(name)
+    return names
+
+
+def _schedule(policy: Policy, aliases: list[str], steps: Steps) -> Schedule:
+    first, *others = map(plain_name, aliases)
+    schedule = policy.schedule(first, steps)
+    for other in others:
+        if policy.schedule(other, steps) != schedule:
+            raise RecipeError(
+                f"{first!r} and {other!r} are one and the same module, and the policy gives them different recipes: "
+                f"{schedule}; {policy.schedule(other, steps)}. Have one rule match both"
+            )
+    return schedule
+
+
+def check_layers(
+    modules: Mapping[str, nn.Module], schedules: Mapping[str, Schedule], accumulate: Accumulate | None = None
+) -> None:
+    """Refuse what layers cannot be given, at this step or a later one."""
+    for name, module in modules.items():
+        planned = {recipe for _, recipe in schedules[name].pieces if recipe is not None}
+        holds = holds_experts(module)
+        if not planned or not (holds or convertible(module)):
+            continue
+        transposed = is_transposed(module) if holds else holds_transposed(module) or isinstance(module, TransposedLayer)
+        if accumulate is not None and transposed:
+            raise ValueError(
+                f"accumulate={accumulate!r} is for weights of [out, in], and that of {name or 'the layer'} "
+                f"({type(module).__name__}) is [in, out]: leave accumulate out, or have the policy give it no recipe"
+            )
+        weights: Mapping[str, Any] = stacks(module) if holds else {"weight": module.weight}
+        for key, weight in weights.items():
+            if weight.dtype not in DTYPES:
+                raise TypeError(
+                    f"{name or 'the layer'}: its {key} is {weight.dtype}; float32, bfloat16 and float16 can be "
+                    "encoded: cast the model first, or have the policy give this layer no recipe"
+                )
+        own = module.memories() if isinstance(module, StatefulLayer) else ()
+        why_unfit = why_not_in_groups if holds else getattr(module, "why_unfit", None)
+        for recipe in planned:
+            if why_unfit is not None and (why := why_unfit(Plan.of(recipe))) is not None:
+                raise RecipeError(f"{name or 'the layer'} cannot have the recipe {recipe.title}: {why}")
+            check_names(module, recipe, own, name or "the layer")
+
+
+# ------------------------------------------------------------------------------ what becomes of each module
+
+
+@dataclass(frozen=True)
+class Change:
+    """A module, and what becomes of it."""
+
+    name: str
+    module: nn.Module
+    schedule: Schedule
+    made: nn.Module
+    """The module in its place; often itself."""
+    adopt: Adopt | None = None
+    """The function that turns it into a layer of lpq, if lpq converts it."""
+    made_for: Recipe | None = None
+    """The recipe for which a plugin made it, if one did."""
+    layers: Mapping[str, StatefulLayer] = field(default_factory=dict)
+    """The layers of lpq in it, by name, that follow the schedule."""
+
+    def apply(self) -> None:
+        """Give layers their recipe, whatever made them."""
+        recipe, layers = self.schedule.at(0), {**self.layers}
+        if self.adopt is not None:
+            layers[self.name] = self.adopt(self.made, recipe)
+        elif self.made_for is not None and not isinstance(self.made, StatefulLayer):
+            vars(self.made)[TAKEN] = self.made_for.title
+        for name, layer in layers.items():
+            layer.qualified_name, layer.schedule, layer.recipe = name, self.schedule, recipe
+
+
+def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], list[Entry], list[Entry]]:
+    """Have plugins make what they convert, and change nothing. Return the changes, the entries of modules that are
+    converted, and those of others with parameters of their own."""
+    changes: list[Change] = []
+    converted: list[Entry] = []
+    left: list[Entry] = []
+    for name, schedule in plan.schedules.items():
+        if converted and name.startswith(f"{converted[-1].name}."):
+            continue  # inside a module that a plugin took as a whole: what is inside follows it
+        module = model.get_submodule(name)
+        kind = module.kind.rpartition(".")[2] if isinstance(module, StatefulLayer) else type(module).__name__
+        change, note = _change_of(module, name, schedule)
+        changes += [change] if change is not None else []
+        if change is not None and note != NO_RECIPE:
+            converted.append(Entry(name, kind, note))
+            if not name:
+                break  # which is the whole model
+        elif next(module.parameters(recurse=False), None) is not None:
+            left.append(Entry(name, kind, plan.without.get(name, note)))
+    return changes, converted, left
+
+
+def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change | None, str]:
+    """Return the change of a module, if it has one; and its recipe, or the reason why it has none."""
+    first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
+    note = str(schedule) if first is not None else NO_RECIPE
+    if isinstance(module, StatefulLayer):
+        return Change(name, module, schedule, module, layers={name: module}), note
+    if first is None:
+        return None, note
+    was = type(module)
+    made: nn.Module | None = registry.convert_module(module, name, first)
+    if made is None:
+        if (adopts := _adopter(module)) is not None:
+            return Change(name, module, schedule, module, adopts), note
+        if type(module) is nn.Linear or holds_transposed(module):
+            named = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
+            return None, f"{named} whose forward was replaced on the object"
+        if isinstance(module, nn.Linear):
+            return None, "a subclass of nn.Linear, whose forward may be its own"
+        if TAKEN in vars(module):
+            return None, f"a plugin made it for {vars(module)[TAKEN]}, and none converts it again"
+        own = ", ".join(key for key, _ in matrices(module)) if next(module.children(), None) is not None else ""
+        return None, f"no plugin converts {type(module).__name__}{own and f', which holds {own} beside other modules'}"
+    if not isinstance(made, nn.Module):
+        raise LpqError(
+            f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
+            "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
+        )
+    if isinstance(made, StatefulLayer):
+        return Change(name, module, schedule, made, made_for=first, layers={name: made}), note
+    layers = {
+        f"{name}.{inner}".strip("."): layer
+        for inner, layer in made.named_modules()
+        if isinstance(layer, Layer) and layer.recipe == first and not layer.schedule
+    }
+    if not layers and len(schedule.pieces) > 1:
+        note = f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy"
+    if type(made) is not was:
+        note += f"{BECAME}{type(made).__module__}.{type(made).__qualname__} now"
+    return Change(name, module, schedule, made, made_for=first, layers=layers), note
+
+
+def _adopter(module: nn.Module) -> Adopt | None:
+    """Return the function by which lpq itself converts a module that no plugin converts; None: it stays as it is."""
+    if "forward" in vars(module):
+        return None
+    if type(module) is nn.Linear:
+        return Linear.adopt
+    if holds_transposed(module):
+        return adopt
+    return adopt_experts if holds_experts(module) else None
