@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import data, statics
 from support.comparing import equal_states
+from support.models import experts_apart
 from torch import Tensor, nn
 
 import lpq
@@ -41,12 +42,7 @@ class Layers(nn.ModuleList):
     """The same experts as layers."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Module() for _ in range(COUNT))
-        for name, stack in Stacks().named_children():
-            for i, expert in enumerate(self):
-                layer = nn.Linear(stack.in_features, stack.out_features, bias=stack.bias is not None)
-                layer.load_state_dict({key: value[i] for key, value in stack.state_dict().items()})
-                setattr(expert, name, layer)
+        super().__init__(experts_apart(Stacks()))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         parts: list[Tensor] = []

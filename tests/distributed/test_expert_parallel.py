@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import spawn
+from support import models
 from support.comparing import equal
 from test_tensor_parallel import held_groups
 from torch import Tensor, nn
@@ -30,19 +31,14 @@ from lpq.torch_private.tensors import local_part
 EXPERTS, WIDTH, INNER, BEHIND = 8, 64, 96, 3
 
 
-class Experts(nn.Module):
+class Experts(models.Experts):
     """Two layers for each expert, with biases."""
 
     def __init__(self, recipe: str | None, device: str = "cpu", bias: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = GroupedLinear(EXPERTS, WIDTH, INNER, recipe=recipe)
-        self.down = GroupedLinear(EXPERTS, INNER, WIDTH, bias, recipe=recipe)
+        super().__init__(EXPERTS, WIDTH, INNER, recipe=recipe)
+        if not bias:
+            self.down.bias = None
         self.to(device, kind(device))
-
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(rows, ends).relu(), ends)
-        return y
 
 
 def kind(device: str) -> torch.dtype:

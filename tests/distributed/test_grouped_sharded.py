@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
+from support.models import Experts
 from test_every_recipe import THIRD_PARTIES, recipe_of, register
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,31 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.distributed.shard import WeightShard
-from lpq.nn import GroupedLinear
 from lpq.optim import MasterWeights
 from lpq.torch_private.tensors import local_part
 
 EXPERTS, WIDTH, COUNTS = 4, 64, [7, 0, 20, 5]
 
 
-class Experts(nn.Module):
-    """As a mixture of experts has them, without a router."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = GroupedLinear(EXPERTS, WIDTH, 2 * WIDTH, bias=False, recipe=None)
-        self.down = GroupedLinear(EXPERTS, 2 * WIDTH, WIDTH, bias=False, recipe=None)
-        with torch.no_grad():
-            self.up.weight[1] *= 100
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x, offs).relu(), offs)
-        return y
-
-
 def _model(recipe: str, weights: Any, ranks: int) -> Experts:
-    model = Experts()
+    model = Experts(EXPERTS, WIDTH, 2 * WIDTH, bias=False)
+    with torch.no_grad():
+        model.up.weight[1] *= 100
     lpq.convert(model, recipe, weights=weights, ranks=ranks if weights is not None else None)
     for name, memory in model.named_buffers():
         if name.endswith("w_amax"):  # static, and another one for each expert

@@ -13,6 +13,7 @@ import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
 from ranks import on_one, spawn
+from support.models import Gated
 from support.modes import Watched
 from torch import Tensor, nn
 
@@ -90,7 +91,7 @@ def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
         {"x": x, "dy": dy}[where][place] = NAN
         return x, dy
 
-    def spoiled_model(bias: bool = False) -> parallel.Gated:
+    def spoiled_model(bias: bool = False) -> Gated:
         net = model(bias)
         net.get_submodule(where).weight.data[place] = NAN
         return net

@@ -8,7 +8,8 @@ import pytest
 import torch
 from ranks import fully_shard, on_one, spawn
 from support.comparing import equal
-from torch import Tensor, nn
+from support.models import Gated
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -41,24 +42,9 @@ class Take:
                 self.found[name] = part.statistics(), operands, part.is_part
 
 
-class Gated(nn.Module):
-    """As the feed-forward block of a Llama, with a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
-        self.down = nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        y: Tensor = self.down(nn.functional.silu(self.left(normed)) * self.right(normed))
-        return y
-
-
 def model(recipe: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return lpq.convert(Gated(), recipe, **options)
+    return lpq.convert(Gated(WIDTH, INNER), recipe, **options)
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from ranks import spawn
 from support.comparing import equal
-from test_tensor_parallel import BATCH, TOKENS, WIDTH, Gated, agree, data, model, plan, run, whole
+from support.models import Gated, Siblings
+from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, model, plan, run, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,18 +62,6 @@ def test_compiled(style: Any, recipe: str, backend: str) -> None:
     spawn(partial(compiled, backend=backend), 2, style, recipe)
 
 
-class Two(nn.Module):
-    """Two layers that are given the same input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.left(x) * self.right(x)
-        return y
-
-
 def _gathered_once(rank: int) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
@@ -82,8 +71,11 @@ def _gathered_once(rank: int) -> None:
         seen.append(Counter(node.target.name() for node in module.graph.nodes if hasattr(node.target, "name")))
         return make_boxed_func(module.forward)
 
-    net, column = lpq.convert(Two(), "fp8-current"), tp.ColwiseParallel(input_layouts=Shard(1))
-    parallelize_module(net, init_device_mesh("cpu", (2,)), {"left": column, "right": column})
+    net, column = (
+        lpq.convert(Siblings(WIDTH, WIDTH, WIDTH, bias=False), "fp8-current"),
+        tp.ColwiseParallel(input_layouts=Shard(1)),
+    )
+    parallelize_module(net, init_device_mesh("cpu", (2,)), {"q": column, "k": column})
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     net.compile(fullgraph=True, backend=backend)
     net(data()[0].chunk(2, 1)[rank].clone().requires_grad_()).sum().backward()
@@ -243,7 +235,7 @@ def _loaded_elsewhere(rank: int, folder: str) -> None:
 
     def made(layout: str, seed: int) -> tuple[Gated, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        net = Gated(True)
+        net = Gated(WIDTH, INNER)
         lpq.convert(net, "fp8-delayed")
         if layout != "alone":
             parallelize_module(net, init_device_mesh("cpu", (4,)) if layout == "four" else mesh["tp"], plan(False))

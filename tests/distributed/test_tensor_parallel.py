@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import spawn
+from support.models import Gated
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -28,24 +29,9 @@ from lpq.observe.collectives import gathered_bytes
 WIDTH, INNER, BATCH, TOKENS = 128, 256, 2, 128
 
 
-class Gated(nn.Module):
-    """As the feed-forward block of a Llama, with a norm."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.left, self.right = nn.Linear(WIDTH, INNER, bias), nn.Linear(WIDTH, INNER, bias)
-        self.down = nn.Linear(INNER, WIDTH, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        y: Tensor = self.down(nn.functional.silu(self.left(normed)) * self.right(normed))
-        return y
-
-
 def model(bias: bool = False) -> Gated:
     torch.manual_seed(0)
-    return Gated(bias)
+    return Gated(WIDTH, INNER, bias)
 
 
 def data() -> tuple[Tensor, Tensor]:

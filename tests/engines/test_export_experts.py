@@ -12,6 +12,7 @@ import tiny
 import torch
 from ranks import fully_shard, spawn
 from support.comparing import equal_states
+from support.models import experts_apart
 from tiny import tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,12 +48,7 @@ class Model(nn.Module):
         super().__init__()
         stacked = Stacked()
         self.router = nn.Linear(WIDTH, COUNT)
-        self.experts: Any = stacked if not apart else nn.ModuleList(nn.Module() for _ in range(COUNT))
-        for name, stack in stacked.named_children() if apart else ():
-            for i, expert in enumerate(self.experts):
-                layer = nn.Linear(stack.in_features, stack.out_features, bias=stack.bias is not None)
-                layer.load_state_dict({key: value[i] for key, value in stack.state_dict().items()})
-                setattr(expert, name, layer)
+        self.experts: Any = experts_apart(stacked) if apart else stacked
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-block", "fp8-current"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.models import Siblings
 
 import lpq
 from lpq.nn.linear import Layer
@@ -18,20 +18,9 @@ pytestmark = [
 SIZE = 128
 
 
-class Three(nn.Module):
-    """Three layers that are given the same tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(SIZE, SIZE) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.q(x), self.k(x), self.v(x)])
-
-
 def made() -> Any:
     torch.manual_seed(1)
-    return lpq.convert(Three(), "mxfp8").cuda()
+    return lpq.convert(Siblings(SIZE, SIZE, SIZE, SIZE), "mxfp8").cuda()
 
 
 def test_a_graph_encodes_what_it_is_given() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import Mlp
 from torch import Tensor, nn
 
 import lpq
@@ -19,14 +20,9 @@ from lpq.integrations.peft import merge_aware  # noqa: E402  (where peft is)
 STEPS = 60
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+def mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp(between=torch.tanh)
 
 
 X = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -37,10 +33,10 @@ SHIFT = (0.004 * X.float() @ SHIFT @ SHIFT.t()).bfloat16()
 def base(path: Path) -> Any:
     """A frozen base from an engine's files: its codes, calibrated inputs, and nothing in high precision."""
     if not path.exists():
-        net = lpq.convert(Net().bfloat16(), "nvfp4")
+        net = lpq.convert(mlp().bfloat16(), "nvfp4")
         lpq.calibrate(net, [X])
         lpq.export(net, path, layout="compressed-tensors")
-    return lpq.load_quantized(Net().bfloat16(), path)
+    return lpq.load_quantized(mlp().bfloat16(), path)
 
 
 def adapted(path: Path, aware: bool, **options: Any) -> Any:
@@ -106,13 +102,13 @@ def test_merged_models_are_exported(tmp_path: Path) -> None:
         expected = model(X)
     lpq.export(model.merge_and_unload(), tmp_path / "merged", layout="compressed-tensors")
     with torch.no_grad():
-        assert torch.equal(lpq.load_quantized(Net().bfloat16(), tmp_path / "merged")(X), expected)
+        assert torch.equal(lpq.load_quantized(mlp().bfloat16(), tmp_path / "merged")(X), expected)
 
 
 def test_a_base_in_high_precision_keeps_them_too() -> None:
     torch.manual_seed(3)
     model = merge_aware(
-        peft.get_peft_model(lpq.convert(Net(), "fp8-current"), peft.LoraConfig(r=4, target_modules=["up", "down"]))
+        peft.get_peft_model(lpq.convert(mlp(), "fp8-current"), peft.LoraConfig(r=4, target_modules=["up", "down"]))
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -131,11 +127,11 @@ def test_a_base_in_high_precision_keeps_them_too() -> None:
     ],
 )
 def test_what_cannot_be_merged_so_is_refused(options: Any, words: str, tmp_path: Path) -> None:
-    plain = lpq.convert(Net(), "mxfp8")
+    plain = lpq.convert(mlp(), "mxfp8")
     with pytest.raises(ValueError, match=words):
         merge_aware(peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["up"], **options)))
     with pytest.raises(ValueError, match="no LoRA adapter of the model is over a layer"):
-        merge_aware(peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["up"])))
+        merge_aware(peft.get_peft_model(mlp(), peft.LoraConfig(r=4, target_modules=["up"])))
     model = adapted(tmp_path / "base", True)
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["up"]))
     merge_aware(model).base_model.set_adapter(["default", "other"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.models import Mlp
 from torch import Tensor, nn
 from transformers import BioGptConfig, BioGptForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -133,16 +134,6 @@ def test_a_small_layer_is_converted_if_a_rule_is_for_such_alone() -> None:
     assert converted(layers(), {**RULES, "least": 65}) == {"a", "b", "c"}, "all are small, so the rule is for such"
     assert converted(layers(), RULES, include="all") == {"a", "b", "c"}
     assert converted(nn.Sequential(nn.Linear(8, 8)), "mxfp8") == {"0"}
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu())
-        return y
 
 
 def adapted(made: nn.Module, **how: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from counting import encodings, kept_for_backward
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from support.comparing import equal
+from support.models import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,18 +83,9 @@ def test_a_policy_chooses_for_each_layer() -> None:
     """Sigmoid keeps what it returns, so that the layer that is given it need keep nothing."""
     fp8 = "fprop=fp8-current, dgrad=fp8-current, wgrad=fp8-current"
 
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.down(self.up(x).sigmoid())
-            return y
-
     def trained(policy: Any) -> tuple[int, list[Tensor]]:
         torch.manual_seed(1)
-        model = lpq.convert(Gate(), policy)
+        model = lpq.convert(Mlp(WIDTH, WIDTH, torch.sigmoid), policy)
         y, kept = kept_for_backward(lambda: model(torch.ones(ROWS, WIDTH)))
         y.square().mean().backward()
         return kept, [p.grad for p in model.parameters() if p.grad is not None]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from counting import encodings, kept_for_backward
 from support.comparing import equal
+from support.models import Siblings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,27 +28,9 @@ RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
-def nothing(x: Tensor) -> None:
-    """Done between two layers."""
-
-
-class Three(nn.Module):
-    """q, k and v: in between something may be done to what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, out, bias=False) for out in OUT)
-        self.between: Callable[[Tensor], Any] = nothing
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = [self.q(x)]
-        self.between(x)
-        return torch.cat([*y, self.k(x), self.v(x)], dim=-1)
-
-
-def three(recipe: Any = "mxfp8", **options: Any) -> Three:
+def three(recipe: Any = "mxfp8", **options: Any) -> Siblings:
     torch.manual_seed(1)
-    model: Any = lpq.convert(Three(), recipe, **options)
+    model: Any = lpq.convert(Siblings(WIDTH, *OUT, bias=False), recipe, **options)
     return model  # type: ignore[no-any-return]
 
 
@@ -166,7 +149,7 @@ def test_between_two_passes_it_may_be_written_to_in_any_way(recipe: str) -> None
             with torch.no_grad():
                 assert torch.equal(model(x), apart(x.clone()))
         memory[:] = given(7).detach().numpy()
-        assert equal(numbers(model, Three.__call__, x), numbers(apart, Three.__call__, x.clone()))
+        assert equal(numbers(model, Siblings.__call__, x), numbers(apart, Siblings.__call__, x.clone()))
 
 
 def test_other_memory_is_noticed() -> None:
@@ -180,33 +163,33 @@ def test_other_memory_is_noticed() -> None:
     assert equal(numbers(together), numbers(apart))
 
 
-def _stochastic() -> Three:
+def _stochastic() -> Siblings:
     return three("x=nvfp4(stochastic=true), w=mxfp8(), dy=mxfp8()")
 
 
-def _delayed() -> Three:
+def _delayed() -> Siblings:
     return three("fp8-delayed")
 
 
-def _two_formats() -> Three:
+def _two_formats() -> Siblings:
     rules = [{"match": "k", "recipe": "fp8-current"}, {"match": "*", "recipe": "mxfp8"}]
     return three({"rules": rules})
 
 
-def _hooked() -> Three:
+def _hooked() -> Siblings:
     model = three()
     model.k.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     return model
 
 
-def _derived_and_not() -> Three:
+def _derived_and_not() -> Siblings:
     """The same two formats, but the layer k makes the column operand of the row operand."""
     row, col = "hybrid(row=nvfp4, col=mxfp8)", "hybrid(row=nvfp4, col=mxfp8, col_source=row)"
     rules = [{"match": m, "recipe": f"x={x}, w=mxfp8(), dy=mxfp8()"} for m, x in (("k", col), ("*", row))]
     return three({"rules": rules})
 
 
-def _made_by_hand() -> Three:
+def _made_by_hand() -> Siblings:
     model = three()
     for name in "qkv":
         layer = lpq.nn.Linear(WIDTH, getattr(model, name).out_features, bias=False, recipe="mxfp8")
@@ -219,7 +202,7 @@ def _made_by_hand() -> Three:
     ("made", "count"),
     [(_stochastic, 3), (_delayed, 3), (_two_formats, 2), (_hooked, 2), (_derived_and_not, 2), (_made_by_hand, 3)],
 )
-def test_only_the_same_is_shared(made: Callable[[], Three], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_same_is_shared(made: Callable[[], Siblings], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = encodings(monkeypatch)
     found = numbers(made())
     assert len(of_x(seen)) == count
@@ -355,13 +338,13 @@ def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------ how long it is kept
 
 
-def inputs_of(model: Three) -> SharedInputs:
+def inputs_of(model: Siblings) -> SharedInputs:
     inputs = model.q.model.inputs
     assert inputs is not None
     return inputs
 
 
-def buffers_of(model: Three) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
+def buffers_of(model: Siblings) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
     """Return references to the row and the column buffers of the input that was encoded last."""
     row, col = inputs_of(model)[-1].buffers
     return [weakref.ref(t) for t in row], [weakref.ref(t) for t in col]
@@ -446,7 +429,7 @@ STATIC = (
 )
 
 
-def calibrated(recipe: str, **own: float) -> Three:
+def calibrated(recipe: str, **own: float) -> Siblings:
     """Layers with one scale of their inputs, but for those that are named."""
     model = three(recipe)
     for name in "qkv":

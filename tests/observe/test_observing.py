@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import equal
+from support.models import Siblings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -268,15 +269,7 @@ def test_encoded_inputs_and_weights_are_seen_decoded() -> None:
 
 
 def test_layers_that_share_an_input_are_told_of_it_each() -> None:
-    class Siblings(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(64, 32), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.q(x) + self.k(x)  # type: ignore[no-any-return]
-
-    net, ratios = lpq.convert(Siblings(), "fp8-current"), Ratios()
+    net, ratios = lpq.convert(Siblings(64, 32, 32), "fp8-current"), Ratios()
     with observing(net, ratios):
         step(net)
     assert ratios.ratios["q", "x"] == ratios.ratios["k", "x"]

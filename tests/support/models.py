@@ -1,0 +1,83 @@
+"""Small models, which tests of several folders convert, share out and train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpq.nn import GroupedLinear
+
+
+class Mlp(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self, width: int = 64, inner: int = 128, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.between(self.up(x)))
+        return y
+
+
+class Gated(nn.Module):
+    """As the feed-forward block of a Llama, with a norm."""
+
+    def __init__(self, width: int, inner: int, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.left, self.right = nn.Linear(width, inner, bias), nn.Linear(width, inner, bias)
+        self.down = nn.Linear(inner, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        y: Tensor = self.down(nn.functional.silu(self.left(normed)) * self.right(normed))
+        return y
+
+
+class Siblings(nn.Module):
+    """Layers that are given one tensor: ``q``, ``k`` and ``v``, of so many features each."""
+
+    def __init__(self, width: int, *outs: int, bias: bool = True) -> None:
+        super().__init__()
+        for name, out in zip("qkv", outs, strict=False):
+            setattr(self, name, nn.Linear(width, out, bias))
+        self.between: Callable[[Tensor], Any] = lambda x: None
+        """Called with that tensor behind the first layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.children()
+        y = [first(x)]
+        self.between(x)
+        return torch.cat([*y, *(layer(x) for layer in others)], dim=-1)
+
+
+class Experts(nn.Module):
+    """Two stacks, as a mixture of experts has them, without a router."""
+
+    def __init__(self, count: int, width: int, inner: int, bias: bool = True, recipe: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = GroupedLinear(count, width, inner, bias, recipe=recipe)
+        self.down = GroupedLinear(count, inner, width, bias, recipe=recipe)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(rows, ends).relu(), ends)
+        return y
+
+
+def experts_apart(stacks: nn.Module) -> nn.ModuleList:
+    """Return the experts of stacks as layers of the same names and values, each expert a module."""
+    experts = nn.ModuleList()
+    for name, stack in stacks.named_children():
+        for i, weight in enumerate(stack.weight):
+            if i == len(experts):
+                experts.append(nn.Module())
+            layer = nn.Linear(*reversed(weight.shape), bias=stack.bias is not None)
+            layer.load_state_dict({key: value[i] for key, value in stack.state_dict().items()})
+            setattr(experts[i], name, layer)
+    return experts
