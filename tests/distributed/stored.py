@@ -50,8 +50,6 @@ class Way:
     offload: bool = False
     bf16: bool = False
     mixed: bool = False
-    compile: bool = False
-    """By a backend that only traces."""
     blocks: int = 2
 
 
@@ -95,9 +93,6 @@ def train(net: nn.Sequential, way: Way) -> tuple[list[float], Optimizer]:
     if way.checkpoint:
         for i, block in enumerate(net):
             net[i] = checkpoint_wrapper(block)
-    if way.compile:
-        for block in net:
-            block.compile(backend="aot_eager", fullgraph=True)
     optimizer = optimizer_of(net, way)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if way.scheduled else None
     losses = []

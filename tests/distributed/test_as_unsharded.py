@@ -71,7 +71,7 @@ def _trained_alone(way: Way) -> Alone:
 
 
 def _as_unsharded(way: Way) -> list[float]:
-    before, alone, losses, masters = _alone(replace(way, checkpoint=False, reshard=True, offload=False, compile=False))
+    before, alone, losses, masters = _alone(replace(way, checkpoint=False, reshard=True, offload=False))
     ours = converted(way.recipe, way.bf16, way.blocks)
     if way.checkpoint:
         for i, block in enumerate(ours):

@@ -76,7 +76,7 @@ def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> Non
     part = local_part(model.up.weight)
     assert isinstance(part, kind)
     assert part.shape == (EXPERTS // 2, 2 * WIDTH, WIDTH)
-    if way == "compiled":
+    if way == "compiled" and rank == 0:  # the other rank does the same collectives
         model.compile(backend="aot_eager")
     sharded = _trained(model, masters, way=way)
     for a, b in zip(alone, sharded, strict=True):

@@ -71,10 +71,8 @@ def _gathered_once(rank: int) -> None:
         seen.append(Counter(node.target.name() for node in module.graph.nodes if hasattr(node.target, "name")))
         return make_boxed_func(module.forward)
 
-    net, column = (
-        lpq.convert(Siblings(WIDTH, WIDTH, WIDTH, bias=False), "fp8-current"),
-        tp.ColwiseParallel(input_layouts=Shard(1)),
-    )
+    column = tp.ColwiseParallel(input_layouts=Shard(1))
+    net = lpq.convert(Siblings(WIDTH, WIDTH, WIDTH, bias=False), "fp8-current")
     parallelize_module(net, init_device_mesh("cpu", (2,)), {"q": column, "k": column})
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     net.compile(fullgraph=True, backend=backend)

@@ -73,7 +73,7 @@ def built(together: bool, weights: str | None = "high_precision", compiled: bool
     if net.stored:
         lpq.convert(net.stored, STORED, weights="quantized", ranks=2)
     layers = [*net.layers.values(), *net.stored]
-    for layer in layers if compiled else ():
+    for layer in layers if compiled and dist.get_rank() == 0 else ():  # the other rank does the same collectives
         layer.compile(backend="aot_eager")
     for layer in [] if together else [*layers, net.experts]:
         fully_shard(layer, **options)
