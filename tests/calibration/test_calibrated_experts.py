@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import data, statics
 from support.comparing import equal_states
-from support.models import experts_apart
+from support.small_models import experts_apart
 from torch import Tensor, nn
 
 import lpq

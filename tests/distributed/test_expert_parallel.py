@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import spawn
-from support import models
+from support import small_models
 from support.comparing import equal
 from test_tensor_parallel import held_groups
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from lpq.torch_private.tensors import local_part
 EXPERTS, WIDTH, INNER, BEHIND = 8, 64, 96, 3
 
 
-class Experts(models.Experts):
+class Experts(small_models.Experts):
     """Two layers for each expert, with biases."""
 
     def __init__(self, recipe: str | None, device: str = "cpu", bias: bool = True) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
-from support.models import Experts
+from support.small_models import Experts
 from test_every_recipe import THIRD_PARTIES, recipe_of, register
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -13,8 +13,8 @@ import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
 from ranks import on_one, spawn
-from support.models import Gated
 from support.modes import Watched
+from support.small_models import Gated
 from torch import Tensor, nn
 
 from lpq.operations import reduce_statistics

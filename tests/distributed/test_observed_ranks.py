@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import fully_shard, on_one, spawn
 from support.comparing import equal
-from support.models import Gated
+from support.small_models import Gated
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard

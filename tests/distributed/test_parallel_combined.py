@@ -12,7 +12,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from ranks import spawn
 from support.comparing import equal
-from support.models import Gated, Siblings
+from support.small_models import Gated, Siblings
 from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, model, plan, run, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

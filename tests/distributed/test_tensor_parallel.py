@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import spawn
-from support.models import Gated
+from support.small_models import Gated
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

@@ -12,7 +12,7 @@ import tiny
 import torch
 from ranks import fully_shard, spawn
 from support.comparing import equal_states
-from support.models import experts_apart
+from support.small_models import experts_apart
 from tiny import tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Siblings
+from support.small_models import Siblings
 
 import lpq
 from lpq.nn.linear import Layer

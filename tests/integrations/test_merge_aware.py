@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Mlp
+from support.small_models import Mlp
 from torch import Tensor, nn
 
 import lpq

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import Mlp
+from support.small_models import Mlp
 from torch import Tensor, nn
 from transformers import BioGptConfig, BioGptForCausalLM, GPT2Config, GPT2LMHeadModel
 

@@ -12,7 +12,7 @@ import torch
 from counting import encodings, kept_for_backward
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from support.comparing import equal
-from support.models import Mlp
+from support.small_models import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from counting import encodings, kept_for_backward
 from support.comparing import equal
-from support.models import Siblings
+from support.small_models import Siblings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import equal
-from support.models import Siblings
+from support.small_models import Siblings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
