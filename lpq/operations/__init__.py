@@ -10,7 +10,7 @@ from lpq.operations.decoding import decode, decode_reference
 from lpq.operations.measuring import measure, measure_reference
 from lpq.operations.multiplying import gemm, gemm_reference
 from lpq.operations.operands import encode_operands
-from lpq.operations.quantizing import quantize, quantize_as_written, quantize_reference
+from lpq.operations.quantizing import quantize, quantize_reference
 from lpq.operations.sides import declared
 from lpq.operations.states import remember
 from lpq.operations.transposing import transpose, transpose_reference
@@ -25,7 +25,6 @@ __all__ = [
     "measure",
     "measure_reference",
     "quantize",
-    "quantize_as_written",
     "quantize_reference",
     "remember",
     "transpose",

@@ -56,14 +56,8 @@ def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: tor
     return _decoded(operand_of(buffers, quantizer, shape, stored), dtype)
 
 
-def _decode_fake(
-    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
-) -> Tensor:
-    return buffers[0].new_empty(shape, dtype=dtype)
-
-
 define(
     "decode(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, ScalarType dtype) -> Tensor",
     _decode,
-    _decode_fake,
+    lambda buffers, quantizer, shape, stored, dtype: buffers[0].new_empty(shape, dtype=dtype),
 )

@@ -112,15 +112,13 @@ def _derive(one: Derived) -> None:
         target.copy_(made)
 
 
-def _bind(operand: Operand, device: torch.device) -> Transpose | None:
+@registry.cached_few
+def _bound(operand: Operand, device: torch.device, kernels: object) -> Transpose | None:
     bind = choose("transpose", (operand.quantizer.text,), device).bind
     return bind(operand, device) if bind is not None else None
 
 
-def _bind_several(operands: Sequence[Operand], device: torch.device) -> Transposes | None:
+@registry.cached_few
+def _bound_several(operands: tuple[Operand, ...], device: torch.device, kernels: object) -> Transposes | None:
     bind = choose("transpose", (operands[0].quantizer.text,), device).several
     return bind(operands, device) if bind is not None else None
-
-
-_bound = registry.cached_few(lambda operand, device, kernels: _bind(operand, device))
-_bound_several = registry.cached_few(lambda operands, device, kernels: _bind_several(operands, device))

@@ -102,16 +102,11 @@ def _gemm(
     return _product(left, right, bias, dtype, fast_accumulate, a[0].device)
 
 
-def _gemm_fake(
-    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
-    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
-) -> Tensor:  # fmt: skip
-    return a[0].new_empty((shape_a[0], shape_b[0]), dtype=dtype)
-
-
 define(
     "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
     "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
     _gemm,
-    _gemm_fake,
+    lambda a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast_accumulate: a[0].new_empty(
+        (shape_a[0], shape_b[0]), dtype=dtype
+    ),
 )

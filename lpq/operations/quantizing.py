@@ -133,21 +133,6 @@ def quantize_reference(
     is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
     ``across`` its first column.
     """
-    return unaliased(quantize_as_written(x, stats, row, col, seed, offset, measure, across), stats, row, col)
-
-
-def quantize_as_written(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    across: int = 0,
-) -> list[Tensor]:
-    """Encode as ``quantize_reference`` does, for ``torch.vmap``: a statistic may be returned as a buffer, without a
-    copy."""
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
     known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
     out: list[Tensor] = []
@@ -163,7 +148,7 @@ def quantize_as_written(
             bits = RandomBits(seed, 1, (across, offset)) if col.stochastic and seed is not None else None
             named = _named(col, known[len(known) - len(col.stats) :])
             out += encoded_by(col, x.t(), named, bits).tensors()
-    return out + (measured if measure else [])
+    return unaliased(out + (measured if measure else []), stats, row, col)
 
 
 def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:

@@ -27,13 +27,9 @@ def drawn(x: Tensor, owner: Tensor, count: int) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
 
 
-def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    return x.new_empty((count,), dtype=torch.int64)
-
-
 define(
     "draw_seeds(Tensor x, Tensor owner, int count) -> Tensor",
     drawn,
-    _draw_seeds_fake,
+    lambda x, owner, count: x.new_empty((count,), dtype=torch.int64),
     tags=(torch.Tag.nondeterministic_seeded,),
 )
