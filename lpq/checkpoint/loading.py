@@ -66,6 +66,7 @@ def load(
     found = find(source, ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
+    seen.own_memories()
     with ranks.error_context(what), seen.recipes_stay_on_error():
         plan = ranks.each(lambda: _prepare(found, seen, optimizer, any_policy))
         differ = "the ranks read different files under that name, or hold different models"

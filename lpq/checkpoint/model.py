@@ -110,6 +110,11 @@ class Model:
             for key, buffer in layer.memories().items()
         }
 
+    def own_memories(self) -> None:
+        """Give each layer memories of its own, before they are filled: layers that share some may get other values."""
+        for _, layer in self.remembering():
+            layer.own_buffers()
+
     def conversions(self) -> dict[str, Conversion]:
         """The records that ``lpq.convert`` left on the modules that it got, by the names of the modules."""
         records = ((plain_name(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())

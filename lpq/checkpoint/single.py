@@ -80,6 +80,7 @@ def import_file(model: nn.Module, path: str | Path, *, process_group: dist.Proce
     with ranks.error_context(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         seen = Model(model)
+        seen.own_memories()
         description, tensors, other, found = ranks.each(lambda: _prepare(source, seen, ranks))
         ranks.equal([*found.to_encode], "the ranks read different files, or hold different models", ALIKE)
     for name, target in found.targets.items():

@@ -30,15 +30,16 @@ SUMMED = "the gradient of its bias is a sum in high precision"
 """Why a layer that trains its bias takes no gradient that is encoded."""
 
 
-def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers:
+def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by_own: bool = False) -> Buffers:
     """The buffers of an encoded input, as the layer's recipe would encode it; ``title`` names the layer in messages.
 
-    The column operand is there only with ``needs_dw``: it serves no other product.
+    The column operand is there only with ``needs_dw``: it serves no other product. ``by_own``: the layer's own state
+    encoded it.
     """
-    if any(memory.tensor == "x" for memory in plan.memories):
+    if not by_own and any(memory.tensor == "x" for memory in plan.memories):
         raise ValueError(
             f"{title}: the input is encoded already, and its recipe, with x={plan.x}, remembers statistics of inputs "
-            "across steps: pass the tensor before it is encoded"
+            "across steps, which did not encode it: pass the tensor before it is encoded"
         )
     text = plan.x.text
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()

@@ -21,6 +21,7 @@ from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
+from lpq.nn.shared_states import EncodedBy
 from lpq.nn.stateful_layer import states_of
 from lpq.nn.step import Shapes, bind_few
 from lpq.nn.weighted_layer import WeightedLayer
@@ -78,20 +79,25 @@ class Layer(WeightedLayer):
             return self._multiply(plan, input, weight, input.dtype)
         if not isinstance(input, Tensor):
             check(self, input, weight)
-        given = None
+        given = by = None
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             check(self, input, weight)
-            given = input_buffers(self.title, plan, input, torch.is_grad_enabled() and weight.requires_grad)
+            needs_dw = torch.is_grad_enabled() and weight.requires_grad
+            by = EncodedBy.own(self, input) if plan.memories and not torch.compiler.is_compiling() else None
+            given = input_buffers(self.title, plan, input, needs_dw, by is not None)
+            if by is not None and (needs_dw or (torch.is_grad_enabled() and input.requires_grad)):
+                by.take(self)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):  # it has no effect from here on, and would slow every operation
-                return self._multiply(plan, input, weight, dtype, given)
-        return self._multiply(plan, input, weight, input.dtype, given)
+                return self._multiply(plan, input, weight, dtype, given, by)
+        return self._multiply(plan, input, weight, input.dtype, given, by)
 
     def _multiply(
-        self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, given: Buffers | None = None
-    ) -> Tensor:
+        self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, given: Buffers | None = None,
+        by: EncodedBy | None = None,
+    ) -> Tensor:  # fmt: skip
         passes, bias = self.passes, self.bias
         held = self.held_weight() if passes.held is not None else None
         ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
@@ -113,7 +119,7 @@ class Layer(WeightedLayer):
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gather is not None or self.model.accumulate:
             call = self.with_all(call, first, weight, held)
         if given is not None:
-            call = call._replace(input=given)
+            call = call._replace(input=given, encoded_by=by)
         if passes.observers:
             call = call._replace(watch=watch(self))
         multiply: Any = forward_of(Multiplication, self.title, weight) if is_exporting() else Multiplication.apply

@@ -23,6 +23,7 @@ from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.shared_input import EncodedInput
+from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
@@ -73,6 +74,8 @@ class LayerCall(NamedTuple):
     """The input that layers share which ranks share out."""
     shape: Sequence[int] | None = None
     """The shape of the result, if its leading dimensions differ from ``x``."""
+    encoded_by: EncodedBy | None = None
+    """The layer's own state, if ``input`` was encoded by that."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -96,6 +99,7 @@ class Multiplication(torch.autograd.Function):
             watch.tell("w", weight, plan.w, states.get("w"), w_seed)
         if operands is not None:
             x_row, x_col = operands
+            x_stats = () if call.encoded_by is None else call.encoded_by.measured
         elif inputs is None:
             x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
             if shared is not None:
@@ -258,12 +262,16 @@ def _gradients(
     measured: Mapping[str, Sequence[Tensor]] = {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]}
     if step.settle is not None:
         measured = step.settle(measured)
-    if step.remember is not None and (fourth > third or "w" not in plan.moving):
-        step.remember(states, measured)
+    move = step.remember
+    if call.encoded_by is not None:
+        call.encoded_by.move(plan.x, measured["x"])
+        move = step.remember_others
+    if move is not None and (fourth > third or "w" not in plan.moving):
+        move(states, measured)
     else:
         if "dy" in states:
             remember(plan.dy, states["dy"], [*measured["dy"]], row=shapes.needs_dx, col=shapes.needs_dw)
-        if "x" in states:
+        if "x" in states and call.encoded_by is None:
             remember(plan.x, states["x"], [*measured["x"]], col=shapes.needs_dw)
         if "w" in states and fourth > third:
             remember(plan.w, states["w"], [*measured["w"]], col=shapes.needs_dx)

@@ -42,6 +42,8 @@ class StatefulLayer(nn.Module):
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
     qualified_name: str = ""
     """Its name in the model that was converted, for error messages."""
+    borrowed: tuple[str, ...] = ()
+    """The names of the buffers that it shares with another layer, whose they are (``lpq/nn/shared_states.py``)."""
 
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
@@ -95,6 +97,7 @@ class StatefulLayer(nn.Module):
             check_names(self, recipe, self.memories(), self.title)
         for name in self.memories():
             delattr(self, name)
+        self.borrowed = ()
         self.passes.recipe, self.passes.plan = recipe, plan
         self.passes.forget()
         self.model.compare_again()
@@ -148,11 +151,23 @@ class StatefulLayer(nn.Module):
         """The state of each tensor that has one, by the keys of its quantizer; of a ``stack`` if there are several."""
         return states_of(self, [memory for memory in self.state_buffers() if memory.stack == stack])
 
+    def own_buffers(self) -> None:
+        """Give the layer buffers of its own in place of borrowed ones, before they are filled or moved one by one."""
+        for name in self.borrowed:
+            setattr(self, name, getattr(self, name).clone())
+        self.borrowed = ()
+
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
         return {memory.name: getattr(self, memory.name) for memory in self.state_buffers() if not memory.moves}
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.borrowed:  # no two keys share memory: safetensors refuses that, and loads would mix them up
+            destination[prefix + name] = destination[prefix + name].clone()
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.own_buffers()
         for name, memory in self.memories().items():
             if prefix + name in state_dict and state_dict[prefix + name].shape != memory.shape:
                 del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
@@ -170,6 +185,7 @@ class StatefulLayer(nn.Module):
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.own_buffers()
         state = self.memories()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights

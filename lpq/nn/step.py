@@ -101,6 +101,8 @@ class Step(NamedTuple):
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
     """Moves the states of all tensors by the measured statistics; None: each is moved by itself, or there are none."""
+    remember_others: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
+    """Does so but for x, where the operands of x are given: its state may be one that layers share."""
 
 
 def bind(plan: Plan, shapes: Shapes) -> Step:
@@ -111,7 +113,8 @@ def bind(plan: Plan, shapes: Shapes) -> Step:
     dx, dw = shapes.needs_dx, shapes.needs_dw
     every = Moving("x", plan.x, True, dw), Moving("w", plan.w, True, dx), Moving("dy", plan.dy, dx, dw)
     moving = [m for m in every if m.tensor in plan.moving]
-    return step._replace(remember=bind_remember(moving, shapes.device))
+    others = bind_remember([m for m in moving if m.tensor != "x"], shapes.device) if shapes.given else None
+    return step._replace(remember=bind_remember(moving, shapes.device), remember_others=others)
 
 
 bind_few = registry.cached_few(bind)

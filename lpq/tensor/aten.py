@@ -91,6 +91,7 @@ def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence
     if t.is_stack or (start, stop) != (0, t.matrix_shape[dim]):
         window = _window(t)
         part.window = window.narrow(dim, start, stop, window.apart and not _shares(t, dim))
+        part.encoded_by = None
     return part
 
 
@@ -107,7 +108,7 @@ def _shares(t: QuantizedTensor, dim: int) -> bool:
 
 def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
     """``view``, over the same matrix as ``t``, written to as ``t`` is."""
-    view.window, view.writes = t.window, t.writes
+    view.window, view.writes, view.encoded_by = t.window, t.writes, t.encoded_by
     return view
 
 

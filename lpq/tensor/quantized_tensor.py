@@ -110,6 +110,10 @@ class QuantizedTensor(Gathered, Tensor):
     """The operands, the group, and what ``__tensor_flatten__`` returns for them. Compiled code calls it in each step,
     three times."""
 
+    encoded_by: object = None
+    """The state by which a producer encoded it, for layers that remember (``lpq/nn/shared_states.py``). Views of the
+    whole keep it."""
+
     read: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor]] | None = None
     """The buffers of both operands, for the quantizer of the layer that read them last: they stay the same tensors."""
 

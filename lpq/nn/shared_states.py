@@ -1,0 +1,111 @@
+"""States that several layers share, and inputs that were encoded by such a state before they got to these layers.
+
+A norm or another producer encodes its output once, for all layers that multiply it. A recipe that remembers inputs
+has a history in each of these layers, and the histories are equal as long as the layers get the same inputs. So the
+layers share the buffers of the first, each under its own name, and the producer encodes by them. The state moves in
+backward, and once: in the first of these layers whose backward would move a state of its own. So it moves where the
+producer has no backward, too, as behind a frozen embedding.
+
+Sharing ends where buffers may be filled or exchanged one by one: when a state dict or a checkpoint is loaded, and with
+another device or recipe. Then each layer has buffers of its own, and the next call of ``shared_state`` compares them.
+State dicts have a tensor for each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lpq.formats import Quantizer
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.operations import remember
+from lpq.operations.states import State
+from lpq.registry.showing import listed
+from lpq.tensor import QuantizedTensor
+
+
+def shared_state(layers: Sequence[StatefulLayer], tensor: str = "x") -> State | None:
+    """The state of ``tensor`` that these layers have in common, and share from now on; None if their recipes remember
+    nothing of it. Layers whose states differ are refused.
+
+    A producer calls it in each pass. The values are compared, and a GPU waited for, where the layers do not share them
+    yet."""
+    first = layers[0]
+    state = first.states().get(tensor)
+    for layer in layers[1:]:
+        own = layer.states().get(tensor)
+        if not _is_same(own, state):
+            _lend(first, layer, tensor)
+    return state
+
+
+def unshare(layers: Sequence[StatefulLayer]) -> None:
+    """Give each of these layers buffers of its own, with the values that they share."""
+    for layer in layers:
+        layer.own_buffers()
+
+
+class EncodedBy:
+    """The state by which an input was encoded for layers that share it, and what was measured of the input. A producer
+    puts it on the tensor, as ``encoded_by``."""
+
+    def __init__(self, layers: Sequence[StatefulLayer], state: State, measured: Sequence[Tensor], col: bool) -> None:
+        """``measured``: the statistics that the encoder returned, for the row operand and, with ``col``, for both."""
+        self.layers, self.state, self.measured, self.col = layers, state, measured, col
+        self._taken: set[int] = set()
+        """The layers that have got the input in a pass that has a backward."""
+        self._moved = False
+
+    @classmethod
+    def own(cls, layer: StatefulLayer, x: Tensor) -> EncodedBy | None:
+        """Return the state by which ``x`` was encoded, if the layer has that very state."""
+        by = x.encoded_by if isinstance(x, QuantizedTensor) and not x.write_count else None
+        return by if isinstance(by, cls) and by.state and _is_same(layer.states().get("x"), by.state) else None
+
+    def take(self, layer: StatefulLayer) -> None:
+        """Note that this layer has got the input, and that its backward will ask for ``move``."""
+        self._taken.add(id(layer))
+
+    def move(self, quantizer: Quantizer, measured: Sequence[Tensor]) -> None:
+        """Have the state remember the input, unless another layer's backward has. ``measured`` are the statistics as
+        backward has them: activation checkpointing may have measured again."""
+        if self._moved:
+            return
+        if absent := [layer for layer in self.layers if id(layer) not in self._taken]:
+            have = listed([layer.title for layer in self.layers if id(layer) in self._taken])
+            raise RuntimeError(
+                f"{absent[0].title} shares what it remembers of inputs with {have}, and did not get, in a pass that "
+                "trains it, the input that was encoded for all of them: what it remembers would be of an input that it "
+                "never had. Layers that skip passes must not be fused with others"
+            )
+        self._moved = True
+        remember(quantizer, self.state, [*measured], col=self.col)
+
+
+def _is_same(one: State | None, other: State | None) -> bool:
+    """Whether two states have the same buffers, or neither has any."""
+    if one is None or other is None:
+        return one is other
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+
+
+def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:
+    """Have a layer share the first one's state of a tensor, if it is equal."""
+    theirs, mine = ([m for m in each.state_buffers() if m.tensor == tensor] for each in (first, layer))
+    plans = first.passes.plan, layer.passes.plan
+    one, other = (getattr(plan, tensor, None) for plan in plans)
+    why = f"one has {tensor}={one}, and the other {tensor}={other}" if one != other or theirs != mine else ""
+    for memory in mine if not why else ():
+        a, b = (getattr(each, memory.name) for each in (first, layer))
+        if a.device != b.device or not torch.equal(a.view(torch.int32), b.view(torch.int32)):
+            why = (
+                f"{memory.name} differs, as if they had not got the same inputs: fill it with equal values, by "
+                f"{memory.name}.copy_, or do not fuse them"
+            )
+    if why:
+        raise ValueError(f"{first.title} and {layer.title} cannot share what they remember of {tensor}: {why}")
+    for memory in mine:
+        setattr(layer, memory.name, getattr(first, memory.name))
+    layer.borrowed = (*layer.borrowed, *(memory.name for memory in mine))
