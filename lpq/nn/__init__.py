@@ -4,7 +4,20 @@ from lpq.nn.conversion import convert, report
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.holding import hold_weights
 from lpq.nn.linear import Layer, Linear
+from lpq.nn.norms import LayerNorm, RMSNorm
 from lpq.nn.reports import Report
 from lpq.nn.stepping import replan, set_step
 
-__all__ = ["GroupedLinear", "Layer", "Linear", "Report", "convert", "hold_weights", "replan", "report", "set_step"]
+__all__ = [
+    "GroupedLinear",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "Report",
+    "convert",
+    "hold_weights",
+    "replan",
+    "report",
+    "set_step",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -72,9 +73,19 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     return written, counted, weight.dtype, memory
 
 
-def written_since(tensor: QuantizedTensor, what: str) -> RuntimeError:
-    """The error for a tensor that backward needs as it was in forward; ``what`` it is: a weight, or an input."""
-    return RuntimeError(
-        f"{tensor.whose}{what} of {[*tensor.shape]} that is stored quantized was written to after forward, and "
-        "backward needs it as it was: write to it after backward"
-    )
+class Unwritten:
+    """A quantized tensor that backward needs as it was in forward. It is not kept: it has an operand that only forward
+    needs. Its count of writes is, which views share that may outlive it."""
+
+    def __init__(self, tensor: QuantizedTensor, what: str) -> None:
+        self._tensor, self._found, self._writes = ref(tensor), as_it_is(tensor), tensor.writes
+        self._count, self._what = tensor.writes.count, f"{tensor.whose}{what} of {[*tensor.shape]}"
+
+    def check(self) -> None:
+        """Raise if it was written to since."""
+        tensor = self._tensor()
+        if self._writes.count != self._count or (tensor is not None and as_it_is(tensor) != self._found):
+            raise RuntimeError(
+                f"{self._what} that is stored quantized was written to after forward, and backward needs it as it was: "
+                "write to it after backward"
+            )

@@ -17,7 +17,7 @@ from torch import Tensor
 from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
-from lpq.nn.cached_weight import as_it_is, written_since
+from lpq.nn.cached_weight import Unwritten
 from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
 from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
@@ -121,7 +121,8 @@ class Multiplication(torch.autograd.Function):
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
         ctx.seen = None if seen is None else seen.tolist()
         ctx.moves, ctx.dy_state = bool(plan.moving), None
-        ctx.call, ctx.x_shape, ctx.counts = call, x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
+        ctx.x_shape, ctx.counts = x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
+        ctx.call = call if given is None else call._replace(input=None)  # which has the row operand
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
@@ -149,9 +150,8 @@ class Multiplication(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             check_backward(dy)
-        for what, tensor, found in ctx.watched:
-            if as_it_is(tensor) != found:
-                raise written_since(tensor, what)
+        for tensor in ctx.watched:
+            tensor.check()
         call: LayerCall = ctx.call
         plan, shapes, step, inputs, ends, title = call.plan, call.shapes, call.step, call.inputs, call.ends, call.title
         if inputs:
@@ -202,10 +202,10 @@ def _ends(ctx: Any, saved: Sequence[Tensor]) -> Sequence[Tensor]:
     return saved[at : at + len(ctx.call.ends)]
 
 
-def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, QuantizedTensor, tuple[object, ...]]]:
-    """The encoded tensors among these that backward needs, each with its name and its present version."""
+def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[Unwritten]:
+    """The encoded tensors among these that backward needs."""
     needed = (("a weight", weight, shapes.needs_dx), ("an input", x, shapes.needs_dw))
-    return [(what, t, as_it_is(t)) for what, t, needs in needed if needs and isinstance(t, QuantizedTensor)]
+    return [Unwritten(t, what) for what, t, needs in needed if needs and isinstance(t, QuantizedTensor)]
 
 
 def _gradients(

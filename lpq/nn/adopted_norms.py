@@ -1,0 +1,126 @@
+"""Norms of other libraries that encode their output: known by what they compute, and not by their class.
+
+A module is tried on a few rows. If its output and its gradients are, to the bit, those of a norm that lpq knows, that
+norm may stand for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpq.nn.linear import Layer
+from lpq.nn.norms import EncodingNorm
+from lpq.operations.norms import NormKind
+from lpq.operations.operators import ORDINARY
+
+TRIED = (torch.float32, torch.bfloat16)
+ROWS = 3
+
+
+def norm_of(module: nn.Module) -> NormKind | None:
+    """Return how a module computes; None if it is no norm that lpq knows."""
+    if isinstance(module, EncodingNorm):
+        return module.norm
+    parameters = module._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    given = [p for p in parameters.values() if p is not None]
+    if weight is None or len(given) != 1 + (bias is not None) or weight.dim() != 1 or type(weight) not in ORDINARY:
+        return None
+    if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return None
+    return next((norm for norm in _kinds(module, bias is not None) if _is(module, norm)), None)
+
+
+def adopt(module: nn.Module, norm: NormKind, consumers: tuple[Layer, ...]) -> None:
+    """Have this very module encode its output for these layers: parameters, hooks and references to it stay."""
+    if not isinstance(module, EncodingNorm):
+        kind: Any = type(module)
+        module.__class__ = _encoding(kind)
+        module.__dict__["_norm"] = norm
+    assert isinstance(module, EncodingNorm)
+    module.consumers = consumers
+
+
+def release(module: EncodingNorm) -> None:
+    """Make an adopted norm what it was, and have another one encode nothing."""
+    module.consumers = ()
+    if isinstance(module, AdoptedNorm):
+        module.__class__ = module.adopted  # type: ignore[assignment]
+        for name in ("_norm", "_calls", "consumers"):
+            module.__dict__.pop(name, None)
+
+
+class AdoptedNorm(EncodingNorm):
+    """A norm of another class, which the subclass extends as well."""
+
+    adopted: type[nn.Module]
+    """That class."""
+    _norm: NormKind
+
+    @property
+    def norm(self) -> NormKind:
+        return self._norm
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy it without the class, which has no name in a module."""
+        return _made_anew, (type(self).adopted,), self.__getstate__()
+
+
+@cache
+def _encoding(adopted: Any) -> Any:
+    return type(adopted.__name__, (AdoptedNorm, adopted), {"adopted": adopted, "__module__": adopted.__module__})
+
+
+def _made_anew(adopted: Any) -> nn.Module:
+    made: nn.Module = adopted.__new__(_encoding(adopted))
+    return made
+
+
+def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:
+    """The norms that a module with these attributes may be."""
+    values = {vars(module).get(name) for name in ("eps", "variance_epsilon", "epsilon")}
+    known: list[float | None] = [value for value in values if isinstance(value, float)]
+    for eps in known or [None]:
+        if eps is not None:
+            yield NormKind(eps, centers=True)
+        if not biased:
+            yield from (NormKind(eps), NormKind(eps, rounds=True), NormKind(eps, offset=True))
+
+
+def _is(module: nn.Module, norm: NormKind) -> bool:
+    """Whether a module computes this norm, and its gradients."""
+    drawn = torch.Generator().manual_seed(0)
+    like = copy.copy(module)
+    names = [name for name, p in module._parameters.items() if p is not None]
+    weight: Any = module._parameters["weight"]
+    cols = weight.shape[0]
+
+    def run(x: Tensor, **parameters: Tensor) -> Tensor:
+        like._parameters = {**module._parameters, **parameters}  # type: ignore[dict-item]
+        y: Tensor = type(module).forward(like, x)
+        return y
+
+    for dtype in TRIED:
+        x, dy = (torch.randn(ROWS, cols, generator=drawn).to(dtype) for _ in range(2))
+        parameters = {name: torch.rand(cols, generator=drawn).sub(0.5).to(dtype) for name in names}
+        try:
+            same = map(torch.equal, *(_computed(f, x, dy, parameters) for f in (run, norm.compute)))
+            if not all(same):
+                return False
+        except Exception:  # other code's, which may raise anything on such an input
+            return False
+    return True
+
+
+def _computed(function: Callable[..., Tensor], x: Tensor, dy: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """The output, and the gradients of the input and of the parameters."""
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        x, *others = leaves = [t.detach().requires_grad_() for t in (x, *parameters.values())]
+        y = function(x, **dict(zip(parameters, others, strict=True)))
+    return [y, *torch.autograd.grad(y, leaves, dy)]

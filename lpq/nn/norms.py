@@ -1,0 +1,205 @@
+"""Norms that hand the next layers encoded operands: what q, k and v, or gate and up, multiply is encoded once, by the
+norm.
+
+The layers to which a norm hands its output are its ``consumers``. Where all of them encode an input alike, the norm
+returns a quantized tensor, encoded as their recipe encodes it; results and gradients are those of the norm and the
+layers apart, to the bit. Where they do not, or something else looks at the tensor in between, the norm computes as its
+class does, and ``why_not`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lpq import registry
+from lpq.kernels.table import kernels_allowed
+from lpq.nn.linear import Layer
+from lpq.nn.plan import Plan
+from lpq.operations.binding import on_device
+from lpq.operations.encoder import Wanted, bind_encoder
+from lpq.operations.inputs import DTYPES, as_matrix
+from lpq.operations.norms import NormKind
+from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private.hooks import hooks_before, hooks_behind
+
+Encode = Callable[[Tensor, Tensor, Tensor | None], QuantizedTensor]
+"""``encode(x, weight, bias)``: the encoded output of a norm."""
+MOST_CALLS = 8
+"""The number of bound calls that a norm keeps, one for each kind of pass."""
+NO_CONSUMERS = "it knows no layer that takes its output"
+WATCHED = "a compiler, a dispatch mode, a transform or autocast watches it, or its input is no ordinary tensor"
+NO_WEIGHT = "its weight is no ordinary parameter"
+HOOKED = "a forward hook looks at its output"
+
+
+class EncodingNorm(nn.Module):
+    """A norm that encodes its output for the layers that take it.
+
+    It extends a class of modules with a ``weight``, and perhaps a ``bias``, over the last dimension: derive a subclass
+    of this and of that class, or have ``adopt`` do so. Parameters and keys of the state dict are those of that class.
+    """
+
+    @property
+    def norm(self) -> NormKind:
+        """How that class computes."""
+        raise NotImplementedError
+
+    consumers: tuple[Layer, ...] = ()
+    """The layers that take the output, and nothing else does. They are no submodules."""
+    _calls: dict[object, _Call]
+
+    def forward(self, *args: Any, **others: Any) -> Tensor:
+        encode = None
+        if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
+            encode = self._call(*args).encode
+        if encode is None:
+            return super().forward(*args, **others)  # type: ignore[no-any-return]  # of the other base class
+        (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
+        with on_device(x.device):
+            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, encode)  # type: ignore[no-untyped-call]
+        return y
+
+    def why_not(self, x: Tensor) -> str | None:
+        """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm
+        encodes it."""
+        return self._call(x).why_not
+
+    def _call(self, x: Tensor) -> _Call:
+        if not self.consumers:
+            return _Call(NO_CONSUMERS)
+        if hooks_behind(self):
+            return _Call(HOOKED)
+        if not can_bypass_dispatcher(x):
+            return _Call(WATCHED)
+        trains, plans, own = False, [], self._parameters.get("weight")
+        if own is None or type(own) not in ORDINARY:
+            return _Call(NO_WEIGHT)
+        for layer in self.consumers:
+            if (why := _why_looked_at(layer)) is not None:
+                return _Call(why)
+            weight = layer._parameters.get("weight")
+            trains = trains or weight is None or weight.requires_grad
+            plans.append(layer.passes.plan)
+        col = trains and torch.is_grad_enabled()
+        key = (x.shape, x.dtype, x.device, own.dtype, col, kernels_allowed(), registry.epoch(), *map(id, plans))
+        calls = self.__dict__.setdefault("_calls", {})
+        call: _Call | None = calls.get(key)
+        if call is None:
+            if len(calls) >= MOST_CALLS:
+                calls.clear()
+            call = calls[key] = self._bound(x, plans, col)
+        return call
+
+    def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool) -> _Call:
+        """Bind the passes of one kind."""
+        why_not = self._why_unfit(x) or _why_not_alike(self.consumers, plans)
+        first = plans[0]
+        if why_not is not None or first is None:
+            return _Call(why_not, tuple(plans))
+        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col))
+
+    def _why_unfit(self, x: Tensor) -> str | None:
+        """Why no output for such an input is encoded, whatever the layers are."""
+        weight = self.weight
+        if x.dtype not in DTYPES or x.dtype is not weight.dtype:
+            return f"its input is {x.dtype} and its weight {weight.dtype}"
+        if weight.dim() != 1 or not x.dim() or x.shape[-1] != weight.shape[0]:
+            return f"its input is {list(x.shape)} and its weight {list(weight.shape)}"
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_calls"}
+
+
+class RMSNorm(EncodingNorm, nn.RMSNorm):
+    """``nn.RMSNorm`` that encodes its output for its ``consumers``."""
+
+    @property
+    def norm(self) -> NormKind:
+        return NormKind(self.eps)
+
+
+class LayerNorm(EncodingNorm, nn.LayerNorm):
+    """``nn.LayerNorm`` that encodes its output for its ``consumers``."""
+
+    @property
+    def norm(self) -> NormKind:
+        return NormKind(self.eps, centers=True)
+
+
+class _Call(NamedTuple):
+    """A pass of one kind."""
+
+    why_not: str | None
+    plans: tuple[Plan | None, ...] = ()
+    """The plans of the layers, kept as they are known by their addresses."""
+    encode: Encode | None = None
+
+
+class EncodedNorm(torch.autograd.Function):
+    """A norm whose output is encoded. It keeps its input, and backward computes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, encode: Encode) -> Tensor:
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
+        return encode(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[: len(saved)]
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(needed) for t, needed in zip(saved, needs, strict=True)]
+            y = ctx.norm.compute(*leaves)
+        found = iter(torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy))
+        grads = [next(found) if needed else None for needed in needs]
+        return *grads, *[None] * (5 - len(grads))
+
+
+def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool) -> Encode:
+    """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
+    operand."""
+    shape, dtype, quantizer = like.shape, like.dtype, plan.x
+    cols = shape[-1]
+    wanted = Wanted(quantizer, (like.numel() // cols if cols else 0, cols), dtype, like.device, True, col)
+    encoder = bind_encoder(wanted)
+
+    def encode(x: Tensor, weight: Tensor, bias: Tensor | None) -> QuantizedTensor:
+        y = as_matrix(norm.compute(x, weight, bias))
+        of_row, of_col, _ = encoder.encode(y, None, None)
+        row = None if encoder.row is None else encoder.row.over(of_row)
+        return QuantizedTensor(row, None if encoder.col is None else encoder.col.over(of_col), quantizer, shape, dtype)
+
+    return encode
+
+
+def _why_looked_at(layer: Layer) -> str | None:
+    """Why this layer is to be given an ordinary tensor in this pass, whatever its recipe."""
+    if hooks_before(layer) or hooks_behind(layer):
+        return f"{layer.title} has a forward hook, which looks at its input"
+    if layer.passes.observers:
+        return f"{layer.title} has an observer, which is told of its input"
+    if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
+        return f"the weight of {layer.title} is shared out over ranks"
+    return None
+
+
+def _why_not_alike(layers: Sequence[Layer], plans: Sequence[Plan | None]) -> str | None:
+    """Why there is no encoding that all these layers take."""
+    first = plans[0]
+    for layer, plan in zip(layers, plans, strict=True):
+        if plan is None:
+            return f"{layer.title} has no recipe"
+        if any(memory.tensor == "x" for memory in plan.memories):
+            return f"{layer.title} remembers statistics of inputs across steps, with x={plan.x}"
+        if not plan.shares:
+            return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
+        if first is not None and plan.x != first.x:
+            return f"{layer.title} encodes inputs as {plan.x}, and {layers[0].title} as {first.x}"
+    return None

@@ -1,0 +1,144 @@
+"""Norms of other classes: known by what they compute, and made to encode their output."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import equal
+from torch import Tensor, nn
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.nn.adopted_norms import adopt, norm_of, release
+from lpq.operations.norms import NormKind, norm_source
+
+DIM = 64
+
+
+class Rms(nn.Module):
+    """A norm that rounds twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.weight * self.normed(hidden_states).to(hidden_states.dtype)
+
+    def normed(self, x: Tensor) -> Tensor:
+        x = x.to(torch.float32)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class RmsOnce(Rms):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return (self.weight * self.normed(hidden_states)).to(hidden_states.dtype)
+
+
+class RmsOffset(Rms):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return (self.normed(hidden_states) * (1.0 + self.weight.float())).type_as(hidden_states)
+
+
+class RmsOther(Rms):
+    """What is none of these in one dtype only."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.normed(hidden_states).to(hidden_states.dtype) * (1 + self.weight)
+
+
+class RmsWithAnotherGradient(Rms):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.weight * self.normed(hidden_states).detach().to(hidden_states.dtype) + 0 * hidden_states
+
+
+KINDS: dict[Any, NormKind | None] = {
+    Rms: NormKind(1e-5, rounds=True), RmsOnce: NormKind(1e-5), RmsOffset: NormKind(1e-5, offset=True), RmsOther: None,
+    RmsWithAnotherGradient: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_norm_is_known_by_what_it_computes(kind: Any) -> None:
+    module = kind()
+    expected = KINDS[kind]
+    assert norm_of(module) == expected
+    assert norm_of(module.to("meta").bfloat16()) == expected
+    assert torch.is_grad_enabled()
+
+
+def test_modules_of_torch() -> None:
+    assert norm_of(nn.RMSNorm(DIM)) == NormKind(None)
+    assert norm_of(nn.RMSNorm(DIM, eps=1e-6)) == NormKind(1e-6)
+    assert norm_of(nn.LayerNorm(DIM)) == norm_of(nn.LayerNorm(DIM, bias=False)) == NormKind(1e-5, centers=True)
+    for other in (nn.Linear(4, 4), nn.LayerNorm((4, 4)), nn.RMSNorm(DIM, elementwise_affine=False), nn.BatchNorm1d(4)):
+        assert norm_of(other) is None
+    patched = nn.RMSNorm(DIM)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert norm_of(patched) is None
+
+
+def converted(kind: Any) -> Any:
+    torch.manual_seed(1)
+    model: Any = lpq.convert(nn.Sequential(kind(), nn.Linear(DIM, 96)).bfloat16(), "mxfp8")
+    with torch.no_grad():
+        model[0].weight.uniform_(0.5, 1.5)
+    return model
+
+
+def step(model: Any) -> list[Tensor | None]:
+    torch.manual_seed(2)
+    x = torch.randn(2, 32, DIM, dtype=torch.bfloat16, requires_grad=True)
+    model.zero_grad()
+    y = model(x)
+    y.backward(torch.sin(y.detach()))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind]], ids=lambda kind: kind.__name__)
+def test_adopted_it_computes_the_same_and_can_be_released(kind: Any) -> None:
+    model = converted(kind)
+    expected, norm = step(model), norm_of(model[0])
+    assert norm is not None
+    adopt(model[0], norm, (model[1],))
+    assert isinstance(model[0], kind)
+    assert norm_of(model[0]) == norm
+    assert type(model[0](torch.ones(2, DIM, dtype=torch.bfloat16))) is QuantizedTensor
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert equal(step(other), expected)
+        assert other[0].consumers == (other[1],)
+    release(model[0])
+    assert type(model[0]) is kind
+    assert vars(model[0]).keys() == vars(kind()).keys()
+    assert equal(step(model), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        NormKind(None),
+        NormKind(1e-5),
+        NormKind(1e-5, rounds=True),
+        NormKind(1e-5, offset=True),
+        NormKind(1e-5, centers=True),
+    ],
+    ids=["torch", "rms", "rounds", "offset", "layer"],
+)
+def test_its_source_computes_what_the_module_computes(norm: NormKind, dtype: torch.dtype) -> None:
+    """In the centered norm torch sums the rows of bf16 and fp16 in an order of its own."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((33, 256), (256,), (256,)))
+    given = (weight, bias) if norm.centers else (weight,)
+    (y,) = norm_source(norm, norm.centers).compute(x, *norm.rows(x), *given)
+    expected = norm.compute(x, *given)
+    if norm.centers and dtype is not torch.float32:
+        torch.testing.assert_close(y, expected)
+        assert torch.equal(norm_source(norm, True).compute(x.float(), *norm.rows(x), *given)[0].to(dtype), y)
+    else:
+        assert torch.equal(y, expected)

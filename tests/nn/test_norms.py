@@ -1,0 +1,200 @@
+"""Norms that encode their output: to the bit what the norm and the layers behind it compute apart."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counting import encodings
+from support.comparing import equal
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lpq
+from lpq.core import QuantizedTensor
+
+ROWS, IN, OUT = (2, 32), 64, 96
+RECIPES = ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=fp8")
+NORMS = {"rms": (nn.RMSNorm, lpq.nn.RMSNorm), "layer": (nn.LayerNorm, lpq.nn.LayerNorm)}
+
+
+class Attention(nn.Module):
+    """Three layers behind a norm, as a model has them."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(IN, eps=1e-5)
+        self.q, self.k, self.v = (nn.Linear(IN, OUT, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.q(x) + 0.5 * self.k(x) + torch.sin(self.v(x))
+
+
+def pair(recipe: Any, kind: str = "rms", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """The same converted model without and with the encoding norm."""
+    models = []
+    for norm in NORMS[kind]:
+        torch.manual_seed(1)
+        model: Any = lpq.convert(Attention(norm).to(dtype), recipe)
+        with torch.no_grad():
+            model.norm.weight.uniform_(0.5, 1.5)
+        models.append(model)
+    plain, fused = models
+    fused.norm.consumers = (fused.q, fused.k, fused.v)
+    return plain, fused
+
+
+def given(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(*ROWS, IN, dtype=dtype)
+
+
+def step(model: Any, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor | None]:
+    """y, dx and the gradients of all parameters."""
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(3)
+    y = (model if run is None else run)(x)
+    y.backward(torch.sin(y.detach()))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_results_and_gradients_are_those_of_the_parts(recipe: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = pair(recipe, kind)
+    assert fused.norm.why_not(given()) is None
+    assert isinstance(fused.norm(given()), QuantizedTensor)
+    expected = step(plain, given())
+    made = encodings(monkeypatch)
+    assert equal(step(fused, given()), expected)
+    assert not [wanted for wanted in made if wanted.shape == (64, IN)], "the layers encode no input"
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+
+
+def reentrant(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(model, x, use_reentrant=True)
+
+
+def recomputed(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+def offloaded(model: Any) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    return run
+
+
+def hooked(model: Any) -> Callable[[Tensor], Tensor]:
+    """A hook before the norm, and one behind its backward."""
+    model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.norm.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 0.5,))
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+@pytest.mark.parametrize("way", [reentrant, recomputed, offloaded, hooked])
+def test_under(way: Callable[[Any], Callable[[Tensor], Tensor]], recipe: str) -> None:
+    plain, fused = pair(recipe)
+    expected, found = (step(model, given(), way(model)) for model in (plain, fused))
+    assert equal(found, expected)
+
+
+def test_evaluation_and_frozen_weights_take_the_row_operand_alone() -> None:
+    plain, fused = pair("nvfp4")
+    with torch.no_grad():
+        assert fused.norm(given()).col is None
+        assert torch.equal(fused(given()), plain(given()))
+    for model in (plain, fused):
+        for layer in (model.q, model.k, model.v):
+            layer.weight.requires_grad_(False)
+    assert fused.norm(given()).col is None
+    assert equal(step(fused, given()), step(plain, given()))
+
+
+def test_no_row_operand_is_kept_for_backward() -> None:
+    _, fused = pair("mxfp8")
+    y = fused.norm(given().requires_grad_())
+    rows = [weakref.ref(buffer) for buffer in y.row.tensors()]
+    cols = [weakref.ref(buffer) for buffer in y.col.tensors()]
+    z = fused.q(y) + fused.k(y)
+    del y
+    assert all(buffer() is None for buffer in rows)
+    assert any(buffer() is not None for buffer in cols)
+    z.sum().backward()
+
+
+def test_what_the_layers_encode_may_change_between_steps() -> None:
+    plain, fused = pair("mxfp8")
+    for recipe in ("fp8-current", "fp8-delayed", "bf16", "mxfp8"):
+        for model in (plain, fused):
+            for layer in (model.q, model.k, model.v):
+                layer.recipe = recipe
+        assert equal(step(fused, given()), step(plain, given())), recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("fp8-delayed", "layer q, .* remembers statistics of inputs across steps"),
+        ("x=nvfp4(stochastic=true), w=mxfp8, dy=mxfp8", "layer q, .* makes of each input an encoding of its own"),
+        ("bf16", "layer q, .* makes of each input an encoding of its own, or none"),
+    ],
+)
+def test_a_recipe_that_takes_no_encoded_input(recipe: str, words: str) -> None:
+    plain, fused = pair(recipe)
+    assert re.search(words, fused.norm.why_not(given()))
+    assert type(fused.norm(given())) is Tensor
+    assert equal(step(fused, given()), step(plain, given()))
+
+
+def test_what_looks_at_the_tensor_gets_an_ordinary_one() -> None:
+    _, fused = pair("mxfp8")
+    norm, x, seen = fused.norm, given(), []
+
+    def why() -> str:
+        assert type(norm(x)) is Tensor
+        return str(norm.why_not(x))
+
+    handle = norm.register_forward_hook(lambda module, args, y: seen.append(y))
+    assert "a forward hook looks at its output" in why()
+    handle.remove()
+    handle = fused.k.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    assert "layer k, lpq.nn.Linear(64, 96) has a forward hook" in why()
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in why()
+    fused.k.recipe = "nvfp4"
+    assert "layer k, lpq.nn.Linear(64, 96) encodes inputs as nvfp4(rht=true), and layer q" in why()
+    fused.k.recipe = None
+    assert "layer k, lpq.nn.Linear(64, 96) has no recipe" in why()
+    fused.k.recipe = "mxfp8"
+    assert norm.why_not(x) is None
+    x = x.float()
+    assert "its input is torch.float32 and its weight torch.bfloat16" in why()
+    norm.consumers = ()
+    assert "it knows no layer" in why()
+
+
+def test_copies_and_pickles_know_their_own_layers() -> None:
+    _, fused = pair("mxfp8")
+    fused(given())
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert other.norm.consumers == (other.q, other.k, other.v)
+        assert equal(step(other, given()), step(fused, given()))
+
+
+def test_compiled_it_computes_plainly() -> None:
+    plain, fused = pair("mxfp8")
+    whole = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    assert equal(step(fused, given(), whole), step(plain, given()))
