@@ -16,6 +16,8 @@ namespace nvfp4 {
 
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
+// How elements are rounded: to the nearest, stochastically, or so beside scales that leave room, so that none is cut.
+enum { NEAREST, RANDOM, UNBIASED };
 
 struct Parameters {
     u8 *data, *scale;   // null: not wanted
@@ -91,23 +93,30 @@ __device__ __forceinline__ float block_amax(const Parameters& p, float own, bool
     return own;
 }
 
+// The amax of an operand, as fp32 bits, of the amax of its matrix. E4M3 rounds a scale down by at most 17/16.
+__device__ __forceinline__ u32 operand_amax(u32 bits, bool unbiased) {
+    return unbiased && bits < INF ? __float_as_uint(fminf(__fmul_rn(__uint_as_float(bits), 1.0625f), FLT_MAX_)) : bits;
+}
+
 // What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
 template <int BITS>
 struct Scales {
     float sixth;
     bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
 
-    __device__ __forceinline__ Scales(const Parameters& p, const Tile& t, Factors& factors, Largest& shared) {
+    __device__ __forceinline__ Scales(
+        const Parameters& p, const Tile& t, Factors& factors, Largest& shared, bool unbiased
+    ) {
         u32 bits;
         if constexpr (IN_SECTIONS) {
-            bits = p.amaxes[t.section()];
+            bits = operand_amax(p.amaxes[t.section()], unbiased);
             if (t.down + t.across + threadIdx.x == 0 && p.amax) p.amax[t.section()] = bits;
         } else {
-            bits = largest_of(p.amaxes, p.count, shared);
+            bits = operand_amax(largest_of(p.amaxes, p.count, shared), unbiased);
             if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
         }
         const float overall = tensor_scale(bits);
-        sixth = __fmul_rn(overall, 1.0f / 6.0f);
+        sixth = __fmul_rn(overall, (float)(unbiased ? 17.0 / 96 : 1.0 / 6));
         roomy = overall > 9.8607613e-32f;  // 2^-103; the largest scale is below 2^9
         factors.fill<BITS>(overall);
     }
@@ -174,8 +183,8 @@ struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
 };
 
 // Eight exact values of which two are in a word, as what is decoded in a section.
-__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, const Tile& t, float (&v)[8]) {
-    const float amax = __uint_as_float(p.amaxes[t.section()]), shift = amax > 1.0f ? 4096.0f : 1.0f;
+__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, const Tile& t, bool unbiased, float (&v)[8]) {
+    const float amax = __uint_as_float(operand_amax(p.amaxes[t.section()], unbiased)), shift = amax > 1.0f ? 4096.0f : 1.0f;
     const float first = __fdiv_rn(amax, shift) * 2048.0f, last = __fmul_rn(shift, (float)(1.0 / 2688.0));
     const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
@@ -208,8 +217,9 @@ template <bool STOCHASTIC, bool EXACT>
 constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGISTERS < 80 ? 80 : REGISTERS;
 
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
-template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
+template <int ROUNDING, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
+    static constexpr bool STOCHASTIC = ROUNDING != NEAREST;
     typedef nvfp4::Parameters Parameters;
     static_assert(!SQUARE || halves_are_16_apart<SQUARE>, "tiles are too wide");
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>, HIGH = SQUARE ? DOWN : TALL;
@@ -226,7 +236,7 @@ struct Row : Side {
 
     __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
         : p(p), shared(shared), across((t.cols + 15) / 16), down(((IN_SECTIONS ? t.end() - t.begin() : t.rows) + 15) / 16),
-          scales(p, t, shared.factors, shared.largest) {}
+          scales(p, t, shared.factors, shared.largest, ROUNDING == UNBIASED) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.place() / 16, col_block = t.col / 16;
@@ -285,7 +295,7 @@ struct Row : Side {
                 const float scale = decode<E4M3>(code_of[i]);
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
                 if constexpr (IN_SECTIONS) {
-                    decode_exact(values, p, t, v);
+                    decode_exact(values, p, t, ROUNDING == UNBIASED, v);
                     values = narrowed(v);
                 }
                 if (i < t.high && inside) stream(to, values);
@@ -357,8 +367,9 @@ struct OnTheWay<true, true, SQUARE> {
     Codes<SQUARE, SQUARE ? ACROSS : WIDE, DOWN> codes;
 };
 
-template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
+template <int ROUNDING, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
+    static constexpr bool STOCHASTIC = ROUNDING != NEAREST;
     typedef nvfp4::Parameters Parameters;
     static_assert(halves_are_16_apart<SQUARE>, "tiles are too wide");
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
@@ -375,7 +386,7 @@ struct Col : Side {
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
         : p(p), shared(shared), across((t.cols + 15) / 16), down(((IN_SECTIONS ? t.line() : t.rows) + 15) / 16),
-          scales(p, t, shared.factors, shared.largest) {}
+          scales(p, t, shared.factors, shared.largest, ROUNDING == UNBIASED) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.place() / 16, col_block = t.col / 16;
@@ -447,7 +458,7 @@ struct Col : Side {
             if constexpr (EXACT) {
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
                 if constexpr (IN_SECTIONS) {
-                    decode_exact(values, p, t, v);
+                    decode_exact(values, p, t, ROUNDING == UNBIASED, v);
                     if (ROTATED && cut) {
                         hadamard16(t.lane_row & 8, v);
 #pragma unroll

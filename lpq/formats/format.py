@@ -89,8 +89,12 @@ class Quantizer(Options):
     """Statistics of the whole matrix come from a state that no step moves, and are not measured; ``lpq.calibrate``
     fills it. A format declares an option ``static: bool = False`` for this, and nothing else. Without a state the
     statistics are measured."""
-    stochastic: bool = False
-    """Whether ``encode_stochastic`` is called in place of ``encode``."""
+    stochastic: bool | str = False
+    """Whether ``encode_stochastic`` is called in place of ``encode``; a format may have several ways, each with a
+    word."""
+    unbiased: bool = False
+    """Whether the mean of the decoded matrix, over all random bits, is the matrix. The conformance kit asks that of a
+    format that says so, of the largest element of each block, too."""
     plain: ClassVar[bool] = False
     """Whether the operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
     col_source: Literal["original", "row"] = "original"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def rounds_stochastically(quantizer: Quantizer) -> bool:
     """Whether either operand is rounded with random bits."""
-    return quantizer.side("row").stochastic or quantizer.side("col").stochastic
+    return bool(quantizer.side("row").stochastic or quantizer.side("col").stochastic)
 
 
 def derives_col(quantizer: Quantizer) -> bool:

@@ -211,7 +211,7 @@ def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     assert col is not None
     quantizer, (forward, backward) = wanted.quantizer, wanted.exact
     draws, ends = rounds_stochastically(quantizer), int(wanted.sections is not None and not wanted.sections.stack)
-    turned = not backward and col.stochastic and shared(row, col)  # those random bits are the row operand's
+    turned = not backward and bool(col.stochastic) and shared(row, col)  # those random bits are the row operand's
     keys = tuple(quantizer.new_state("meta")) if wanted.remembers else ()
     moving = wanted.remembers and moves(quantizer, row, col)  # the statistics of both operands are measured now
     wanted = wanted._replace(later=False)

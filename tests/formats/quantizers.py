@@ -42,9 +42,12 @@ IN_KERNELS = [
     "nvfp4",
     "nvfp4(block=16x16)",
     "nvfp4(stochastic=true)",
+    "nvfp4(stochastic=unbiased)",
     "nvfp4(rht=true)",
     "nvfp4(rht=true, stochastic=true)",
+    "nvfp4(rht=true, stochastic=unbiased)",
     "nvfp4(block=16x16, stochastic=true)",
+    "nvfp4(block=16x16, stochastic=unbiased)",
     "nvfp4(block=16x16, rht=true)",
 ]
 """Those for which the kernels that encode take different ways."""

@@ -26,6 +26,7 @@ TEXTS = [
     "nvfp4(stochastic=true)",
     "nvfp4(rht=true)",
     "nvfp4(rht=true, stochastic=true)",
+    "nvfp4(rht=true, stochastic=unbiased)",
     "hybrid(row=mxfp8, col=nvfp4(rht=true))",
     "hybrid(row=nvfp4, col=mxfp8)",
 ]

@@ -61,6 +61,7 @@ PAIRS = [
         ("nvfp4", "fp8(scaling=block)"),
         ("nvfp4", "mxfp8"),
         ("nvfp4(stochastic=true)", "mxfp8"),
+        ("nvfp4(stochastic=unbiased)", "mxfp8"),
         ("nvfp4(stochastic=true)", "fp8(scaling=block, block=128x128)"),
         ("nvfp4(block=16x16)", "fp8(scaling=delayed, dtype=e5m2)"),
         ("nvfp4", "nvfp4(block=16x16)"),

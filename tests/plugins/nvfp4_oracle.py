@@ -62,18 +62,30 @@ def cast(y: np.ndarray, random: np.ndarray | None) -> np.ndarray:
     return np.searchsorted(GRID, total, side="right") - 1 | sign
 
 
-def encode(x: np.ndarray, block: tuple[int, int], *, rht: bool = False, random: np.ndarray | None = None) -> Encoded:
-    """A matrix in fp32; ``random`` holds a byte for each element to round with."""
+def encode(
+    x: np.ndarray,
+    block: tuple[int, int],
+    *,
+    rht: bool = False,
+    random: np.ndarray | None = None,
+    roomy: bool = False,
+) -> Encoded:
+    """A matrix in fp32; ``random`` holds a byte for each element to round with; ``roomy``: no element is cut."""
     x = rotate(x) if rht else x
     high, wide = block
     rows, cols = x.shape
     padded = np.pad(np.abs(x), ((0, -rows % high), (0, -cols % wide)))
     amaxes = padded.reshape(len(padded) // high, high, -1, wide).max((1, 3))
-    amax = amaxes.max()
+    amax, sixth = amaxes.max(), f32(1 / 6)
+    if roomy:
+        sixth = f32(17 / 96)
+        if amax < np.inf:
+            with np.errstate(over="ignore"):
+                amax = min(amax * f32(17 / 16), FLT_MAX)
     of_block = np.s_[np.arange(rows)[:, None] // high, np.arange(cols) // wide]
     with np.errstate(all="ignore"):
         overall = np.minimum(f32(2688) / amax, FLT_MAX) if 0 < amax < np.inf else f32(1)
-        scales = fp8_oracle.cast(np.minimum(amaxes * (overall * f32(1 / 6)), f32(448)), "e4m3")
+        scales = fp8_oracle.cast(np.minimum(amaxes * (overall * sixth), f32(448)), "e4m3")
         scale = fp8_oracle.decode(scales, "e4m3")
         factor = np.minimum(f32(1) / (scale * (f32(1) / overall)), FLT_MAX)
         codes = cast(x * factor[of_block], random)

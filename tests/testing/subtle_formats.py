@@ -353,6 +353,15 @@ class LosesTheSmall(Stochastic):
         return super().encode_stochastic(torch.where(x.abs() < step / 2, 0, x), stats, bits)
 
 
+class CutsTheLargest(Stochastic):
+    """Says that it is unbiased, and cuts what is above half of the largest magnitude."""
+
+    unbiased = True
+
+    def encode_stochastic(self, x: Tensor, stats: Stats, bits: RandomBits) -> Storage:
+        return super().encode_stochastic(x, {"amax": stats["amax"] / 2}, bits)
+
+
 class SameBits(Stochastic):
     """Rounds both operands of a tensor with the same random bits."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
+from lpq.formats.blocks import block_amax, expand_blocks
 from lpq.testing.expect import relative_error
 from lpq.testing.operands import encode, normal
 from lpq.testing.options import only
@@ -98,7 +99,7 @@ def _decoded(side: Quantizer, values: Tensor, largest: float) -> Tensor:
     return encode(side, x).decode()[:, 1]
 
 
-@only(lambda side: side.stochastic, "rounds stochastically")
+@only(lambda side: bool(side.stochastic), "rounds stochastically")
 def test_stochastic_rounding_is_unbiased(side: Quantizer) -> None:
     """The mean of many roundings is the value, within a twentieth of a step, and each seed gives bytes of its own."""
     x = normal(32, 64)
@@ -120,7 +121,32 @@ def test_stochastic_rounding_is_unbiased(side: Quantizer) -> None:
     )
 
 
-@only(lambda side: side.stochastic and side.rotation is None, "rounds stochastically in its own basis")
+@only(lambda side: side.unbiased, "says that it is unbiased")
+def test_the_mean_of_many_roundings_is_the_matrix(side: Quantizer) -> None:
+    """The mean of many roundings is off as the mean of independent errors is, and neither all elements nor the largest
+    one of each block lose any magnitude: none is cut at the largest number of the format."""
+    x = normal(64, 256)
+    rounded = torch.stack([encode(side, x, seed=seed).decode() for seed in range(SEEDS)])
+    mean, one = rounded.mean(0), (rounded - x).square().mean()
+    chance = float((mean - x).square().mean() / (one / SEEDS))
+    assert chance <= 1.1, (
+        f"{side}: the mean of {SEEDS} roundings has {chance:.2f} times the error that independent roundings without a "
+        "bias have; at most 1.1 is chance: leave room for scales that are rounded down, so that no element is cut"
+    )
+    places = {"all elements": torch.ones_like(x, dtype=torch.bool)}
+    for buffer in side.layout:
+        if buffer.block not in ((1, 1), (None, None)):
+            largest = expand_blocks(block_amax(x, buffer.block), buffer.block, *x.shape)
+            places[f"the largest element of each block of {buffer.name}"] = x.abs() == largest
+    for where, mask in places.items():
+        lost = 1 - float((mean * x.sign())[mask].sum() / x.abs()[mask].sum())
+        assert abs(lost) <= 0.003, (
+            f"{side}: in the mean {where} lost {lost:.4f} of the magnitude; at most 0.003 is chance: leave room for "
+            "scales that are rounded down, so that no element is cut"
+        )
+
+
+@only(lambda side: bool(side.stochastic) and side.rotation is None, "rounds stochastically in its own basis")
 def test_small_values_are_kept_on_average(side: Quantizer) -> None:
     """The mean of many roundings is the value for each magnitude by itself: small gradients beside a large one live on,
     down to a sixteenth of the least number that is represented beside it."""
@@ -139,7 +165,7 @@ def test_small_values_are_kept_on_average(side: Quantizer) -> None:
         )
 
 
-@only(lambda side: side.stochastic, "rounds stochastically")
+@only(lambda side: bool(side.stochastic), "rounds stochastically")
 def test_directions_draw_bits_of_their_own(side: Quantizer) -> None:
     """The rounding errors of the row operand are independent of those of the column operand: a gradient is made of
     both."""

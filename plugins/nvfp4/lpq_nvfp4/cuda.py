@@ -40,6 +40,8 @@ AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPPPI")[SQUARE]
 AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 UNKNOWN = (None,) * 4
+ROUNDINGS = {False: 0, True: 1, "unbiased": 2}
+"""The kernels' numbers for the values of ``stochastic``."""
 NOTHING = Made((), (), (0,) * 9)
 """In place of an operand that is not wanted."""
 
@@ -223,6 +225,6 @@ def _macros(
     side = row or col
     assert side is not None
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))
-    wanted = [f"{name}={2 if side.stochastic else 1}" for name, side in sides if side is not None]
+    wanted = [f"{name}={1 + ROUNDINGS[side.stochastic]}" for name, side in sides if side is not None]
     switches = _switches(col is not None and col.rht, side.block == "16x16", stats)
     return (*wanted, *(["LPQ_SHARED"] if derived else []), *switches), LOW if col is None else SQUARE

@@ -33,8 +33,8 @@ class NVFP4Quantizer(Quantizer):
     """Square blocks let either operand be derived from the other."""
     rht: bool = False
     """Store the column operand rotated by a random Hadamard transform along the contraction."""
-    stochastic: bool = False
-    """Round the elements stochastically."""
+    stochastic: Literal[False, True, "unbiased"] = False
+    """Round the elements stochastically. ``unbiased``: scales leave room, so that no element is cut at 6."""
     static: bool = False
     """The amax of the operand is one that calibration found."""
     search: str = "amax"
@@ -50,6 +50,10 @@ class NVFP4Quantizer(Quantizer):
     @property
     def stats(self) -> tuple[Stat, ...]:
         return STATS[self.block, self.rht]
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.stochastic == "unbiased"
 
     @property
     def transposable(self) -> bool:
@@ -81,7 +85,10 @@ class NVFP4Quantizer(Quantizer):
     def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> Storage:
         amax, block_amax = stats["amax"], stats["block_amax"]
         choose = None if self.search == "amax" else partial(searched, search=self.search)
-        data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast, choose)
+        largest = reference.E2M1_MAX
+        if self.unbiased:
+            largest, amax = reference.ROOMY_MAX, reference.with_room(amax)
+        data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast, choose, largest)
         return self.storage(data=data, scale=scale, amax=amax)
 
     def _stored(self, x: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ GROUP = 16
 BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+ROOM = 17 / 16
+"""By at most this factor E4M3 rounds the scale of a block down."""
+ROOMY_MAX = E2M1_MAX / ROOM
+"""The element that the amax of a block becomes in place of 6, where none may be cut: at most 6, with that scale."""
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Block], Tensor]
 """``choose(x, scale, amaxes, overall, block)``."""
 
@@ -37,15 +41,21 @@ def encode(
     block: Block,
     cast: Callable[[Tensor], Tensor],
     choose: Choose | None = None,
+    largest: float = E2M1_MAX,
 ) -> tuple[Tensor, Tensor]:
     """Packed elements and block scales. ``cast`` rounds fp32 to E2M1; the padding of columns is 0. ``choose`` gives
-    scales in place of the scales of the amaxes."""
+    scales in place of the scales of the amaxes. ``largest``: the element that the amax of a block becomes."""
     overall = tensor_scale(amax)
-    scale = cast_float8((amaxes * (overall * (1 / E2M1_MAX))).clamp(max=E4M3_MAX), E4M3)
+    scale = cast_float8((amaxes * (overall * (1 / largest))).clamp(max=E4M3_MAX), E4M3)
     if choose is not None:
         scale = choose(x, scale, amaxes, overall, block)
     code = cast(scale_blocks(x, factor_of(decode_float8(scale), overall), block))
     return pack_nibbles(pad_blocks(code, (1, GROUP))), scale
+
+
+def with_room(amax: Tensor) -> Tensor:
+    """The amax of an operand whose elements stay ``ROOMY_MAX`` or less, but for the scales of blocks being rounded."""
+    return torch.where(amax < torch.inf, (amax * ROOM).clamp(max=FLT_MAX), amax)
 
 
 def factor_of(scale: Tensor, overall: Tensor) -> Tensor:

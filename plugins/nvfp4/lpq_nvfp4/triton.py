@@ -155,7 +155,11 @@ def _rotated(side: NVFP4Quantizer | None) -> bool:
 
 
 def _stochastic(side: NVFP4Quantizer | None, seed: Tensor | None) -> bool:
-    return side is not None and side.stochastic and seed is not None
+    return side is not None and bool(side.stochastic) and seed is not None
+
+
+def _roomy(side: NVFP4Quantizer | None) -> bool:
+    return side is not None and side.unbiased
 
 
 # ---------------------------------------------------------------------------------- encoding
@@ -176,7 +180,7 @@ def _random_bytes(seed, row, group, direction, HIGH: tl.constexpr, GROUPS: tl.co
 @triton.jit
 def _encode(
     x, row, col, rows, cols, data, scale, amax_out, amax, given, seed, offset_row, offset_col,
-    DIRECTION: tl.constexpr, HIGH: tl.constexpr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DIRECTION: tl.constexpr, HIGH: tl.constexpr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, ROOMY: tl.constexpr,
 ):  # fmt: skip
     """A tile of one operand. The amax of the matrix is known; amaxes of blocks are given, or are measured of the
     tile."""
@@ -185,6 +189,9 @@ def _encode(
     if ROTATED:
         x = _rotate(x)
     largest = tl.load(amax)
+    if ROOMY:
+        roomy = largest * 1.0625
+        largest = tl.where(size_of(largest) < INF, tl.where(roomy > FLT_MAX, FLT_MAX, roomy), largest)
     tl.store(amax_out, largest, mask=(row == 0) & (col == 0))
     largest = tl.full((1, 1), 0.0, tl.float32) + largest
     overall = tl.div_rn(tl.full((1, 1), 2688.0, tl.float32), largest)
@@ -192,7 +199,9 @@ def _encode(
     overall = tl.where((largest > 0) & (size_of(largest) < INF), overall, 1.0)
     places, inside = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH)
     own = block_amax(x, high // HIGH, wide // WIDTH)
-    encoded = known_amax(given, own, places, inside) * (overall * 0.16666666666666666)
+    encoded = known_amax(given, own, places, inside) * (
+        overall * (0.17708333333333334 if ROOMY else 0.16666666666666666)
+    )
     encoded = tl.where(encoded > 448.0, 448.0, encoded)
     code = cast_float8(encoded, encoded, False)
     to, _ = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH, HIGH == 1)
@@ -217,17 +226,18 @@ def _encode(
 def _quantize(
     x, row_data, row_scale, row_out, row_amax, row_given, col_data, col_scale, col_out, col_amax, col_given,
     seed, offset, rows, cols,
-    ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
-    COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr, COL_STOCHASTIC: tl.constexpr, TILE: tl.constexpr,
+    ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_ROOMY: tl.constexpr,
+    COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr, COL_STOCHASTIC: tl.constexpr, COL_ROOMY: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     row, col = place_of_tile(cols, TILE, TILE)
     values = load_tile(x, row, col, rows, cols, TILE, TILE)
     if row_data is not None:
         _encode(widen(values), row, col, rows, cols, row_data, row_scale, row_out, row_amax, row_given, seed, offset, 0,
-                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC)  # fmt: skip
+                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC, ROW_ROOMY)  # fmt: skip
     if col_data is not None:
         _encode(widen(tl.trans(values)), col, row, cols, rows, col_data, col_scale, col_out, col_amax, col_given, seed,
-                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC)  # fmt: skip
+                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC, COL_ROOMY)  # fmt: skip
 
 
 def quantize(
@@ -267,8 +277,8 @@ def quantize(
         buffers.append(blocks.contiguous() if blocks is not None else None)
     launch(
         _quantize, programs(x.shape, ENCODED, ENCODED), x, *buffers, seed, offset, rows, cols,
-        ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), ROW_STOCHASTIC=_stochastic(row, seed),
-        COL_HIGH=_high(col), COL_ROTATED=_rotated(col), COL_STOCHASTIC=_stochastic(col, seed),
+        ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), ROW_STOCHASTIC=_stochastic(row, seed), ROW_ROOMY=_roomy(row),
+        COL_HIGH=_high(col), COL_ROTATED=_rotated(col), COL_STOCHASTIC=_stochastic(col, seed), COL_ROOMY=_roomy(col),
         TILE=ENCODED, num_warps=1,
     )  # fmt: skip
     return out + [amax for amax in measured if amax is not None] if measure else out
