@@ -9,7 +9,6 @@ goes on until the others have seen that it wants to compare.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed.converted import converted
 from lpq.distributed.meeting import PATIENCE
-from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.distributed.optimizer_steps import Watcher
 from lpq.torch_private.distributed import active_replica
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class ModelCheck(Watcher):
         from lpq.distributed.alike import Comparison
         from lpq.distributed.replicas import Replicas
 
-        self._model = weakref.ref(model)
+        super().__init__(model)
         self._passes, self._steps, self._replicas = Comparison(), Comparison(), Replicas()
         self._first = 0
         """The ``id`` of the layer before whose pass ranks compared last."""
@@ -89,7 +88,6 @@ class ModelCheck(Watcher):
         self._memories: Memories | None = None
         self._remembers, self._sought = False, False
         """Whether ranks have reduced what layers remember, and whether they sought those that share the model."""
-        steps().call(self)
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelCheck | None:
@@ -179,10 +177,8 @@ class ModelCheck(Watcher):
         self._known.add(given)
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
-        """Whether a parameter of the model is among them."""
         self._memories = None  # it may be sharded now
-        model = self._model()
-        return model is not None and any(id(param) in params for param in model.parameters())
+        return super().concerns(params)
 
     def before_step(self, optimizer: Optimizer) -> None:
         model, comparison = self._model(), self._steps

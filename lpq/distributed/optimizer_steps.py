@@ -18,7 +18,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lpq.operations.reduce_statistics import Reductions
@@ -27,10 +27,15 @@ from lpq.operations.reduce_statistics import Reductions
 class Watcher:
     """Something that is called before and after steps of optimizers that concern it, for as long as it lives."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        steps().call(self)
+
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
-        """Whether an optimizer of these parameters, by their ids, concerns the watcher. It is asked once for each
-        optimizer, and again when the optimizer gets other parameters."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which optimizers concern it")
+        """Whether an optimizer of these parameters, by their ids, concerns it, as one of the model does. It is asked
+        once for each optimizer, and again where that has other parameters."""
+        model = self._model()
+        return model is not None and any(id(param) in params for param in model.parameters())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer, or prepare what it will write to."""

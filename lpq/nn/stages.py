@@ -6,14 +6,14 @@ do not change by step has no ``Stages``, and pays nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.distributed.optimizer_steps import Watcher
 from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Stages(Watcher):
     """The present step of a converted model whose policy gives layers other recipes at later steps."""
 
     def __init__(self, model: nn.Module, last: int | None) -> None:
-        self._model = weakref.ref(model)
+        super().__init__(model)
         self._by: weakref.ref[Optimizer] | None = None
         self.step = 0
         self.was_set = False
@@ -41,7 +41,6 @@ class Stages(Watcher):
         self.due = False
         """Whether an optimizer of the model has made a step since the step moved."""
         self.warned = False
-        steps().call(self)
 
     @property
     def moving(self) -> bool:
@@ -58,11 +57,6 @@ class Stages(Watcher):
         """Warn once, when forward of a layer begins, if the step should have moved. A compiled one does not check."""
         if not torch.compiler.is_compiling() and self.due and layer.training and torch.is_grad_enabled():
             self._warn()
-
-    def concerns(self, params: Mapping[int, Tensor]) -> bool:
-        """Whether a parameter of the model is among them."""
-        model = self._model()
-        return model is not None and any(id(param) in params for param in model.parameters())
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Note that an optimizer has made a step."""
