@@ -45,7 +45,8 @@ def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
     """Return the low-precision form of ``module``, or None to leave it to the next plugin.
 
     ``fqn`` is the module's dotted name in the model and ``recipe`` the ``lpq.recipes.Recipe`` that the policy
-    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` comes last.
+    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` comes last. Modules are exchanged once
+    plugins were asked for all of them, so leave ``module`` itself as it is: the conversion may still be refused.
 
     Layers of lpq inside of what is returned that have this very recipe follow the rules that end at a step. Where there
     are none, the report notes that the module keeps its recipe. When the model is converted again, layers of lpq inside
