@@ -174,12 +174,9 @@ class Gather:
         backward."""
         self.site, self.model, self.runs_again, self._checkpointed = site, model, checkpointed, checkpointed
 
-    def __getstate__(self) -> tuple[Layer, bool]:
-        return self.layer, self.rounded
-
-    def __setstate__(self, state: tuple[Layer, bool]) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently."""
-        self.__init__(*state)  # type: ignore[misc]
+        return Gather, (self.layer, self.rounded)
 
     def note(self, runs_again: bool) -> None:
         """Note, as forward begins, whether it will run again in backward."""

@@ -91,7 +91,7 @@ class GroupedLayer(StatefulLayer):
     def _static_of_own_groups(self, title: str, stack: str) -> dict[str, dict[str, Tensor]]:
         """Return the static statistics of this rank's groups. The statistics of all groups are checked once."""
         if not self.passes.checked and not torch.compiler.is_compiling():
-            check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
+            check_static(self, title)
             self.passes.checked = True
         own = self.own_groups()
         return {t: {k: local_part(v)[own] for k, v in state.items()} for t, state in self.states(stack).items()}

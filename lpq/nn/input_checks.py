@@ -47,10 +47,10 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         )
     if not torch.compiler.is_dynamo_compiling():
         check_transforms(layer.title)
-    if not torch.compiler.is_compiling() and (static := layer.static_values()):
-        check_static(layer.title, static)
-    if layer.gather is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
-        _check_prepared(layer)
+    if not torch.compiler.is_compiling():
+        check_static(layer, layer.title)
+        if layer.gather is not None and "weight" not in layer._parameters:
+            _check_prepared(layer)
 
 
 def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
@@ -166,10 +166,10 @@ def _check_prepared(layer: WeightedLayer) -> None:
         )
 
 
-def check_static(title: str, values: Mapping[str, Tensor]) -> None:
-    """Refuse a static recipe if one of its statistics is missing: not positive and finite.
-    ``title`` names the layer."""
-    for name, value in values.items():
+def check_static(layer: StatefulLayer, title: str) -> None:
+    """Refuse a static recipe if one of its statistics is missing: not positive and finite."""
+    for name, value in layer.static_values().items():
+        value = local_part(value)
         if type(value) not in ORDINARY or value.is_meta:
             continue
         if not bool(((value > 0) & value.isfinite()).all()):

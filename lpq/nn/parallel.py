@@ -99,15 +99,12 @@ class MeshPass(NamedTuple):
     """How siblings share the input; None: they do not."""
 
 
-Complete = Callable[[LayerCall, Tensor, Tensor], LayerCall]
-"""Adds to a call the values that are new in each pass of a layer."""
-
-
 def multiply_parts(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
-    complete: Complete,
+    complete: Callable[[LayerCall, Tensor, Tensor], LayerCall],
 ) -> DTensor:  # fmt: skip
-    """Return the output of a layer, over the mesh of its weight."""
+    """Return the output of a layer, over the mesh of its weight. ``complete`` adds to a call the values that are new in
+    each pass."""
     _compare_ranks(layer, input, weight)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
     needs = grad and input.requires_grad, grad and weight.requires_grad
@@ -204,7 +201,7 @@ def _mesh_pass(
     mesh = weight.device_mesh
     if not torch.compiler.is_compiling():
         layer.note_pass(traced=False)
-        check_static(layer.title, {name: local_part(value) for name, value in layer.static_values().items()})
+        check_static(layer, layer.title)
     given: Placement = Replicate() if layer.layouts is None else layer.layouts.input
     given = input.placements[0] if isinstance(input, DTensor) else given
     group, rank, ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
