@@ -1,6 +1,7 @@
 """Layers whose products multiply quantized operands, and the conversion of a model."""
 
 from lpq.nn.conversion import convert, report
+from lpq.nn.fused_mlp import SwiGLU, swiglu
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.holding import hold_weights
 from lpq.nn.linear import Layer, Linear
@@ -15,9 +16,11 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "Report",
+    "SwiGLU",
     "convert",
     "hold_weights",
     "replan",
     "report",
     "set_step",
+    "swiglu",
 ]

@@ -18,7 +18,7 @@ from lpq.nn.cached_weight import HeldWeight, as_it_is, weight_operands
 from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
-from lpq.nn.multiply import LayerCall, Multiplication
+from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy
@@ -64,7 +64,8 @@ class Layer(WeightedLayer):
 
     # ------------------------------------------------------------------------------ running it
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, within: Within | None = None) -> Tensor:
+        """``within``: see ``prepare``, which alone gives it."""
         if self.model.stages is not None:
             self.model.stages.check(self)
         plan = self.passes.plan
@@ -76,7 +77,7 @@ class Layer(WeightedLayer):
         if self.transposed:
             weight = weight.t()
         if type(input) in ORDINARY and not autocasts():
-            return self._multiply(plan, input, weight, input.dtype)
+            return self._multiply(plan, input, weight, input.dtype, within)
         if not isinstance(input, Tensor):
             check(self, input, weight)
         given = by = None
@@ -91,19 +92,29 @@ class Layer(WeightedLayer):
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):  # it has no effect from here on, and would slow every operation
-                return self._multiply(plan, input, weight, dtype, given, by)
-        return self._multiply(plan, input, weight, input.dtype, given, by)
+                return self._multiply(plan, input, weight, dtype, within, given, by)
+        return self._multiply(plan, input, weight, input.dtype, within, given, by)
+
+    def prepare(self, input: Tensor, within: Within) -> Prepared | None:
+        """Prepare a pass that a function over several layers runs. None: something watches the pass, or traces it, and
+        that function does not serve it. If ``within.x``, the input gives its shape and dtype alone."""
+        prepared: Any = self.forward(input, within)
+        return prepared  # type: ignore[no-any-return]
 
     def _multiply(
-        self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, given: Buffers | None = None,
-        by: EncodedBy | None = None,
+        self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, within: Within | None,
+        given: Buffers | None = None, by: EncodedBy | None = None,
     ) -> Tensor:  # fmt: skip
         passes, bias = self.passes, self.bias
         held = self.held_weight() if passes.held is not None else None
         ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
         first = input if given is None else given[0][0]
         if ordinary and can_bypass_dispatcher(first):
-            call = self._bound(plan, input, weight, bias, dtype, held is not None, given is not None)
+            encoded = given is not None or (within is not None and within.x)
+            arrives = within is not None and within.dy
+            call = self._bound(plan, input, weight, bias, dtype, held is not None, encoded, arrives)
+        elif within is not None:
+            return None  # type: ignore[return-value]
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
             from lpq.nn.parallel import multiply_parts
 
@@ -122,6 +133,8 @@ class Layer(WeightedLayer):
             call = call._replace(input=given, encoded_by=by)
         if passes.observers:
             call = call._replace(watch=watch(self))
+        if within is not None:
+            return Prepared(weight, call)  # type: ignore[return-value]
         multiply: Any = forward_of(Multiplication, self.title, weight) if is_exporting() else Multiplication.apply
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)
@@ -129,7 +142,7 @@ class Layer(WeightedLayer):
 
     def _bound(
         self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
-        given: bool,
+        given: bool, arrives: bool,
     ) -> LayerCall:  # fmt: skip
         """The call of a pass that bypasses the dispatcher; the first pass of its kind is checked and bound."""
         grad = torch.is_grad_enabled()
@@ -138,7 +151,7 @@ class Layer(WeightedLayer):
                 input.shape, input.dtype, input.layout, input.device, weight.shape, weight.dtype, weight.device,
                 None if bias is None else (bias.shape, bias.dtype, bias.device), dtype,
                 grad and input.requires_grad, grad and weight.requires_grad, type(weight), held, given,
-                kernels_allowed(),
+                arrives, kernels_allowed(),
             )  # fmt: skip
         except (AttributeError, RuntimeError):  # it has no shape
             check(self, input, weight)
@@ -155,7 +168,8 @@ class Layer(WeightedLayer):
                 self.compare_in_pass(first=True)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
-            shapes = self._shapes(input, weight, dtype, held, given)._replace(kernels=kernels_allowed())
+            shapes = self._shapes(input, weight, dtype, held, given)
+            shapes = shapes._replace(kernels=kernels_allowed(), arrived=arrives)
             with on_device(shapes.device):
                 inputs = self.model.inputs if plan.shares else None
                 step = bind_few(plan, shapes)

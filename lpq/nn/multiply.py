@@ -8,7 +8,7 @@ leaves it alone and activation checkpointing, which runs forward twice, computes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,15 +78,38 @@ class LayerCall(NamedTuple):
     """The layer's own state, if ``input`` was encoded by that."""
 
 
+class Within(NamedTuple):
+    """The tensors of a layer that a function over several layers encodes for it."""
+
+    x: bool
+    dy: bool
+
+
+class Prepared(NamedTuple):
+    """The arguments of a layer in a function over several layers."""
+
+    weight: Tensor
+    call: LayerCall
+
+
+Change = Callable[[Step], Step]
+"""Gives a step the encoders of a function over several layers."""
+
+
 class Multiplication(torch.autograd.Function):
-    """The three products."""
+    """The three products. A function over several layers calls both methods for each of them, with a context and a
+    ``change`` of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, change: Change | None = None
+    ) -> Tensor:
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
         if step is None:
             step = through_dispatcher(plan, shapes)
+        if change is not None:
+            step = change(step)
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
         of_x, of_w = states.get("x"), states.get("w")
@@ -147,7 +170,7 @@ class Multiplication(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, change: Change | None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             check_backward(dy)
         for tensor in ctx.watched:
@@ -183,6 +206,8 @@ class Multiplication(torch.autograd.Function):
         if encoded is not None:
             why_not = SUMMED if ctx.needs_input_grad[2] else step.refuses
             dy = gradient_given(title, encoded, plan.dy, step.dy, why_not)
+        if change is not None:
+            step = change(step)
         if needs_dx and not makes_dx:
             step = step._replace(dgrad=None)
         dx = dw = db = None

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lpq.torch_private.hooks import hooks_before, hooks_behind
+from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_before, hooks_behind
+
+KINDS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,30 @@ def test_hooks_are_listed(hang: Callable[..., Any], listed: Callable[[Any], dict
     assert len(listed(module)) == 1
     handle.remove()
     assert not listed(module)
+
+
+def nothing(*args: Any) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_a_module(kind: str) -> None:
+    module = nn.Linear(1, 1)
+    assert not has_hooks(module)
+    register: Callable[..., Any] = getattr(module, f"register_{kind}")
+    handle = register(nothing)
+    assert has_hooks(module)
+    handle.remove()
+    assert not has_hooks(module)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_all_modules(kind: str) -> None:
+    assert not global_hooks()
+    register: Callable[..., Any] = getattr(nn.modules.module, f"register_module_{kind}")
+    handle = register(nothing)
+    try:
+        assert global_hooks()
+    finally:
+        handle.remove()
+    assert not global_hooks()

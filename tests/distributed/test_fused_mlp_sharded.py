@@ -1,0 +1,73 @@
+"""Under FSDP2 too, swiglu as one function is, to the bit, its three layers one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import fully_shard, spawn
+from support.comparing import equal
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import lpq
+from lpq.nn import SwiGLU
+from lpq.optim import MasterWeights
+
+
+class Plain(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: type[SwiGLU]) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(64), mlp(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.norm(x))
+        assert ("FusedSwiGLU" in type(y.grad_fn).__name__) == (type(self.mlp) is SwiGLU)
+        return x + y
+
+
+def _trained(mlp: type[SwiGLU], recipe: str, weights: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(Block(mlp), Block(mlp))
+    lpq.convert(net, recipe, weights=weights)
+    for block in net:
+        fully_shard(block)
+    fully_shard(net)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = MasterWeights(optimizer, keep=False) if weights == "quantized" else optimizer
+    found = []
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)
+        y = net(x)
+        y.square().mean().backward()
+        found += [y.detach(), *(p.grad.to_local() for p in net.parameters() if isinstance(p.grad, DTensor))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(b.clone() for b in net.buffers())]
+
+
+def check_sharded(rank: int, recipe: str, weights: Any) -> None:
+    assert equal(_trained(SwiGLU, recipe, weights), _trained(Plain, recipe, weights))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [
+        ("fp8-current", None),
+        ("fp8-current", "high_precision"),
+        ("fp8-delayed", "high_precision"),
+        ("nvfp4", "high_precision"),
+        ("mxfp8", "quantized"),
+    ],
+)
+def test_sharded(recipe: str, weights: Any) -> None:
+    spawn(check_sharded, 2, recipe, weights)

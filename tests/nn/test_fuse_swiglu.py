@@ -1,0 +1,358 @@
+"""swiglu: three layers as one function are, to the bit, the three layers one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import lpq
+from lpq.nn import SwiGLU
+from lpq.nn.fused_mlp import why_apart
+from lpq.observe import FLOPS, Observed, observing
+
+RECIPES = (
+    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4()",
+    "fprop=mxfp8, dgrad=nvfp4(), wgrad=fp8()", "fprop=mxfp8, dgrad=nvfp4(), wgrad=bf16",
+)  # fmt: skip
+RANDOM = "fprop=nvfp4(stochastic=true), dgrad=mxfp8, wgrad=mxfp8"
+
+
+class Plain(SwiGLU):
+    """The three layers one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+def pair(recipe: Any = "mxfp8", dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[SwiGLU, Plain]:
+    """The same weights as one function and layer by layer."""
+    torch.manual_seed(0)
+    fused = SwiGLU(64, 96, dtype=dtype, **options)
+    plain = Plain(64, 96, dtype=dtype, **options)
+    plain.load_state_dict(fused.state_dict())
+    return lpq.convert(fused, recipe, include="all"), lpq.convert(plain, recipe, include="all")
+
+
+def is_fused(y: Tensor) -> bool:
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [n for n, _ in node.next_functions]
+    return any("FusedSwiGLU" in type(node).__name__ for node in seen)
+
+
+def step(
+    model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor] | None = None, *, scale: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Tensor | None]:  # fmt: skip
+    """The output, the gradients and the states of a step."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    x = (torch.randn(2, 32, 64, dtype=dtype) * scale).requires_grad_()
+    y = model(x * 1.0) if run is None else run(model, x * 1.0)
+    assert is_fused(y) != isinstance(model, Plain)
+    y.float().square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+def assert_alike(fused: list[Tensor | None], plain: list[Tensor | None]) -> None:
+    for i, (a, b) in enumerate(zip(fused, plain, strict=True)):
+        assert (a is None) == (b is None), i
+        assert a is None or b is None or (a.dtype is b.dtype and torch.equal(a, b)), i
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_are_those_of_the_layers(recipe: str) -> None:
+    fused, plain = pair(recipe)
+    for scale in (1.0, 3.0, 0.5):
+        assert_alike(step(fused, scale=scale), step(plain, scale=scale))
+
+
+def test_recipes_that_differ() -> None:
+    every = ("gate*", "fp8-row"), ("up*", "mxfp8"), ("down*", "nvfp4")
+    fused, plain = pair({"rules": [{"match": match, "recipe": recipe} for match, recipe in every]})
+    assert_alike(step(fused), step(plain))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("frozen", ["gate", "up", "down", "gate up", "gate up down", "up down"])
+def test_frozen_weights(recipe: str, frozen: str) -> None:
+    fused, plain = pair(recipe)
+    for model in (fused, plain):
+        for name in frozen.split():
+            model.get_submodule(f"{name}_proj").requires_grad_(False)
+    assert_alike(step(fused), step(plain))
+
+
+@pytest.mark.parametrize("trained", ["gate", "up", "down"])
+def test_one_weight_alone(trained: str) -> None:
+    """Without a gradient of the input."""
+    found = []
+    for model in pair("mxfp8"):
+        model.requires_grad_(False)
+        model.get_submodule(f"{trained}_proj").requires_grad_(True)
+        torch.manual_seed(7)
+        model(torch.randn(32, 64, dtype=torch.bfloat16)).float().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert sum(grad is not None for grad in found[0]) == 1
+    assert_alike(*found)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "fp8-current"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(recipe: str, reentrant: bool) -> None:
+    if reentrant and recipe == "fp8-delayed":
+        pytest.skip("layers refuse it")
+    fused, plain = pair(recipe)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if not reentrant:
+            return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+        y: Tensor = checkpoint(model, x, use_reentrant=True)
+        return y
+
+    found = []
+    for model in (fused, plain):
+        torch.manual_seed(7)
+        x = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+        y = run(model, x)
+        y.float().square().mean().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_alike(*found)
+
+
+def test_two_forwards_before_backward_of_a_recipe_that_remembers() -> None:
+    """The second backward encodes the product by the state that its forward read."""
+    found = []
+    for model in pair("fp8-delayed"):
+        step(model)
+        x = torch.randn(2, 32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3))
+        ys = [model(x * scale) for scale in (1, 64)]
+        for y in reversed(ys):
+            y.float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()] + list(model.buffers()))
+    assert_alike(*found)
+
+
+def test_saved_tensors_elsewhere() -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            y: Tensor = model(x)
+        return y
+
+    fused, plain = pair("fp8-row")
+    assert_alike(step(fused, run), step(plain, run))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
+def test_gradients_asked_for_one_by_one(recipe: str) -> None:
+    found = []
+    for model in pair(recipe):
+        torch.manual_seed(7)
+        x = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+        y = model(x)
+        loss = y.float().square().mean()
+        wanted = [x, *model.parameters()]
+        grads = [torch.autograd.grad(loss, t, retain_graph=True)[0] for t in wanted]
+        grads += torch.autograd.grad(loss, wanted, retain_graph=True)
+        loss.backward()
+        found.append([*grads, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_alike(*found)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current"])
+def test_masters_in_fp32_under_autocast(recipe: str) -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = model(x)
+        return y
+
+    fused, plain = pair(recipe, torch.float32, bias=False)
+    found = step(fused, run, dtype=torch.float32)
+    assert found[0] is not None
+    assert found[0].dtype is torch.bfloat16
+    assert_alike(found, step(plain, run, dtype=torch.float32))
+    assert_alike(step(fused, dtype=torch.float32), step(plain, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fprop=mxfp8, dgrad=nvfp4(), wgrad=fp8()"])
+def test_an_encoded_input(recipe: str) -> None:
+    quantizer = lpq.recipe(recipe).x
+    found = []
+    for model in pair(recipe):
+        torch.manual_seed(7)
+        y = model(quantizer.quantize(torch.randn(2, 32, 64, dtype=torch.bfloat16)))
+        assert is_fused(y) != isinstance(model, Plain)
+        y.float().square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert_alike(*found)
+
+
+def test_gradients_added_in_place() -> None:
+    found = []
+    for model in pair("fp8-current"):
+        lpq.convert(model, "fp8-current", include="all", accumulate="main_grad")
+        for p in model.parameters():
+            p.main_grad = torch.full(p.shape, 0.5)  # type: ignore[attr-defined]
+        step(model)
+        assert all(p.grad is None for p in model.parameters())
+        found.append([p.main_grad for p in model.parameters()])  # type: ignore[attr-defined]
+    assert_alike(*found)
+
+
+def test_a_bias_of_the_last_layer() -> None:
+    found = []
+    for model in pair("mxfp8"):
+        model.down_proj.bias = nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(1)).bfloat16())
+        found.append(step(model))
+    assert_alike(*found)
+
+
+def test_without_gradients() -> None:
+    fused, plain = pair("nvfp4")
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(fused(x), plain(x))
+
+
+def test_held_weights() -> None:
+    fused, plain = pair("mxfp8")
+    with lpq.hold_weights(fused), lpq.hold_weights(plain):
+        assert_alike(step(fused), step(plain))
+
+
+def test_recipes_that_change_by_step() -> None:
+    found = []
+    rules = [{"match": "*_proj", "recipe": "fp8-current", "until": 2}, {"match": "*_proj", "recipe": "mxfp8"}]
+    for model in pair({"rules": rules}):
+        of_model = []
+        for at in (1, 3):
+            lpq.set_step(model, at)
+            of_model += step(model)
+        found.append(of_model)
+    assert_alike(*found)
+
+
+def test_nothing_of_the_product_is_kept() -> None:
+    """Backward keeps the outputs of gate and up in bf16, and no other matrix of their size."""
+    fused, _ = pair("fp8-current")
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        y = fused(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+    assert is_fused(y)
+    assert sum(t.numel() == 32 * 96 for t in kept) == 2
+
+
+def test_copies_and_pickles(tmp_path: Any) -> None:
+    fused, _ = pair("mxfp8")
+    expected = step(fused)
+    fused.zero_grad()
+    torch.save(fused, tmp_path / "model.pt")
+    for other in (copy.deepcopy(fused), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert_alike(step(other), expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    fused, _ = pair("mxfp8")
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(fused(x).float().sum(), x, create_graph=True)
+
+
+def test_compiled_whole() -> None:
+    fused, plain = pair("fp8-current")
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    assert torch.equal(compiled(x), plain(x))
+
+
+def test_a_mode_sees_the_layers_one_by_one() -> None:
+    fused, plain = pair("mxfp8")
+    found = []
+    for model in (fused, plain):
+        with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+            x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+            y = model(x)
+            y.sum().backward()
+        assert not is_fused(y)
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1] > 0
+
+
+def apart(model: SwiGLU) -> str | None:
+    return why_apart(model.gate_proj, model.up_proj, model.down_proj)
+
+
+def unfit(change: Callable[[SwiGLU], Any], why: str) -> Any:
+    return pytest.param(change, why, id=why)
+
+
+class Silent:
+    def observe(self, seen: Observed) -> None:
+        """Do nothing."""
+
+
+def observe_down(model: SwiGLU) -> Any:
+    block = observing(model.down_proj, Silent())
+    block.__enter__()
+    return block
+
+
+def replace_gate(model: SwiGLU) -> None:
+    model.gate_proj = nn.Linear(64, 96, False, dtype=torch.bfloat16)
+
+
+def replace_forward(model: SwiGLU) -> None:
+    model.up_proj.forward = model.up_proj.forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        unfit(replace_gate, "its gate is a Linear"),
+        unfit(replace_forward, "its up is a Linear"),
+        unfit(lambda m: setattr(m.down_proj, "recipe", None), "its down has no recipe"),
+        unfit(lambda m: m.up_proj.register_forward_hook(lambda *args: None), "hooks are called with its up"),
+        unfit(lambda m: m.gate_proj.register_full_backward_hook(lambda *args: None), "hooks are called with its gate"),
+        unfit(observe_down, "its down is observed"),
+        unfit(lambda m: setattr(m.gate_proj, "bias", nn.Parameter(torch.zeros(96).bfloat16())), "its gate has a bias"),
+        unfit(
+            lambda m: setattr(m.down_proj, "recipe", "fprop=nvfp4(stochastic=true), dgrad=mxfp8, wgrad=mxfp8"),
+            "rounds inputs with random",
+        ),
+    ],
+)
+def test_layers_that_stay_apart(change: Callable[[SwiGLU], Any], why: str) -> None:
+    fused, _ = pair("mxfp8")
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    assert is_fused(fused(x))
+    assert apart(fused) is None
+    left = change(fused)
+    reason = apart(fused)
+    assert reason is not None
+    assert why in reason
+    assert not is_fused(fused(x))
+    del left
+
+
+def test_hooks_of_all_modules() -> None:
+    fused, _ = pair("mxfp8")
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert "every module" in str(apart(fused))
+    finally:
+        handle.remove()
+    assert apart(fused) is None
