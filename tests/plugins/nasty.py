@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -56,39 +54,6 @@ def values(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 VALUES = tuple(values(torch.float32))
-FINITE = tuple(name for name in VALUES if "nan" not in name and "inf" not in name)
-
-
-def views(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Shapes and memory layouts that are hard, of ordinary values."""
-    x = normal(6, 40, 130, dtype=dtype)
-    return {
-        "0 rows": x[0, :0],
-        "0 columns": x[0, :, :0],
-        "1x1": x[0, :1, :1],
-        "one row": x[0, :1],
-        "one column": x[0, :, :1].contiguous(),
-        "ragged": x[0, :33, :129].contiguous(),
-        "whole blocks": normal(256, 384, dtype=dtype),
-        "a scalar": x[0, 0, 0],
-        "1-D": x[0, 0],
-        "3-D": x,
-        "4-D": x.unflatten(0, (2, 3)),
-        "transposed": x[0].t(),
-        "strided": x[0, ::2, 1::3],
-        "permuted": x.permute(2, 0, 1),
-        "expanded rows": x[0, :1].expand(40, 130),
-        "expanded": x[0, 0, 0].expand(5, 7),
-        "offset": x.flatten()[3:7803].view(60, 130),
-    }
-
-
-VIEWS = tuple(views(torch.float32))
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """All leading dimensions as rows, a vector as one row, in fresh memory."""
-    return x.clone().contiguous().view(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nasty import DTYPES, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
+from nasty import DTYPES, VALUES, bytes_of, normal, values
 
 import lpq
 from lpq import registry
@@ -28,19 +28,6 @@ def test_the_bytes_are_those_of_a_cast(text: str, dtype: torch.dtype, value: str
     assert torch.equal(bytes_of(t.row.data), bytes_of(expected))
     assert torch.equal(bytes_of(t.col.data), bytes_of(expected.t()))
     assert torch.equal(bytes_of(t.dequantize()), bytes_of(expected.float().to(dtype)))
-
-
-@every_option
-@pytest.mark.parametrize("view", VIEWS)
-def test_any_shape_and_memory_layout(text: str, view: str) -> None:
-    x = views(torch.float32)[view]
-    q = lpq.quantizer(text)
-    t, flat = q.quantize(x), q.quantize(as_matrix(x))
-    assert same(t.row, flat.row)
-    assert same(t.col, flat.col)
-    assert same(t.col, q.quantize(as_matrix(x).t()).row)
-    assert same(transpose(t.row), t.col)
-    assert (t.shape, t.dequantize().shape) == (x.shape, x.shape)
 
 
 @every_dtype

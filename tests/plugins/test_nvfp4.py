@@ -320,31 +320,6 @@ def test_what_the_grid_holds_is_not_rounded() -> None:
 # ------------------------------------------------------------------------------ limits
 
 
-@every_option
-@every_dtype
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_one_non_finite_element_makes_everything_non_finite(options: str, dtype: torch.dtype, value: float) -> None:
-    x = normal(40, 50, dtype=dtype)
-    x[33, 49] = value
-    t, again = (quantizer(options).quantize(x, seed=1) for _ in range(2))
-    for operand in (t.row, t.col):
-        assert not operand.amax.isfinite()
-        assert not operand.decode().isfinite().any()
-    if math.isnan(value):
-        assert t.row.decode().isnan().all()
-    assert same(t.row, again.row)
-    assert same(t.col, again.col)
-
-
-@every_option
-@every_dtype
-def test_zeros_stay_zeros(options: str, dtype: torch.dtype) -> None:
-    t = quantizer(options).quantize(torch.zeros(20, 40, dtype=dtype), seed=1)
-    for operand in (t.row, t.col):
-        assert not any(b.float().any() for b in operand.tensors())
-        assert not operand.decode().any()
-
-
 @every_block
 @every_dtype
 def test_the_largest_number_comes_back(block: str, dtype: torch.dtype) -> None:
