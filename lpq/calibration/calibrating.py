@@ -224,11 +224,11 @@ def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
     with collecting.evaluating(model):
         try:
             for target in chosen:
-                target.layer.recipe = target.dynamic
+                target.layer.take_recipe(target.dynamic)
             yield
         except BaseException:
             for layer, recipe, values in before:
-                layer.recipe = recipe
+                layer.take_recipe(recipe)
                 for name, buffer in layer.static_values().items():
                     local_part(buffer).copy_(values[name])
             raise

@@ -203,7 +203,7 @@ class Model:
             pieces = layer.schedule.pieces if layer.schedule is not None else ()
             fitting = [recipe for _, recipe in pieces if _text(recipe) == saved.recipes[name]]
             if fitting:
-                layer.recipe = fitting[0]
+                layer.take_recipe(fitting[0])
             else:
                 wrong.append(f"{name} ({saved.recipes[name]}, and {_text(layer.recipe)} in the model)")
         if wrong:
@@ -221,7 +221,7 @@ class Model:
         except BaseException:
             for layer, recipe, memories in before:
                 if layer.recipe != recipe:
-                    layer.recipe = recipe
+                    layer.take_recipe(recipe)
                     for name, memory in memories.items():
                         setattr(layer, name, memory)
             raise

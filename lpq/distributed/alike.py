@@ -55,6 +55,8 @@ class Comparison:
         """Whether later steps might change a recipe, on all ranks: so all compare their steps at this place again."""
         self.began = False
         """Whether ranks have compared before."""
+        self.withholds = False
+        """Whether this rank keeps a recipe that it was to change without the others."""
         self.sets: list[Ranks] = []
         """The sets of ranks that share a part of the model."""
         self._stages: list[Stages] = []
@@ -62,23 +64,29 @@ class Comparison:
         self._waited, self._looked = 0.0, 0.0
         """How long this rank has waited in vain, and when it looked last, in seconds."""
 
-    def compare(self, part: nn.Module, replicas: Replicas | None = None, seconds: float | None = None) -> None:
+    def compare(
+        self, part: nn.Module, replicas: Replicas | None = None, seconds: float | None = None, *, steps: bool = True
+    ) -> None:
         """Compare the model around ``part``, unless its steps alone can differ, and are equal. Raise on all ranks if
         models differ. With ``replicas``, the ranks of a DistributedDataParallel are compared as well. ``seconds``: how
-        long this rank waits for the others. After that it goes on, as they do, and compares later."""
+        long this rank waits for the others. After that it goes on, as they do, and compares later. ``steps``:
+        whether all ranks come here while steps may change recipes."""
         from lpq.torch_private import fsdp  # which imports FSDP2
 
-        steps = f"{self.alike}, steps {[stages.step for stages in self._stages]}"
-        if self.moving and are_equal(steps, self.sets) and self.alike:
+        alike = self.alike and not self.withholds
+        at = f"{alike}, steps {[stages.step for stages in self._stages]}"
+        if self.moving and steps and are_equal(at, self.sets) and alike:
             return
         around = fsdp.outermost(part)  # a part of a model may have been converted, and the whole sharded
         if replicas is not None:  # ranks may come for another model
             self._about = f"{digest(' '.join(name for name, _ in around.named_modules())):x}"
+        was, self.alike = self.alike, False  # where they differ
         found = check_alike(around, replicas, self._about, seconds)
         if found is None:
+            self.alike = was
             self._wait_on(seconds or 0.0)
             return
-        self.sets, self.began, self._waited = found, True, 0.0
+        self.sets, self.began, self.withholds, self._waited = found, True, False, 0.0
         stages = {id(found): found for layer in converted(around) if (found := layer.model.stages) is not None}
         self._stages = [*stages.values()]
         self.moving = bool(self.sets) and any(found.moving for found in self._stages)
@@ -89,10 +97,20 @@ class Comparison:
         if self._waited > meeting.limit():
             raise _in_vain(self._waited)
 
+    @property
+    def relied_on(self) -> bool:
+        """Whether ranks have compared, and do so again only after a change that each of them knows of."""
+        return self.began and not self.moving
+
     def forget(self) -> bool:
         """Compare again, since a recipe has changed. Return whether that is new."""
         was, self.alike = self.alike, False
         return was
+
+    def withhold(self) -> None:
+        """Have all ranks compare before a step of an optimizer, as this one keeps a recipe that it was to change."""
+        self.withholds = True
+        self.tell()
 
     def tell(self) -> None:
         """Tell the other ranks, whose recipes may be unchanged, that this rank wants to compare."""
@@ -244,7 +262,7 @@ def _describe(
     if not is_converted(module):
         return text
     layer: Any = module
-    text += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
+    text += f", recipe {layer.recipe.text if layer.recipe is not None else None}{layer.passes.withheld}"
     if (layouts := getattr(module, "layouts", None)) is not None:
         text += f", input {layouts.input}, output {layouts.output}"
     if (sent := getattr(module, "dispatched", None)) is not None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 30.0
 """Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""
+SOON = 5.0
+"""Seconds within which ranks that share a model meet, if all of them come to the same place."""
 KEYS = ("text", "other", "came", "ends", "over")
 """The keys of a meeting: the text of the first rank, whether another one brought another text, how many came,
 how many wanted to end it, and how it ended."""

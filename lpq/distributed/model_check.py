@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpq.distributed import meeting
 from lpq.distributed.converted import converted
-from lpq.distributed.meeting import PATIENCE
 from lpq.distributed.optimizer_steps import Watcher
 from lpq.torch_private.distributed import active_replica
 
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lpq.distributed.alike import Comparison
     from lpq.distributed.memories import Memories
     from lpq.operations.reduce_statistics import Reductions
 
 FREE = ("cpu",)
 """Devices that the host need not wait for."""
-SOON = 5.0
-"""Seconds within which ranks that share a model meet, if all of them come to the same place."""
 MOST = 1024
 """The number of different inputs that are remembered."""
 
@@ -121,6 +120,13 @@ class ModelCheck(Watcher):
         if self._steps.forget() and not self._steps.moving:
             self._steps.tell()
 
+    def relied_on(self, device: torch.device, traced: bool) -> Comparison | None:
+        """Return the comparison that ranks make before an optimizer's step, if they rely on it: they have compared, and
+        do not see in the next pass of a layer on this device, ``traced`` or not, that one rank has changed it."""
+        passes = self._passes
+        sees = not traced and (passes.moving or device.type in FREE)
+        return self._steps if passes.began and not sees else None
+
     def in_pass(self) -> None:
         """Compare in a pass that trains a layer, the first one in which ranks share the model. Not all ranks may run
         this layer now; then they compare before the optimizer's step."""
@@ -133,7 +139,7 @@ class ModelCheck(Watcher):
         if wrapper is not None and self._replicas.note(wrapper):
             self._steps.alike = False
         if not self._steps.alike:
-            self._steps.compare(model, self._replicas, SOON)
+            self._steps.compare(model, self._replicas, meeting.SOON)
         self.open = not self._steps.sets and wrapper is None
 
     def before_trace(self) -> None:
@@ -157,8 +163,8 @@ class ModelCheck(Watcher):
         given = PassInput(mesh, input.shape, input.dtype, placements, dx, dw, encoded)
         due = passes.moving and id(layer) == self._first
         if given in self._known and mesh.device_type not in FREE and not due:
-            if not passes.alike:  # since a recipe has changed, on this rank at least
-                passes.compare(self._model() or cast("nn.Module", layer))
+            if not passes.alike:  # since a recipe has changed
+                passes.compare(self._model() or cast("nn.Module", layer), steps=False)
             return
         from lpq.distributed.alike import REMEDY, are_equal
         from lpq.distributed.ranks import Ranks
@@ -185,11 +191,11 @@ class ModelCheck(Watcher):
         if model is None or not _has_ranks():
             return
         self.open = self.open and not self._sought
-        if comparison.alike and not comparison.moving:
+        if comparison.alike and not comparison.moving and not comparison.withholds:
             if not comparison.is_told(self._remembers):
                 return
             comparison.alike = False
-        seconds = SOON if comparison.began else SOON + PATIENCE
+        seconds = meeting.SOON if comparison.began else meeting.SOON + meeting.PATIENCE
         comparison.compare(model, self._replicas, None if self._remembers else seconds)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lpq.distributed import meeting
 from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_unit import Unit
 from lpq.distributed.memories import Memories
@@ -117,12 +118,11 @@ class Gathering(Watcher):
         if comparison.alike and not due:
             return
         knew = comparison.alike
-        comparison.compare(self.root)
+        comparison.compare(self.root, steps=due)
         if not knew:
-            self._first = gather
             for module in fsdp.outermost(self.root).modules():
                 if (gathering := _gathering_of(module)) is not None:
-                    gathering.comparison.alike = True
+                    gathering.comparison, gathering._first = comparison, gather
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
@@ -153,7 +153,11 @@ class Gathering(Watcher):
         return "_modules" in vars(self.root) and any(id(weight) in params for weight in self.weights().values())
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that are no longer in the model, and attach stored shards, maybe before any forward."""
+        """Refuse parameters that are no longer in the model, and attach stored shards, maybe before any forward.
+        Compare the model if a rank was to change a recipe without the others."""
+        comparison = self.comparison
+        if comparison.withholds or (comparison.relied_on and comparison.is_told(now=False)):
+            comparison.compare(self.root, seconds=meeting.SOON, steps=False)
         params = _params(optimizer)
         for param in params:
             if (by := getattr(param, "replaced_by", None)) is not None:

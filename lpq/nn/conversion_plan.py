@@ -137,7 +137,8 @@ class Change:
         elif self.made_for is not None and not isinstance(self.made, StatefulLayer):
             vars(self.made)[TAKEN] = self.made_for.title
         for name, layer in layers.items():
-            layer.qualified_name, layer.schedule, layer.recipe = name, self.schedule, recipe
+            layer.qualified_name, layer.schedule = name, self.schedule
+            layer.take_recipe(recipe)
 
 
 def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], list[Entry], list[Entry]]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
+    from lpq.distributed.alike import Comparison
     from lpq.distributed.model_check import ModelCheck
     from lpq.distributed.model_gathers import Gathering
     from lpq.nn.accumulation import Accumulate
@@ -30,6 +33,14 @@ class ConvertedModel:
     """The check that ranks have the same model, where lpq gathers none of its weights."""
     fsdp: Gathering | None = None
     """The weights that FSDP2 gathers quantized, if ``lpq.convert(…, weights=…)`` prepared some."""
+
+    def changes_together(self, device: torch.device, traced: bool) -> Comparison | None:
+        """Return the comparison that ranks make if one was to change the recipe of a layer alone, where what travels
+        depends on it and no pass would show it; None: ranks may change it one by one. ``device``: the device of the
+        layer, and ``traced``: whether it was traced."""
+        if self.fsdp is not None and self.fsdp.comparison.relied_on:
+            return self.fsdp.comparison
+        return None if self.check is None else self.check.relied_on(device, traced)
 
     def compare_again(self) -> None:
         """Have ranks compare the model once more, as a recipe has changed."""

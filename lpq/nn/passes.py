@@ -22,6 +22,8 @@ class Passes:
 
     def __init__(self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False) -> None:
         self.recipe, self.plan = recipe, plan
+        self.withheld = ""
+        """The recipe that this rank was to change to without the others, in words."""
         self.held: HeldWeight | None = None
         """The encoded weight, from ``hold_weight`` to ``release_weight``, whether it is out of date or not."""
         self.observers: tuple[Observer, ...] = ()

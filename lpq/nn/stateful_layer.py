@@ -4,7 +4,7 @@ They also note that they ran."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -22,6 +22,7 @@ from lpq.registry.warning import warn
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
+    from lpq.distributed.alike import Comparison
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
 
@@ -86,15 +87,24 @@ class StatefulLayer(nn.Module):
 
     @recipe.setter
     def recipe(self, source: RecipeLike | None) -> None:
-        recipe = recipes.recipe(source) if source is not None else None
+        give_recipes({self: recipes.recipe(source) if source is not None else None})
+
+    def planned(self, recipe: Recipe | None) -> Plan | None:
+        """Return the plan of a recipe; an error if this layer cannot have it."""
+        if recipe is None:
+            return None
+        plan = Plan.of(recipe)
+        if (why := self.why_unfit(plan)) is not None:
+            raise ValueError(f"{self.title} cannot have the recipe {recipe.title}: {why}")
+        check_names(self, recipe, self.memories(), self.title)
+        return plan
+
+    def take_recipe(self, recipe: Recipe | None) -> None:
+        """Take a recipe without other ranks, which compare it with theirs afterwards."""
+        self.passes.withheld = ""
         if recipe == self.recipe:
             return
-        plan = None
-        if recipe is not None:
-            plan = Plan.of(recipe)
-            if (why := self.why_unfit(plan)) is not None:
-                raise ValueError(f"{self.title} cannot have the recipe {recipe.title}: {why}")
-            check_names(self, recipe, self.memories(), self.title)
+        plan = self.planned(recipe)
         for name in self.memories():
             delattr(self, name)
         self.borrowed = ()
@@ -108,6 +118,10 @@ class StatefulLayer(nn.Module):
     def why_unfit(self, plan: Plan) -> str | None:
         """Why this layer cannot do what a recipe plans; None if it can."""
         return None
+
+    def shared_weight(self) -> Tensor:
+        """Return the weight, as ranks share it."""
+        return next(self.parameters())
 
     def place_for(self, memory: Tensor) -> Tensor:
         """The buffer in which the layer keeps this fresh state of a quantizer."""
@@ -193,6 +207,27 @@ class StatefulLayer(nn.Module):
             fresh = before.is_meta and device.type != "meta"
             setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
         return self
+
+
+def give_recipes(given: Mapping[StatefulLayer, Recipe | None]) -> None:
+    """Give layers recipes, or none if one of them cannot have its own. Layers whose ranks do not all come with a change
+    keep theirs (``lpq/distributed/recipe_changes.py``)."""
+    changes = {layer: recipe for layer, recipe in given.items() if layer.recipe != recipe}
+    together: dict[StatefulLayer, Comparison] = {}
+    for layer, recipe in changes.items():
+        layer.planned(recipe)
+        if (found := layer.model.changes_together(layer.shared_weight().device, layer.passes.traced)) is not None:
+            together[layer] = found
+    kept: Mapping[StatefulLayer, str] = {}
+    if together:
+        from lpq.distributed.recipe_changes import withhold
+
+        kept = withhold(together, changes)
+    for layer, recipe in given.items():
+        if (words := kept.get(layer)) is None:
+            layer.take_recipe(recipe)
+        else:
+            layer.passes.withheld = words
 
 
 def states_of(module: nn.Module, memories: Iterable[Memory]) -> dict[str, dict[str, Tensor]]:

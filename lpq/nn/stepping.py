@@ -12,7 +12,7 @@ from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import check_weights
 from lpq.nn.stages import last_change
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import StatefulLayer, give_recipes
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -33,11 +33,11 @@ def set_step(model: nn.Module, step: int) -> None:
             f"set_step: step {step} is beyond the run, for which lpq.convert has steps={min(lengths)}: convert "
             "with the length of the run, or give it to lpq.replan"
         )
-    for module in model.modules():
-        if isinstance(module, StatefulLayer) and module.schedule is not None:
-            module.recipe = module.schedule.at(step)
-            if module.model.stages is not None:
-                module.model.stages.move(step)
+    layers = [module for module in model.modules() if isinstance(module, StatefulLayer) and module.schedule is not None]
+    give_recipes({layer: layer.schedule.at(step) for layer in layers if layer.schedule is not None})
+    for layer in layers:
+        if layer.model.stages is not None:
+            layer.model.stages.move(step)
 
 
 def replan(model: nn.Module, *, steps: int) -> None:

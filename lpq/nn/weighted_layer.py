@@ -41,6 +41,9 @@ class WeightedLayer(StatefulLayer):
     def sized(self) -> str:
         return f"{self.kind}({self.in_features}, {self.out_features})"
 
+    def shared_weight(self) -> Tensor:
+        return super().shared_weight() if self.gather is None or self.gather.unit is None else self.gather.site.param
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.gather is not None and not keep_vars and f"{prefix}weight" in destination:

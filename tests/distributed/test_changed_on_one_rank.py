@@ -1,6 +1,5 @@
-"""A recipe that one rank alone has changed, once all had compared: the others do not wait, and a step has no further
-collective. Where nothing of lpq travels all raise; where something does, the one that changed it says so, after a
-while.
+"""A recipe that one rank alone has changed, once all had compared: all raise, and a step has no further collective.
+Where bytes that travel follow from the recipe, that rank keeps the former one until then.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _all_raise(rank: int) -> None:
             step()
             if rank == 1:
                 inner[2].recipe = OTHER  # type: ignore[index]
-            with mock.patch.object(model_check, "SOON", 0.1):
+            with mock.patch.object(meeting, "SOON", 0.1):
                 found = agreed(lambda: _until_it_is_found(step), RuntimeError)  # noqa: B023
             for said in found:
                 assert "the ranks do not have the same model: rank 0 has [" in said, said
@@ -84,7 +83,7 @@ def _a_step_that_one_rank_alone_is_given(rank: int) -> None:
         step()
     if rank == 1:
         lpq.set_step(inner, 0)
-    with mock.patch.object(model_check, "SOON", 0.1):
+    with mock.patch.object(meeting, "SOON", 0.1):
         found = agreed(lambda: _until_it_is_found(step), RuntimeError)
     assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
@@ -97,7 +96,7 @@ def _a_change_of_all_is_compared_at_once(rank: int) -> None:
         dist.barrier()  # or a rank that is late would be told of a change in the step before
         inner[2].recipe = recipe  # type: ignore[index]
         with (
-            mock.patch.object(model_check, "SOON", 60.0),
+            mock.patch.object(meeting, "SOON", 60.0),
             mock.patch.object(meeting, "meet", wraps=meeting.meet) as seen,
             collectives() as sent,
         ):
@@ -107,7 +106,7 @@ def _a_change_of_all_is_compared_at_once(rank: int) -> None:
     dist.barrier()
     inner[2].recipe = ("mxfp8", OTHER)[rank]  # type: ignore[index]
     before = [p.detach().clone() for p in inner.parameters()]
-    with mock.patch.object(model_check, "SOON", 60.0):
+    with mock.patch.object(meeting, "SOON", 60.0):
         found = agreed(step, RuntimeError)
     assert all(", and rank 1 has [2: Linear" in said for said in found), found
     assert equal(before, inner.parameters())
@@ -120,35 +119,104 @@ def _nobody_is_asked_in_each_step(rank: int) -> None:
         step()
 
 
-def _the_one_that_changed_says_so(rank: int) -> None:
-    """Where the others would wait for other bytes. When they have changed it, too, all go on."""
-    plan: dict[str, Any] = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
-    gathered: Any = fully_shard(_net(weights="high_precision"))
-    mesh = init_device_mesh("cpu", (2,))
-    parallel: Any
-    compiled: Any
-    parallel, compiled = (parallelize_module(_net(), mesh, plan) for _ in range(2))
-    with mock.patch.object(model_check, "FREE", ()):  # as on GPUs, where no pass compares what is known
-        for net in (gathered, parallel, compiled):
+PLAN = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
 
-            def call(net: Any = net) -> None:
-                if net is compiled:
-                    net[0].note_pass(traced=True, shared=True)  # which is all that a compiler runs as it traces
-                else:
-                    net(X).sum().backward()
 
-            call()
+def _parallel(recipe: Any = "mxfp8") -> Any:
+    return parallelize_module(_net(recipe), init_device_mesh("cpu", (2,)), PLAN)  # type: ignore[arg-type]
+
+
+def _gathered(recipe: Any = "mxfp8") -> Any:
+    return fully_shard(_net(recipe, weights="high_precision"))
+
+
+def _compiled() -> Any:
+    net = _parallel()
+    for layer in (net[0], net[2]):
+        layer.note_pass(traced=True, shared=True)  # which is all that a compiler runs as it traces
+    return net
+
+
+def _as_on_gpus(make: Any = None) -> Any:
+    """Have no pass compare what is known."""
+    return mock.patch.object(model_check, "FREE", ("cpu",) if make is _compiled else ())
+
+
+def _kept(change: Callable[[], None]) -> None:
+    """Make a change on this rank alone."""
+    with mock.patch.object(meeting, "limit", return_value=0.1), pytest.warns(UserWarning, match="keeps the former one"):
+        change()
+
+
+def _what_travels_changes_together(rank: int) -> None:
+    """A rank alone goes on as the others do. All raise before an optimizer writes; when that is mended, all go on."""
+    for make in (_gathered, _parallel, _compiled):
+        with _as_on_gpus(make):
+            net = make()
+            step = _training(net)
+            step()
+            before = [p.to_local().clone() for p in net.parameters()]
             if rank == 1:
-                net[0].recipe = OTHER
-                with (
-                    mock.patch.object(meeting, "limit", return_value=0.1),
-                    pytest.raises(RuntimeError, match=r"waited 0 s .* changed on this rank alone"),
-                ):
-                    call()
-            dist.barrier()
-            if rank == 0:
-                net[0].recipe = OTHER
-            call()
+                _kept(lambda: setattr(net[2], "recipe", OTHER))  # noqa: B023
+                with mock.patch.object(meeting, "limit", return_value=60.0):  # the others wait: no second time
+                    net[0].recipe = OTHER
+                assert net[2].recipe == net[0].recipe == lpq.recipe("mxfp8")
+            for said in agreed(step, RuntimeError):
+                assert "the ranks do not have the same model: rank 0 has [0: Linear" in said, said
+                assert f"which rank 1 was to change to {lpq.recipe(OTHER).text} without all others" in said, said
+            assert equal(before, [p.to_local() for p in net.parameters()])
+            for layer in (net[0], net[2]):
+                layer.recipe = "mxfp8"
+            step()
+
+
+def _what_travels_is_right_where_all_change(rank: int) -> None:
+    """As in a model that had the recipe from the beginning. A rank that comes later is waited for."""
+    for make in (_gathered, _parallel):
+        with _as_on_gpus():
+            net, twin = make(), make(OTHER)
+            _training(net)()
+            net.zero_grad()
+            with torch.no_grad():
+                for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+                    theirs.to_local().copy_(ours.to_local())
+            time.sleep(0.5 * rank)
+            for layer in (net[0], net[2]):
+                layer.recipe = OTHER
+            assert net[0].recipe == net[2].recipe == lpq.recipe(OTHER)
+            for one in (net, twin):
+                _training(one)()
+            pairs = zip(net.parameters(), twin.parameters(), strict=True)
+            assert all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+def _a_step_of_what_travels(rank: int) -> None:
+    rules = [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": OTHER}]
+    for make in (_gathered, _parallel):
+        with _as_on_gpus(), mock.patch.object(meeting, "limit", return_value=60.0):
+            net = make({"rules": rules})
+            step = _training(net)
+            for number in range(3):
+                lpq.set_step(net, number)
+                step()
+            assert net[0].recipe == lpq.recipe(OTHER)
+            if rank == 1:
+                _kept(lambda: lpq.set_step(net, 0))  # noqa: B023
+            found = agreed(step, RuntimeError)
+            assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
+
+
+def _without_an_optimizer(rank: int) -> None:
+    """The ranks evaluate on by what they had, and compare when they train."""
+    net = _gathered()
+    step = _training(net)
+    with torch.no_grad():
+        before = net(X)
+        if rank == 1:
+            _kept(lambda: setattr(net[0], "recipe", OTHER))
+        assert torch.equal(net(X), before)
+    found = agreed(step, RuntimeError)
+    assert all("which rank 1 was to change to" in said for said in found), found
 
 
 class _Towers(nn.Module):
@@ -168,7 +236,7 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
     lpq.convert(net, {"rules": [{"match": "seldom", "recipe": "mxfp8"}]})
     net = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with mock.patch.object(model_check, "SOON", 0.1), mock.patch.object(model_check, "PATIENCE", 0.1):
+    with mock.patch.object(meeting, "SOON", 0.1), mock.patch.object(meeting, "PATIENCE", 0.1):
         for every in (rank == 0, True, rank == 1):
             net(X, every).sum().backward()
             optimizer.step()
@@ -185,7 +253,9 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
     "check",
     [
         _all_raise, _a_step_that_one_rank_alone_is_given, _a_change_of_all_is_compared_at_once,
-        _nobody_is_asked_in_each_step, _the_one_that_changed_says_so, _a_layer_that_one_rank_does_not_run,
+        _nobody_is_asked_in_each_step, _what_travels_changes_together,
+        _what_travels_is_right_where_all_change, _a_step_of_what_travels,
+        _without_an_optimizer, _a_layer_that_one_rank_does_not_run,
     ],
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:
