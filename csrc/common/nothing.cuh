@@ -3,6 +3,7 @@
 #include "side.cuh"
 
 struct Nothing : Side {
+    static constexpr bool WANTED = false;
     static constexpr bool WAITS = false;
     struct Parameters {
         const void* data;

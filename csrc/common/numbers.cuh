@@ -63,7 +63,6 @@ __device__ __forceinline__ float element_value(u32 bits) {
     return value(word, 0);
 }
 
-#ifdef LPQ_ROUNDED
 // Two fp32 as a word, a in the low half, rounded to the nearest even. Any NaN becomes a NaN.
 __device__ __forceinline__ u32 rounded(float a, float b) {
     u32 word;
@@ -74,7 +73,6 @@ __device__ __forceinline__ u32 rounded(float a, float b) {
 #endif
     return word;
 }
-#endif
 
 // Magnitudes as bits: they order as the numbers do, a NaN above infinity.
 __device__ __forceinline__ u32 magnitude(u32 word) {

@@ -16,6 +16,7 @@
 #include "tile.cuh"
 
 struct Side {
+    static constexpr bool WANTED = true;
     static constexpr bool SCALES = false;
     static constexpr bool WAITS = true;
     static constexpr int NEEDS = REGISTERS;  // registers of a thread

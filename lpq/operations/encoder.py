@@ -109,27 +109,42 @@ def bind_encoder(wanted: Wanted) -> Encoder:
     """Choose and bind the kernels of an encoding on this device."""
     if is_made_of_row(wanted):
         return made_of_row(bind_encoder(first_of(wanted)), bind_encoder(second_of(wanted)), wanted)
-    quantizer, shape, dtype, device, _, _, remembers = wanted[:7]
     (row, col), forms = sides_of(wanted), _forms(wanted)
     if wanted.across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         return through_operators(wanted)  # kernels begin at the first column
-    measures = wanted.measures or (remembers and moves(quantizer, row, col))
-    e = Encoding(row, col, shape, dtype, dtype, device, measure=measures, offset=wanted.offset)
-    if forms != (None, None):
-        e = e._replace(exact=wanted.exact)
-    if remembers:
-        e = e._replace(given=recalls(quantizer, row, col))
-    elif measures or wanted.given:
-        e = e._replace(given=wanted.given or (False,) * len(declared(row, col)))
+    e = encoding_of(wanted)
     run = bind_run(e)
-    if remembers:
-        return Encoder(*operands_of(wanted, forms), bind_recall(quantizer, row, col, run))
+    if wanted.remembers:
+        return Encoder(*operands_of(wanted, forms), bind_recall(wanted.quantizer, row, col, run))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         return run(x, known if wanted.given else (), seed)
 
-    finds = bind_measure(row, col, dtype, device) if wanted.apart else None
+    finds = bind_measure(row, col, wanted.dtype, wanted.device) if wanted.apart else None
     return Encoder(*operands_of(wanted, forms), encode, measure=finds)
+
+
+def encoding_of(wanted: Wanted) -> Encoding:
+    """Describe to kernels how operands are encoded that are made of the tensor itself."""
+    quantizer, shape, dtype, device, _, _, remembers = wanted[:7]
+    row, col = sides_of(wanted)
+    measures = wanted.measures or (remembers and moves(quantizer, row, col))
+    e = Encoding(row, col, shape, dtype, dtype, device, measure=measures, offset=wanted.offset)
+    if _forms(wanted) != (None, None):
+        e = e._replace(exact=wanted.exact)
+    if remembers:
+        return e._replace(given=recalls(quantizer, row, col))
+    if measures or wanted.given:
+        return e._replace(given=wanted.given or (False,) * len(declared(row, col)))
+    return e
+
+
+def bind_stats(wanted: Wanted) -> Callable[[Known], Sequence[Tensor | None]]:
+    """Return what finds, among all that is known of a tensor, the statistics that its encoding is given."""
+    if wanted.remembers:
+        get = bind_recall(wanted.quantizer, *sides_of(wanted), lambda x, stats, seed: stats)
+        return lambda known: get(None, known, None)
+    return lambda known: known if wanted.given else ()
 
 
 def through_operators(wanted: Wanted) -> Encoder:

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from lpq.operations import produced_tiles
 from lpq.operations.binding import Operand
-from lpq.operations.encoder import Known, Wanted, bind_encoder, operands_of
+from lpq.operations.encoder import (
+    Encoder,
+    Known,
+    Wanted,
+    bind_encoder,
+    bind_stats,
+    encoding_of,
+    is_made_of_row,
+    sides_of,
+)
+from lpq.operations.produced_tiles import Produced, TiledOutput
+from lpq.operations.sides import shared
 from lpq.operations.source import Source
 
 
@@ -21,32 +34,69 @@ class Output(NamedTuple):
     """Whether the matrix itself is returned, too, for a consumer in high precision."""
 
 
-class Produced(NamedTuple):
-    """All that was made of one output."""
-
-    row: Sequence[Tensor]
-    col: Sequence[Tensor]
-    """The buffers of the operands, as ``Encoder.encode`` returns them."""
-    stats: Sequence[Tensor]
-    value: Tensor | None
-
-
 class Producer(NamedTuple):
     """Computes and encodes matrices of one shape."""
 
     operands: tuple[tuple[Operand | None, Operand | None], ...]
     """The row operand and the column operand of each output."""
     produce: Callable[[Sequence[Tensor], Sequence[Known], Sequence[Tensor | None]], list[Produced]]
-    """``produce(inputs, known, seeds)``, with the statistics that are known and a seed for each output. The device is
+    """``produce(inputs, known, seeds)``, with the statistics that are known and a seed for each output: the buffers of
+    the operands and the statistics, as ``Encoder.encode`` returns them, and the matrix, if it is wanted. The device is
     the current one."""
+    why_not: tuple[str | None, ...]
+    """For each output why it is written and encoded in another run; None: one run computes and encodes it."""
 
 
 def bind_producer(source: Source, outputs: Sequence[Output]) -> Producer:
-    """Choose and bind the kernel that computes and encodes all outputs; where there is none, the source's definition
-    computes them, and an encoder encodes each."""
+    """Choose and bind the kernel that computes all outputs, and encodes those whose formats have sides for it. An
+    encoder encodes the others. Where no kernel computes them, the source's definition does."""
     if len(outputs) != source.outputs:
         raise ValueError(f"{source.name} has {source.outputs} outputs, and {len(outputs)} are described")
     encoders = [None if output.wanted is None else bind_encoder(output.wanted) for output in outputs]
+    operands = tuple((None, None) if encoder is None else (encoder.row, encoder.col) for encoder in encoders)
+    first = next((output.wanted for output in outputs if output.wanted is not None), None)
+    if first is None:
+        return _composed(source, outputs, encoders, operands, "nothing is encoded")
+    shape, dtype, device = first.shape, first.dtype, first.device
+    why = produced_tiles.why_not(source, shape, dtype, device)
+    if why is not None:
+        return _composed(source, outputs, encoders, operands, why)
+    tiles = [None if output.wanted is None else _tiles(output.wanted) for output in outputs]
+    described = [tile if isinstance(tile, TiledOutput) else None for tile in tiles]
+    reasons = tuple(tile if isinstance(tile, str) else None for tile in tiles)
+    values = [output.value or reason is not None for output, reason in zip(outputs, reasons, strict=True)]
+    run = produced_tiles.bind(source, shape, dtype, device, described, values)
+    no_stats: Callable[[Known], Sequence[Tensor | None]] = lambda known: ()  # noqa: E731
+    finds = [
+        no_stats if output.wanted is None or reason is not None else bind_stats(output.wanted)
+        for output, reason in zip(outputs, reasons, strict=True)
+    ]
+    others = [
+        (i, encoder)
+        for i, (encoder, why) in enumerate(zip(encoders, reasons, strict=True))
+        if why is not None and encoder is not None
+    ]
+
+    def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        _check(source, inputs, shape, dtype)
+        made = run(inputs, [find(k) for find, k in zip(finds, known, strict=True)], seeds)
+        for i, encoder in others:
+            value = made[i].value
+            assert value is not None
+            made[i] = Produced(*encoder.encode(value, known[i], seeds[i]), value if outputs[i].value else None)
+        return made
+
+    return Producer(operands, produce, reasons)
+
+
+def _composed(
+    source: Source,
+    outputs: Sequence[Output],
+    encoders: Sequence[Encoder | None],
+    operands: tuple[tuple[Operand | None, Operand | None], ...],
+    why: str,
+) -> Producer:
+    """Compute by the definition, and encode each output by itself."""
 
     def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
         made = []
@@ -57,5 +107,31 @@ def bind_producer(source: Source, outputs: Sequence[Output]) -> Producer:
             made.append(Produced(*encoded, x if output.value else None))
         return made
 
-    operands = tuple((None, None) if output.wanted is None else operands_of(output.wanted) for output in outputs)
-    return Producer(operands, produce)
+    return Producer(operands, produce, (why,) * len(outputs))
+
+
+def _tiles(wanted: Wanted) -> TiledOutput | str:
+    """Describe how a kernel encodes an output, or why it does not."""
+    row, col = sides_of(wanted)
+    if is_made_of_row(wanted):
+        return "the column operand is made of the row operand"
+    if wanted.sections is not None:
+        return "its rows are encoded in sections"
+    if wanted.across and any(side is not None and side.stochastic for side in (row, col)):
+        return "kernels draw random bits from the first column on"
+    if shared(row, col) and row is not None and row.stochastic:
+        return "both operands have the same random bits"
+    return produced_tiles.operands(encoding_of(wanted))
+
+
+def _check(source: Source, inputs: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Refuse inputs that a kernel would read wrongly."""
+    sizes = {"matrix": (shape[0] * shape[1], dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
+    if len(inputs) != len(source.inputs):
+        raise ValueError(f"{source.name} takes {len(source.inputs)} inputs, and {len(inputs)} are given")
+    for i, (x, kind) in enumerate(zip(inputs, source.inputs, strict=True)):
+        if (x.numel(), x.dtype) != sizes[kind]:
+            raise ValueError(
+                f"{source.name}: input {i} has {x.numel()} elements in {x.dtype}, and not {sizes[kind][0]} in "
+                f"{sizes[kind][1]}: give what this producer was bound for, or bind another one"
+            )

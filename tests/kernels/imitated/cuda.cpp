@@ -18,7 +18,7 @@ extern "C" char __start_lpq_shared[] __attribute__((weak)), __stop_lpq_shared[] 
 
 // ------------------------------------------------------------------------------------------ threads
 
-constexpr int THREADS = 1024, STACK = 128 << 10;
+constexpr int THREADS = 1024, STACK = 128 << 10, COPIES = 24;
 constexpr char UNWRITTEN = (char)0xa5;
 
 const char* wrong;
@@ -43,7 +43,7 @@ struct Fiber {
     const unsigned* waits_for = nullptr;  // until this is no longer `seen`
     unsigned seen = 0;
     bool done = false;
-    struct Copy { char* to; const void* from; } copies[16];  // of 16 bytes each, on their way to shared memory
+    struct Copy { char* to; const void* from; } copies[COPIES];  // of 16 bytes each, on their way to shared memory
     int copying = 0;
 };
 
@@ -261,8 +261,8 @@ void run(const char* text, uint64_t* out, const uint64_t* in) {
     else if (is("cp.async.cg.shared.global")) {
         Fiber& fiber = self();
         char* to = dynamic + (int32_t)in[0];
-        if (aligned(to, 16) && aligned((const void*)in[1], 16)) fiber.copies[fiber.copying++ % 16] = {to, (const void*)in[1]};
-        if (fiber.copying > 16) wrong = "more copies are on their way than are imitated";
+        if (aligned(to, 16) && aligned((const void*)in[1], 16)) fiber.copies[fiber.copying++ % COPIES] = {to, (const void*)in[1]};
+        if (fiber.copying > COPIES) wrong = "more copies are on their way than are imitated";
     } else if (is("bar.sync")) arrive(gates[in[0]], (int)in[1]);
     else {
         fprintf(stderr, "tests/kernels/imitated/cuda.h does not know the instruction %s\n", text);

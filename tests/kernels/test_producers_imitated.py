@@ -1,0 +1,103 @@
+"""One kernel computes and encodes a source, to the bytes of the reference. A CPU imitates the GPU (``imitated``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import imitated
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.formats.format import Direction
+from lpq.kernels import tiles
+from lpq.kernels.cuda import CudaKernel
+from lpq.operations import produced_tiles
+from lpq.operations.binding import Encoding
+from lpq.operations.fused_pair import TileSide
+from lpq.operations.produced_tiles import TiledOutput
+from lpq.operations.quantizing import quantize_reference
+from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.testing.comparing import Poisoned
+from lpq.testing.expect import same
+from lpq.testing.operands import SEED
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    names: list[str] = []
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        names.append(self.name)
+        imitated.launch(self, macros, blocks, arguments, backwards=len(names) % 2 == 0)
+
+    monkeypatch.setattr(produced_tiles, "at_once", lambda blocks, each, device: min(blocks, 2))
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
+    with imitated.in_place_of_launches(launch):
+        yield names
+
+
+def side_of(quantizer: Quantizer | None, direction: Direction, op: str = "tile") -> TileSide | None:
+    if quantizer is None:
+        return None
+    kernels = registry.kernels(op, (registry.format_of(type(quantizer)).name,))
+    (kernel,) = (k for k in kernels if k.backend == "cuda")
+    return cast("TileSide", registry.resolve(kernel.impl)(quantizer, direction))
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    x = 2 * torch.randn(shape)
+    x.view(-1)[:6] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, 1e30])
+    return x.to(dtype).view(-1).flip(0).view(shape) if shape[0] % 2 else x.to(dtype)
+
+
+def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch.dtype, measure: bool = False) -> None:
+    torch.manual_seed(0)
+    sizes = {"matrix": shape, "row": shape[:1], "col": shape[1:]}
+    inputs = [numbers(*sizes[k], dtype=torch.float32 if k == "row" else dtype) for k in source.inputs]
+    seeds = [torch.tensor(SEED + i) for i in range(source.outputs)]
+    outputs: list[TiledOutput | None] = []
+    for i, text in enumerate(texts):
+        quantizer = lpq.quantizer(text)
+        row, col = quantizer.side("row") if i != 2 else None, quantizer.side("col")
+        e = Encoding(row, col, shape, dtype, dtype, CPU, measure=measure, dispatched=True)
+        outputs.append(TiledOutput(e, side_of(row, "row"), side_of(col, "col")))
+    run = produced_tiles.bind(source, shape, dtype, CPU, outputs, [True] * source.outputs)
+    with Poisoned():  # type: ignore[no-untyped-call]
+        made = run(inputs, [()] * source.outputs, seeds)
+    for i, (output, one, x, seed) in enumerate(zip(outputs, made, source.compute(*inputs), seeds, strict=True)):
+        value = one.value
+        assert value is not None
+        assert output is not None
+        close = torch.isclose(value.float(), x.float(), rtol=2**-6, atol=1e-6, equal_nan=True)
+        assert close.all(), (i, value[~close], x[~close])
+        expected = quantize_reference(value, [], output.e.row, output.e.col, seed, 0, measure)
+        got = [*one.row, *one.col, *one.stats]
+        assert len(got) == len(expected)
+        for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+            same(a, b, f"{source.name} {texts} {shape} {dtype}, output {i}, tensor {k}")
+
+
+MIXED = ["hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8, col=mxfp8)", "fp8(scaling=block)"]
+
+
+@pytest.mark.parametrize("texts", [["fp8"] * 3, MIXED, ["nvfp4"] * 3], ids=str)
+def test_three_outputs(texts: list[str], launched: list[str]) -> None:
+    check(SWIGLU_BACKWARD, texts, (256, 128), torch.bfloat16)
+    check(SWIGLU_BACKWARD, texts, (133, 200), torch.bfloat16, measure=True)
+    assert set(launched) >= {"produce"}
+
+
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "fp8(scaling=block, block=128x128)"])
+def test_one_output(text: str) -> None:
+    check(SWIGLU, [text], (37, 136), torch.float16)
