@@ -39,7 +39,9 @@ def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, ...]
     return torch.ops.aten.silu_backward(dy * up, gate), dy * active, active * up
 
 
-SWIGLU = Source("swiglu", ("matrix", "matrix"), 1, _swiglu)
+SWIGLU = Source("swiglu", ("matrix", "matrix"), 1, _swiglu, "sources::Swiglu")
 """``silu(gate) * up``, rounded twice, as modules of PyTorch compute it."""
-SWIGLU_BACKWARD = Source("swiglu_backward", ("matrix", "matrix", "matrix"), 3, _swiglu_backward)
+SWIGLU_BACKWARD = Source(
+    "swiglu_backward", ("matrix", "matrix", "matrix"), 3, _swiglu_backward, "sources::SwigluBackward"
+)
 """Of ``gate``, ``up`` and the gradient of ``SWIGLU``'s output: the gradients of both, and that output once more."""

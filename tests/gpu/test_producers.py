@@ -1,0 +1,165 @@
+"""One kernel computes and encodes a source: the bytes of torch's own operators and of each format's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from fuzzed import assert_same
+from torch import Tensor
+
+import lpq
+from lpq.operations import fused_pair, produced_tiles
+from lpq.operations.encoder import Wanted
+from lpq.operations.produced_tiles import Produced
+from lpq.operations.producer import Output, bind_producer
+from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.torch_private.memory import Allocate, allocator
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SOURCES = [SWIGLU, SWIGLU_BACKWARD]
+TEXTS = [
+    "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
+    "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)",
+]  # fmt: skip
+APART = ["fp8(scaling=row)", "nvfp4(rht=true)", "hybrid(row=mxfp8, col=mxfp8, col_source=row)"]
+SHAPES = [(256, 512), (131, 264), (1, 8)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of a pattern, so that an element which a kernel never writes shows."""
+
+    def poison(device: torch.device, *, dispatched: bool = False) -> Allocate:
+        empty = allocator(device, dispatched=dispatched)
+
+        def full(*args: Any) -> Tensor:
+            out = empty(*args)
+            out.untyped_storage().fill_(0xA5)
+            return out
+
+        return full
+
+    for module in (fused_pair, produced_tiles):
+        monkeypatch.setattr(module, "allocator", poison)
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Among them some that are no ordinary numbers, in other places each time."""
+    x = 3 * torch.randn(*shape, device="cuda")
+    for value in (torch.inf, -torch.inf, torch.nan, -0.0, 0.0, 1e-40, -1e-38, 3e38, -90.0, 88.5):
+        if x.numel() > 100:
+            x.view(-1)[torch.randint(x.numel(), (3,), device="cuda")] = value
+    return x.to(dtype)
+
+
+def inputs_of(source: Source, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
+    return [numbers(*sizes[kind]) for kind in source.inputs]
+
+
+def both(
+    source: Source, outputs: list[Output], inputs: list[Tensor], known: list[Any], apart: Callable[[int], bool]
+) -> None:
+    """By a kernel, and by the definition and encoders."""
+    seeds = [torch.tensor(7 + i, device="cuda") for i in range(source.outputs)]
+    fused, plain = bind_producer(source, outputs), bind_producer(source._replace(struct=""), outputs)
+    assert [why is not None for why in fused.why_not] == [apart(i) for i in range(source.outputs)], fused.why_not
+    assert None not in plain.why_not
+    assert fused.operands == plain.operands
+    made, expected = (producer.produce(inputs, known, seeds) for producer in (fused, plain))
+    for i, (got, wanted) in enumerate(zip(made, expected, strict=True)):
+        assert_same(flat(got), flat(wanted), f"{source.name} {outputs[i]}, output {i}")
+
+
+def flat(made: Produced) -> list[Tensor]:
+    return [*made.row, *made.col, *made.stats, *([] if made.value is None else [made.value])]
+
+
+def outputs_of(source: Source, text: str, shape: tuple[int, int], dtype: torch.dtype, **rest: Any) -> list[Output]:
+    """Each with a pair of operands, but for the last of several, which has a column operand."""
+    wanted = Wanted(lpq.quantizer(text), shape, dtype, torch.device("cuda", 0), **rest)
+    last = source.outputs - 1 if source.outputs > 1 else 1
+    return [Output(wanted._replace(row=i != last), value=i != 1) for i in range(source.outputs)]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_are_those_of_torch(source: Source, dtype: torch.dtype) -> None:
+    """Of every number in the first input, and of many others."""
+    shape = 1024, 512
+    inputs = inputs_of(source, shape, dtype)
+    inputs[0] = torch.arange(1 << 16, device="cuda").to(torch.int16).view(dtype).repeat(8).view(shape)
+    outputs = [Output(Wanted(lpq.quantizer("mxfp8"), shape, dtype, inputs[0].device), True)] * source.outputs
+    made = bind_producer(source, outputs).produce(inputs, [None] * source.outputs, [None] * source.outputs)
+    for i, (one, x) in enumerate(zip(made, source.compute(*inputs), strict=True)):
+        assert one.value is not None
+        assert_same([one.value], [x], f"{source.name}, output {i}")
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("measures", [False, True], ids=["", "measured"])
+def test_operands_are_those_of_encoders(source: Source, text: str, measures: bool) -> None:
+    for shape in SHAPES:
+        dtype = torch.bfloat16 if shape[0] % 2 == 0 or measures else torch.float16
+        outputs = outputs_of(source, text, shape, dtype, measures=measures)
+        both(source, outputs, inputs_of(source, shape, dtype), [None] * source.outputs, lambda i: False)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("text", APART)
+def test_others_are_encoded_from_what_the_kernel_writes(source: Source, text: str) -> None:
+    outputs = outputs_of(source, text, (131, 264), torch.bfloat16)
+    inputs = inputs_of(source, (131, 264), torch.bfloat16)
+    both(source, outputs, inputs, [None] * source.outputs, lambda i: True)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "hybrid(row=fp8(scaling=delayed), col=mxfp8)"])
+def test_with_a_state(source: Source, text: str) -> None:
+    shape = 256, 384
+    outputs = outputs_of(source, text, shape, torch.bfloat16, remembers=True)
+    quantizer, states = lpq.quantizer(text), []
+    for i in range(source.outputs):
+        state = quantizer.new_state("cuda")
+        states.append({name: torch.full_like(t, 5.0 + i) for name, t in state.items()})
+    both(source, outputs, inputs_of(source, shape, torch.bfloat16), states, lambda i: False)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_many_tiles_and_views(source: Source) -> None:
+    """Blocks of threads find amaxes in several tiles; inputs lie anywhere, and have leading dimensions."""
+    shape = 128 * 34, 128 * 33
+    inputs = inputs_of(source, shape, torch.bfloat16)
+    inputs[0] = inputs[0].t().contiguous().t()
+    inputs[1] = torch.cat([inputs[1].new_zeros(1), inputs[1].flatten()])[1:].view(2, -1, shape[1]).view(shape)
+    for text in ("fp8", "nvfp4"):
+        outputs = outputs_of(source, text, shape, torch.bfloat16)
+        both(source, outputs, inputs, [None] * source.outputs, lambda i: False)
+
+
+def test_one_output_is_wanted_as_it_is_and_formats_are_several() -> None:
+    shape = 256, 256
+    wanted = [Wanted(lpq.quantizer(text), shape, torch.bfloat16, torch.device("cuda", 0)) for text in ("fp8", "mxfp8")]
+    inputs = inputs_of(SWIGLU_BACKWARD, shape, torch.bfloat16)
+    outputs = [Output(wanted[0]), Output(None, True), Output(wanted[1], True)]
+    both(SWIGLU_BACKWARD, outputs, inputs, [None] * 3, lambda i: False)
+    outputs = [Output(wanted[1]._replace(row=False)), Output(wanted[0]._replace(col=False)), Output(None)]
+    both(SWIGLU_BACKWARD, outputs, inputs, [None] * 3, lambda i: False)
+
+
+def test_inputs_that_do_not_fit() -> None:
+    outputs = outputs_of(SWIGLU, "fp8", (64, 64), torch.bfloat16)
+    producer, x = bind_producer(SWIGLU, outputs), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    for wrong in (x.float(), x[:32]):
+        with pytest.raises(ValueError, match=r"swiglu: input 1 has .* and not 4096 in torch.bfloat16"):
+            producer.produce([x, wrong], [None], [None])
