@@ -31,19 +31,56 @@ struct Add : Computing<2, 1> {
     }
 };
 
-// gate, up -> the activation.
-struct Swiglu : Computing<2, 1> {
-    static __device__ __forceinline__ void compute(const float* x, const float*, const float*, float* y) {
-        y[0] = nearest(x[0] / (1.0f + expf(-x[0]))) * x[1];
+// Activation functions, as torch computes them and what their gradients are made of, of one element.
+
+struct Silu {
+    const float x, below;
+    __device__ __forceinline__ Silu(float x) : x(x), below(1.0f + expf(-x)) {}
+    __device__ __forceinline__ float value() const { return x / below; }
+    __device__ __forceinline__ float backward(float dy) const {
+        const float sigmoid = __frcp_rn(below);
+        return dy * sigmoid * fmaf(x, 1.0f - sigmoid, 1.0f);
     }
 };
 
-// gate, up, the gradient of the activation -> gradients of gate and of up, the activation.
-struct SwigluBackward : Computing<3, 3> {
+// With erf.
+struct Gelu {
+    const float x, above;
+    __device__ __forceinline__ Gelu(float x) : x(x), above(1.0f + erff(x * 0.707106781186547524f)) {}
+    __device__ __forceinline__ float value() const { return x * 0.5f * above; }
+    __device__ __forceinline__ float backward(float dy) const {
+        const float density = expf(-0.5f * x * x) * 0.398942280401432678f;
+        return dy * fmaf(x, density, 0.5f * above);
+    }
+};
+
+struct GeluTanh {
+    static constexpr float BETA = 0.797884560802865356f, KAPPA = 0.044715f;
+    const float x, square, tanh;
+    __device__ __forceinline__ GeluTanh(float x)
+        : x(x), square(x * x), tanh(tanhf(BETA * fmaf(KAPPA, square * x, x))) {}
+    __device__ __forceinline__ float value() const { return 0.5f * x * (1.0f + tanh); }
+    __device__ __forceinline__ float backward(float dy) const {
+        const float inner = BETA * fmaf(3.0f * KAPPA, square, 1.0f);
+        return dy * fmaf(0.5f, 1.0f + tanh, 0.5f * x * fmaf(-tanh, tanh, 1.0f) * inner);
+    }
+};
+
+// gate, up -> the activation of gate times up.
+template <class Activation>
+struct Gated : Computing<2, 1> {
     static __device__ __forceinline__ void compute(const float* x, const float*, const float*, float* y) {
-        const float gate = x[0], up = x[1], dy = x[2], below = 1.0f + expf(-gate);
-        const float active = nearest(gate / below), sigmoid = __frcp_rn(below);
-        y[0] = nearest(dy * up) * sigmoid * fmaf(gate, 1.0f - sigmoid, 1.0f);
+        y[0] = nearest(Activation(x[0]).value()) * x[1];
+    }
+};
+
+// gate, up, the gradient of what Gated makes -> gradients of gate and of up, and what it makes.
+template <class Activation>
+struct GatedBackward : Computing<3, 3> {
+    static __device__ __forceinline__ void compute(const float* x, const float*, const float*, float* y) {
+        const Activation activation(x[0]);
+        const float active = nearest(activation.value()), up = x[1], dy = x[2];
+        y[0] = activation.backward(nearest(dy * up));
         y[1] = dy * active;
         y[2] = active * up;
     }

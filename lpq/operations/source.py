@@ -7,6 +7,7 @@ and encodes them at once spares a write and the reads of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["matrix", "row", "col"]
-"""The size of an input of a source: a matrix as large as the outputs, a number for each row, or one for each column."""
+"""The size of an input of a source: a matrix as large as the outputs, a number for each row (fp32), or one for each
+column. They are given in this order."""
 
 
 class Source(NamedTuple):
@@ -30,18 +32,39 @@ class Source(NamedTuple):
     """The struct of ``csrc/common/sources.cuh`` that computes the elements of a thread; empty: there is none."""
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    return (F.silu(gate) * up,)
+def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    return (activation(gate) * up,)
 
 
-def _swiglu_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-    active = F.silu(gate)
-    return torch.ops.aten.silu_backward(dy * up, gate), dy * active, active * up
+def _gated_backward(
+    activation: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor, Tensor], Tensor],
+    gate: Tensor,
+    up: Tensor,
+    dy: Tensor,
+) -> tuple[Tensor, ...]:
+    active = activation(gate)
+    return backward(dy * up, gate), dy * active, active * up
 
 
-SWIGLU = Source("swiglu", ("matrix", "matrix"), 1, _swiglu, "sources::Swiglu")
-"""``silu(gate) * up``, rounded twice, as modules of PyTorch compute it."""
-SWIGLU_BACKWARD = Source(
-    "swiglu_backward", ("matrix", "matrix", "matrix"), 3, _swiglu_backward, "sources::SwigluBackward"
-)
-"""Of ``gate``, ``up`` and the gradient of ``SWIGLU``'s output: the gradients of both, and that output once more."""
+def _gates(
+    name: str, activation: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor], struct: str
+) -> tuple[Source, Source]:
+    """``activation(gate) * up``, rounded twice, as modules of PyTorch compute it. And, of ``gate``, ``up`` and the
+    gradient of that: the gradients of both, and the same output once more."""
+    return (
+        Source(name, ("matrix",) * 2, 1, partial(_gated, activation), f"sources::Gated<sources::{struct}>"),
+        Source(
+            f"{name}_backward", ("matrix",) * 3, 3, partial(_gated_backward, activation, backward),
+            f"sources::GatedBackward<sources::{struct}>",
+        ),
+    )  # fmt: skip
+
+
+ADD = Source("add", ("matrix", "matrix"), 1, lambda a, b: (a + b,), "sources::Add")
+SWIGLU, SWIGLU_BACKWARD = _gates("swiglu", F.silu, torch.ops.aten.silu_backward, "Silu")
+GEGLU, GEGLU_BACKWARD = _gates("geglu", F.gelu, torch.ops.aten.gelu_backward, "Gelu")
+GEGLU_TANH, GEGLU_TANH_BACKWARD = _gates(
+    "geglu_tanh", partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "GeluTanh",
+)  # fmt: skip

@@ -15,7 +15,16 @@ from lpq.operations import fused_pair, produced_tiles
 from lpq.operations.encoder import Wanted
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, bind_producer
-from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.operations.source import (
+    ADD,
+    GEGLU,
+    GEGLU_BACKWARD,
+    GEGLU_TANH,
+    GEGLU_TANH_BACKWARD,
+    SWIGLU,
+    SWIGLU_BACKWARD,
+    Source,
+)
 from lpq.torch_private.memory import Allocate, allocator
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -25,6 +34,8 @@ pytestmark = [
 ]
 
 SOURCES = [SWIGLU, SWIGLU_BACKWARD]
+OTHERS = [ADD, GEGLU, GEGLU_BACKWARD, GEGLU_TANH, GEGLU_TANH_BACKWARD]
+"""What a side is compiled to does not depend on the source: one format shows that these work."""
 TEXTS = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
     "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)",
@@ -91,7 +102,7 @@ def outputs_of(source: Source, text: str, shape: tuple[int, int], dtype: torch.d
     return [Output(wanted._replace(row=i != last), value=i != 1) for i in range(source.outputs)]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [*SOURCES, *OTHERS], ids=lambda source: source.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_values_are_those_of_torch(source: Source, dtype: torch.dtype) -> None:
     """Of every number in the first input, and of many others."""
@@ -113,6 +124,13 @@ def test_operands_are_those_of_encoders(source: Source, text: str, measures: boo
         dtype = torch.bfloat16 if shape[0] % 2 == 0 or measures else torch.float16
         outputs = outputs_of(source, text, shape, dtype, measures=measures)
         both(source, outputs, inputs_of(source, shape, dtype), [None] * source.outputs, lambda i: False)
+
+
+@pytest.mark.parametrize("source", OTHERS, ids=lambda source: source.name)
+def test_operands_of_other_sources(source: Source) -> None:
+    outputs = outputs_of(source, "fp8", (131, 264), torch.bfloat16)
+    inputs = inputs_of(source, (131, 264), torch.bfloat16)
+    both(source, outputs, inputs, [None] * source.outputs, lambda i: False)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)

@@ -29,9 +29,11 @@ from lpq.formats.sections import Sections
 from lpq.kernels import nvrtc_cache, tiles
 from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.cuda import CudaKernel
-from lpq.operations import sectioned
+from lpq.operations import produced_tiles, sectioned
 from lpq.operations.binding import Encoding, unbound
 from lpq.operations.fused_pair import Pair
+from lpq.operations.produced_tiles import TiledOutput
+from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD
 from lpq.registry import KernelSpec
 from lpq.testing.calls import arguments_of
 from lpq.testing.kernel_checks import pairs
@@ -143,6 +145,7 @@ def asked_for() -> dict[Path, set[Macros]]:
             call_pairs()
             call_in_sections()
         call_several()
+        call_producers()
     return found
 
 
@@ -224,6 +227,28 @@ def call_several() -> None:
                 if at is not None:
                     buffers = [0] * len(quantizer.layout)
                     at([0], [[0] * len(quantizer.stats)], [buffers]).run()
+
+
+def call_producers() -> None:
+    """Every source, with the operands of each format and of two.
+
+    What a side is compiled to does not depend on the source, and is seen in pairs.
+    """
+    dtypes, sizes = itertools.cycle(DTYPES[:2]), itertools.cycle((SHAPES[0], (250, 384)))
+    formats = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
+    for source, i in itertools.product((SWIGLU, SWIGLU_BACKWARD), range(len(formats))):
+        dtype, shape = next(dtypes), next(sizes)
+        (of_row, row), (of_col, col) = formats[i], formats[i - 1]
+        sides = row.side("row"), col.side("col")
+        e = Encoding(*sides, shape, dtype, dtype, torch.device("cpu"), measure=bool(i % 2), dispatched=True)
+        first, second = registry.resolve(of_row.impl)(sides[0], "row"), registry.resolve(of_col.impl)(sides[1], "col")
+        outputs = [TiledOutput(e, first, second), TiledOutput(e._replace(row=None), None, second), None]
+        run = produced_tiles.bind(source, shape, dtype, e.device, outputs[: source.outputs], [True] * source.outputs)
+        run(
+            [torch.zeros(shape, dtype=dtype)] * len(source.inputs),
+            [()] * source.outputs,
+            [torch.tensor(0)] * source.outputs,
+        )
 
 
 def call_in_sections() -> None:

@@ -41,7 +41,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append(self.name)
         imitated.launch(self, macros, blocks, arguments, backwards=len(names) % 2 == 0)
 
-    monkeypatch.setattr(produced_tiles, "at_once", lambda blocks, each, device: min(blocks, 2))
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
     with imitated.in_place_of_launches(launch):
         yield names

@@ -8,13 +8,15 @@ import torch
 import lpq
 from lpq.operations.encoder import Wanted
 from lpq.operations.producer import Output, bind_producer
-from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.operations.source import ADD, GEGLU, GEGLU_TANH_BACKWARD, SWIGLU, SWIGLU_BACKWARD, Source
 
 ROWS, COLS = 64, 96
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("source", [SWIGLU, SWIGLU_BACKWARD], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source", [ADD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_TANH_BACKWARD], ids=lambda source: source.name
+)
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=fp8)"])
 def test_operands_are_those_of_the_outputs(source: Source, text: str) -> None:
     torch.manual_seed(0)

@@ -10,10 +10,13 @@
 
 extern "C" {
 __device__ __device_builtin__ void* memcpy(void*, const void*, size_t);
+__device__ __device_builtin__ float erff(float);
+__device__ __device_builtin__ float expf(float);
 __device__ __device_builtin__ float fabsf(float);
 __device__ __device_builtin__ float fmaf(float, float, float);
 __device__ __device_builtin__ float fmaxf(float, float);
 __device__ __device_builtin__ float fminf(float, float);
+__device__ __device_builtin__ float tanhf(float);
 }
 template <typename T> __device__ T max(T a, T b) { return a < b ? b : a; }
 template <typename T> __device__ T min(T a, T b) { return b < a ? b : a; }
