@@ -3,12 +3,12 @@
 //
 // A block of threads takes several of `count` tiles one after the other, so that what a side does once pays. In sections it
 // takes one, as a side does once what is of a section; some of the last ones have none.
+#include "both.cuh"
 #include LPQ_ROW_HEADER
 #include LPQ_COL_HEADER
 
 typedef LPQ_ROW RowSide;
 typedef LPQ_COL ColSide;
-constexpr bool SCALES = RowSide::SCALES || ColSide::SCALES;
 constexpr int BOTH_NEED = RowSide::NEEDS > ColSide::NEEDS ? RowSide::NEEDS : ColSide::NEEDS;
 // Where a tile lies in its section takes registers, too.
 constexpr int NEEDS = IN_SECTIONS && !WHOLE && BOTH_NEED < 80 && TALL <= UNIT ? 80 : BOTH_NEED;
@@ -38,21 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
     RowSide row(of_row, shared.row, t);
     ColSide col(of_col, shared.col, t);
     for (u32 index = blockIdx.x;;) {
-        row.find(t, w), col.find(t, w);
-        // Threads whose elements are here work while others still wait for theirs.
-        if (!RowSide::WAITS && of_row.data) row.encode(t, w);
-        __syncthreads();
-        if (SCALES) {
-            row.scale(t), col.scale(t);
-            __syncthreads();
-        }
-        // That there is a row operand is not known to the compiler: else it unpacks all elements once for both sides.
-        if (RowSide::WAITS && of_row.data) row.encode(t, w);
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) keep_apart(w[i]);
-        col.encode(t, w);
-        __syncthreads();
-        col.store(t), row.store(t);
+        encode_tile(t, w, row, col, of_row.data);
         if (IN_SECTIONS) break;
         index += gridDim.x;
         if (index >= count) break;

@@ -4,6 +4,7 @@
 // The inputs of a tile go to shared memory, each thread's to places that no other one touches. It computes the outputs and
 // writes them over the inputs. Then the sides of one output after the other run as in pair.cu: they have registers for
 // themselves, and what the threads of a block share for them lies where the output did that they have taken from there.
+#include "both.cuh"
 #include "nothing.cuh"
 #include "sources.cuh"
 #include LPQ_HEADER_0
@@ -137,19 +138,7 @@ __device__ __forceinline__ void encode_output(const Tile& t, const typename S::P
     typename S::Shared& shared = *(typename S::Shared*)(S::BEYOND ? beyond : (void*)lines);
     typename S::Row row(p.row, shared.row, t);
     typename S::Col col(p.col, shared.col, t);
-    row.find(t, w), col.find(t, w);
-    if (!S::Row::WAITS && p.row.data) row.encode(t, w);
-    __syncthreads();
-    if (S::Row::SCALES || S::Col::SCALES) {
-        row.scale(t), col.scale(t);
-        __syncthreads();
-    }
-    if (S::Row::WAITS && p.row.data) row.encode(t, w);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) keep_apart(w[i]);
-    col.encode(t, w);
-    __syncthreads();
-    col.store(t), row.store(t);
+    encode_tile(t, w, row, col, p.row.data);
 }
 
 template <class First, class... Rest>
