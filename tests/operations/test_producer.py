@@ -12,6 +12,7 @@ from lpq.operations.source import ADD, GEGLU, GEGLU_TANH_BACKWARD, SWIGLU, SWIGL
 
 ROWS, COLS = 64, 96
 CPU = torch.device("cpu")
+SOURCES = [ADD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_TANH_BACKWARD]
 
 
 @pytest.mark.parametrize(
