@@ -27,7 +27,8 @@ from lpq.operations.binding import Encoded
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Encoder, Known, operands_of
 from lpq.operations.inputs import as_matrix
-from lpq.operations.producer import Output, Produced, Producer, bind_producer
+from lpq.operations.produced_tiles import Produced
+from lpq.operations.producer import Output, Producer, bind_producer
 from lpq.operations.sides import shared
 from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
 from lpq.operations.states import moves

@@ -68,7 +68,6 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
 
 def operands(e: Encoding) -> TiledOutput | str:
     """Describe how a kernel encodes one output, or why it does not."""
-    assert not (e.row is None and e.col is None)
     both = shared(e.row, e.col)
     count = len(e.row.stats) if e.row is not None else 0
     given = e.given or (False,) * (count + (len(e.col.stats) if e.col is not None else 0))
