@@ -194,6 +194,8 @@ class Layer(WeightedLayer):
         if accumulate is not None:
             check_accumulation(self, weight)
         seeds = draw_seeds(input, weight, len(TENSORS)) if plan.stochastic else None
+        if self.borrowed and not shapes.given and torch.is_grad_enabled():
+            self.own_buffers()  # each layer that encodes for itself moves its state
         states = states_of(self, plan.memories) if plan.memories else {}
         if shapes.parts is not None:
             states = {name: {key: local_part(t) for key, t in state.items()} for name, state in states.items()}

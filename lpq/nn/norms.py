@@ -19,7 +19,9 @@ from lpq import registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
+from lpq.nn.shared_states import EncodedBy, shared_state
 from lpq.operations.binding import on_device
+from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.norms import NormKind
@@ -27,8 +29,8 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.hooks import hooks_before, hooks_behind
 
-Encode = Callable[[Tensor, Tensor, Tensor | None], QuantizedTensor]
-"""``encode(x, weight, bias)``: the encoded output of a norm."""
+Encode = Callable[[Tensor, Tensor, Tensor | None, Sequence[Layer]], QuantizedTensor]
+"""``encode(x, weight, bias, layers)``: the output of a norm, encoded for these layers."""
 MOST_CALLS = 8
 """The number of bound calls that a norm keeps, one for each kind of pass."""
 NO_CONSUMERS = "it knows no layer that takes its output"
@@ -61,7 +63,7 @@ class EncodingNorm(nn.Module):
             return super().forward(*args, **others)  # type: ignore[no-any-return]  # of the other base class
         (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
         with on_device(x.device):
-            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, encode)  # type: ignore[no-untyped-call]
+            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, encode, self.consumers)  # type: ignore[no-untyped-call]
         return y
 
     def why_not(self, x: Tensor) -> str | None:
@@ -145,10 +147,13 @@ class EncodedNorm(torch.autograd.Function):
     """A norm whose output is encoded. It keeps its input, and backward computes it again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, encode: Encode) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, encode: Encode,
+        layers: Sequence[Layer],
+    ) -> Tensor:  # fmt: skip
         ctx.norm = norm
         ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
-        return encode(x, weight, bias)
+        return encode(x, weight, bias, layers)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,22 +164,26 @@ class EncodedNorm(torch.autograd.Function):
             y = ctx.norm.compute(*leaves)
         found = iter(torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy))
         grads = [next(found) if needed else None for needed in needs]
-        return *grads, *[None] * (5 - len(grads))
+        return *grads, *[None] * (6 - len(grads))
 
 
 def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool) -> Encode:
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
     operand."""
     shape, dtype, quantizer = like.shape, like.dtype, plan.x
-    cols = shape[-1]
-    wanted = Wanted(quantizer, (like.numel() // cols if cols else 0, cols), dtype, like.device, True, col)
+    cols, remembers = shape[-1], any(memory.tensor == "x" for memory in plan.memories)
+    wanted = Wanted(quantizer, (like.numel() // cols if cols else 0, cols), dtype, like.device, True, col, remembers)
     encoder = bind_encoder(wanted)
 
-    def encode(x: Tensor, weight: Tensor, bias: Tensor | None) -> QuantizedTensor:
-        y = as_matrix(norm.compute(x, weight, bias))
-        of_row, of_col, _ = encoder.encode(y, None, None)
+    def encode(x: Tensor, weight: Tensor, bias: Tensor | None, layers: Sequence[Layer]) -> QuantizedTensor:
+        y, state = as_matrix(norm.compute(x, weight, bias)), shared_state(layers) if remembers else None
+        of_row, of_col, measured = encoder.encode(y, state, None)
         row = None if encoder.row is None else encoder.row.over(of_row)
-        return QuantizedTensor(row, None if encoder.col is None else encoder.col.over(of_col), quantizer, shape, dtype)
+        made = None if encoder.col is None else encoder.col.over(of_col)
+        encoded = QuantizedTensor(row, made, quantizer, shape, dtype)
+        if state is not None:
+            encoded.encoded_by = EncodedBy(layers, state, measured, col)
+        return encoded
 
     return encode
 
@@ -196,9 +205,7 @@ def _why_not_alike(layers: Sequence[Layer], plans: Sequence[Plan | None]) -> str
     for layer, plan in zip(layers, plans, strict=True):
         if plan is None:
             return f"{layer.title} has no recipe"
-        if any(memory.tensor == "x" for memory in plan.memories):
-            return f"{layer.title} remembers statistics of inputs across steps, with x={plan.x}"
-        if not plan.shares:
+        if not plan.shares and ("x" not in plan.moving or rounds_stochastically(plan.x)):
             return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
         if first is not None and plan.x != first.x:
             return f"{layer.title} encodes inputs as {plan.x}, and {layers[0].title} as {first.x}"

@@ -6,9 +6,9 @@ layers share the buffers of the first, each under its own name, and the producer
 backward, and once: in the first of these layers whose backward would move a state of its own. So it moves where the
 producer has no backward, too, as behind a frozen embedding.
 
-Sharing ends where buffers may be filled or exchanged one by one: when a state dict or a checkpoint is loaded, and with
-another device or recipe. Then each layer has buffers of its own, and the next call of ``shared_state`` compares them.
-State dicts have a tensor for each key.
+Sharing ends where buffers may be filled, exchanged or moved one by one: when a state dict or a checkpoint is loaded,
+with another device or recipe, and where a layer encodes its input itself. Then it has buffers of its own, and the next
+call of ``shared_state`` compares them. State dicts have a tensor for each key.
 """
 
 from __future__ import annotations
@@ -33,18 +33,11 @@ def shared_state(layers: Sequence[StatefulLayer], tensor: str = "x") -> State | 
     A producer calls it in each pass. The values are compared, and a GPU waited for, where the layers do not share them
     yet."""
     first = layers[0]
-    state = first.states().get(tensor)
+    state = _state(first, tensor)
     for layer in layers[1:]:
-        own = layer.states().get(tensor)
-        if not _is_same(own, state):
+        if not _is_same(_state(layer, tensor), state):
             _lend(first, layer, tensor)
     return state
-
-
-def unshare(layers: Sequence[StatefulLayer]) -> None:
-    """Give each of these layers buffers of its own, with the values that they share."""
-    for layer in layers:
-        layer.own_buffers()
 
 
 class EncodedBy:
@@ -62,7 +55,7 @@ class EncodedBy:
     def own(cls, layer: StatefulLayer, x: Tensor) -> EncodedBy | None:
         """Return the state by which ``x`` was encoded, if the layer has that very state."""
         by = x.encoded_by if isinstance(x, QuantizedTensor) and not x.write_count else None
-        return by if isinstance(by, cls) and by.state and _is_same(layer.states().get("x"), by.state) else None
+        return by if isinstance(by, cls) and by.state and _is_same(_state(layer, "x"), by.state) else None
 
     def take(self, layer: StatefulLayer) -> None:
         """Note that this layer has got the input, and that its backward will ask for ``move``."""
@@ -82,6 +75,10 @@ class EncodedBy:
             )
         self._moved = True
         remember(quantizer, self.state, [*measured], col=self.col)
+
+
+def _state(layer: StatefulLayer, tensor: str) -> State | None:
+    return {m.key: layer._buffers[m.name] for m in layer.state_buffers() if m.tensor == tensor} or None  # type: ignore[misc]
 
 
 def _is_same(one: State | None, other: State | None) -> bool:
