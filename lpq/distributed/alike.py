@@ -115,14 +115,14 @@ class Comparison:
     def tell(self) -> None:
         """Tell the other ranks, whose recipes may be unchanged, that this rank wants to compare."""
         for ranks in self.sets:
-            meeting.tell(ranks.names, self._about)
+            ranks.tell(self._about)
 
     def is_told(self, now: bool) -> bool:
         """Whether another rank wants to compare; ``now``: look even if this one has just looked."""
         if not now and monotonic() < self._looked + OFTEN:
             return False
         self._looked = monotonic()
-        return any(meeting.is_told(ranks.names, self._about) for ranks in self.sets)
+        return any(ranks.are_told(self._about) for ranks in self.sets)
 
 
 def check_alike(

@@ -104,6 +104,15 @@ class Ranks:
         """Meet in the job's store (``meeting.meet``), and not in a collective, which would end without a reason."""
         return is_imitated() or meeting.meet(self.names, about, text, seconds, waiting)
 
+    def tell(self, about: str) -> None:
+        """Tell them to meet."""
+        if not is_imitated():
+            meeting.tell(self.names, about)
+
+    def are_told(self, about: str) -> bool:
+        """Whether one of them wants to meet, and not all have met since."""
+        return not is_imitated() and meeting.is_told(self.names, about)
+
     # ------------------------------------------------------------------------------ objects
 
     def exchange(self, mine: T) -> dict[int, T]:

@@ -18,6 +18,7 @@ from lpq.distributed import meeting
 from lpq.distributed.alike import REMEDY, Comparison
 from lpq.distributed.ranks import Ranks, sharing
 from lpq.registry.warning import warn
+from lpq.torch_private.distributed import is_imitated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ def withhold(layers: Mapping[L, Comparison], changes: Mapping[L, Recipe | None])
     """Return the layers that are to keep their recipes, since not all ranks that share them have come to change one,
     each with the change in words. Warn of it, and have ranks make the comparison of each before an optimizer's step."""
     sets: dict[tuple[int, ...], tuple[Ranks, list[L]]] = {}
-    for layer in layers if dist.is_initialized() else ():
+    for layer in layers if dist.is_initialized() and not is_imitated() else ():
         for ranks in sharing([layer.shared_weight()]):
             sets.setdefault(tuple(ranks.names), (ranks, []))[1].append(layer)
     kept: dict[L, str] = {}

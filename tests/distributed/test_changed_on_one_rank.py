@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lpq
 from lpq.distributed import alike, meeting, model_check
@@ -260,3 +261,18 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:
     spawn(check, 2)
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision"])
+def test_a_process_that_imitates_ranks_looks_for_none(weights: Any) -> None:
+    """torch's backend for trials has a store that keeps nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        net = fully_shard(_net(weights=weights))
+        step = _training(net)
+        for recipe in ("mxfp8", OTHER):
+            net[0].recipe = recipe
+            step()
+            assert net[0].recipe == lpq.recipe(recipe)
+    finally:
+        dist.destroy_process_group()
