@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print(f"lpq: {error.strerror}: what was being written is not complete", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # Python's own end would try to write what is left
+        os._exit(1)  # Python's own end would try to write the rest
 
 
 if __name__ == "__main__":

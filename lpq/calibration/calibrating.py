@@ -65,7 +65,7 @@ class Calibrated:
         """A line for people to read."""
         where, of = number(len(self.layers), "layer"), number(self.samples, "sample")
         text = f"static scales by {self.method} in {where}, from {of}"
-        text += f"; those of blocks are searched in {len(self.searched)}" if self.searched else ""
+        text += f"; scales of blocks are searched in {len(self.searched)}" if self.searched else ""
         return f"{text}; all is measured as before in {number(len(self.left), 'layer')}" if self.left else text
 
 
@@ -96,8 +96,8 @@ def calibrate(
     Args:
         model: A model that ``lpq.convert`` converted, sharded or not.
         batches: Tensors, sequences of arguments or mappings of them, each with samples along the first dimension of its
-            first tensor. Each rank has batches of its own; ranks that share out layers by tensor parallelism have the
-            same ones.
+            first tensor. Each rank has batches of its own; ranks of one layer under tensor parallelism have the same
+            ones.
         method: ``"max"`` takes the largest magnitude. ``"percentile"`` cuts off the elements of inputs beyond a
             percentile, and goes through the batches twice. ``"mse"`` and ``"four_over_six"`` search the scale of each
             block of a weight, where its format has some, with the largest magnitudes for all else.

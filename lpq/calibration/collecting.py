@@ -96,9 +96,9 @@ class _Facts(NamedTuple):
     """The number of samples of its next batch; None: it has no more."""
     error: str | None
     team: tuple[int, ...] = ()
-    """The ranks that are given the same batches, as they share out layers."""
+    """The ranks that get the same batches, as layers are sharded over them."""
     exchange: tuple[int, ...] = ()
-    """The ranks that exchange rows, as they share out experts."""
+    """The ranks that exchange rows of experts."""
 
 
 @torch.no_grad()
@@ -233,9 +233,7 @@ def _take(target: Target, how: Pass, found: Statistics, x: Tensor) -> None:
 def _samples_of(batch: Any) -> int:
     found = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
     if found is None:
-        raise CalibrationError(
-            f"a batch is a {type(batch).__name__} without a tensor: pass what the model is called with"
-        )
+        raise CalibrationError(f"a batch is a {type(batch).__name__} without a tensor: pass the arguments of the model")
     return found.shape[0]
 
 
@@ -260,7 +258,7 @@ def _heads(facts: Sequence[_Facts]) -> dict[tuple[int, ...], int]:
         first = heads.setdefault(one.team, rank)
         if facts[first].samples != one.samples:
             raise CalibrationError(
-                f"the ranks {[*one.team]} share out layers by tensor parallelism, and rank {first} has a batch of "
+                f"the ranks {[*one.team]} share layers under tensor parallelism, and rank {first} has a batch of "
                 f"{facts[first].samples} samples where rank {rank} has {one.samples}: give them the same batches"
             )
     return heads

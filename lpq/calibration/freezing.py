@@ -120,7 +120,7 @@ def _fill_unseen(
     if without:
         names = [target.name for target in without]
         warn(
-            f"no token went through {listed(names)}: the static scales of their inputs are those of their siblings",
+            f"no token went through {listed(names)}: their inputs get the static scales of their siblings",
             CalibrationWarning,
         )
 

@@ -55,7 +55,7 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
         for batch in batches:
             forward(model, batch)
     if not comparing.outputs:
-        raise CalibrationError("no batch went through a layer with a recipe: pass what the model is called with")
+        raise CalibrationError("no batch went through a layer with a recipe: pass the arguments of the model")
     found = [Noise(name, _decibels(*sums), comparing.weights[name]) for name, sums in comparing.outputs.items()]
     return sorted(found, key=lambda noise: (noise.output, noise.layer))
 

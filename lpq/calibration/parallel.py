@@ -4,8 +4,8 @@ A row-wise layer adds the results of its ranks, in an order that depends on the 
 of the inputs of later layers, and their scales. So a divided layer is gathered when its turn comes, and multiplied
 whole on each rank, as one process multiplies it.
 
-Experts that ranks share out are given the rows of all ranks together, and formats may scale these by the largest. So
-ranks that exchange rows take turns: in each the experts see one batch, as those of one process do.
+Experts that are divided over ranks get the rows of all ranks together, and formats may scale these by the largest. So
+ranks that exchange rows take turns: in each the experts see one batch, as in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Team:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = tuple(_shared_out(model))
-        """The layers that they share out."""
+        """The layers that are sharded over them."""
         for layer in self.layers:
             _refuse_cut_blocks(layer)
         here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -69,7 +69,7 @@ def sending_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _shared_out(model: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers whose weights tensor parallelism shares out, whether FSDP2 shards them as well or not."""
+    """The linear layers whose weights tensor parallelism shards, whether FSDP2 shards them as well or not."""
     with_weights = [m for m in model.modules() if isinstance(m, nn.Linear | Layer) and m.weight.dim() == 2]
     if not any(isinstance(module.weight, DTensor) for module in with_weights):
         return
@@ -83,7 +83,7 @@ def _shared_out(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _ranks(weight: Any) -> list[int]:
-    """The ranks that share a weight out: the last dimension of its mesh, as FSDP2 puts its own before."""
+    """The ranks of tensor parallelism of a weight: the last dimension of its mesh, as FSDP2 puts its own before."""
     return dist.get_process_group_ranks(weight.device_mesh.get_group(weight.device_mesh.ndim - 1))
 
 
@@ -99,14 +99,14 @@ def _refuse_cut_blocks(layer: nn.Module) -> None:
         reason = f"it has {whole} {'columns' if dim else 'rows'}"
     if reason is not None:
         raise CalibrationError(
-            f"{layer.title}: its weight cannot be shared out over {ranks} ranks: {reason}. Use fewer ranks, give the "
+            f"{layer.title}: its weight cannot be divided over {ranks} ranks: {reason}. Use fewer ranks, give the "
             "layer a recipe with smaller blocks, or leave it out of the plan"
         )
 
 
 class _Whole:
     """A layer that multiplies whole matrices: it has its whole parameters while a pass runs, and gets the whole input,
-    however that is shared out. Its style shares out the output again."""
+    however the input is sharded. The style of the layer shards the output again."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer

@@ -226,7 +226,7 @@ def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
 
 def _is_cut(weight: DTensor, quantizer: Quantizer) -> bool:
     """Whether shards cut the parts in which an operand is measured; the answer is the same on all ranks."""
-    ranks = [1, 1]  # that share out its rows, and its columns
+    ranks = [1, 1]  # over which its rows, and its columns, are divided
     for placement, size in zip(weight.placements, weight.device_mesh.shape, strict=True):
         if isinstance(placement, Replicate) or size == 1:
             continue

@@ -3,9 +3,9 @@
 A checkpoint is a directory: DCP's files, ``lpq.json`` (what it holds: step, policy, quantizers), ``extra.pt`` and
 ``manifest.json`` (size and SHA-256 of each of them). It is written beside its place and renamed when it is whole. A
 quantized tensor is saved as its buffers, each a plain tensor with its own placement, so that a checkpoint loads bit for
-bit on another number of ranks and PyTorch reads it without the plugin. Nothing in it is run: the
-index is read as data, and all else as ``torch.load(…, weights_only=True)`` reads. All ranks call these functions
-together, and what is wrong on one of them is the same error on all.
+bit on another number of ranks and PyTorch reads it without the plugin. Nothing in it is run: the index is read as data,
+and all else as ``torch.load(…, weights_only=True)`` reads. All ranks call these functions together; an error on one
+rank is the same error on all.
 """
 
 from lpq.checkpoint.background import Saving

@@ -14,7 +14,9 @@ ALIKE = "Build and convert the model alike on all ranks, and have them read the 
 
 def check_alike(place: str, meshes: Meshes, optimizers: Sequence[str], ranks: Ranks) -> None:
     """Raise on all ranks unless they save or load at one place, one model, with optimizers of the same kinds."""
-    ranks.equal([place], "the ranks were given different paths", "Pass the same on all ranks, one that all of them see")
+    ranks.equal(
+        [place], "the ranks were given different paths", "Pass the same path on all ranks, one that all ranks can read"
+    )
     check_one_model([*ranks.exchange(meshes).values()], ranks)
     ranks.equal(optimizers, "the ranks were given different optimizers", "Pass the same on all ranks", "no optimizer")
 

@@ -35,7 +35,7 @@ STACK: dict[str, tuple[type, ...]] = {"recipe": (str, type(None)), "layers": (li
 """The type of each field that describes a stack of experts."""
 CONVERSION: dict[str, tuple[type, ...]] = {"policy": (dict,), "steps": (int, str, type(None))}
 """The type of each field that describes a conversion."""
-WRITE = "write it with lpq.checkpoint, and leave that as it is"
+WRITE = "write it with lpq.checkpoint, and do not edit it"
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _instead(path: Path) -> str:
-    """The end of the message that there is no checkpoint: what the path is instead."""
+    """The end of the message that there is no checkpoint, which names what there is in its place."""
     if not path.exists():
         return ": there is no such folder"
     if not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Info: what a checkpoint holds beside its tensors."""
+"""Info: the content of a checkpoint beside its tensors."""
 
 from __future__ import annotations
 

@@ -37,20 +37,20 @@ def load(
 ) -> Info:
     """Load a checkpoint into the model and its optimizer, on any number of ranks; return its info.
 
-    All ranks that share the model call it, or those of ``process_group``. Every file is compared with the manifest
+    All ranks that share the model call it, or the ranks of ``process_group``. Every file is compared with the manifest
     before anything is written. The layers get the recipes that they had at the step of the checkpoint; call
     ``lpq.set_step`` in the loop as before.
 
     Weights that are stored quantized may come from a checkpoint in high precision: they are encoded, and masters of
     ``lpq.optim.MasterWeights`` take the values themselves, which needs no saved optimizer. Weights in high precision
     may come from a checkpoint of stored ones with masters, and take these; a stored weight that the saved optimizer did
-    not have was frozen, and they take what it decodes to. Masters that have no place are left out, with a warning
+    not have was frozen, and they take its decoded values. Masters that have no place are left out, with a warning
     unless the checkpoint is loaded without an optimizer.
 
     Args:
         model: The model to load into, with the policy that it was saved with.
-        path: A checkpoint, or the directory of a run. The last whole checkpoint of a run is loaded, and
-            warnings name those that were refused and those of later steps.
+        path: A checkpoint, or the directory of a run. The last whole checkpoint of a run is loaded, and warnings name
+        checkpoints that were refused and checkpoints of later steps.
         optimizer: The optimizer, or a sequence of several. One that took no step yet gets its state made.
         any_policy: Let the model keep a policy of its own. Statistics that its quantizers remember start anew where
             nothing was saved.

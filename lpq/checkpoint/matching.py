@@ -32,8 +32,8 @@ class Match:
     targets: dict[str, Tensor] = field(default_factory=dict)
     """The tensors to fill, by their names in the checkpoint: the model's own, or those that hold values to encode."""
     to_encode: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By name the tensors that are stored quantized, each with the values from which it is encoded. Statistics are
-    those of the whole tensor, so that all ranks encode alike."""
+    """By name the tensors that are stored quantized, each with the values from which it is encoded. Statistics cover
+    the whole tensor, so that all ranks encode alike."""
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors in high precision, each with the one whose values it takes, decoded, in its own dtype."""
     taken: list[str] = field(default_factory=list)

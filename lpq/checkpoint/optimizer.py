@@ -22,7 +22,7 @@ from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.checkpoint.tensors import plain_like
 from lpq.optim.masters import MASTER, MasterWeights
-from lpq.optim.standing import itself
+from lpq.optim.unwrap import unwrapped
 from lpq.registry.showing import brief, listed
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.pytree import tree_leaves
@@ -90,7 +90,7 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
                 f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(one).__name__}: pass "
                 "the optimizers themselves, those of a dict as list(optimizers.values())"
             )
-    return [itself(one) for one in every]
+    return [unwrapped(one) for one in every]
 
 
 def kind(optimizer: Optimizer) -> str:
@@ -202,7 +202,7 @@ class Named:
         here = self.masters[param]
         if (found.shape, found.dtype) != (here.shape, here.dtype):
             raise CheckpointError(
-                f"its master of {name} is {found.dtype} of shape {list(found.shape)}, and that of the optimizer is "
+                f"its master of {name} is {found.dtype} of shape {list(found.shape)}, and the optimizer's is "
                 f"{here.dtype} of shape {list(here.shape)}"
             )
 

@@ -122,7 +122,7 @@ class Reader(FileSystemReader):
         try:
             yield
         except Exception as error:
-            why: object = "it is not what the index says of it, so one of them was changed"
+            why: object = "it differs from the index, so one of the two was changed"
             if isinstance(error, OSError):
                 why = error.strerror or error
             elif isinstance(error, CheckpointError | MemoryError):

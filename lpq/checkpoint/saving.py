@@ -44,9 +44,9 @@ def save(
 ) -> Path:
     """Save the model, its policy and its optimizer as ``directory/step-00000100``; return that path.
 
-    All ranks call it, or those of ``process_group``. If the model is whole on each rank (no DTensor gives each a part,
-    as with ``DistributedDataParallel``), rank 0 calls it alone. A checkpoint in the same place is replaced once the new
-    one is whole. While another job saves it, it is refused.
+    All ranks call it, or the ranks of ``process_group``. If the model is whole on each rank (no DTensor gives each a
+    part, as with ``DistributedDataParallel``), rank 0 calls it alone. A checkpoint in the same place is replaced once
+    the new one is whole. While another job saves it, it is refused.
 
     Args:
         model: The model, sharded or not.

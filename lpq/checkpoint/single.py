@@ -64,10 +64,10 @@ def export_file(
 def import_file(model: nn.Module, path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """Load a file of ``lpq.export(…, layout="lpq")``, or any with a state dict, into the model, however it is sharded.
 
-    All ranks that share the model call it, or those of ``process_group``. A weight that is stored quantized takes one
-    that was saved by the same quantizer, or encodes one that was saved in high precision. A weight in high precision
-    takes the decoded values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not
-    compared.
+    All ranks that share the model call it, or the ranks of ``process_group``. A weight that is stored quantized takes
+    one that was saved by the same quantizer, or encodes one that was saved in high precision. A weight in high
+    precision takes the decoded values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The
+    policy is not compared.
 
     Args:
         model: The model to load into.

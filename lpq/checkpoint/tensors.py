@@ -171,7 +171,7 @@ def _fits(tensor: DTensor, quantizer: Quantizer, stack: bool) -> bool:
 def _placement(
     placement: Placement, name: str, tensor: Tensor, direction: Direction, buffer: Buffer, stack: bool
 ) -> Placement:
-    """The placement of a buffer, by that of its quantized tensor along the same dimension of a mesh."""
+    """The placement of a buffer, by the placement of its quantized tensor along the same dimension of a mesh."""
     if isinstance(placement, Replicate):
         return placement
     if stack and type(placement) is Shard and placement.dim == 0:
@@ -196,6 +196,6 @@ def _placed(
     if expected != tuple(local.shape):
         raise CheckpointError(
             f"{shown(name)}: a shard of {list(local.shape)} is held where equal shards of {list(shape)} would be "
-            f"{list(expected)}: the shards cut blocks of the format, or are not those of a DTensor"
+            f"{list(expected)}: the shards cut blocks of the format, or do not belong to a DTensor"
         )
     return part

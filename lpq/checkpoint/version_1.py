@@ -30,7 +30,7 @@ CODES = {ord(known.code) for known in pickletools.opcodes if known.name in OPCOD
 class Record:
     """The record of an object in the pickle: the arguments that would make it, and the state that it would get.
 
-    There is one subclass for each name in a file, whatever it names, made for that file alone. A pickle can call or set
+    There is one subclass for each name in a file, whatever it names, and for that file alone. A pickle can call or set
     nothing on it or on a record but these two methods; and called on the class, ``__setstate__`` lacks its ``self``.
     """
 

@@ -147,7 +147,7 @@ class Writer(FileSystemWriter):
         if later:
             warn(
                 f"the run went back to {self.target.name}, and keep={keep} will remove what is of later steps at the "
-                f"next save: {listed(later)} in {where}. Move away what is to stay",
+                f"next save: {listed(later)} in {where}. Move away those that you keep",
                 CheckpointWarning,
             )
         if others:

@@ -24,7 +24,7 @@ from lpq.registry.errors import OptionError, suggestion
 
 Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
 Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks share the model out.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="The number of ranks over which the model is sharded.")]
 
 PLAIN = "bf16"
 WAYS: dict[str, Weights | None] = {PLAIN: None, "gathered quantized": "high_precision", "stored quantized": "quantized"}

@@ -62,7 +62,7 @@ def print_error(error: LpqError, *, aloud: bool = True) -> int:
 
 
 def _misnames(error: LpqError) -> bool:
-    """Whether the error is that of a recipe or a policy, a part of which has such a name or option."""
+    """Whether the error comes from a recipe or a policy with a part that has such a name or option."""
     if "lpq.recipes" not in sys.modules:  # it imports torch, which other commands do without
         return False
     from lpq.recipes.errors import PluginRecipeError, RecipeError, UnknownKey

@@ -182,7 +182,7 @@ def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
 
 
 def check_part(text: str, mesh: DeviceMesh) -> None:
-    """Raise on all ranks of a mesh that is about to share out a part of a model, unless they have the same one, by its
+    """Raise on all ranks of a mesh that is about to shard a part of a model, unless they have the same part, by its
     description: torch would send tensors that not all ranks have. It is a collective."""
     if mesh.ndim != 1 or mesh.size() == 1 or modes():  # as where all tensors are fake
         return

@@ -1,4 +1,4 @@
-"""Converted layers, as far as ranks that share out a model look for them."""
+"""Converted layers, as far as ranks that share a model look for them."""
 
 from __future__ import annotations
 

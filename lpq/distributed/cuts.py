@@ -1,4 +1,4 @@
-"""Whether a matrix that ranks share out is gathered before it is encoded, or after."""
+"""Whether a sharded matrix is gathered before it is encoded, or after."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ alone. One operand by itself has at most the tensor's bytes."""
 def why_high(
     quantizer: Quantizer, row: bool, col: bool, cut: Cut, rows: int, cols: int, dtype: torch.dtype
 ) -> str | None:
-    """Why a tensor ``[rows, cols]`` whose rows the ranks share out is gathered before it is encoded, and not after;
+    """Why a tensor ``[rows, cols]`` whose rows are divided over ranks is gathered before it is encoded, and not after;
     None if it is gathered encoded. It follows from sizes and layouts: all ranks decide alike. ``row`` and ``col``:
     whether these operands are wanted together."""
     side = quantizer.side("col")
@@ -51,13 +51,13 @@ def part_of(site: Site) -> Cut | None:
 
 
 def why_not_of_shards(cut: Cut, quantizer: Quantizer) -> str | None:
-    """Why a part of a weight that ranks share out so cannot be gathered quantized, of shards of its rows; None if it
-    can. A statistic that spans these ranks must span the shards, too: it is reduced before the gather."""
+    """Why a part of a weight that is divided in this way cannot be gathered quantized from shards of its rows; None if
+    it can. A statistic that spans these ranks must span the shards, too: it is reduced before the gather."""
     row, col = quantizer.side("row"), quantizer.side("col")
     if state_names(quantizer) or measures_again(row, col):
-        return f"tensor parallelism shares it out, too, and {quantizer} remembers statistics or measures twice"
+        return f"tensor parallelism shards it, too, and {quantizer} remembers statistics or measures twice"
     made = row, None if derives_col(quantizer) else col
     apart = any(spans(a) and not spans(b) for a, b in zip(along(cut, *made), declared(*made), strict=True))
     if apart or (quantizer.col_source == "row" and any(map(spans, along(cut, None, col)))):
-        return f"tensor parallelism shares it out, too, and cuts what a statistic of {quantizer} covers"
+        return f"tensor parallelism shards it, too, and cuts what a statistic of {quantizer} covers"
     return cut.why_not(quantizer, True, True)

@@ -89,7 +89,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
     counts = {parameter.shape[0] for parameter in parameters.values() if parameter.dim() == 3}
     if len(counts) != 1:
         raise ValueError(
-            f"ExpertParallel: {name} has stacks of {sorted(counts)} experts: share out a module of one number"
+            f"ExpertParallel: {name} has stacks of {sorted(counts)} experts: apply it to a module with one number"
         )
     count = counts.pop()
     if count % mesh.size():
@@ -100,12 +100,12 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
         if parameter.dim() < 2 or parameter.shape[0] != count:
             raise ValueError(
                 f"ExpertParallel: {key} of {name} is {list(parameter.shape)}, and not one part for each of {count} "
-                "experts: share out a module that holds experts alone"
+                "experts: apply it to a module that holds experts alone"
             )
         if isinstance(parameter, Gathered):
             raise ValueError(
                 f"ExpertParallel: {key} of {name} was prepared by lpq.convert(…, weights=…), which is not built for "
-                "experts that ranks share out: convert without weights="
+                "experts that are divided over ranks: convert without weights="
             )
 
 

@@ -130,7 +130,7 @@ class RowExchange:
 
 
 def exchange_of(module: nn.Module) -> RowExchange | None:
-    """Return the exchange of a module whose experts ranks share out; None: they do not."""
+    """Return the exchange of a module whose experts are divided over ranks; None: they are not."""
     return vars(module).get("expert_exchange")
 
 

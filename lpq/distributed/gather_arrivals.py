@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.distributed.gathered_operand import Whole
+from lpq.distributed.gathered_operand import GatheredOperand
 from lpq.formats.layout import as_bytes
 from lpq.kernels.placing import Place, RankPieces, bind_places, serves
 from lpq.kernels.table import kernels_allowed
@@ -26,7 +26,7 @@ class Arrivals:
     kernel can."""
 
     def __init__(
-        self, wholes: Sequence[Whole], ranks: int, device: torch.device, sizes: Sequence[int] | None = None
+        self, wholes: Sequence[GatheredOperand], ranks: int, device: torch.device, sizes: Sequence[int] | None = None
     ) -> None:
         """``sizes``: the bytes that a rank sends of each buffer that travels, if something may follow its bytes."""
         self._device, large = device, [t for whole in wholes for t in whole.large]

@@ -1,4 +1,4 @@
-"""Whole: one operand of a whole weight, put together from the operands of its shards.
+"""GatheredOperand: one operand of a whole weight, put together from the operands of its shards.
 
 A shard holds some rows of the weight: the same rows of the row operand, and the same columns of the column operand. A
 buffer whose elements span the sharded dimension is the same on every rank and does not travel.
@@ -27,7 +27,7 @@ Place = tuple[Tensor, Tensor]
 """Where elements of a buffer belong, and the same elements where they arrived."""
 
 
-class Whole:
+class GatheredOperand:
     """An operand in memory that is filled, freed and filled again, while its tensors stay the same."""
 
     def __init__(
@@ -78,12 +78,12 @@ class Whole:
             if whole.numel():
                 yield _by_rank(as_bytes(whole.data), self.lines(whole), parts)
 
-    def derived_from(self, quantizer: Quantizer, row: Whole) -> Derived:
+    def derived_from(self, quantizer: Quantizer, row: GatheredOperand) -> Derived:
         """This column operand, which follows from the row operand of the weight."""
         return Derived(quantizer, row.operand, self.targets)
 
 
-def sent_bytes(buffers: Iterable[tuple[Whole, Tensor]]) -> list[Tensor]:
+def sent_bytes(buffers: Iterable[tuple[GatheredOperand, Tensor]]) -> list[Tensor]:
     """The bytes that this rank sends of the buffers of its part of an operand."""
     sent = []
     for whole, buffer in buffers:

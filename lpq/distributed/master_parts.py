@@ -92,7 +92,7 @@ def _is_alone(group: ProcessGroup | None) -> bool:
     if group is None:
         return True
     if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group that shares out the masters: only its members may cast them")
+        raise ValueError("this rank is not in the group of the masters' shards: only its members may cast them")
     return dist.get_world_size(group) == 1
 
 
@@ -224,6 +224,6 @@ def _span(i: int, weight: QuantizedTensor, count: int, offset: int, alone: bool)
     if alone and span != (0, total):
         raise ValueError(
             f"masters[{i}] are elements [{span[0]}, {span[1]}) of {total}, and the others are on other ranks: "
-            "pass group=, the process group that shares out the masters"
+            "pass group=, the process group of the masters' shards"
         )
     return span

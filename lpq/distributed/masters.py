@@ -1,4 +1,4 @@
-"""Master weights that ranks share out: cast to quantized weights that every rank holds whole.
+"""Sharded master weights: cast to quantized weights that every rank holds whole.
 
 As in ZeRO: each rank owns a part of each flattened fp32 master, anywhere, of any length. A rank takes zeros for the
 elements of the others. It measures, the ranks reduce the statistics of all weights in one collective, and it encodes:
@@ -112,9 +112,9 @@ def cast_master_weights(
     codes of its own elements. Gather the returned pieces: fill each ``piece.buffer`` from the ``piece.own`` of all
     ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
 
-    Before anything is written, ranks exchange what they were given, and the host waits for that. All raise if one of
-    them refuses its part of a master, or if weights, states or seeds differ. Then there is one all-reduce of the
-    statistics of all weights.
+    Before anything is written, ranks exchange their arguments, for which the host waits. All raise if one of them
+    refuses its part of a master, or if weights, states or seeds differ. Then there is one all-reduce of the statistics
+    of all weights.
 
     A weight is dearer if a code of it is of several elements, as where two share a byte, or if its format does not
     declare what follows from statistics (``Buffer.from_stats``), rotates, or makes the column operand of the decoded
@@ -122,8 +122,8 @@ def cast_master_weights(
     them, and there are no pieces.
 
     It can be recorded in a CUDA graph, after a call that was not: what ranks were given is not compared then. A replay
-    casts what the same masters hold then into the same weights, with the same random bits unless ``seed`` is a tensor
-    that was changed.
+    casts the values that the same masters hold then into the same weights, with the same random bits unless ``seed`` is
+    a tensor that was changed.
 
     Args:
         weights: The quantized weights, the same on every rank and in the same order.

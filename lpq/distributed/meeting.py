@@ -42,7 +42,7 @@ def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, wai
             store.set(f"{at}/other", "1")
         everybody = store.add(f"{at}/came", 1) == len(ranks)
         if (everybody or not _is_over(store, at, end, waiting)) and store.add(f"{at}/ends", 1) == 1:
-            if everybody:  # and so nobody reads what was before
+            if everybody:  # and so nobody reads earlier texts
                 store.delete_key(f"{place}/told")
                 _remove(store, place, number)
             store.add(f"{place}/number", 1)

@@ -1,4 +1,4 @@
-"""The check that ranks which share out a model have the same one, where lpq gathers none of its weights.
+"""The check that ranks which share a model have the same one, where lpq gathers none of its weights.
 
 Layers that share their work with other ranks, under tensor parallelism, call it before their passes. Where FSDP2
 gathers weights in high precision, or a DistributedDataParallel holds replicas, ranks compare in the first forward, and
@@ -67,9 +67,9 @@ class PassInput(NamedTuple):
 
 
 class ModelCheck(Watcher):
-    """Compares a model in the first forward that trains it, before the first pass of a layer that ranks share out, and
-    before a step of its optimizer where some ranks had no pass to compare in; and again after a recipe has changed.
-    While recipes may change by step it does so each time: a rank cannot see that another one alone was given a step."""
+    """Compares a model in the first forward that trains it, before the first pass of a sharded layer, and before a step
+    of its optimizer where some ranks had no pass to compare in; and again after a recipe has changed. While recipes may
+    change by step it does so each time: a rank cannot see that another one alone was given a step."""
 
     open = True
     """Whether passes are to look for ranks that share the model."""

@@ -216,7 +216,7 @@ def _lender() -> _Lender:
 
 
 def _gathering_of(module: Any) -> Gathering | None:
-    """The weights that are gathered quantized together with that of this module; None: it is not."""
+    """The weights that are gathered quantized together with this module's weight; None: it is not."""
     fsdp: Gathering | None = module.model.fsdp if isinstance(vars(module).get("gather"), Gather) else None
     return fsdp
 

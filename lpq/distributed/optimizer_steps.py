@@ -38,7 +38,7 @@ class Watcher:
         return model is not None and any(id(param) in params for param in model.parameters())
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer, or prepare what it will write to."""
+        """Refuse an optimizer, or prepare the parameters that it will write to."""
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Act on the parameters that the optimizer wrote. All statistics to be reduced are added to ``reductions``,

@@ -29,7 +29,7 @@ _writing = registry.cached_few(lambda product, kernels: bind_writing(product))
 def can_overlap(cut: Cut, x: Tensor) -> bool:
     """Whether parts of this tensor can be multiplied as they arrive: a rank's rows lie side by side in the whole, and
     its device can read the rows of other ranks. All ranks decide alike."""
-    return cut.stretches == 1 and x.numel() > 0 and symmetric.serves(x.device)
+    return cut.chunks_per_rank == 1 and x.numel() > 0 and symmetric.serves(x.device)
 
 
 def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Multiply:

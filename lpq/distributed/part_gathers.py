@@ -73,11 +73,11 @@ class Arriving:
 def in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
     """Put bytes that arrived rank by rank into the order of the whole, which has ``lines`` lines; ranks' chunks lie
     along them."""
-    if (lines == 1 and cut.stretches == 1) or not came.numel():
+    if (lines == 1 and cut.chunks_per_rank == 1) or not came.numel():
         return came
-    size = came.numel() // (cut.ranks * lines * cut.stretches)
+    size = came.numel() // (cut.ranks * lines * cut.chunks_per_rank)
     pieces = came.view(torch.int64) if size % WORD == 0 else came
-    by_rank = pieces.view(cut.ranks, lines, cut.stretches, -1)
+    by_rank = pieces.view(cut.ranks, lines, cut.chunks_per_rank, -1)
     return by_rank.permute(1, 2, 0, 3).reshape(-1)
 
 
@@ -140,8 +140,8 @@ def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
     """Begin to sum the ``y`` of all ranks: the whole of it, or this rank's rows if there is a cut."""
     if cut is None:
         return begin_all_reduce(y, "sum", group)
-    if cut.stretches > 1:
-        y = y.view(cut.stretches, cut.ranks, cut.size, y.shape[-1]).transpose(0, 1).reshape(y.shape)
+    if cut.chunks_per_rank > 1:
+        y = y.view(cut.chunks_per_rank, cut.ranks, cut.size, y.shape[-1]).transpose(0, 1).reshape(y.shape)
     return begin_reduce_scatter(y, cut.ranks, group)
 
 

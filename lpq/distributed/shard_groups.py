@@ -17,7 +17,7 @@ def attach(parameter: Tensor) -> None:
     """Attach the group that shards a parameter to its local part, if that is stored quantized.
 
     FSDP2's first gather does that, and so do the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint``, and any
-    write to the weight of a layer that FSDP2 has sharded. Call it for other shards, such as those of a file or a
+    write to the weight of a layer that FSDP2 has sharded. Call it for other shards, such as shards from a file or a
     pickle: before it, a write that needs statistics of the whole tensor is an error.
 
     Args:

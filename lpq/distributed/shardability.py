@@ -24,7 +24,7 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) ->
     if rounds_stochastically(quantizer):
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
     if quantizer.col_source == "row" and col.state:
-        return f"{col} would have to remember statistics of what the row operand decodes to"
+        return f"{col} would have to remember statistics of the decoded row operand"
     if ranks > 1 and not stack and measures_again(quantizer.side("row"), col):
         return f"{quantizer} measures in two rounds, and weights are gathered after one"
     return why_uncut(quantizer, rows, ranks, stack)

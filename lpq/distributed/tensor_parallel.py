@@ -125,7 +125,7 @@ def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
         title: Any = getattr(module, "title", type(module).__name__)
         raise ValueError(
             f"{title}: its weight was prepared by lpq.convert(…, weights='quantized'), which is not built for weights "
-            "that tensor parallelism shares out: convert with weights='high_precision', or without weights="
+            "that tensor parallelism shards: convert with weights='high_precision', or without weights="
         )
     for name, placement in (("input_layouts", layouts.input), ("output_layouts", layouts.output)):
         if not isinstance(placement, Placement):
@@ -134,6 +134,6 @@ def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     if reason is not None:
         raise RuntimeError(
             f"{module.title}: overlap=True has ranks read each other's memory, which these cannot: {reason}. Leave "
-            "it out of the style, or share the layer out over GPUs of one host that are linked"
+            "it out of the style, or shard the layer over GPUs of one host that are linked"
         )
     module.layouts = layouts  # type: ignore[assignment]

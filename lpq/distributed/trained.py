@@ -1,8 +1,9 @@
 """A check that optimizers train each weight of a model exactly once.
 
-Some libraries exchange the parameters of an optimizer for those of a sharded model. Where that goes wrong, an optimizer
-has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several optimizers may
-share a model out, have parameters of other models, too, and leave out weights that are frozen or get no gradient.
+Some libraries exchange the parameters of an optimizer for the parameters of a sharded model. Where that goes wrong, an
+optimizer has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several
+optimizers may divide a model among them, have parameters of other models, too, and leave out weights that are frozen or
+get no gradient.
 
 The decision depends on facts that are equal on all ranks: the optimizers that have stepped, and their parameters.
 """

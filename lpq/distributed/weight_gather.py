@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.distributed.alike import Comparison
 from lpq.distributed.cuts import part_of, why_not_of_shards
 from lpq.distributed.gather_encoder import Rows, Sides, sides_of
-from lpq.distributed.gathered_operand import Whole
+from lpq.distributed.gathered_operand import GatheredOperand
 from lpq.distributed.several_matrices import Measuring, measured_together
 from lpq.distributed.shard import WeightShard, plain, plain_each
 from lpq.distributed.shard_groups import attach
@@ -117,8 +117,8 @@ class GatheredOperands(NamedTuple):
     sides: Sides
     dtype: torch.dtype
     """The dtype of the whole weight."""
-    row: Whole
-    col: Whole
+    row: GatheredOperand
+    col: GatheredOperand
 
 
 class Measured(NamedTuple):
@@ -209,7 +209,7 @@ class Gather:
 
     @cached_property
     def where(self) -> tuple[torch.dtype, torch.device, ProcessGroup]:
-        """The dtype and the device of the whole weight, and the ranks that share it out."""
+        """The dtype and the device of the whole weight, and the ranks over which it is sharded."""
         return self.site.dtype, self.site.device, self.site.group
 
     # ------------------------------------------------------------------------------ the quantizer
@@ -298,7 +298,10 @@ class Gather:
         if sides is not None:
             shape, ranks, quantizer = self.site.shape, self.site.group.size(), sides.quantizer
             of = (tuple(shape), ranks, dtype, self.site.device)
-            row, col = Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
+            row, col = (
+                GatheredOperand("row", quantizer.side("row"), *of),
+                GatheredOperand("col", quantizer.side("col"), *of),
+            )
             self.operands = GatheredOperands(sides, dtype, row, col)
 
     def whole(self) -> QuantizedTensor:
@@ -340,7 +343,8 @@ def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
 
 
 def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Measuring) -> None:
-    """Measure this rank's shards of these weights. The reductions turn the statistics into those of whole weights."""
+    """Measure this rank's shards of these weights. The reductions turn the statistics into statistics of whole
+    weights."""
     found: list[tuple[Gather, Measured]] = []
     alike: dict[tuple[object, ...], tuple[Sides, list[tuple[Gather, Tensor]]]] = {}
     shards = fsdp.shards(gather.site for gather in gathers)

@@ -27,7 +27,7 @@ class CompressedTensors(Layout):
     """A scheme's ``config`` is its entry in ``config_groups``: ``format``, ``weights`` and ``input_activations``."""
 
     experts = (
-        "transformers fails to load the experts in this layout, since it joins those of a block in one tensor; "
+        "transformers fails to load the experts in this layout, since it joins the experts of a block in one tensor; "
         "lpq.load_quantized reads them"
     )
 
@@ -119,16 +119,12 @@ def _scheme(name: str, group: Mapping[str, Any], schemes: Sequence[Scheme]) -> t
         )
     scheme = next((s for s in schemes if _same(s.config["weights"], weights)), None)
     if scheme is None:
-        raise LayoutError(
-            f"config.json: no format that is installed has weights as those of its {name}: {brief(weights)}"
-        )
+        raise LayoutError(f"config.json: no format that is installed has weights as in its {name}: {brief(weights)}")
     if not activations:
         return scheme, None
     inputs = next((i for i in scheme.inputs if _same(i.config["input_activations"], activations)), None)
     if inputs is None:
-        raise LayoutError(
-            f"config.json: no format that is installed has inputs as those of its {name}: {brief(activations)}"
-        )
+        raise LayoutError(f"config.json: no format that is installed has inputs as in its {name}: {brief(activations)}")
     return scheme, inputs
 
 

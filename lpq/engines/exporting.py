@@ -19,7 +19,7 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.single import write_file
-from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
+from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
 from lpq.engines.entries import Entry
 from lpq.engines.experts import Stacks, are_fused, notes_of, stacks
 from lpq.engines.layouts import layout_named
@@ -93,10 +93,10 @@ class Export:
     ) -> Exported:
         """Write a model into the directory ``path`` for inference engines; return a record.
 
-        Weights have the codes that the layers multiply, bit for bit: those that are stored quantized as they are, those
-        in high precision encoded once as their recipe does it in forward. All ranks that share the model call this, or
-        those of ``process_group``, and none of them holds more than its shards and one layer. A model that ranks do not
-        share, or the directory of a checkpoint, is exported by rank 0 alone.
+        Weights have the codes that the layers multiply, bit for bit: stored quantized weights are written unchanged,
+        weights in high precision are encoded once, as their recipe does it in forward. All ranks that share the model
+        call this, or the ranks of ``process_group``. No rank holds more than its shards and one layer. A model that
+        ranks do not share, or the directory of a checkpoint, is exported by rank 0 alone.
 
         ``layout="lpq"`` writes the whole model into one file, ``path``, for ``lpq.checkpoint.import_file``: all tensors
         bit for bit, whatever their names. The first rank has the whole model in the CPU's memory on the way. Of the
@@ -132,7 +132,9 @@ class Export:
             target = ranks.each(lambda: place(path))
 
         def begin() -> Directory:
-            small = beside(source.model, base_of(source.model, base)) | {n: as_json(data) for n, data in config.items()}
+            small = small_files(source.model, base_of(source.model, base)) | {
+                n: as_json(data) for n, data in config.items()
+            }
             return Directory(target, shards(plan, shard_bytes), small)
 
         with ranks.error_context(f"nothing is exported to {target}"):
@@ -163,7 +165,7 @@ class Export:
 
         It is for refitting an engine while training goes on. Weights that are stored quantized, sharded or not, are
         gathered as they are, one at a time: there is no copy in high precision. All ranks go through it together, or
-        those of ``process_group``, and each gets all tensors, on its device. Where ranks do not share the model, each
+        the ranks of ``process_group``. Each gets all tensors, on its device. Where ranks do not share the model, each
         goes through its own.
 
         Args:

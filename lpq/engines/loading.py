@@ -63,7 +63,7 @@ def load_quantized(
         weights: How weights are stored, as for ``lpq.convert``. ``"quantized"``: with the codes of the files, bit for
             bit; the recipe of each layer must then be one whose weights lie so. A column operand that does not follow
             from the row operand is encoded from what that decodes to, and masters of ``lpq.optim.MasterWeights`` begin
-            there. ``"high_precision"`` or ``None``: weights get what the codes decode to, in their own dtype.
+            there. ``"high_precision"`` or ``None``: weights get the decoded values, in their own dtype.
     """
     path = place(path)
     with Ranks(alone=True).error_context(f"{path} cannot be loaded"):
@@ -131,7 +131,8 @@ class _Job:
     """For each weight, by name, a function that reads its row operand, or the operand whose decoded value it gets. It
     is called when everything is checked, and again to fill the model, so that one operand is in memory at a time."""
     plain: list[tuple[str, int | None, str]] = field(default_factory=list)
-    """Tensors in high precision by name, the part of it if that is not all, and the name of what it gets."""
+    """Tensors in high precision: the name, the number of the part if it is not the whole, and the name of its
+    source."""
     amaxes: dict[str, Tensor] = field(default_factory=dict)
     """The amax of inputs, by the name of a layer."""
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.engines.beside import read_json
 from lpq.engines.checks import check_value
+from lpq.engines.config_files import read_json
 from lpq.engines.layouts import layout_named, parts_of, schemes_in, summaries
 from lpq.engines.names import CONFIG, INDEX, JSON_FILES, ONE
 from lpq.files import disk

@@ -91,7 +91,7 @@ class SavedCheckpoint:
 
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
         """The modules with a matrix as weight, but for this set. Engines do not quantize embeddings, but a checkpoint
-        does not show which these are, and to ignore one changes nothing."""
+        does not show which modules are embeddings. To ignore one changes nothing."""
         yield from left_modules(self.stacks)
         aliases, tied = self._description.aliases, self._description.tied
         for name, (shape, _) in self._saved.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.engines.beside import as_json
+from lpq.engines.config_files import as_json
 from lpq.engines.names import CONFIG, INDEX, shard_name
 from lpq.engines.plan import Assigned, ExportPlan
 from lpq.files import disk

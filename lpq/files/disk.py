@@ -65,7 +65,7 @@ def _fault(path: Path, size: int, sha256: str | None) -> str | None:
     if (found := path.stat().st_size) != size:
         return f"it has {found} bytes where its manifest says {size}, so it is truncated or was changed"
     if sha256 is not None and digest(path) != sha256:
-        return "its SHA-256 is not that of its manifest, so it is damaged or was changed"
+        return "its SHA-256 differs from its manifest, so it is damaged or was changed"
     return None
 
 

@@ -37,8 +37,8 @@ def _check_block(what: str, block: object) -> None:
 
 def row_major(tensor: Tensor) -> Tensor:
     """Return the same values row by row in memory; the tensor itself if it lies so. To torch a tensor is contiguous
-    whatever stride a dimension of one element has. Its bytes can be viewed only if the strides are those of a fresh
-    tensor, and a compiler expects these.
+    whatever stride a dimension of one element has. Its bytes can be viewed only if it has the strides of a fresh
+    tensor, which a compiler expects, too.
     """
     tensor, strides, step = tensor.contiguous(), [], 1
     for size in reversed(tensor.shape):
@@ -108,8 +108,8 @@ class Buffer(Covering):
     from_stats: bool = False
     """Whether its values follow from the statistics alone, as scales do. A format that declares it of a buffer thereby
     declares that zeros in place of elements raise no statistic, and that a value of any other buffer follows from the
-    statistics and from the elements of its own block. Ranks that share out master weights then exchange statistics,
-    if each element has codes of its own (``cast_master_weights``), and otherwise all elements."""
+    statistics and from the elements of its own block. Ranks with shards of master weights then exchange statistics, if
+    each element has codes of its own (``cast_master_weights``), and otherwise all elements."""
 
     def __post_init__(self) -> None:
         _check_block(f"buffer {self.name!r}", self.block)

@@ -22,7 +22,7 @@ from lpq.nn import replan, set_step
 from lpq.nn.first_argument import check_model
 from lpq.nn.quantizer_state import memories
 from lpq.optim import MasterWeights
-from lpq.optim.standing import itself
+from lpq.optim.unwrap import unwrapped
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -63,7 +63,7 @@ class _Steps:
             return
         if lost := _would_forget(model, state.best_global_step - 1):
             warn(
-                f"what layers remembered is not that of the best model, which had other recipes: {listed(lost)}. "
+                f"what layers remembered is not from the best model, which had other recipes: {listed(lost)}. "
                 f"lpq.integrations.transformers.resume(model, {state.best_model_checkpoint!r}), and load it again",
                 CheckpointWarning,
             )
@@ -87,7 +87,7 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
     Args:
         model: The converted model.
         checkpoint: The directory of the checkpoint.
-        any_policy: Let the model have another policy than the one in the checkpoint.
+        any_policy: Let the model have another policy than the checkpoint.
     """
     check_model(model)
     path = place(checkpoint, "checkpoint") / "trainer_state.json"
@@ -125,7 +125,7 @@ def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool)
 
 def _encode_again(model: nn.Module, optimizer: Any) -> None:
     """Restore weights that are stored quantized: they were loaded from what one of their operands decodes to."""
-    masters = itself(optimizer) if optimizer is not None else None
+    masters = unwrapped(optimizer) if optimizer is not None else None
     if isinstance(masters, MasterWeights) and masters.keep:
         masters.encode()
     elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local_part, model.parameters())):

@@ -33,7 +33,7 @@ def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
     if reason is not None:
         raise RuntimeError(
             "a launch over several weights cannot be recorded in a CUDA graph here: their addresses are sent by a "
-            f"kernel then, which {reason}. Call it outside of what is captured"
+            f"kernel then, which {reason}. Call it outside of the capture"
         )
     return write_words(numbers, device)
 

@@ -27,8 +27,8 @@ SPEC = KernelSpec.cuda("place", "lpq.kernels.placing:bind_places")
 FIELDS = 5
 
 Place = Callable[[Sequence[int], Sequence[int]], None]
-"""``place(sources, targets)``: addresses of what the ranks sent, in the order of ranks, and of the buffers. The device
-is the current one."""
+"""``place(sources, targets)``: addresses of the bytes that the ranks sent, in the order of ranks, and of the buffers.
+The device is the current one."""
 
 
 class RankPieces(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, cast
 from lpq.kernels.errors import KernelError
 
 LETTERS = f"({'P' * 16})"
-"""The letters of a map among those of a ``CudaKernel``."""
+"""The letters of a map among the letters of a ``CudaKernel``."""
 ALIGNED = 16
 """The alignment, in bytes, of a matrix and of the distance between its rows."""
 MAP, MAP_ALIGNED = struct.Struct("<16Q"), 64

@@ -50,7 +50,7 @@ def read(path: Path) -> bytes:
 
 
 def make(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone, whatever the umask."""
+    """Make a folder, and missing folders above it, for this user alone, whatever the umask."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         try:

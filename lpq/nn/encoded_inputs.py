@@ -1,8 +1,8 @@
 """Inputs that are encoded before they get to a layer, ``layer(quantizer.quantize(x))``, and gradients of its output
 that arrive encoded.
 
-The layer multiplies their operands and encodes nothing. The gradient of such an input is an ordinary tensor, like that
-of a stored weight.
+The layer multiplies their operands and encodes nothing. The gradient of such an input is an ordinary tensor, like the
+gradient of a stored weight.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the results of all experts for their rows. Ranks may share the experts out."""
+    """Return the results of all experts for their rows; experts may be divided over ranks."""
     exchange: RowExchange | None = experts.expert_exchange
     if exchange is None:
         return _multiply(experts, rows, ends)

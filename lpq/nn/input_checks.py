@@ -102,7 +102,7 @@ def check_backward(dy: Tensor) -> None:
 
 
 def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
-    """Raise if the layer cannot multiply this input by this weight, which a mesh of ranks shares out."""
+    """Raise if the layer cannot multiply this input by this weight, which is sharded over a mesh."""
     _check_tensors(layer, input, weight)
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim == 1 and not placements[0].is_shard():
@@ -126,7 +126,7 @@ def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     if isinstance(local_part(weight), Gathered) and (layer.gather is None or layer.gather.unit is None):
         raise ValueError(
             f"{layer.title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
-            "tensor parallelism shares out alone: call fully_shard after parallelize_module, or convert without "
+            "tensor parallelism alone shards: call fully_shard after parallelize_module, or convert without "
             "weights="
         )
     if layer.model.accumulate is not None:

@@ -71,7 +71,7 @@ class LayerCall(NamedTuple):
     values: Tensor | None = None
     """The tensor to encode, if ``x`` stands for its gradient and its shape alone."""
     shared: EncodedInput | None = None
-    """The input that layers share which ranks share out."""
+    """The input that sharded layers share."""
     shape: Sequence[int] | None = None
     """The shape of the result, if its leading dimensions differ from ``x``."""
     encoded_by: EncodedBy | None = None

@@ -87,7 +87,7 @@ class ObservedPart(Observed):
     """One tensor of a pass over the ranks of a mesh: this rank's part, or the whole, which all ranks have."""
 
     cut: Cut | None
-    """How the ranks share it out."""
+    """How it is divided over the ranks."""
     among: str
     """The name of the process group of the ranks."""
 
@@ -121,7 +121,7 @@ class Watch(NamedTuple):
     first: int = 0
     """The number of this rank's first group."""
     parts: SharedOut | None = None
-    """How ranks share the tensors out."""
+    """How the tensors are divided over ranks."""
 
     def result(self, y: Tensor, ends: Sequence[Tensor]) -> None:
         """Tell of the output, unless it is a part."""

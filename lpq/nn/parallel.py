@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 _multiply: Any = Multiplication.apply
 
 
-class Spread(torch.autograd.Function):
+class SumGradients(torch.autograd.Function):
     """A tensor that ranks use for different parts of a result: the gradients of all are summed.
 
-    Where the ranks share out its rows, the result has the shape of the whole and no values: its gradient is summed, and
-    each rank gets its own rows of the sum.
+    Where its rows are divided over the ranks, the result has the global shape and no values: its gradient is summed,
+    and each rank gets its own rows of the sum.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class Spread(torch.autograd.Function):
         return summed.view(ctx.shape), None, None, None
 
 
-_spread: Any = Spread.apply
+_sum_gradients: Any = SumGradients.apply
 
 
 class Siblings(NamedTuple):
@@ -140,7 +140,7 @@ def multiply_parts(
         shared, call = siblings.inputs.find(found_by, how, id(layer)), siblings.others
         first = shared is None
         if shared is None:
-            through = _spread(x, sequence, over.whole, group) if needs[0] else x
+            through = _sum_gradients(x, sequence, over.whole, group) if needs[0] else x
             shared, call = EncodedInput(through, SharedColumn(siblings.inputs)), siblings.first
         through = shared.tensor
     if plan.memories or plan.stochastic or call.shapes.encoded:
@@ -158,7 +158,7 @@ def multiply_parts(
     if added is not None and not by_columns:  # once, and not on each rank before they are summed
         if over.output.is_partial() and over.parts.weight.rank:
             added = added - added.detach()  # zero, with the gradient of the bias
-        y = y + (added if sequence is None else _spread(added, None, added.shape, group)).to(y.dtype)
+        y = y + (added if sequence is None else _sum_gradients(added, None, added.shape, group)).to(y.dtype)
     return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
 
 
@@ -208,7 +208,7 @@ def _mesh_pass(
     columns, encoded = weight.placements[0].is_shard(0), isinstance(local_part(input), QuantizedTensor)
     if encoded and not (columns and given.is_replicate()):
         raise ValueError(
-            f"{layer.title}: its input is encoded already, and the ranks share it out, by {given}: whether that was by "
+            f"{layer.title}: its input is encoded already, and it is sharded, by {given}: whether that was by "
             "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
         )
     size = layer.out_features if columns else layer.in_features
@@ -308,6 +308,6 @@ def _refuse_cut_blocks(layer: WeightedLayer, ranks: int, reasons: dict[str, str 
     for what, reason in reasons.items():
         if reason is not None:
             raise ValueError(
-                f"{layer.title}: {what} cannot be shared out over {ranks} ranks: {reason}. Use fewer ranks, "
+                f"{layer.title}: {what} cannot be divided over {ranks} ranks: {reason}. Use fewer ranks, "
                 "give the layer a recipe with smaller blocks, or leave it out of the plan"
             )

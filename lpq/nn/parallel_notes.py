@@ -1,4 +1,4 @@
-"""Lines of a report about layers that ranks share out: which of their tensors travel, and how."""
+"""Lines of a report about sharded layers: which of their tensors travel, and how."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TOKENS = 2**14
 
 
 def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the name of each layer that a style of ``lpq.distributed`` shares out, with how, and what travels."""
+    """Yield the name of each layer that a style of ``lpq.distributed`` shards, with the style and the tensors that
+    travel."""
     for name, module in model.named_modules():
         if getattr(module, "dispatched", None) is not None:
             yield name, _of_experts(module)

@@ -20,12 +20,12 @@ from lpq.operations.cut import Cut
 from lpq.operations.encoder import BindEncoder, Encoder, Wanted
 from lpq.operations.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
 
-SHARED_OUT = "tensor parallelism shares the layer out: whether it was encoded by statistics of all ranks cannot be told"
+SHARED_OUT = "tensor parallelism shards the layer: whether it was encoded by statistics of all ranks cannot be told"
 
 
 class SharedOut(NamedTuple):
-    """How the ranks of a group share out a layer: the rows of its weight, and with them the columns of its output; or
-    the columns of its weight and of its input, and then the output is the sum over the ranks."""
+    """How a layer is sharded over the ranks of a group: the rows of its weight, and with them the columns of its
+    output; or the columns of its weight and of its input, and then the output is the sum over the ranks."""
 
     group: str
     weight: Cut
@@ -42,7 +42,7 @@ class SharedOut(NamedTuple):
     """Whether its whole row operand is kept nevertheless, for siblings."""
 
     def cut_of(self, tensor: str) -> Cut | None:
-        """How ranks share out x, w or dy; None: each has the whole."""
+        """How ``x``, ``w`` or ``dy`` is divided over ranks; None: each has the whole."""
         if self.weight.dim == 0:
             return {"x": self.sequence, "w": self.weight, "dy": self.weight._replace(dim=1)}[tensor]
         return {"x": self.weight, "w": self.weight, "dy": None if self.high else self.sequence}[tensor]

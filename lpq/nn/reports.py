@@ -34,7 +34,7 @@ class Report:
     weights: tuple[Entry, ...] = ()
     """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
     parallel: tuple[Entry, ...] = ()
-    """Under tensor and expert parallelism: how each layer is shared out, and in what form sequences are gathered, and
+    """Under tensor and expert parallelism: how each layer is sharded, and in which form sequences are gathered, and
     rows sent to experts."""
     experts: tuple[Entry, ...] = ()
     """How the products of experts are computed, and from how many rows on that takes less time than bf16."""

@@ -31,7 +31,7 @@ def check_options(weights: Weights | None, ranks: int | None, earlier: int | Non
     if weights not in (None, *get_args(Weights)):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
-        raise ValueError(f"ranks={ranks!r}: it is the number of ranks that will share the weights out, from 1 on")
+        raise ValueError(f"ranks={ranks!r}: it is the number of ranks of the shards, from 1 on")
     if weights is None and ranks not in (None, earlier):
         raise ValueError(
             f"ranks={ranks} is for weights that are prepared, and weights=None prepares none: add weights='quantized' "

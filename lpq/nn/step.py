@@ -68,7 +68,7 @@ class Shapes(NamedTuple):
     compiled: bool = False
     """Whether a compiler traces this step, and decides which tensors are kept for backward."""
     parts: Parts | None = None
-    """How x, w and dy are shared out, or divided into groups; None: each is one whole matrix."""
+    """How ``x``, ``w`` and ``dy`` are divided over ranks or into groups; None: each is one whole matrix."""
     watched: bool = False
     """Whether a tracer or a mode watches, so that operators encode and multiply."""
     arrived: bool = False
@@ -139,7 +139,7 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     forward = (fprop, False)
     draws = not encoded and not plan.w.side("row").plain
-    of_x = input_wanted(plan, shapes)._replace(exact=forward, later=later, draws=not draws)
+    of_x = input_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
     x = None if given else _encoder(encoder, of_x, plan.keeps_input)
     wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
     wanted = wanted._replace(at_hand=True)
@@ -175,6 +175,6 @@ def gradient_wanted(plan: Plan, shapes: Shapes) -> Wanted:
 def _encoder(encoder: BindEncoder, wanted: Wanted, keeps: bool) -> Encoder:
     """The encoder of the input or the weight; ``keeps``: the tensor is kept for backward, not its column operand.
 
-    A compiler decides that by itself, and would copy in backward the state that forward is to copy.
+    A compiler decides that by itself: it would copy in backward the state that forward should copy.
     """
     return in_two_steps(encoder, wanted) if keeps and wanted.col and not wanted.later else encoder(wanted)

@@ -79,7 +79,7 @@ def _cannot_tell(who: str, remedy: str) -> RuntimeError:
 
 
 def _refuse_parts_fake(memory: Tensor) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 # Said to write to the state, so that a compiler keeps it.

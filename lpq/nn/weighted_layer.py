@@ -28,7 +28,7 @@ class WeightedLayer(StatefulLayer):
     out_features: int
     kind: ClassVar[str] = "lpq.nn.Linear"
     layouts: Layouts | None = None
-    """How its input and output are shared out, as a style of ``lpq.distributed.tensor_parallel`` sets it."""
+    """How its input and output are divided over ranks, as a style of ``lpq.distributed.tensor_parallel`` sets it."""
     gather: Gather | None
     """How FSDP2 gathers its weight quantized, if ``lpq.convert(…, weights=…)`` prepared it. Compiled layers read it
     here, and so share code."""

@@ -135,7 +135,7 @@ def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) ->
         return f"is {buffer.dtype} and not torch.float32"
     if not buffer.is_contiguous():
         return f"has strides {list(buffer.stride())} and is not contiguous"
-    return f"is on {buffer.device}, and what is encoded on {device}" if buffer.device != device else ""
+    return f"is on {buffer.device}, and the tensor to encode on {device}" if buffer.device != device else ""
 
 
 def unfit_bias(bias: object, rows: int, device: torch.device) -> Exception:

@@ -68,7 +68,7 @@ class Encoding(NamedTuple):
 
 
 Encoded = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
-"""The buffers of the row operand, those of the column operand and the statistics, each in the order declared."""
+"""The buffers of the row operand, the buffers of the column operand and the statistics, each in the order declared."""
 Encode = Callable[[Tensor, int, Sequence[Tensor | None], Tensor | None], Encoded]
 """``encode(x, at, stats, seed)``: ``at`` is the address of ``x``; ``stats`` are contiguous, and None where they are not
 given. The device is the current one."""

@@ -14,26 +14,26 @@ from lpq.formats.format import Quantizer
 
 
 class Cut(NamedTuple):
-    """How the ranks share out a matrix: equally."""
+    """How a matrix is divided over ranks: equally."""
 
     dim: int
     """0: each rank has some of its rows; 1: some of its columns."""
     rank: int
     ranks: int
     size: int
-    """How many rows or columns one stretch has; they lie side by side in the whole matrix."""
-    stretches: int = 1
-    """How many stretches each rank has. The ranks take turns: one stretch each, then the next. A batch of sequences has
+    """How many rows or columns one chunk has; they lie side by side in the whole matrix."""
+    chunks_per_rank: int = 1
+    """How many chunks each rank has. The ranks take turns: one chunk each, then the next. A batch of sequences has
     one for each sequence."""
 
     @property
     def mine(self) -> int:
         """How many rows or columns this rank has."""
-        return self.size * self.stretches
+        return self.size * self.chunks_per_rank
 
-    def place(self, stretch: int) -> int:
+    def place(self, chunk: int) -> int:
         """The first row or column, in the whole matrix, of a chunk of this rank."""
-        return (stretch * self.ranks + self.rank) * self.size
+        return (chunk * self.ranks + self.rank) * self.size
 
     def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:
         """Why these operands cannot be encoded part by part; None if they can. It is the same on all ranks."""

@@ -79,7 +79,7 @@ class Wanted(NamedTuple):
     """Whether the row operand, and the column operand, may be made in its exact form: it is multiplied at once."""
     later: bool = False
     """Whether the column operand is made when it is multiplied, so that a compiler decides what is kept until then."""
-    draws: bool = False
+    always_takes_seed: bool = False
     """Whether the operator that makes the row operand is given the seed in any case. A compiler would draw in backward
     what forward has no use for."""
     measures: bool = False
@@ -279,9 +279,10 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         # Equal operators are merged, those that are given other seeds are not.
-        of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
+        of_row = seed if wanted.always_takes_seed or (row is not None and row.stochastic) else None
         made, _, measured = quantized(as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand)
-        # Else backward would read what a later write to x leaves, if that is traced too. Inductor takes the copy away.
+        # Else backward would read the values of a later write to x, if that is traced too. Inductor takes the copy
+        # away.
         same = x.clone()
         kept = (same, *measured) if not col.stochastic or seed is None else (same, *measured, seed)
         return made, kept, ()

@@ -92,7 +92,7 @@ _bound = registry.cached_few(lambda p, kernels: bind(p))
 def multiply_groups(
     a: Grouped, b: Storage | Grouped, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
-    """Multiply the rows of each group by its matrix of a stack, or its columns by those of another operand."""
+    """Multiply the rows of each group by its matrix of a stack, or the columns of each group of two operands."""
     p = _product(a, b, offs, dtype, fast_accumulate)
     return _run(p, a.tensors, b.tensors if isinstance(b, Grouped) else b.tensors(), offs, bias)
 

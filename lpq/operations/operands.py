@@ -45,7 +45,7 @@ def encode_operands(
     exact: tuple[bool, bool] = (False, False),
 ) -> Operands:
     """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
-    leaves them, which may be column by column: ``Storage.row_major`` is for what is kept.
+    leaves them, which may be column by column: ``Storage.row_major`` is for operands that are kept.
 
     ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once and not kept. Such an
     operand may be made in its exact form in place of being encoded. ``group``: ``x`` is one of equal shards along

@@ -139,7 +139,7 @@ def overwrites(func: Any) -> bool:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes to, those in lists one by one."""
+    """The arguments that an operator writes to; lists are taken apart."""
     schema = schema_of(func).arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
     for argument, value in given:

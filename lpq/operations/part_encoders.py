@@ -130,7 +130,7 @@ def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *,
     measures = wanted.remembers and (wanted.measures or moves(quantizer, row, col))
     apart = any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
     if measures and not apart:  # encoding measures on the way, if it does so once for the part
-        apart = early or measures_again(row, col) or (cut.stretches > 1 and _draws(row, col))
+        apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and _draws(row, col))
     given = (True,) * len(needed) if apart else recalled if True in recalled else ()
     within = measures and not apart
     encoder = _placed(bind, wanted._replace(remembers=False, measures=within, given=given, apart=apart), cut)
@@ -150,8 +150,8 @@ def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *,
 
 
 def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list[Declared]:
-    """The statistics that these operands of a part need, each with the dimension that ranks share out; without a cut
-    none."""
+    """The statistics that these operands of a part need, each with the dimension that is divided over ranks; without a
+    cut none."""
     if cut is None:
         return []
     return [(stat, own if cut.dim == 0 else 1 - own) for stat, own in declared(row, col)]
@@ -164,19 +164,19 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
         return bind(wanted)
     if cut.dim == 1:
         return bind(wanted._replace(across=cut.place(0)))
-    if cut.stretches == 1:
+    if cut.chunks_per_rank == 1:
         return bind(wanted._replace(offset=wanted.offset + cut.place(0)))
     (_, cols), needed = wanted.shape, declared(*sides)
-    places = [wanted._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.stretches)]
+    places = [wanted._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.chunks_per_rank)]
     encoders, whole = [bind(place) for place in places], bind(wanted)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        """Encode each stretch with the random bits of its own place."""
+        """Encode each chunk with the random bits of its own place."""
         rows, cols = [], []
-        for i, (stretch, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
+        for i, (chunk, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
             pairs = zip(needed, known, strict=True) if known else ()
             own = [_of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
-            of_row, of_col, _ = encoder.encode(stretch, own or None, seed)
+            of_row, of_col, _ = encoder.encode(chunk, own or None, seed)
             rows += [] if encoder.row is None else [encoder.row.over(of_row)]
             cols += [] if encoder.col is None else [encoder.col.over(of_col)]
         return _joined(rows, 0), _joined(cols, 1), ()

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.random_bits import RandomBits
-from lpq.formats.sections import is_stack
-from lpq.formats.sections import transposed as turned
+from lpq.formats.sections import is_stack, transposed
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.measuring import empty_stats, measure_reference, traced_stats
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
@@ -103,9 +102,9 @@ def _with_plain(
     if plain_row is not None:
         of_row = [_plain(plain_row, x)]
     if plain_row is not None and shared(plain_row, plain_col):
-        of_col = [turned(of_row[0])]  # one cast serves both
+        of_col = [transposed(of_row[0])]  # one cast serves both
     elif plain_col is not None:
-        of_col = [turned(_plain(plain_col, x))]
+        of_col = [transposed(_plain(plain_col, x))]
     return of_row, of_col, measured
 
 

@@ -22,7 +22,7 @@ WITHOUT_SIGN = 0x7FFFFFFF
 ByRanks: TypeAlias = "dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]]"
 """Tensors to reduce together, and a group to do it in, by the ranks of that and the device."""
 Declared = tuple[Stat, int]
-"""A statistic, and which dimension of its operand the ranks share out: 0 of a row operand, 1 of a column operand."""
+"""A statistic, and which dimension of its operand is divided over ranks: 0 of a row operand, 1 of a column operand."""
 
 
 def spans(declared: Declared) -> bool:

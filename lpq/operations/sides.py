@@ -47,7 +47,7 @@ def serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch
         return choose(op, (side.text,) if side is not None else (), device)
     try:
         choice = choose(op, (row.text, col.text), device)
-    except KernelError:  # the reference is not allowed: each operand by itself raises with what it lacks
+    except KernelError:  # the reference is not allowed: each operand by itself raises with its reason
         if shared(row, col):
             raise
         return None

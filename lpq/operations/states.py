@@ -152,7 +152,7 @@ def _one_by_one(
 
 
 def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
-    """Take the reduced statistics of a step into the state. A compiler traces what the format wrote."""
+    """Take the reduced statistics of a step into the state. A compiler traces the format's own code."""
     tensors = (*state.values(), *stats.values())
     if can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
         impl = choose("remember", (side.text,), tensors[0].device).impl

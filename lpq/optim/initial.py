@@ -14,7 +14,7 @@ from lpq.distributed.ranks import raise_on_all, sharing
 from lpq.distributed.shard_groups import attach
 from lpq.nn.first_argument import check_model
 from lpq.optim.masters import MasterWeights
-from lpq.optim.standing import itself
+from lpq.optim.unwrap import unwrapped
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.tensors import local_part
@@ -34,7 +34,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
         optimizer: The ``MasterWeights`` whose masters get the values; None: there is none.
     """
     check_model(model)
-    masters = itself(optimizer) if optimizer is not None else None
+    masters = unwrapped(optimizer) if optimizer is not None else None
     if masters is not None and not isinstance(masters, MasterWeights):
         raise TypeError(
             f"load_high_precision fills the masters of a MasterWeights, and got a {type(masters).__name__}: pass "

@@ -130,7 +130,7 @@ class MasterWeights(Optimizer):
         with torch.no_grad():
             value = _decoded(stored) if self.keep else _without_memory(stored)
         copy = value
-        if isinstance(weight, DTensor):  # it is shared out as its weight is
+        if isinstance(weight, DTensor):  # it is sharded as its weight is
             copy = dtensor_over(value, weight.device_mesh, weight.placements, tuple(weight.shape))
         self._copies[weight] = copy
         self.seen(weight)

@@ -47,8 +47,8 @@ OPERANDS = (
 )
 """The operands in the order in which the products multiply them. The row operand of a tensor comes first."""
 SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
-"""The choices of what is kept of a tensor for backward: the operand that backward multiplies, which is the default, or
-the tensor itself, from which backward makes the operand."""
+"""The choices of what a layer keeps of a tensor for backward: the operand that backward multiplies, which is the
+default, or the tensor itself, from which backward makes the operand."""
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         known = {*registry.recipes(), *registry.formats()}
         raise UnknownRecipe(
             f"there is no recipe and no format {brief(name)} here: {suggestion(name, known)} "
-            "(`lpq plugins` lists what is installed; each name begins with that of its plugin)"
+            "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"
         ) from None
 
 

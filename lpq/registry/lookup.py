@@ -145,7 +145,7 @@ def _class(name: str, role: Literal["quantizer", "storage"]) -> tuple[PluginInfo
 
 
 def convert_module(module: Any, fqn: str, recipe: Any) -> Any:
-    """Return what the first plugin whose ``lpq_convert_module`` converts the module makes of it; None: none does."""
+    """Return the module that the first plugin whose ``lpq_convert_module`` converts it makes; None: none does."""
     return default().convert_module(module, fqn, recipe)
 
 

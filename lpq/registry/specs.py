@@ -57,7 +57,7 @@ class KernelSpec:
     """Modules that must be importable, as ``("triton",)``. ``cuda.core`` stands for all that ``lpq.kernels.cuda``
     needs, with it for NVRTC, which must support the GPU."""
     priority: int = 0
-    """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
+    """Among usable kernels, the kernel with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
     """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are. A GPU in
     question is the current one meanwhile."""

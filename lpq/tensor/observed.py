@@ -61,7 +61,7 @@ class Observed:
     """Whether activation checkpointing runs a forward that was observed already."""
     row: bool = True
     col: bool = True
-    """Whether it has these operands. A part that ranks share out may have none that the pass does not need."""
+    """Whether it has these operands. A rank's part may lack operands that the pass does not need."""
 
     @property
     def value(self) -> Tensor:

@@ -35,13 +35,13 @@ def quantize(
     """Encode ``x`` in the wanted directions; written ``quantizer.quantize(x)``. No gradient flows through it, and no
     tangent may.
 
-    ``amax_group``: ``x`` is one of equal shards along dimension 0, and statistics that cover several shards are
-    reduced over this group. ``state`` (see ``Quantizer.new_state``) is that of earlier steps; it is updated in place.
+    ``amax_group``: ``x`` is one of equal shards along dimension 0, and statistics that cover several shards are reduced
+    over this group. ``state`` (see ``Quantizer.new_state``) holds statistics of earlier steps; it is updated in place.
     ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without a seed
     one is drawn from torch's generator.
 
-    ``stack``: ``x`` is ``[count, rows, cols]``, so many matrices, and each is encoded by itself. The seed is then a
-    tensor of one for each; there is neither state nor group.
+    ``stack``: ``x`` is ``[count, rows, cols]``, a stack of ``count`` matrices, each of which is encoded by itself. The
+    seed is then a tensor of one for each; there is neither state nor group.
     """
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")

@@ -295,7 +295,7 @@ class QuantizedTensor(Gathered, Tensor):
             part = self[index]
         if isinstance(part, QuantizedTensor):
             part.copy_(torch.as_tensor(value, device=self.device))
-        else:  # the index cuts a block: what it selects is no view
+        else:  # the index cuts a block: the selection is no view
             plain = self.dequantize(torch.float32)
             plain[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
             self.copy_(plain)

@@ -251,7 +251,7 @@ def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
 
 
 def check_apart(kernel: KernelSpec, arguments: tuple[Any, ...], got: list[Tensor], what: str) -> None:
-    """Check that a second call leaves what the first one returned alone, where it is large: both are in use at once."""
+    """Check that a second call leaves the results of the first alone, where they are large: both are in use at once."""
     if sum(t.numel() for t in got) < KEPT:
         return
     again = flat(registry.resolve(kernel.impl)(*arguments))

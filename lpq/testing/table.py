@@ -111,7 +111,7 @@ class Case:
 
     @contextlib.contextmanager
     def default_dtype(self) -> Iterator[None]:
-        """Torch's default dtype is that of this case."""
+        """Torch's default dtype is the dtype of this case."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(DEFAULTS[self.default])
         try:

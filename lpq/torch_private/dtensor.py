@@ -1,6 +1,6 @@
 """DTensors over the very tensor that is given.
 
-``DTensor.from_local`` makes a view, and copies what is offloaded to the mesh's device.
+``DTensor.from_local`` makes a view, and copies an offloaded tensor to the mesh's device.
 """
 
 from __future__ import annotations

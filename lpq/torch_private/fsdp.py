@@ -70,17 +70,17 @@ class Site:
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """The ranks that share it out."""
+        """The ranks over which it is sharded."""
         return cast("DeviceMesh", self.fsdp_param.shard_mesh).get_group()
 
     @property
     def is_parallel(self) -> bool:
-        """Whether tensor parallelism shares it out, too."""
+        """Whether tensor parallelism shards it, too."""
         return bool(self.fsdp_param.is_dtensor)
 
     @cached_property
     def parallel(self) -> tuple[ProcessGroup, int] | None:
-        """The ranks of tensor parallelism that share it out, too, and the dimension along which they do."""
+        """The ranks of tensor parallelism over which it is sharded, too, and the dimension."""
         if not self.is_parallel:
             return None
         param = cast("DTensor", self.param)
@@ -113,7 +113,7 @@ class Site:
         if self.is_parallel:
             shared = self.parallel
             if shared is None or self.param.ndim != 2 or self.param.shape[shared[1]] % shared[0].size():
-                return "other ranks share it out, too, and not its rows or its columns equally"
+                return "it is sharded over other ranks, too, and not its rows or its columns equally"
         return None
 
     @property

@@ -38,9 +38,9 @@ WHY_FIXED: Mapping[str, str] = MappingProxyType(
 
 
 def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """Return the configuration: the options of the command line, then those of a file, then the device's defaults.
+    """Return the configuration: the options of the command line, then of a file, then the device's defaults.
 
-    With ``resume`` all other options are those of the resumed run, and one that contradicts it is an error.
+    With ``resume`` all other options come from the resumed run; an option that contradicts it is an error.
     """
     given = {**(read(file) if file else {}), **command_line}
     if not given.get("resume"):

@@ -43,7 +43,7 @@ class Team:
         return self.rank == 0
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on the first rank; all get what it returned, or the same error."""
+        """Call ``function`` on the first rank; all get its result, or the same error."""
         return self._ranks.first(function) if self.sharded else function()
 
     def all(self, value: T) -> list[T]:
@@ -66,7 +66,7 @@ class Team:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found.item())
 
-    # ------------------------------------------------------------------------------ sharing out
+    # ------------------------------------------------------------------------------ dividing work
 
     def check_batch(self, batch: int) -> None:
         """Raise an error if the sequences of a step cannot be shared out equally."""

@@ -228,7 +228,9 @@ def _controls_of_tensor_parallelism(rank: int) -> None:
         net, _ = calibrated(mine)
         assert not equal_states(statics(net), statics(expected))
         assert equal_states(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"
-    with pytest.raises(CalibrationError, match=r"ranks \[2, 3\] share out.*rank 2 has a batch of 4 .* rank 3 has 3:"):
+    with pytest.raises(
+        CalibrationError, match=r"ranks \[2, 3\] share layers.*rank 2 has a batch of 4 .* rank 3 has 3:"
+    ):
         calibrated([batch[: 3 if rank == 3 else 4] for batch in mine])
     net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
     before = {name: id(value) for name, value in net.named_parameters()}
@@ -237,7 +239,7 @@ def _controls_of_tensor_parallelism(rank: int) -> None:
     assert {name: id(value) for name, value in net.named_parameters()} == before, "no layer keeps whole parameters"
     assert not any(m._forward_hooks_always_called for m in net.modules())
     narrow = lpq.convert(model(width=96, experts=1), "nvfp4")
-    with pytest.raises(CalibrationError, match=r"0\.attn\.q_proj.*cannot be shared out over 4 ranks"):
+    with pytest.raises(CalibrationError, match=r"0\.attn\.q_proj.*cannot be divided over 4 ranks"):
         lpq.calibrate(parallel(narrow, 1, 4), data(1, width=96))
 
 

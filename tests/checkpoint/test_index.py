@@ -307,7 +307,7 @@ def test_a_piece_that_is_another_one_is_named(path: Path) -> None:
         piece = b"\0" * (place.length - len(buffer.getvalue())) + buffer.getvalue()
         put(path, "__0_0.distcp", data[: place.offset] + piece + data[place.offset + place.length :])
         words = (
-            r"partly overwritten: .*__0_0\.distcp cannot be read for its piece of 0\.weight: it is not what the index"
+            r"partly overwritten: .*__0_0\.distcp cannot be read for its piece of 0\.weight: it differs from the index"
         )
         with pytest.raises(CheckpointError, match=words) as raised:
             checkpoint.load(model(0.0), path)

@@ -73,7 +73,7 @@ def _refuses_parts(rank: int) -> None:
         module = layer("mxfp8", style, mesh)
         for given in (q.quantize(part), DTensor.from_local(q.quantize(part), mesh, [placement], run_check=False)):
             for mode in (torch.enable_grad(), Watched()):
-                words = r"layer 0, .*: its input is encoded already, and the ranks share it out, by .* Pass the tensor"
+                words = r"layer 0, .*: its input is encoded already, and it is sharded, by .* Pass the tensor"
                 with mode:
                     module(part)  # of the same kind, but for the encoding
                     with pytest.raises(ValueError, match=words):
@@ -83,7 +83,7 @@ def _refuses_parts(rank: int) -> None:
             module = layer("mxfp8", style, mesh)
             y = module(part)
             y.register_hook(q.quantize)
-            with pytest.raises(TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and tensor parallelism shares"):
+            with pytest.raises(TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and tensor parallelism shards"):
                 y.sum().backward()
             assert module.weight.grad is None
 

@@ -7,7 +7,7 @@ import torch
 from support.comparing import equal_bytes
 
 import lpq
-from lpq.distributed.gathered_operand import Whole, _unit, sent_bytes
+from lpq.distributed.gathered_operand import GatheredOperand, _unit, sent_bytes
 from lpq.operations.quantizing import quantize
 from lpq.torch_private import fsdp
 
@@ -30,7 +30,7 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
         return operand.tensors()
 
     parts = [encoded(part, known) for part, known in zip(x.chunk(ranks), shared, strict=True)]
-    whole = Whole(direction, side, (rows, 80), ranks, x.dtype, cpu)  # type: ignore[arg-type]
+    whole = GatheredOperand(direction, side, (rows, 80), ranks, x.dtype, cpu)  # type: ignore[arg-type]
     sent = [sent_bytes((whole, part[i]) for i in whole.travels) for part in parts]
     if flat:
         arrived = list(torch.stack([torch.cat(each) for each in sent]).split([t.numel() for t in sent[0]], 1))

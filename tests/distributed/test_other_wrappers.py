@@ -30,7 +30,7 @@ SENT = r"0\.up\.weight: c10d::\w+ would receive into a decoded copy.*tensor para
 ROUNDED = r"0\.\w+\.weight: add_ would compute in place in this .* stored as nvfp4.*MasterWeights"
 TAKEN = r"layer 0\.up, .* its weight, which .* prepared, was made a part of another parameter.*fully_shard"
 ASSIGNED = r"0\.up\.weight: this weight, .* is \[128, 64\], and what is assigned to its data \[\d+\].*fully_shard"
-NOT_BUILT = r"layer 0\.up, .* its weight was prepared by .*not built for weights that tensor parallelism shares out"
+NOT_BUILT = r"layer 0\.up, .* its weight was prepared by .*not built for weights that tensor parallelism alone shards"
 WHOLE = r"layer 0\.up, .* is stored as nvfp4.* and cannot be gathered so: every rank keeps it whole, as replicate"
 
 

@@ -248,10 +248,10 @@ def _refuses(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"layer 0, .*its recipe is static") if refused else nullcontext():
             static(torch.ones(64, 64))
     for weights, size, style, error in (
-        (None, 96, tp.RowwiseParallel(), "its weight cannot be shared out over 2 ranks: shards of 48 columns cut the"),
+        (None, 96, tp.RowwiseParallel(), "its weight cannot be divided over 2 ranks: shards of 48 columns cut the"),
         (None, 97, tp.ColwiseParallel(), "the 97 rows of its weight over 2 ranks are uneven"),
-        ("high_precision", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shares out alone"),
-        ("quantized", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shares out: convert"),
+        ("high_precision", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism alone shards"),
+        ("quantized", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shards: convert"),
     ):
         columns = isinstance(style, tp.ColwiseParallel)
         net = nn.Sequential(nn.Linear(64, size) if columns else nn.Linear(size, 64))

@@ -272,7 +272,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         with_json(
             "config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=3)
         ),
-        "no format that is installed has weights as those of its group_0",
+        "no format that is installed has weights as in its group_0",
     ),
     "rotated": (
         "one",
@@ -285,7 +285,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "zero points": (
         "one",
         with_group(weights={"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": False}),
-        "no format that is installed has weights as those of its group_0",
+        "no format that is installed has weights as in its group_0",
     ),
     "no targets": ("one", with_group(targets=["LlamaAttention"]), "no tensor of the files is one of theirs"),
     "ignored text": ("one", with_config(ignore="lm_head"), "it ignores 'lm_head', which is no list"),

@@ -148,5 +148,5 @@ def test_integers_of_others_are_refused_by_name(preset: str, tmp_path: Path) -> 
     model = llama()
     model.config.quantization_config = QuantizationConfig(config_groups=groups, ignore=["lm_head"]).to_dict()
     model.save_pretrained(tmp_path / "x")
-    with pytest.raises(CheckpointError, match=r"no format that is installed has weights as those of its group_0"):
+    with pytest.raises(CheckpointError, match=r"no format that is installed has weights as in its group_0"):
         lpq.load_quantized(llama(), tmp_path / "x")

@@ -84,7 +84,7 @@ def _without(name: str) -> dict[str, Any]:
         (
             DELAYED.new_state("meta"),
             ValueError,
-            r"is on meta, and what is encoded on cpu: pass what .*\.new_state\(device\)",
+            r"is on meta, and the tensor to encode on cpu: pass what .*\.new_state\(device\)",
         ),
         (_without("amax_history") | {"amax_history": [0.0] * 4}, ValueError, "amax_history is a list and no tensor"),
     ],
@@ -107,7 +107,7 @@ def test_a_cast_of_masters_refuses_the_same(seed: Any) -> None:
     with pytest.raises(TypeError, match=r"the seed is .*: pass an int, or a 0-dimensional tensor of integers"):
         cast_master_weights([weight], [master], [0], None, seed=seed)
     weight, state = DELAYED.quantize(X), {n: t.double() for n, t in DELAYED.new_state().items()}
-    for wrong, words in ((state, r"is torch\.float64 and not"), (DELAYED.new_state("meta"), "is on meta, and what")):
+    for wrong, words in ((state, r"is torch\.float64 and not"), (DELAYED.new_state("meta"), "is on meta, and the")):
         with pytest.raises(ValueError, match=rf"^states\[0\]: \w+ {words}"):
             cast_master_weights([weight], [master], [0], None, states=[wrong])
 

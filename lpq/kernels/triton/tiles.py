@@ -44,7 +44,7 @@ def store_tile(out, values, row, col, rows, cols):
 
 @triton.jit
 def store_values(out, values, row, col, rows, cols):
-    """A tile of fp32 values, rounded to what the output holds."""
+    """A tile of fp32 values, rounded to the dtype of the output."""
     store_tile(out, narrow(values, out.dtype.element_ty), row, col, rows, cols)
 
 

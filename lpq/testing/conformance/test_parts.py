@@ -143,8 +143,8 @@ def _encoded(side: Quantizer, dim: int, x: Tensor, begin: int, group: Rank | Non
 
 @only(declares_what_follows, "declares buffers that follow from statistics")
 def test_parts_of_a_master_are_cast_as_the_whole(quantizer: Quantizer) -> None:
-    """Ranks that share out a master weight, anywhere, take zeros for the elements of others, and exchange statistics
-    where ``Buffer.from_stats`` is declared.
+    """Ranks with shards of a master weight, cut anywhere, take zeros for the elements of others, and exchange
+    statistics where ``Buffer.from_stats`` is declared.
 
     A format whose zeros raise a statistic, or whose codes depend on elements beyond their blocks, fails here.
     """

@@ -1,4 +1,5 @@
-"""Products of any two operands: what is left out of one, such as a rotation of both, leaves the product as it is."""
+"""Products of any two operands: steps that are left out of a product, such as undoing a rotation of both, do not change
+it."""
 
 from __future__ import annotations
 

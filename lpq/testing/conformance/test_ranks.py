@@ -1,4 +1,4 @@
-"""Parts of a tensor: ``encode(part) == part(encode(whole))`` for ranks that share out its rows or its columns.
+"""Parts of a tensor: ``encode(part) == part(encode(whole))`` where its rows or its columns are divided over ranks.
 
 Ranks are threads here, and run what ranks run, collectives included.
 """
@@ -34,11 +34,11 @@ from lpq.testing.table import DTYPES
 
 WAYS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "rows": ((0, 2, 1, 1), (0, 3, 2, 1), (0, 4, 1, 1), (0, 2, 0, 1)),
-    "stretches of rows": ((0, 2, 1, 3), (0, 3, 1, 2)),
+    "chunks of rows": ((0, 2, 1, 3), (0, 3, 1, 2)),
     "columns": ((1, 2, 1, 1), (1, 3, 1, 1), (1, 4, 2, 1)),
 }
-"""The dimension that ranks share out; how many they are; the size of a stretch, in blocks that must stay whole; and how
-many stretches each has."""
+"""The dimension that is divided over ranks; the number of ranks; the size of a chunk, in blocks that must stay whole;
+and how many chunks each has."""
 BINDS: tuple[BindEncoder, ...] = (bind_encoder, through_operators)
 """How encoders are bound: by kernels, or by operators where a compiler or a mode watches."""
 KNOWN = 7.0
@@ -109,17 +109,17 @@ def test_ranks_encode_parts_as_in_the_whole(quantizer: Quantizer, way: str) -> N
     """Operands that ranks encode of their parts are parts of the operands of the whole. Gathered they are the whole
     operands, and ranks remember what one process remembers. A cut through what must stay whole is refused."""
     row, col = quantizer.side("row"), quantizer.side("col")
-    for number, (dim, ranks, blocks, stretches) in enumerate(WAYS[way]):
+    for number, (dim, ranks, blocks, chunks) in enumerate(WAYS[way]):
         block = math.lcm(unit(row, dim), unit(col, 1 - dim))
         sizes = [blocks * block, block + 1] if number == 0 and block > 1 else [blocks * block]
         for size in sizes:
-            length = ranks * size * stretches
+            length = ranks * size * chunks
             x = normal(*((length, 40) if dim == 0 else (40, length)), dtype=DTYPES[number % 3])
             pieces = torch.split(x, size, dim) if size else (x,) * ranks
             holds = part_that_differs(x, pieces, number)
             mine = [torch.cat(pieces[rank::ranks], dim) for rank in range(ranks)]
-            cuts = [Cut(dim, rank, ranks, size, stretches) for rank in range(ranks)]
-            what = f"{quantizer}: {stretches} × {size} {way} of each of {ranks} ranks, in {x.dtype}, with {holds}"
+            cuts = [Cut(dim, rank, ranks, size, chunks) for rank in range(ranks)]
+            what = f"{quantizer}: {chunks} × {size} {way} of each of {ranks} ranks, in {x.dtype}, with {holds}"
             first, *others = passes(quantizer, x)
             _check(first, x, mine, cuts, what, BINDS if number == 0 else BINDS[:1])
             for one in others if number == 0 else ():
@@ -130,8 +130,8 @@ def _check(
     one: PassCase, x: Tensor, mine: Sequence[Tensor], cuts: Sequence[Cut], what: str, binds: Sequence[BindEncoder]
 ) -> None:
     """Check one pass over a tensor that is divided over the ranks into these parts."""
-    (dim, _, _, _, stretches), (quantizer, row, col, _) = cuts[0], one
-    random, shards = rounds_stochastically(quantizer), dim == 0 and stretches == 1
+    (dim, _, _, _, chunks), (quantizer, row, col, _) = cuts[0], one
+    random, shards = rounds_stochastically(quantizer), dim == 0 and chunks == 1
     asked = one.operands(dim)
 
     def encode(cut: Cut, local: Tensor, group: Rank) -> tuple[Tensor, list[Result]]:
@@ -214,7 +214,7 @@ def gathered(
 def _part(operand: Storage, dim: int, cut: Cut) -> Storage | None:
     """The part of an operand that a rank has; None where that cuts what must stay whole."""
     pieces = []
-    for place in (cut.place(i) for i in range(cut.stretches)):
+    for place in (cut.place(i) for i in range(cut.chunks_per_rank)):
         piece = operand.narrow(dim, place, place + cut.size)
         if piece is None:
             return None

@@ -167,8 +167,7 @@ def test_small_values_are_kept_on_average(side: Quantizer) -> None:
 
 @only(lambda side: bool(side.stochastic), "rounds stochastically")
 def test_directions_draw_bits_of_their_own(side: Quantizer) -> None:
-    """The rounding errors of the row operand are independent of those of the column operand: a gradient is made of
-    both."""
+    """The rounding errors of the two operands are independent: a gradient is made of both."""
     x = normal(64, 64)
     row = encode(side, x, direction="row").decode() - x
     for given, how in ((x, "that of the same matrix"), (x.t(), "that of the transposed matrix")):

@@ -58,8 +58,8 @@ def _scheme(
     layout: str, names: tuple[str, str, str, str], shape: tuple[int, ...], to: Convert, back: Convert,
     config: Mapping[str, Any], inputs: Mapping[str, Any], with_inputs: tuple[str, ...] = (), **others: Any,
 ) -> Scheme:  # fmt: skip
-    """``names``: those of the weight, its scales, what is of all, and the same of inputs. ``with_inputs``: the programs
-    that read these weights only where inputs are encoded, too."""
+    """``names``: of the weight, its scales and the scale of the whole, and of the same three for inputs.
+    ``with_inputs``: the programs that read these weights only where inputs are encoded, too."""
 
     def write(storage: NVFP4Storage) -> Sequence[Tensor]:
         scale = storage.scale

@@ -31,7 +31,8 @@ OURS = "quantization_config"
 
 
 def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
-    """The configuration of the model: its own, as transformers' models have one, or that of ``base``; else empty.
+    """The configuration of the model: its own, as transformers' models have one, or the configuration of ``base``; else
+    empty.
 
     A model of transformers has the dtype that it has now, as in what ``save_pretrained`` writes."""
     config = getattr(model, "config", None)
@@ -53,13 +54,13 @@ def base_of(model: nn.Module | None, base: str | Path | None) -> Path | None:
     """The directory whose small files are copied: as it is given, or where the model came from, if that is here."""
     if base is not None:
         if not Path(base).is_dir():
-            raise CheckpointError(f"base={str(base)!r} is no directory: pass the one of the model that was trained")
+            raise CheckpointError(f"base={str(base)!r} is no directory: pass the directory of the trained model")
         return Path(base)
     came_from = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Path(came_from) if isinstance(came_from, str) and came_from and Path(came_from).is_dir() else None
 
 
-def beside(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
+def small_files(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
     """The small files, by name: tokenizers and the like of ``base``, and how the model generates."""
     found = {}
     for path in sorted(base.iterdir()) if base is not None else []:
