@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lpq.engines import export, load_quantized
     from lpq.formats import Quantizer, Storage
     from lpq.nn.conversion import convert, report
+    from lpq.nn.fused_blocks import fuse, unfuse
     from lpq.nn.holding import hold_weights
     from lpq.nn.stepping import replan, set_step
     from lpq.operations import gemm
@@ -29,7 +30,7 @@ _HOME = {
     "lpq.calibration": ("calibrate",),
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
     "lpq.engines": ("export", "load_quantized"),
-    "lpq.nn": ("convert", "hold_weights", "replan", "report", "set_step"),
+    "lpq.nn": ("convert", "fuse", "hold_weights", "replan", "report", "set_step", "unfuse"),
     "lpq.recipes": ("Policy", "Recipe", "policy", "recipe"),
     "lpq.registry": ("quantizer",),
 }
@@ -62,6 +63,7 @@ __all__ = [
     "calibrate",
     "convert",
     "export",
+    "fuse",
     "gemm",
     "hold_weights",
     "load_quantized",
@@ -71,6 +73,7 @@ __all__ = [
     "replan",
     "report",
     "set_step",
+    "unfuse",
 ]
 
 

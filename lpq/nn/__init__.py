@@ -1,6 +1,7 @@
 """Layers whose products multiply quantized operands, and the conversion of a model."""
 
 from lpq.nn.conversion import convert, report
+from lpq.nn.fused_blocks import fuse, unfuse
 from lpq.nn.fused_mlp import SwiGLU, swiglu
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.holding import hold_weights
@@ -18,9 +19,11 @@ __all__ = [
     "Report",
     "SwiGLU",
     "convert",
+    "fuse",
     "hold_weights",
     "replan",
     "report",
     "set_step",
     "swiglu",
+    "unfuse",
 ]

@@ -18,6 +18,8 @@ from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.expert_notes import expert_notes
 from lpq.nn.first_argument import check_model
+from lpq.nn.fused_blocks import fuse as fuse_blocks
+from lpq.nn.fused_blocks import notes as fusion_notes
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.parallel_notes import parallel_notes
@@ -54,6 +56,7 @@ def convert(
     weights: Weights | None = None,
     ranks: int | None = None,
     accumulate: Accumulate | None = None,
+    fuse: bool = False,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` in place and return it.
 
@@ -81,6 +84,8 @@ def convert(
             ``.main_grad``, in the dtype of that tensor. Post-accumulate-grad hooks of the weight are called after that,
             and its tensor hooks are called with ``None``. ``torch.autograd.grad`` returns gradients as ever, and adds
             to none.
+        fuse: Whether blocks are fused, as ``lpq.fuse(model)`` does afterwards. Blocks that an earlier call fused stay
+            so.
     """
     check_model(model)
     if accumulate not in (None, *get_args(Accumulate)):
@@ -116,6 +121,8 @@ def convert(
         prepare_weights(model, weights, ranks)
     if weights == "quantized" and (converted or not unmatched) and (why := why_none_stored(model, ranks)) is not None:
         warnings.append(f"lpq.convert(…, weights='quantized') stored no weight quantized: {why}")
+    if fuse:
+        fuse_blocks(model)
     for words in warnings:  # last, since a program may make errors of them
         warn(words)
     return model
@@ -222,6 +229,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
             became = f"replaced by an ordinary {kind}" if module is not None else "taken out of the model"
             yield replace(entry, note=f"{entry.note}; since then {became}")
 
+    fused, apart = fusion_notes(model)
     prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
     notes = weight_notes(model, prepared[0]) if prepared else ()
     converted = tuple(e for part, c in parts.items() for entry in named(part, c.report.converted) for e in now(entry))
@@ -233,6 +241,8 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         weights=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in notes),
         parallel=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in parallel_notes(model)),
         experts=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in expert_notes(model)),
+        fused=fused,
+        apart=apart,
         uncalled=tuple(entry.name for entry in converted if entry.name in idle),
         read=tuple(entry.name for entry in converted if entry.name in read),
         coverage=coverage(model, {e.name for e in converted if _is_converted(modules.get(e.name))} - idle),

@@ -38,6 +38,10 @@ class Report:
     rows sent to experts."""
     experts: tuple[Entry, ...] = ()
     """How the products of experts are computed, and from how many rows on that takes less time than bf16."""
+    fused: tuple[Entry, ...] = ()
+    """The blocks that are computed as one function each; see ``lpq.fuse``."""
+    apart: tuple[Entry, ...] = ()
+    """Other blocks that ``lpq.fuse`` looked at, and why their layers are computed one after the other."""
     uncalled: tuple[str, ...] = ()
     """The names of converted layers that no pass has called, though others: they count as not converted."""
     read: tuple[str, ...] = ()
@@ -51,13 +55,18 @@ class Report:
     def __str__(self) -> str:
         idle = f"; {len(self.uncalled)} of the converted were not called so far" if self.uncalled else ""
         idle += f"; a pass has read the weights of {len(self.read)} past them" if self.read else ""
-        lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone{idle}"]
+        blocks = (
+            f", {len(self.fused)} of {len(self.fused + self.apart)} blocks fused" if self.fused + self.apart else ""
+        )
+        lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone{blocks}{idle}"]
         for title, entries in (
             ("converted", self.converted),
             ("left alone", self.left),
             ("weight", self.weights),
             ("parallel", self.parallel),
             ("experts", self.experts),
+            ("fused", self.fused),
+            ("not fused", self.apart),
         ):
             lines += [f"{title:>10}  {line}" for line in self._lines(entries)]
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]

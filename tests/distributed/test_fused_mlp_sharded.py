@@ -16,6 +16,8 @@ import lpq
 from lpq.nn import SwiGLU
 from lpq.optim import MasterWeights
 
+Mlp = type[Any]
+
 
 class Plain(SwiGLU):
     def forward(self, x: Tensor) -> Tensor:
@@ -23,22 +25,37 @@ class Plain(SwiGLU):
         return y
 
 
+class Others(nn.Module):
+    """A block that ``lpq.fuse`` finds."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(features, hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(hidden, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
 class Block(nn.Module):
-    def __init__(self, mlp: type[SwiGLU]) -> None:
+    def __init__(self, mlp: Mlp) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(64), mlp(64, 128)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.norm(x))
-        assert ("FusedSwiGLU" in type(y.grad_fn).__name__) == (type(self.mlp) is SwiGLU)
+        assert ("FusedSwiGLU" in type(y.grad_fn).__name__) == (not isinstance(self.mlp, Plain))
         return x + y
 
 
-def _trained(mlp: type[SwiGLU], recipe: str, weights: Any) -> list[Tensor]:
+def _trained(mlp: Mlp, recipe: str, weights: Any) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(Block(mlp), Block(mlp))
-    lpq.convert(net, recipe, weights=weights)
+    lpq.convert(net, recipe, weights=weights, fuse=True)
     for block in net:
+        if mlp is Others:
+            fully_shard(block.mlp)
         fully_shard(block)
     fully_shard(net)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -57,6 +74,15 @@ def _trained(mlp: type[SwiGLU], recipe: str, weights: Any) -> list[Tensor]:
 
 def check_sharded(rank: int, recipe: str, weights: Any) -> None:
     assert equal(_trained(SwiGLU, recipe, weights), _trained(Plain, recipe, weights))
+
+
+def check_fused(rank: int, weights: Any) -> None:
+    assert equal(_trained(Others, "fp8-current", weights), _trained(Plain, "fp8-current", weights))
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision"])
+def test_a_fused_block_that_is_a_unit(weights: Any) -> None:
+    spawn(check_fused, 2, weights)
 
 
 @pytest.mark.parametrize(

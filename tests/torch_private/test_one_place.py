@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-FOR_MODULES = {"_parameters", "_buffers", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
+FOR_MODULES = {"_parameters", "_buffers", "_modules", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
 """Names that ``nn.Module`` has for its subclasses, and ``ParallelStyle`` ``_apply``."""
 OF_OTHERS = {"_replace", "_asdict", "_fields", "_name_or_path", "_apply_gate"}
 """Names of Python's tuples, and of Hugging Face's models."""

@@ -1,0 +1,247 @@
+"""Blocks of other libraries that lpq computes as one function: known by what they compute, and not by their class.
+
+A block is tried on a few rows, with stand-ins for its three layers. If it calls the first two with its input and the
+third with ``silu(gate) * up``, to the bit and by two functions of torch, and returns what that returns, ``swiglu`` may
+stand for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import permutations
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lpq.nn.first_argument import check_model
+from lpq.nn.fused_experts import FusedExperts
+from lpq.nn.fused_mlp import SwiGLU, swiglu, why_apart
+from lpq.nn.linear import Layer
+from lpq.nn.names import plain_name
+from lpq.nn.reports import Entry
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.operations.source import SWIGLU
+from lpq.torch_private.hooks import has_hooks
+
+FUSED = "lpq_fuses"
+"""An attribute of models whose blocks ``fuse`` has looked at."""
+ONE_FUNCTION = "its layers are one function, with encoded operands between them"
+EXPERTS = "experts, whose rows lie in groups, have no fused form"
+OTHER = "its forward is not down(silu(gate(x)) * up(x)) alone"
+HOOKED = "hooks are called with its activation"
+REPLACED = "its forward was replaced on the object"
+
+
+class BlockParts(NamedTuple):
+    """The children of a block, by name."""
+
+    gate: str
+    up: str
+    down: str
+    children: dict[str, nn.Module]
+    """All of them, as they were when the block was fused."""
+
+
+class FusedBlock(nn.Module):
+    """A block that is computed as one function where its layers allow it; see ``swiglu``.
+
+    ``class_for`` makes the subclass of this and of the class of the block. Other code finds the class, the children,
+    the hooks and the parameters that it knows. No other name is added, as the block may have a child of that name.
+    """
+
+    lpq_base: ClassVar[type[nn.Module]]
+    """The class of the block before."""
+    lpq_parts: BlockParts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take and return what the class before does."""
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
+            return super().forward(*args, **kwargs)  # of the class before
+        return swiglu(args[0], *layers_of(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class before in copies and pickles, as no module has this one."""
+        return _empty, (self.lpq_base,), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def layers_of(block: FusedBlock) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Gate, up and down."""
+    gate, up, down, children = block.lpq_parts
+    return children[gate], children[up], children[down]
+
+
+def _why_changed(block: FusedBlock) -> str | None:
+    """Why ``swiglu`` no longer stands for a block, whatever its layers are; None if it does."""
+    *names, children = block.lpq_parts
+    if children != block._modules:
+        now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
+        name, child = next(iter(now.items()), ("child", None))
+        return f"its {name} is another module since, {type(child).__name__}: call lpq.fuse again"
+    if len(children) > len(names) and any(has_hooks(m) for name, m in children.items() if name not in names):
+        return HOOKED
+    return None
+
+
+@cache
+def class_for(base: Any) -> type[FusedBlock]:
+    """Return the class that blocks of the class ``base`` become."""
+    own = {"lpq_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    made: type[FusedBlock] = type(base.__name__, (FusedBlock, base), own)
+    return made
+
+
+def _empty(base: Any) -> FusedBlock:
+    """Return a fresh block, whose state comes from ``__setstate__``."""
+    cls = class_for(base)
+    return cls.__new__(cls)
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Compute blocks of a converted model as one function each, where encoded operands may go from layer to layer.
+
+    A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. Its result and gradients stay the
+    same to the bit; its class, parameters, hooks and the keys of its state dict stay, too. A pass in which something
+    stands between the layers, such as a hook of one of them, runs as before. ``lpq.report`` lists the fused blocks, and
+    says of others why they are not. Returns the model.
+
+    Args:
+        model: A converted model, or a part of it. A model may be fused again, after layers were replaced.
+    """
+    check_model(model)
+    if not any(isinstance(module, StatefulLayer) for module in model.modules()):
+        raise ValueError("the model was not converted: call lpq.convert(model, …) before lpq.fuse(model)")
+    model.__dict__[FUSED] = True
+    for module in list(model.modules()):
+        if isinstance(module, FusedBlock) and _why_changed(module) is not None:
+            _release(module)
+        parts = find_parts(module)
+        if isinstance(parts, BlockParts):
+            base: Any = type(module)
+            module.__class__ = class_for(base)
+            module.__dict__["lpq_parts"] = parts
+    return model
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Make the blocks that ``fuse`` changed what they were, and return the model."""
+    check_model(model)
+    for module in list(model.modules()):
+        module.__dict__.pop(FUSED, None)
+        if isinstance(module, FusedBlock):
+            _release(module)
+    return model
+
+
+def _release(block: FusedBlock) -> None:
+    base: Any = block.lpq_base
+    if type(block) is not class_for(base):
+        raise RuntimeError(
+            f"a {base.__name__} that lpq.fuse fused has become a {type(block).__name__} since, as by fully_shard: call "
+            "lpq.unfuse before that"
+        )
+    del block.__dict__["lpq_parts"]
+    block.__class__ = base
+
+
+def find_parts(module: nn.Module) -> BlockParts | str | None:
+    """The parts of a block that can be fused; the reason why another block with three such layers cannot; None for a
+    module that is no such block, or is fused already."""
+    children = {name: m for name, m in module._modules.items() if m is not None}
+    own = [name for name, m in children.items() if next(m.parameters(), None) is not None]
+    if len(own) != 3 or isinstance(module, FusedBlock | SwiGLU):
+        return None
+    if not all(isinstance(children[name], nn.Linear | Layer) for name in own):
+        return None
+    orders = [names for names in permutations(own) if _fit(*(children[name] for name in names))]
+    if orders and "forward" in vars(module):
+        return REPLACED
+    for gate, up, down in orders:
+        if _computes_swiglu(module, gate, up, down):
+            if any(has_hooks(m) for name, m in children.items() if name not in own):
+                return HOOKED
+            return BlockParts(gate, up, down, dict(module._modules))  # type: ignore[arg-type]
+    return OTHER if orders else None
+
+
+def _fit(gate: Any, up: Any, down: Any) -> bool:
+    """Whether layers have the sizes of gate, up and down."""
+    inside = gate.in_features, gate.out_features
+    return inside == (up.in_features, up.out_features) == (down.out_features, down.in_features)
+
+
+def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """The fused blocks of a model, and those that are not fused, with the reason."""
+    fused: list[Entry] = []
+    apart: list[Entry] = []
+    for name, module, reason in _blocks(model):
+        kind = module.lpq_base.__name__ if isinstance(module, FusedBlock) else type(module).__name__
+        (fused if reason is None else apart).append(Entry(name, kind, reason or ONE_FUNCTION))
+    return tuple(fused), tuple(apart)
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Every block with its name, and the reason why it is not fused."""
+    looked_at: list[str] = []
+    for own_name, module in model.named_modules():
+        name = plain_name(own_name)
+        if FUSED in vars(module):
+            looked_at.append(f"{name}." if name else "")
+        if isinstance(module, FusedBlock):
+            yield name, module, _why_changed(module) or why_apart(*layers_of(module))
+        elif isinstance(module, SwiGLU) and type(module).forward is SwiGLU.forward:
+            yield name, module, why_apart(module.gate_proj, module.up_proj, module.down_proj)
+        elif not any(f"{name}.".startswith(prefix) for prefix in looked_at):
+            continue
+        elif isinstance(module, FusedExperts):
+            yield name, module, EXPERTS
+        elif isinstance(parts := find_parts(module), str):
+            yield name, module, parts
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a layer: it keeps its input and returns a given tensor."""
+
+    def __init__(self, returned: Tensor) -> None:
+        super().__init__()
+        self.returned, self.given = returned, list[Any]()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.given += [*args, *kwargs.items()]
+        return self.returned
+
+
+class _Functions(TorchFunctionMode):
+    """Counts the functions of torch that compute."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") != "__get__"  # an attribute of a tensor
+        return func(*args, **(kwargs or {}))
+
+
+def _computes_swiglu(module: nn.Module, gate: str, up: str, down: str) -> bool:
+    """Whether the forward of a block is ``down(silu(gate(x)) * up(x))``."""
+    drawn = torch.Generator().manual_seed(0)
+    g, u, y, x = (torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(4))
+    gate_, up_, down_ = stand_ins = [_StandIn(t) for t in (g, u, y)]
+    like: Any = object.__new__(type(module))  # without an __init__, and without a write to the block
+    children = {**module._modules, **dict(zip((gate, up, down), stand_ins, strict=True))}
+    like.__dict__.update(module.__dict__, _modules=children)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), _Functions() as functions:
+            out = type(module).forward(like, x)
+    except Exception:  # other code's, which may raise anything on such an input
+        return False
+    if out is not y or len(gate_.given) != 1 or len(up_.given) != 1 or len(down_.given) != 1:
+        return False
+    return (
+        functions.count == 2
+        and gate_.given[0] is x
+        and up_.given[0] is x
+        and isinstance(product := down_.given[0], Tensor)
+        and torch.equal(product, SWIGLU.compute(g, u)[0])
+    )

@@ -1,0 +1,274 @@
+"""lpq.fuse: blocks of Hugging Face's models are found by what they compute, and compute it to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.comparing import equal, equal_states
+from torch import Tensor, nn
+
+import lpq
+from lpq.nn.fused_blocks import FusedBlock, layers_of
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}  # fmt: skip
+SWIGLU = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+
+def model(kind: str = "Llama", recipe: str = "mxfp8", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
+    return lpq.convert(getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype), recipe)
+
+
+def step(net: Any) -> list[Tensor | None]:
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    net.train()
+    net.zero_grad()
+    loss = net(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in net.parameters())]
+
+
+def blocks(net: nn.Module) -> list[str]:
+    return [entry.name for entry in lpq.report(net).fused]
+
+
+@pytest.fixture
+def fused_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one number with each pass of a fused block that is one function."""
+    from lpq.nn import fused_mlp
+
+    calls: list[int] = []
+    own = fused_mlp.FusedSwiGLU.forward
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        calls.append(1)
+        return own(ctx, *args)
+
+    monkeypatch.setattr(fused_mlp.FusedSwiGLU, "forward", staticmethod(forward))
+    return calls
+
+
+@pytest.mark.parametrize("kind", SWIGLU)
+def test_a_fused_model_is_the_same_model(kind: str, fused_passes: list[int]) -> None:
+    plain, net = model(kind), model(kind)
+    classes = [type(m) for m in net.modules()]
+    assert lpq.fuse(net) is net
+    assert blocks(net) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert equal_states(net.state_dict(), plain.state_dict())
+    assert str(net) == str(plain)
+    assert all(isinstance(m, cls) for m, cls in zip(net.modules(), classes, strict=True))
+    assert equal(step(net), step(plain))
+    assert len(fused_passes) == 2
+    lpq.unfuse(net)
+    assert [type(m) for m in net.modules()] == classes
+    assert [vars(m).keys() for m in net.modules()] == [vars(m).keys() for m in plain.modules()]
+    assert blocks(net) == []
+    assert equal(step(net), step(plain))
+    assert len(fused_passes) == 2
+
+
+def test_by_convert(fused_passes: list[int]) -> None:
+    net = lpq.convert(model(), "fp8-current", fuse=True)
+    assert len(blocks(net)) == 2
+    assert equal(step(net), step(model(recipe="fp8-current")))
+    lpq.convert(net, "nvfp4")
+    assert equal(step(net), step(model(recipe="nvfp4")))
+    assert len(fused_passes) == 4
+
+
+def test_gradient_checkpointing(fused_passes: list[int]) -> None:
+    net = lpq.fuse(model(recipe="fp8-delayed"))
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert equal(step(net), step(model(recipe="fp8-delayed")))
+    assert len(fused_passes) == 4
+
+
+def test_generate(fused_passes: list[int]) -> None:
+    tokens = torch.randint(1, 64, (1, 4), generator=torch.Generator().manual_seed(1))
+    made = [net.eval().generate(tokens, max_new_tokens=4, do_sample=False) for net in (lpq.fuse(model()), model())]
+    assert torch.equal(*made)
+    assert fused_passes
+
+
+def test_compiled_whole() -> None:
+    net = lpq.fuse(model(dtype=torch.float32)).model.layers[0].mlp
+    x = torch.randn(16, 64)
+    expected = net(x)
+    assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def test_copies_and_pickles(tmp_path: Any, fused_passes: list[int]) -> None:
+    net = lpq.fuse(model())
+    expected = step(net)
+    net.zero_grad()
+    torch.save(net, tmp_path / "model.pt")
+    for other in (copy.deepcopy(net), torch.load(tmp_path / "model.pt", weights_only=False)):
+        fused_passes.clear()
+        assert equal(step(other), expected)
+        assert len(fused_passes) == 2
+        assert {id(m) for m in other.modules()}.isdisjoint(id(m) for m in net.modules())
+        (block, *_) = (m for m in other.modules() if isinstance(m, FusedBlock))
+        assert layers_of(block)[0] is block.gate_proj
+        lpq.unfuse(other)
+    assert len(blocks(net)) == 2
+
+
+def test_adapters(fused_passes: list[int]) -> None:
+    """A block with adapters runs as before, and the report says why; one without is fused, with frozen weights."""
+    peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
+    for targets, passes in ((["q_proj"], 2), (["gate_proj", "q_proj"], 0)):
+        nets = [model(), lpq.fuse(model())]
+        config = peft.LoraConfig(target_modules=targets, r=16, init_lora_weights=False)
+        adapted = [peft.get_peft_model(net, config) for net in nets]
+        adapted[0].load_state_dict(adapted[1].state_dict())
+        fused_passes.clear()
+        found = [step(net) for net in adapted]
+        assert equal(*found)
+        assert len(fused_passes) == passes
+        report = lpq.report(adapted[1])
+        assert len(report.fused) == passes
+        if not passes:
+            assert "its gate_proj is another module since, Linear: call lpq.fuse again" in str(report)
+
+
+def test_hooks_of_a_block_are_called(fused_passes: list[int]) -> None:
+    net = lpq.fuse(model())
+    seen: list[str] = []
+    mlp = net.model.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda *args: seen.append("before"))
+    mlp.register_forward_hook(lambda *args: seen.append("after"))
+    mlp.register_full_backward_hook(lambda *args: seen.append("back"))
+    assert equal(step(net), step(model()))
+    assert seen == ["before", "after", "back"]
+    assert len(fused_passes) == 2
+    mlp.up_proj.register_forward_hook(lambda *args: seen.append("up"))
+    assert equal(step(net), step(model()))
+    assert "up" in seen
+    assert len(fused_passes) == 3
+    assert "not fused  model.layers.0.mlp (LlamaMLP): hooks are called with its up" in str(lpq.report(net))
+
+
+def test_the_report() -> None:
+    net = model()
+    assert not lpq.report(net).fused
+    assert "fused" not in str(lpq.report(net))
+    lpq.fuse(net)
+    net.model.layers[1].mlp.down_proj.recipe = None
+    text = str(lpq.report(net))
+    assert "1 of 2 blocks fused" in text
+    assert "    fused  model.layers.0.mlp (LlamaMLP): its layers are one function" in text
+    assert "not fused  model.layers.1.mlp (LlamaMLP): its down has no recipe" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("Gemma", {"head_dim": 32}, "is not down(silu(gate(x)) * up(x)) alone"),
+        ("Llama", {"hidden_act": "gelu"}, "is not down(silu(gate(x)) * up(x)) alone"),
+        ("Mixtral", {"num_local_experts": 4}, "experts, whose rows lie in groups"),
+        ("Llama", {"mlp_bias": True}, "its gate has a bias"),
+    ],
+)
+def test_blocks_that_stay_apart(kind: str, options: Any, reason: str, fused_passes: list[int]) -> None:
+    net, plain = lpq.fuse(model(kind, **options)), model(kind, **options)
+    report = lpq.report(net)
+    assert not report.fused
+    assert len(report.apart) == 2
+    assert all(reason in entry.note for entry in report.apart)
+    assert equal(step(net), step(plain))
+    assert not fused_passes
+
+
+def test_a_forward_on_the_object() -> None:
+    net = model()
+    mlp = net.model.layers[0].mlp
+    mlp.forward = mlp.forward
+    lpq.fuse(net)
+    assert blocks(net) == ["model.layers.1.mlp"]
+    assert "its forward was replaced on the object" in str(lpq.report(net))
+
+
+class Block(nn.Module):
+    """A block of somebody's own, which does a little more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w1, self.w2, self.w3 = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 96)
+        self.dropout = nn.Dropout(0.5)
+        self.act = nn.GELU() if kind == "other activation" else nn.SiLU()
+        for layer in (self.w1, self.w3):
+            layer.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "upside down":
+            return self.w2(self.w3(x) * self.act(self.w1(x)))  # type: ignore[no-any-return]
+        if self.kind == "dropout":
+            return self.w2(self.dropout(self.act(self.w1(x)) * self.w3(x)))  # type: ignore[no-any-return]
+        if self.kind == "residual":
+            return x + self.w2(self.act(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        if self.kind == "other input":
+            return self.w2(self.act(self.w1(x)) * self.w3(x * 1))  # type: ignore[no-any-return]
+        if self.kind == "other numbers":
+            gate = self.w1(x)
+            return self.w2(gate * torch.sigmoid(gate) * self.w3(x))  # type: ignore[no-any-return]
+        if self.kind == "twice":
+            return self.w2(F.silu(self.w1(x)) * self.w3(x)) if self.w1(x) is not None else x  # type: ignore[no-any-return]
+        return self.w2(self.act(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["plain", "upside down"])
+def test_blocks_of_one_s_own(kind: str, fused_passes: list[int]) -> None:
+    """Whatever its layers are called, and in whatever order they are made."""
+    torch.manual_seed(0)
+    plain = lpq.convert(nn.Sequential(Block(kind)), "mxfp8")
+    net = lpq.fuse(copy.deepcopy(plain))
+    assert blocks(net) == ["0"]
+    x = torch.randn(32, 64)
+    found = []
+    for each in (net, plain):
+        y = each(x)
+        y.square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in each.parameters())])
+    assert equal(*found)
+    assert len(fused_passes) == 1
+
+
+@pytest.mark.parametrize("kind", ["dropout", "residual", "other input", "other numbers", "twice", "other activation"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_blocks_that_compute_something_else(kind: str, trains: bool) -> None:
+    net = lpq.fuse(lpq.convert(nn.Sequential(Block(kind)).train(trains), "mxfp8"))
+    assert blocks(net) == []
+    assert "is not down(silu(gate(x)) * up(x)) alone" in str(lpq.report(net))
+
+
+def test_an_activation_that_is_replaced(fused_passes: list[int]) -> None:
+    net = lpq.fuse(lpq.convert(nn.Sequential(Block("plain")), "mxfp8"))
+    net[0].act = nn.GELU()
+    x = torch.randn(32, 64)
+    expected = net[0].w2(F.gelu(net[0].w1(x)) * net[0].w3(x))
+    assert torch.equal(net(x), expected)
+    assert not fused_passes
+    assert "its act is another module since, GELU: call lpq.fuse again" in str(lpq.report(net))
+    lpq.fuse(net)
+    assert type(net[0]) is Block
+
+
+def test_a_model_that_was_not_converted() -> None:
+    with pytest.raises(ValueError, match=r"call lpq\.convert"):
+        lpq.fuse(nn.Sequential(Block("plain")))
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        lpq.fuse("model")  # type: ignore[arg-type]
