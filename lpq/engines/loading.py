@@ -251,6 +251,7 @@ class _Job:
     @torch.no_grad()
     def fill(self) -> None:
         """Write it all."""
+        self.model.own_memories()
         tensors, stored = self._tensors(), self.intended.stored
         unlike = {*self.operands, *(n for n, _, _ in self.plain)} - tensors.keys()
         unlike |= {

@@ -141,9 +141,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
 @torch.no_grad()
 def _remember(model: nn.Module, files: list[str]) -> None:
     """Read the statistics that layers remembered; ``from_pretrained`` had no buffers for them yet."""
-    seen = Model(model)
-    seen.own_memories()
-    memories = {name.removeprefix(PREFIX): buffer for name, buffer in seen.memories().items()}
+    memories = {name.removeprefix(PREFIX): buffer for name, buffer in Model(model).memories().items()}
     others = names_in_files(model, [*memories])
     memories = {others.get(name, name): buffer for name, buffer in memories.items()}
     for path in files if memories else ():

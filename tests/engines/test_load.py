@@ -18,6 +18,7 @@ from lpq.checkpoint import CheckpointError, CheckpointWarning
 from lpq.core import QuantizedTensor
 from lpq.files.safetensors import Shown, Writer
 from lpq.formats.inverse import preimage
+from lpq.nn.shared_states import shared_state
 from lpq.optim import MasterWeights
 
 pytestmark = [
@@ -107,6 +108,18 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
         assert torch.equal(scale, 448 / layers(model)[name].x_amax)
     lpq.export(read, tmp_path / "y", layout="modelopt")
     assert equal_states(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+
+
+def test_layers_that_share_a_history_get_each_its_own(tmp_path: Path) -> None:
+    model: Any = lpq.convert(Net(), "fp8-delayed")
+    model(TOKENS).sum().backward()
+    lpq.export(model, tmp_path / "x", layout="modelopt")
+    apart, sharing = (lpq.convert(zeroed(torch.float32), "fp8-delayed") for _ in range(2))
+    shared_state([*layers(sharing).values()])
+    for read in (apart, sharing):
+        lpq.load_quantized(read, tmp_path / "x")
+    assert len({float(layer.x_amax) for layer in layers(apart).values()}) > 1
+    assert equal_states(sharing.state_dict(), apart.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

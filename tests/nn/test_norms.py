@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from counting import encodings
 from support.comparing import equal, equal_states
 from torch import Tensor, nn
@@ -143,6 +144,33 @@ def test_layers_that_remember_have_one_history_while_the_norm_encodes(
         shared = usual or way is recomputed
         assert len({id(layer.x_amax) for layer in (fused.q, fused.k, fused.v)}) == (1 if shared else 3)
     assert fused.q.x_amax > 0
+
+
+class MLP(nn.Module):
+    """A norm and SwiGLU, as one function or as three layers."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.fused = lpq.nn.RMSNorm(IN, eps=1e-5), lpq.nn.SwiGLU(IN, OUT), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, m = self.norm(x), self.mlp
+        y: Tensor = m(x) if self.fused else m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(x))
+        return y
+
+
+@pytest.mark.parametrize("way", [recomputed, lambda model: model])
+def test_before_a_fused_swiglu_layers_share_a_history_too(way: Callable[[Any], Callable[[Tensor], Tensor]]) -> None:
+    plain, fused = [], []
+    for one in (False, True):
+        torch.manual_seed(1)
+        model: Any = lpq.convert(MLP(one).to(torch.bfloat16), "fp8-delayed")
+        model.norm.consumers = (model.mlp.gate_proj, model.mlp.up_proj) if one else ()
+        for number in range(3):
+            (fused if one else plain).extend(step(model, given() * (number + 1), way(model)))
+        (fused if one else plain).extend(v.clone() for v in model.state_dict().values())
+    assert equal(fused, plain)
+    assert model.mlp.gate_proj.x_amax is model.mlp.up_proj.x_amax
 
 
 def test_evaluation_and_frozen_weights_take_the_row_operand_alone() -> None:

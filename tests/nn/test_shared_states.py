@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.comparing import equal, equal_states
 from support.encoding_norm import block
+from support.modes import Watched
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,12 @@ def plainly(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)  # type: ignore[no-any-return]
 
 
+def watched(module: nn.Module, x: Tensor) -> Tensor:
+    """By way of operators."""
+    with Watched():
+        return module(x)  # type: ignore[no-any-return]
+
+
 def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(module, x, use_reentrant=False)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -45,8 +52,8 @@ def steps(module: Any, run: Run = plainly, count: int = 3, first: int = 0) -> li
         x = given(number)
         module.zero_grad()
         y = run(module, x)
-        y.backward(torch.sin(y.detach()), retain_graph=run is plainly)
-        if run is plainly:
+        y.backward(torch.sin(y.detach()), retain_graph=run is not checkpointed)
+        if run is not checkpointed:
             y.backward(torch.cos(y.detach()))  # moves nothing more
         with torch.no_grad():
             module(given(9))
@@ -56,7 +63,7 @@ def steps(module: Any, run: Run = plainly, count: int = 3, first: int = 0) -> li
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("run", [plainly, checkpointed])
+@pytest.mark.parametrize("run", [plainly, watched, checkpointed])
 def test_an_encoded_input_equals_one_that_each_layer_encodes(recipe: str, run: Run) -> None:
     apart, fused = block(recipe, fused=False), block(recipe)
     assert equal(steps(fused, run), steps(apart, run))
@@ -98,6 +105,17 @@ def test_frozen_layers_and_gradients_asked_for_one_by_one() -> None:
                     assert number or not module.layers[1].x_amax
                 y.backward()
         assert equal_states(fused.state_dict(), apart.state_dict())
+
+
+def test_frozen_layers_remember_the_operand_that_they_multiply() -> None:
+    apart, fused = block(RECIPES[2], fused=False), block(RECIPES[2])
+    for module in (apart, fused):
+        module.layers.requires_grad_(False)
+        for number in range(2):
+            module(given(number)).sum().backward()
+    assert equal_states(fused.state_dict(), apart.state_dict())
+    assert fused.layers[1].x_row_amax > 0
+    assert not fused.layers[1].x_col_amax
 
 
 def test_a_layer_that_skips_a_pass_is_named() -> None:
@@ -149,6 +167,17 @@ def test_states_that_differ_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"one has x=fp8\(scaling=delayed\), and the other x=fp8\(.*history=2"):
         apart(given(0))
     assert shared_state([*block("mxfp8").layers]) is None
+
+
+def test_another_recipe_or_device_ends_it() -> None:
+    fused = block()
+    steps(fused, count=1)
+    fused.layers[1].recipe = "mxfp8"
+    assert not [key for key in fused.state_dict() if key.startswith("layers.1.x")]
+    assert fused.layers[1].borrowed == ()
+    assert fused.layers[2].borrowed == ("x_amax_history", "x_amax")
+    fused.to("meta")
+    assert fused.layers[2].borrowed == ()
 
 
 def test_layers_that_encode_for_themselves_have_states_of_their_own_again() -> None:

@@ -21,9 +21,10 @@ class Encode(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layers: Any) -> Tensor:
         state, quantizer = shared_state(layers), layers[0].recipe.x
         assert state is not None
-        row, col, measured = encode_operands(quantizer, as_matrix(x), state=state)
+        trains = any(layer.weight.requires_grad for layer in layers)
+        row, col, measured = encode_operands(quantizer, as_matrix(x), col=trains, state=state)
         t = QuantizedTensor(row, col, quantizer, x.shape, x.dtype)
-        t.encoded_by = EncodedBy(layers, state, measured, col=True)
+        t.encoded_by = EncodedBy(layers, state, measured, trains)
         return t
 
     @staticmethod
