@@ -86,4 +86,22 @@ struct GatedBackward : Computing<3, 3> {
     }
 };
 
+// x; the factor of its row -> the normalized element times the weight of its column.
+template <bool OFFSET, bool ROUNDS>
+struct RmsNorm : Computing<1, 1, 1, 1> {
+    static __device__ __forceinline__ void compute(const float* x, const float* of_row, const float* of_col, float* y) {
+        const float normed = x[0] * of_row[0], weight = OFFSET ? 1.0f + of_col[0] : of_col[0];
+        y[0] = (ROUNDS ? nearest(normed) : normed) * weight;
+    }
+};
+
+// x; the mean and the factor of its row; the weight of its column, and the bias.
+template <bool BIASED>
+struct LayerNorm : Computing<1, 1, 2, BIASED ? 2 : 1> {
+    static __device__ __forceinline__ void compute(const float* x, const float* of_row, const float* of_col, float* y) {
+        const float normed = (x[0] - of_row[0]) * of_row[1];
+        y[0] = BIASED ? fmaf(normed, of_col[0], of_col[BIASED]) : normed * of_col[0];
+    }
+};
+
 }  // namespace sources

@@ -24,13 +24,16 @@ from lpq.operations.binding import on_device
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
-from lpq.operations.norms import NormKind
+from lpq.operations.norms import NormKind, bind_rows, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
+from lpq.operations.produced_tiles import aligned
+from lpq.operations.producer import Output, bind_producer
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.hooks import hooks_before, hooks_behind
 
-Encode = Callable[[Tensor, Tensor, Tensor | None, Sequence[Layer]], QuantizedTensor]
-"""``encode(x, weight, bias, layers)``: the output of a norm, encoded for these layers."""
+Encode = Callable[[Tensor, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Sequence[Tensor]]]
+"""``encode(x, (weight, bias), layers)``: the output of a norm, encoded for these layers, and what a kernel found of the
+rows."""
 MOST_CALLS = 8
 """The number of bound calls that a norm keeps, one for each kind of pass."""
 NO_CONSUMERS = "it knows no layer that takes its output"
@@ -103,12 +106,13 @@ class EncodingNorm(nn.Module):
         first = plans[0]
         if why_not is not None or first is None:
             return _Call(why_not, tuple(plans))
-        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col))
+        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, self._parameters.get("bias") is not None))
 
     def _why_unfit(self, x: Tensor) -> str | None:
         """Why no output for such an input is encoded, whatever the layers are."""
-        weight = self.weight
-        if x.dtype not in DTYPES or x.dtype is not weight.dtype:
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        if x.dtype not in DTYPES or any(p.dtype is not x.dtype for p in (weight, bias) if p is not None):
             return f"its input is {x.dtype} and its weight {weight.dtype}"
         if weight.dim() != 1 or not x.dim() or x.shape[-1] != weight.shape[0]:
             return f"its input is {list(x.shape)} and its weight {list(weight.shape)}"
@@ -144,46 +148,59 @@ class _Call(NamedTuple):
 
 
 class EncodedNorm(torch.autograd.Function):
-    """A norm whose output is encoded. It keeps its input, and backward computes it again."""
+    """A norm whose output is encoded. It keeps its input, and what a kernel found of the rows."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, encode: Encode,
         layers: Sequence[Layer],
     ) -> Tensor:  # fmt: skip
-        ctx.norm = norm
-        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
-        return encode(x, weight, bias, layers)
+        columns = (weight,) if bias is None else (weight, bias)
+        y, rows = encode(x, columns, layers)
+        ctx.norm, ctx.given = norm, 1 + len(columns)
+        ctx.save_for_backward(x, *columns, *rows)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[: len(saved)]
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_(needed) for t, needed in zip(saved, needs, strict=True)]
-            y = ctx.norm.compute(*leaves)
-        found = iter(torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy))
-        grads = [next(found) if needed else None for needed in needs]
-        return *grads, *[None] * (6 - len(grads))
+        saved, count = ctx.saved_tensors, ctx.given
+        grads = ctx.norm.gradients(dy, saved[:count], saved[count:], ctx.needs_input_grad[:count])
+        return *grads, *[None] * (6 - count)
 
 
-def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool) -> Encode:
+def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool) -> Encode:
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
-    operand."""
-    shape, dtype, quantizer = like.shape, like.dtype, plan.x
+    operand. Where no kernel computes and encodes it, an encoder follows the operations of the module."""
+    shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
     cols, remembers = shape[-1], any(memory.tensor == "x" for memory in plan.memories)
-    wanted = Wanted(quantizer, (like.numel() // cols if cols else 0, cols), dtype, like.device, True, col, remembers)
-    encoder = bind_encoder(wanted)
+    matrix = like.numel() // cols if cols else 0, cols
+    wanted = Wanted(quantizer, matrix, dtype, device, True, col, remembers)
+    producer = bind_producer(norm_source(norm, biased), [Output(wanted)])
+    row, side = producer.operands[0]
+    assert row is not None
+    find = encoder = None
+    if producer.why_not[0] is None:
+        find = bind_rows(norm, matrix, dtype, device)
+    else:
+        encoder = bind_encoder(wanted)
 
-    def encode(x: Tensor, weight: Tensor, bias: Tensor | None, layers: Sequence[Layer]) -> QuantizedTensor:
-        y, state = as_matrix(norm.compute(x, weight, bias)), shared_state(layers) if remembers else None
-        of_row, of_col, measured = encoder.encode(y, state, None)
-        row = None if encoder.row is None else encoder.row.over(of_row)
-        made = None if encoder.col is None else encoder.col.over(of_col)
-        encoded = QuantizedTensor(row, made, quantizer, shape, dtype)
+    def encode(
+        x: Tensor, columns: Sequence[Tensor], layers: Sequence[Layer]
+    ) -> tuple[QuantizedTensor, Sequence[Tensor]]:
+        state = shared_state(layers) if remembers else None
+        rows: Sequence[Tensor] = ()
+        if encoder is not None:
+            of_row, of_col, measured = encoder.encode(as_matrix(norm.compute(x, *columns)), state, None)
+        else:
+            assert find is not None
+            x = aligned(x)
+            rows = find(x)
+            ((of_row, of_col, measured, _),) = producer.produce((x, *rows, *columns), (state,), (None,))
+        of_side = None if side is None else side.over(of_col)
+        encoded = QuantizedTensor(row.over(of_row), of_side, quantizer, shape, dtype)
         if state is not None:
             encoded.encoded_by = EncodedBy(layers, state, measured, col)
-        return encoded
+        return encoded, rows
 
     return encode
 

@@ -6,6 +6,7 @@ mean square, or of the variance, and the mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpq import registry
+from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.tiles import INPUTS
 from lpq.operations.source import Kind, Source
+from lpq.torch_private.operators import rms_norm_gradients
+
+Rows = Callable[[Tensor], tuple[Tensor, ...]]
+"""``find(x)``: what ``NormKind.rows`` returns."""
+ROWS_OF_BLOCK = 8
+NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
 
 
 class NormKind(NamedTuple):
@@ -27,6 +37,10 @@ class NormKind(NamedTuple):
     """Whether the factor of a column is ``1 + weight``."""
     rounds: bool = False
     """Whether it rounds before it multiplies by the weight, and again after."""
+
+    @property
+    def epsilon(self) -> float:
+        return torch.finfo(torch.float32).eps if self.eps is None else self.eps
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The norm, by the operations of a module that computes it; autograd's gradients are the module's, too."""
@@ -44,11 +58,33 @@ class NormKind(NamedTuple):
     def rows(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return, with one column, what the rows of ``x`` have in common: the factor, and the mean before it where it
         is subtracted."""
-        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        eps = self.epsilon
         if self.centers:
             _, mean, factor = torch.native_layer_norm(x.float(), x.shape[-1:], None, None, eps)
             return mean, factor
         return (torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps),)
+
+    def gradients(
+        self, dy: Tensor, given: Sequence[Tensor], rows: Sequence[Tensor], needed: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the input, the weight and the bias, as far as they are ``given`` and needed: as autograd
+        computes them, which computes the norm again. With what a kernel found of the ``rows`` they are sums in fp32,
+        and rounded once."""
+        x, weight, *others = given
+        shape, of_rows = x.shape[-1:], [found.view(*x.shape[:-1], 1) for found in rows]
+        if of_rows and self.centers:
+            bias, wanted = others[0] if others else None, [*needed, False][:3]
+            grads: Sequence[Tensor | None] = torch.ops.aten.native_layer_norm_backward(
+                dy, x, shape, *of_rows, weight, bias, wanted
+            )
+            return grads[: len(given)]
+        if of_rows and not self.offset:
+            return rms_norm_gradients(dy, x, shape, *of_rows, weight, [*needed])
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(given, needed, strict=True)]
+            y = self.compute(*leaves)
+        found = iter(torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy))
+        return [next(found) if wanted else None for wanted in needed]
 
 
 @registry.cached
@@ -57,16 +93,37 @@ def norm_source(norm: NormKind, biased: bool = False) -> Source:
 
     def compute(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         (*rows, weight), bias = (rest[:-1], rest[-1]) if biased else (rest, None)
-        normed = x.float()
-        if norm.centers:
-            normed = normed - rows[0]
-        normed = normed * rows[-1]
+        *mean, factor = [numbers.view(*x.shape[:-1], 1) for numbers in rows]
+        normed = (x.float() - mean[0] if mean else x.float()) * factor
         if norm.rounds:
             return (weight * normed.to(x.dtype),)
-        factor = 1.0 + weight.float() if norm.offset else weight.float()
-        y = normed * factor if bias is None else torch.addcmul(bias.float(), normed, factor)
+        scale = 1.0 + weight.float() if norm.offset else weight.float()
+        y = normed * scale if bias is None else torch.addcmul(bias.float(), normed, scale)
         return (y.to(x.dtype),)
 
-    rows: tuple[Kind, ...] = ("row", "row") if norm.centers else ("row",)
     columns: tuple[Kind, ...] = ("col", "col") if biased else ("col",)
-    return Source("layer_norm" if norm.centers else "rms_norm", ("matrix", *rows, *columns), 1, compute)
+    if norm.centers:
+        struct = f"sources::LayerNorm<{_written(biased)}>"
+        return Source("layer_norm", ("matrix", "row", "row", *columns), 1, compute, struct)
+    struct = f"sources::RmsNorm<{_written(norm.offset)}, {_written(norm.rounds)}>"
+    return Source("rms_norm", ("matrix", "row", *columns), 1, compute, struct)
+
+
+def bind_rows(norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
+    """Return what finds, by a kernel, what the rows of matrices have in common. These are contiguous."""
+    rows, cols = shape
+    macros = (INPUTS[dtype], *(("LPQ_CENTERED",) if norm.centers else ()))
+    launch = NORM_ROWS.bind(device.index or 0, macros, -(-rows // ROWS_OF_BLOCK))
+    empty, column, eps = allocator(device), fresh((rows, 1), torch.float32), norm.epsilon
+
+    def find(x: Tensor) -> tuple[Tensor, ...]:
+        factor, mean = empty(*column), empty(*column) if norm.centers else None
+        launch(x.data_ptr(), 0 if mean is None else mean.data_ptr(), factor.data_ptr(), eps, rows, cols)
+        return (factor,) if mean is None else (mean, factor)
+
+    return find
+
+
+def _written(value: bool) -> str:
+    """A constant as CUDA C++ has it."""
+    return str(value).lower()

@@ -164,7 +164,7 @@ def bind(
     def run(
         inputs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], seeds: Sequence[Tensor | None]
     ) -> list[Produced]:
-        inputs = [_aligned(x) for x in inputs]
+        inputs = [aligned(x) for x in inputs]
         at = [x.data_ptr() for x in inputs]
         found: list[Tensor | None] = [empty(*found_in) if s else None for s in searched]
         if search is not None:
@@ -192,7 +192,7 @@ def bind(
     return run
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """The same numbers, contiguous from a multiple of ``ALIGNED`` bytes on."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNED == 0 else x.clone()

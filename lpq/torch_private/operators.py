@@ -20,6 +20,7 @@ __all__ = [
     "multiply_each",
     "norm_of_each",
     "pin_memory",
+    "rms_norm_gradients",
     "scaled_matmul",
     "to_copy",
     "unsafe_view",
@@ -53,6 +54,9 @@ move_each: Callable[..., None] = torch._foreach_lerp_
 
 norm_of_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 """The norm of each of these tensors, in few launches."""
+
+rms_norm_gradients: Callable[..., tuple[Tensor | None, Tensor | None]] = torch.ops.aten._fused_rms_norm_backward
+"""The gradients of ``F.rms_norm``, with the factors of the rows that its forward found; on GPUs alone."""
 
 assert_later: Callable[[Tensor, str], None] = torch._assert_async
 """Raises these words where a value is false: on a GPU when it comes to it, and the host does not wait."""

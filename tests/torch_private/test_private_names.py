@@ -195,6 +195,9 @@ def test_operators_do_as_their_public_kin() -> None:
     assert torch.equal(operators.unsafe_view(x, (2, 3)), x.view(2, 3))
     assert tensors.base_of(operators.unsafe_view(x, (2, 3))) is None
     assert "aten::_pin_memory" in str(dispatch.schema_of(operators.pin_memory.default))
+    schema = dispatch.schema_of(operators.rms_norm_gradients.default)
+    names = ["grad_out", "input", "normalized_shape", "rstd", "weight", "output_mask"]
+    assert [argument.name for argument in schema.arguments] == names
     assert operators.canonicalize_dim(2, -1) == 1
     first, second = torch.zeros(6), torch.zeros(6)
     assert dispatch.schema_of(torch.ops.aten._foreach_copy_.default).name == f"aten::{operators.OF_EACH}copy_"

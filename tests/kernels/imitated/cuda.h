@@ -93,6 +93,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 float __fadd_rz(float a, float b);
 float __fmul_rz(float a, float b);
 float __fmaf_rz(float a, float b, float c);

@@ -1,0 +1,109 @@
+"""Norms on a GPU: a kernel finds what rows have in common, and another computes and encodes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import as_bytes
+from test_producers import both, inputs_of, outputs_of, poisoned
+from torch import Tensor, nn
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.nn.norms import bind_norm
+from lpq.operations.norms import NormKind, bind_rows, norm_source
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+__all__ = ["poisoned"]
+
+RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
+LAYER = NormKind(1e-5, centers=True)
+EVERY = [*((norm, False) for norm in RMS), (LAYER, False), (LAYER, True)]
+ROWS, IN, OUT = (2, 512), 1024, 768
+
+
+@pytest.mark.parametrize(("norm", "biased"), EVERY)
+@pytest.mark.parametrize("text", ["fp8", "nvfp4"])
+def test_operands_are_those_of_encoders(norm: NormKind, biased: bool, text: str) -> None:
+    source = norm_source(norm, biased)
+    for shape in ((256, 512), (131, 264)):
+        dtype = torch.bfloat16 if shape[0] % 2 == 0 else torch.float16
+        inputs = inputs_of(source, shape, dtype)
+        both(source, outputs_of(source, text, shape, dtype), inputs, [None], lambda i: False)
+
+
+@pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows(norm: NormKind, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in ((9, 8), (1, 2048), (4096, 4104)):
+        x = (torch.randn(shape, device="cuda") + 1).to(dtype)
+        found, expected = bind_rows(norm, shape, dtype, x.device)(x), norm.rows(x)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b.float(), rtol=2e-6, atol=1e-6)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(IN, eps=1e-5)
+        self.q, self.k, self.v = (nn.Linear(IN, OUT, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.q(x) + 0.5 * self.k(x) + torch.sin(self.v(x))
+
+
+def step(model: Any, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(3)
+    y = model(x)
+    y.backward(torch.sin(y.detach()))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-row", "fp8-delayed"])
+def test_beside_the_norm_and_the_layers_apart(kind: type[nn.Module], recipe: str) -> None:
+    """The sums of rows are in another order, so a few elements differ by one step of their dtype."""
+    torch.manual_seed(1)
+    plain: Any = lpq.convert(Block(kind).to("cuda", torch.bfloat16), recipe)
+    with torch.no_grad():
+        plain.norm.weight.uniform_(0.5, 1.5)
+    fused = copy.deepcopy(plain)
+    fused.norm.consumers = (fused.q, fused.k, fused.v)
+    x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    assert isinstance(fused.norm(x), QuantizedTensor)
+    for a, b in zip(step(fused, x), step(plain, x), strict=True):
+        assert a.dtype == b.dtype
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 4e-3
+
+
+@pytest.mark.parametrize("norm", [*RMS, LAYER], ids=["rms", "rounds", "offset", "layer"])
+@pytest.mark.parametrize("text", ["fp8-current", "mxfp8"])
+def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: NormKind, text: str) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.rand(IN, device="cuda").to(torch.bfloat16)
+    plan = lpq.convert(nn.Sequential(nn.Linear(8, 8)), text)[0].passes.plan
+    made, rows = bind_norm(norm, plan, x, True, False)(x, (weight,), ())
+    matrix = x.view(-1, IN)
+    expected = plan.x.quantize(norm_source(norm).compute(matrix, *rows, weight)[0])
+    for a, b in zip(made.buffers, expected.buffers, strict=True):
+        assert torch.equal(as_bytes(a), as_bytes(b))
+    dy = torch.randn_like(x)
+    needed = (True, True)
+    close, exact = norm.gradients(dy, (x, weight), rows, needed), norm.gradients(dy, (x, weight), (), needed)
+    for g, h in zip(close, exact, strict=True):
+        assert g is not None
+        assert h is not None
+        assert (g.dtype, g.shape) == (h.dtype, h.shape)
+        assert float((g.float() - h.float()).norm() / h.float().norm()) < 5e-3
