@@ -194,7 +194,7 @@ class Layer(WeightedLayer):
         if accumulate is not None:
             check_accumulation(self, weight)
         seeds = draw_seeds(input, weight, len(TENSORS)) if plan.stochastic else None
-        if self.borrowed and not shapes.given and torch.is_grad_enabled():
+        if self.passes.borrowed and not shapes.given and torch.is_grad_enabled():
             self.own_buffers()  # each layer that encodes for itself moves its state
         states = states_of(self, plan.memories) if plan.memories else {}
         if shapes.parts is not None:

@@ -20,8 +20,12 @@ MOST_CALLS = 16
 class Passes:
     """The passes of a layer. A copy has the recipe alone: nobody observes it, or releases a weight that it holds."""
 
-    def __init__(self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False) -> None:
-        self.recipe, self.plan = recipe, plan
+    def __init__(
+        self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False,
+        borrowed: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.recipe, self.plan, self.borrowed = recipe, plan, borrowed
+        """The names of the buffers that it shares with another layer, whose they are (``lpq/nn/shared_states.py``)."""
         self.withheld = ""
         """The recipe that this rank was to change to without the others, in words."""
         self.held: HeldWeight | None = None
@@ -65,4 +69,4 @@ class Passes:
         return calls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self.recipe, self.plan, self.traced)
+        return Passes, (self.recipe, self.plan, self.traced, self.borrowed)

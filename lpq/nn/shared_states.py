@@ -105,4 +105,4 @@ def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:
         raise ValueError(f"{first.title} and {layer.title} cannot share what they remember of {tensor}: {why}")
     for memory in mine:
         setattr(layer, memory.name, getattr(first, memory.name))
-    layer.borrowed = (*layer.borrowed, *(memory.name for memory in mine))
+    layer.passes.borrowed = (*layer.passes.borrowed, *(memory.name for memory in mine))

@@ -43,8 +43,6 @@ class StatefulLayer(nn.Module):
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
     qualified_name: str = ""
     """Its name in the model that was converted, for error messages."""
-    borrowed: tuple[str, ...] = ()
-    """The names of the buffers that it shares with another layer, whose they are (``lpq/nn/shared_states.py``)."""
 
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
@@ -107,8 +105,7 @@ class StatefulLayer(nn.Module):
         plan = self.planned(recipe)
         for name in self.memories():
             delattr(self, name)
-        self.borrowed = ()
-        self.passes.recipe, self.passes.plan = recipe, plan
+        self.passes.recipe, self.passes.plan, self.passes.borrowed = recipe, plan, ()
         self.passes.forget()
         self.model.compare_again()
         for memory in self.state_buffers():
@@ -167,9 +164,9 @@ class StatefulLayer(nn.Module):
 
     def own_buffers(self) -> None:
         """Give the layer buffers of its own in place of borrowed ones, before they are filled or moved one by one."""
-        for name in self.borrowed:
+        for name in self.passes.borrowed:
             setattr(self, name, getattr(self, name).clone())
-        self.borrowed = ()
+        self.passes.borrowed = ()
 
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
@@ -177,7 +174,8 @@ class StatefulLayer(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.borrowed:  # no two keys share memory: safetensors refuses that, and loads would mix them up
+        # No two keys share memory: safetensors refuses that, and loads would mix them up.
+        for name in self.passes.borrowed:
             destination[prefix + name] = destination[prefix + name].clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -162,7 +162,7 @@ def test_states_that_differ_are_refused_by_name() -> None:
     words = r"layers\.0, .* and layer layers\.1, .* cannot share what they remember of x: x_amax differs"
     with pytest.raises(ValueError, match=words):
         apart(given(0))
-    assert apart.layers[0].borrowed == apart.layers[1].borrowed == ()
+    assert apart.layers[0].passes.borrowed == apart.layers[1].passes.borrowed == ()
     apart.layers[1].recipe = "x=fp8(scaling=delayed, history=2), w=mxfp8, dy=mxfp8"
     with pytest.raises(ValueError, match=r"one has x=fp8\(scaling=delayed\), and the other x=fp8\(.*history=2"):
         apart(given(0))
