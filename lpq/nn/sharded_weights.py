@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from torch import Tensor, nn
@@ -142,12 +143,12 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.shardability import why_uncut
     from lpq.distributed.weight_gather import Gather
 
-    fsdp = Gathering(model)
-    for _, layer, _ in _layers(model):
-        layer.model.fsdp = fsdp
+    fsdp, models = Gathering(model), {layer.model: replace(layer.model) for _, layer, _ in _layers(model)}
     for name, layer, shared in list(_layers(model)):
         if shared or layer.transposed or _is_computed(layer) or hasattr(layer.weight, "device_mesh"):
             continue
+        layer.model = models[layer.model]
+        layer.model.fsdp = fsdp
         layer.gather = gather = Gather(layer, layer.gather is not None and layer.gather.rounded)
         weight = layer.weight.detach()
         quantizer = layer.weight_quantizer() if weights == "quantized" else None

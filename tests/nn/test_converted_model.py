@@ -59,6 +59,17 @@ def test_layers_that_one_call_converts_have_one_model() -> None:
     assert len({layer.model for layer in layers(model)}) == 1
 
 
+def test_only_layers_whose_weight_is_prepared_know_the_whole_model() -> None:
+    """A copy of a layer that knows the model copies the model."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight  # which is not gathered quantized, as it is in two modules
+    first, _, last = layers(lpq.convert(model, "mxfp8", weights="high_precision"))
+    assert (first.gather, first.model.fsdp) == (None, None)
+    assert copy.deepcopy(first).model.fsdp is None
+    assert copy.deepcopy(last).model.fsdp.root is not model
+    assert first.model.inputs is last.model.inputs
+
+
 def test_layers_made_by_hand_have_nothing_in_common() -> None:
     made = [lpq.nn.Linear(64, 64, recipe="mxfp8") for _ in range(2)]
     assert made[0].model is not made[1].model
