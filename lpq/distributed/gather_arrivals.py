@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lpq.distributed.gathered_operand import GatheredOperand
 from lpq.formats.layout import as_bytes
-from lpq.kernels.placing import Place, RankPieces, bind_places, serves
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.placing import SPEC, Place, RankPieces, bind_places
+from lpq.kernels.table import serves
 from lpq.operations.binding import on_device
 from lpq.torch_private import fsdp
 from lpq.torch_private.operators import copy_each
@@ -69,7 +69,7 @@ class Arrivals:
         """The buffers, by rank, if one operation of torch copies all that arrives."""
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
-        if self._arrive and serves(device, kernels_allowed()):
+        if self._arrive and serves(SPEC, device):
             self._bind(
                 [whole.lines(t) for whole in wholes for t in whole.large if not (whole.in_place and not self.flat)]
             )

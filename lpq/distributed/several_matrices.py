@@ -22,7 +22,7 @@ from lpq.kernels import KernelError, amaxes, choose
 from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.host_to_device import captured
 from lpq.kernels.launch_table import TableLaunch
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import kernels_allowed, serves
 from lpq.operations.binding import EncodeSeveral
 from lpq.operations.kernel_protocols import BindSeveral
 from lpq.operations.reduce_statistics import spans
@@ -49,7 +49,7 @@ def measured_together(side: Quantizer, direction: Direction, held: torch.dtype, 
     stats = spanning(side, direction)
     if len(stats) > 1 or not all(stat.largest and _of_matrix(stat, direction) in OF for stat in stats):
         return False
-    return held is torch.float32 and amaxes.serves(device, kernels_allowed())
+    return held is torch.float32 and serves(amaxes.SPEC, device)
 
 
 def _of_matrix(stat: Stat, direction: Direction) -> Block:

@@ -105,10 +105,10 @@ class CudaKernel:
         loaded = self._loaded.get((device, macros)) or self._load(device, macros)
         return Launch(self, loaded, device, blocks).in_c()
 
-    def ready(self, device: int, macros: tuple[str, ...] = ()) -> None:
-        """Compile and load it now, for launches that a CUDA graph will record."""
-        if (device, macros) not in self._loaded:
-            self._load(device, macros)
+    def ready(self, device: int) -> None:
+        """Compile and load it now, without macros, for launches that a CUDA graph will record."""
+        if (device, ()) not in self._loaded:
+            self._load(device, ())
 
     def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
         stream = torch_cuda.current_stream(device)

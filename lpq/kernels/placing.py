@@ -7,15 +7,12 @@ launch, since memory for what arrives is allocated anew each time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from lpq import registry
 from lpq.kernels.cuda import CudaKernel
-from lpq.kernels.table import ENVIRONMENT, allowed_by, why_not
 from lpq.registry import KernelSpec
 
 MOST = 16
@@ -45,16 +42,6 @@ class RankPieces(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.lines * self.ranks * self.piece
-
-
-def serves(device: torch.device, kernels: object) -> bool:
-    """Whether the kernel may run on a device. ``kernels``: what ``kernels_allowed`` returns."""
-    return _serves(device, kernels)
-
-
-@registry.cached
-def _serves(device: torch.device, kernels: object) -> bool:
-    return why_not(SPEC, (), device, allowed_by(os.environ.get(ENVIRONMENT))) is None
 
 
 def bind_places(several: Sequence[RankPieces], device: torch.device) -> Place:

@@ -143,6 +143,16 @@ def why_not(
     return _refusal(kernel, quantizers, device) if reason is None else reason
 
 
+def serves(kernel: KernelSpec, device: torch.device) -> bool:
+    """Whether a kernel that belongs to no format may run on a device."""
+    return _serves(kernel, device, kernels_allowed())
+
+
+@registry.cached
+def _serves(kernel: KernelSpec, device: torch.device, kernels: object) -> bool:
+    return why_not(kernel, (), device, allowed_by(os.environ.get(ENVIRONMENT))) is None
+
+
 def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]) -> str | None:
     """Why it can do nothing on this device; None if it can."""
     if kernel.backend not in allowed:

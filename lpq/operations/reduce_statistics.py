@@ -110,17 +110,14 @@ class Reductions:
     device and each of the two."""
 
     def __init__(self) -> None:
-        self._within: ByRanks = {}
-        self._across: ByRanks = {}
+        self._largest: ByRanks = {}
         self._sums: ByRanks = {}
         self._afterwards: list[Callable[[], None]] = []
         self._ranks: dict[ProcessGroup, tuple[int, ...]] = {}
 
-    def add(self, values: Sequence[Tensor], group: ProcessGroup, across: ProcessGroup | None = None) -> None:
-        """Reduce these in place over ``group``; afterwards over ``across``, if there is one."""
-        for reduced, over in ((self._within, group), (self._across, across)):
-            if over is not None:
-                self._add(reduced, values, over)
+    def add(self, values: Sequence[Tensor], group: ProcessGroup) -> None:
+        """Reduce these in place over ``group``, by MAX."""
+        self._add(self._largest, values, group)
 
     def add_stats(
         self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int
@@ -131,7 +128,7 @@ class Reductions:
             for (stat, dim), value in zip(declared, stats, strict=True)
             if stat.block[dim] is None and stat.round == number
         ]
-        self._add(self._within, [value for stat, value in found if stat.reduce == "max"], group)
+        self._add(self._largest, [value for stat, value in found if stat.reduce == "max"], group)
         self._add(self._sums, [value for stat, value in found if stat.reduce == "sum"], group)
 
     def _add(self, to: ByRanks, values: Sequence[Tensor], group: ProcessGroup) -> None:
@@ -149,7 +146,7 @@ class Reductions:
 
     @torch.no_grad()
     def run(self) -> None:
-        for group, values in [*self._within.values(), *self._across.values()]:
+        for group, values in self._largest.values():
             copy_each(values, reduce_max(values, group, signed=True))  # states may be negative
         for group, values in self._sums.values():
             copy_each(values, reduce_sum(values, group))
