@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (lack := environment.lacking(ranks)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
-    if "llama" in options.parts and (lack := huggingface.lacking()) is not None:
+    if "llama" in options.parts and (lack := huggingface.lacking(options.liger)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
     if ranks > 1 and (len(options.parts) > 1 or options.parts[0] not in SHARED_OUT):
@@ -96,7 +96,8 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
         ways.append(f"{decoder.layers}x{decoder.hidden}-{decoder.batch}x{decoder.sequence}")
     if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
-    return "-".join([part, *ways, *(["one-thread"] if options.one_thread else [])])
+    ways += [way for way, on in (("liger", options.liger), ("one-thread", options.one_thread)) if on]
+    return "-".join([part, *ways])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -115,6 +116,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
+    parser.add_argument("--fused", action="store_true", help="with llama: lpq also with fused blocks, not compiled")
+    parser.add_argument("--liger", action="store_true", help="with llama: all have Liger's rotary positions and loss")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
     for field in fields(shapes.Decoder):
         parser.add_argument(
@@ -179,11 +182,14 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         return
     if part == "llama":
         sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        everyone = contenders.of_models(tuple(options.recipe or contenders.MODELS), not options.no_compile, sharded)
+        recipes = tuple(options.recipe or contenders.MODELS)
+        everyone = contenders.of_models(recipes, not options.no_compile, sharded, options.fused)
         everyone = contenders.chosen(everyone, options.only)
         with stack.group() if sharded else nullcontext():
             steps = 6 if options.quick else stack.STEPS
-            yield from huggingface.measure(everyone, _decoder(options), steps, device, options.profile)
+            yield from huggingface.measure(
+                everyone, _decoder(options), steps, device, profile=options.profile, liger=options.liger
+            )
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)

@@ -7,7 +7,7 @@ nothing is left out in silence.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +35,8 @@ MODELS = ("fp8-current", "mxfp8", "nvfp4")
 """Those that whole models are trained with, if none is asked for."""
 GATHERED_IN_BF16 = ", gathered in bf16"
 """Ends the recipe of a sharded model whose weights are not gathered quantized."""
+FUSED = ", fused"
+"""Ends the recipe of a model whose blocks are fused."""
 PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
 """Other libraries, and what one imports of them."""
 KINDS = {
@@ -95,17 +97,25 @@ def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list
     return [*_bf16(compiled), *others, *_lpq(recipes, compiled, weights="high_precision")]
 
 
-def of_models(recipes: tuple[str, ...] = MODELS, compiled: bool = True, sharded: bool = False) -> list[Contender]:
+def of_models(
+    recipes: tuple[str, ...] = MODELS, compiled: bool = True, sharded: bool = False, fused: bool = False
+) -> list[Contender]:
     """All that can run a whole model of Hugging Face's, without and with ``torch.compile``; of one that is sharded lpq
-    gathers the weights in bf16, and quantized."""
+    gathers the weights in bf16, and quantized. ``fused``: lpq's without ``torch.compile`` also with fused blocks."""
     others = [
         one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
     ]
     made = [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled)]
-    if not sharded:
-        return [*made, *_lpq(recipes, compiled)]
-    in_bf16 = [replace(one, recipe=f"{one.recipe}{GATHERED_IN_BF16}") for one in _lpq(recipes, compiled)]
-    return [*made, *in_bf16, *_lpq(recipes, compiled, weights="high_precision")]
+    for ending in ("", FUSED)[: 1 + fused]:
+        lpq_ = partial(_lpq, recipes, compiled and not ending, fuse=bool(ending))
+        made += _ending(f"{ending}{GATHERED_IN_BF16 if sharded else ''}", lpq_())
+        made += _ending(ending, lpq_(weights="high_precision")) if sharded else []
+    return made
+
+
+def _ending(ending: str, everyone: Iterable[Contender]) -> list[Contender]:
+    """Those contenders, their recipes with this ending."""
+    return [replace(one, recipe=f"{one.recipe}{ending}") for one in everyone]
 
 
 def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:

@@ -13,6 +13,7 @@ the two decides.
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -37,18 +38,29 @@ PROFILED = 10
 """Steps in which it is looked where the host's time goes."""
 
 
-def lacking() -> str | None:
+def lacking(liger: bool) -> str | None:
     """Why this cannot be measured here, or None."""
     if importlib.util.find_spec("transformers") is None:
         return "llama trains Hugging Face's model, and transformers is not installed: pip install transformers"
+    if liger and importlib.util.find_spec("liger_kernel") is None:
+        return "--liger takes functions of Liger, which is not installed: pip install liger-kernel"
     return None
 
 
 def measure(
-    everyone: list[Contender], shape: Decoder, steps: int, device: torch.device, profile: bool = False
+    everyone: list[Contender],
+    shape: Decoder,
+    steps: int,
+    device: torch.device,
+    *,
+    profile: bool = False,
+    liger: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Tokens a second of each contender, the times of host and GPU, and the most memory that was allocated; after each,
-    so far. ``profile``: print where the host's time goes, too."""
+    so far. ``profile``: print where the host's time goes, too. ``liger``: all have Liger's rotary positions and its
+    loss."""
+    if liger:
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(rms_norm=False, swiglu=False)
     peers = dist.new_group(backend="gloo") if ranks() > 1 else None
     results: list[dict[str, Any]] = []
     for contender in everyone:
