@@ -174,10 +174,10 @@ def test_another_recipe_or_device_ends_it() -> None:
     steps(fused, count=1)
     fused.layers[1].recipe = "mxfp8"
     assert not [key for key in fused.state_dict() if key.startswith("layers.1.x")]
-    assert fused.layers[1].borrowed == ()
-    assert fused.layers[2].borrowed == ("x_amax_history", "x_amax")
+    assert fused.layers[1].passes.borrowed == ()
+    assert fused.layers[2].passes.borrowed == ("x_amax_history", "x_amax")
     fused.to("meta")
-    assert fused.layers[2].borrowed == ()
+    assert fused.layers[2].passes.borrowed == ()
 
 
 def test_layers_that_encode_for_themselves_have_states_of_their_own_again() -> None:
