@@ -1,8 +1,8 @@
 """Blocks of other libraries that lpq computes as one function: known by what they compute, and not by their class.
 
 A block is tried on a few rows, with stand-ins for its three layers. If it calls the first two with its input and the
-third with ``silu(gate) * up``, to the bit and by two functions of torch, and returns what that returns, ``swiglu`` may
-stand for it.
+third with ``silu(gate) * up``, or with that of a GELU, to the bit and by two functions of torch, and returns what that
+returns, ``gated_mlp`` may stand for it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torch.overrides import TorchFunctionMode
 
 from lpq.nn.first_argument import check_model
 from lpq.nn.fused_experts import FusedExperts
-from lpq.nn.fused_mlp import SwiGLU, swiglu, why_apart
+from lpq.nn.fused_mlp import ACTIVATIONS, SwiGLU, gated_mlp, why_apart
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.reports import Entry
 from lpq.nn.stateful_layer import StatefulLayer
-from lpq.operations.source import SWIGLU
 from lpq.torch_private.hooks import has_hooks
 
 FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
 ONE_FUNCTION = "its layers are one function, with encoded operands between them"
 EXPERTS = "experts, whose rows lie in groups, have no fused form"
-OTHER = "its forward is not down(silu(gate(x)) * up(x)) alone"
+OTHER = "its forward is not down(act(gate(x)) * up(x)) alone, with a SiLU or GELU"
 HOOKED = "hooks are called with its activation"
 REPLACED = "its forward was replaced on the object"
 
@@ -41,12 +40,13 @@ class BlockParts(NamedTuple):
     gate: str
     up: str
     down: str
+    activation: str
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
 
 
 class FusedBlock(nn.Module):
-    """A block that is computed as one function where its layers allow it; see ``swiglu``.
+    """A block that is computed as one function where its layers allow it; see ``gated_mlp``.
 
     ``class_for`` makes the subclass of this and of the class of the block. Other code finds the class, the children,
     the hooks and the parameters that it knows. No other name is added, as the block may have a child of that name.
@@ -60,7 +60,7 @@ class FusedBlock(nn.Module):
         """Take and return what the class before does."""
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
             return super().forward(*args, **kwargs)  # of the class before
-        return swiglu(args[0], *layers_of(self))
+        return gated_mlp(args[0], *layers_of(self), self.lpq_parts.activation)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class before in copies and pickles, as no module has this one."""
@@ -69,13 +69,13 @@ class FusedBlock(nn.Module):
 
 def layers_of(block: FusedBlock) -> tuple[nn.Module, nn.Module, nn.Module]:
     """Gate, up and down."""
-    gate, up, down, children = block.lpq_parts
+    gate, up, down, _, children = block.lpq_parts
     return children[gate], children[up], children[down]
 
 
 def _why_changed(block: FusedBlock) -> str | None:
-    """Why ``swiglu`` no longer stands for a block, whatever its layers are; None if it does."""
-    *names, children = block.lpq_parts
+    """Why ``gated_mlp`` no longer stands for a block, whatever its layers are; None if it does."""
+    *names, _, children = block.lpq_parts
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
         name, child = next(iter(now.items()), ("child", None))
@@ -159,10 +159,10 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
     if orders and "forward" in vars(module):
         return REPLACED
     for gate, up, down in orders:
-        if _computes_swiglu(module, gate, up, down):
+        if (activation := _activation(module, gate, up, down)) is not None:
             if any(has_hooks(m) for name, m in children.items() if name not in own):
                 return HOOKED
-            return BlockParts(gate, up, down, dict(module._modules))  # type: ignore[arg-type]
+            return BlockParts(gate, up, down, activation, dict(module._modules))  # type: ignore[arg-type]
     return OTHER if orders else None
 
 
@@ -223,8 +223,8 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _computes_swiglu(module: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether the forward of a block is ``down(silu(gate(x)) * up(x))``."""
+def _activation(module: nn.Module, gate: str, up: str, down: str) -> str | None:
+    """The activation with which the forward of a block is ``down(activation(gate(x)) * up(x))``; None if it is not."""
     drawn = torch.Generator().manual_seed(0)
     g, u, y, x = (torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(4))
     gate_, up_, down_ = stand_ins = [_StandIn(t) for t in (g, u, y)]
@@ -235,13 +235,11 @@ def _computes_swiglu(module: nn.Module, gate: str, up: str, down: str) -> bool:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), _Functions() as functions:
             out = type(module).forward(like, x)
     except Exception:  # other code's, which may raise anything on such an input
-        return False
+        return None
     if out is not y or len(gate_.given) != 1 or len(up_.given) != 1 or len(down_.given) != 1:
-        return False
-    return (
-        functions.count == 2
-        and gate_.given[0] is x
-        and up_.given[0] is x
-        and isinstance(product := down_.given[0], Tensor)
-        and torch.equal(product, SWIGLU.compute(g, u)[0])
-    )
+        return None
+    product = down_.given[0]
+    if functions.count != 2 or gate_.given[0] is not x or up_.given[0] is not x or not isinstance(product, Tensor):
+        return None
+    computed = ((name, activation.product.compute(g, u)[0]) for name, activation in ACTIVATIONS.items())
+    return next((name for name, expected in computed if torch.equal(product, expected)), None)

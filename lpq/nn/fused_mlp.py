@@ -1,17 +1,17 @@
-"""SwiGLU: ``down(silu(gate(x)) * up(x))``, as one function to autograd where three layers with recipes allow it.
+"""A gated MLP, ``down(silu(gate(x)) * up(x))``, as one function to autograd where its three layers allow it.
 
-The product of ``silu(gate)`` and ``up`` goes into the last layer encoded, and the gradients of both go into the first
-two layers encoded: one kernel computes and encodes them, and none of the three matrices is written in high precision.
-Each layer runs as it does by itself (``lpq/nn/multiply.py``), with the encoders of this function in place of its own.
-So all bytes are those of the three layers one after the other.
+The product of ``silu(gate)``, or of another activation, and ``up`` goes into the last layer encoded, and the gradients
+of both go into the first two layers encoded: one kernel computes and encodes them, and none of the three matrices is
+written in high precision. Each layer runs as it does by itself (``lpq/nn/multiply.py``), with the encoders of this
+function in place of its own. So all bytes are those of the three layers one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,34 @@ from lpq.operations.inputs import as_matrix
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, Producer, bind_producer
 from lpq.operations.sides import shared
-from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.operations.source import (
+    GEGLU,
+    GEGLU_BACKWARD,
+    GEGLU_TANH,
+    GEGLU_TANH_BACKWARD,
+    SWIGLU,
+    SWIGLU_BACKWARD,
+    Source,
+)
 from lpq.operations.states import moves
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.hooks import global_hooks, has_hooks
 
+
+class Activation(NamedTuple):
+    """The function between the layers."""
+
+    function: Callable[[Tensor], Tensor]
+    product: Source
+    """Computes its value of gate, times up."""
+    backward: Source
+
+
+ACTIVATIONS = {
+    "silu": Activation(F.silu, SWIGLU, SWIGLU_BACKWARD),
+    "gelu": Activation(F.gelu, GEGLU, GEGLU_BACKWARD),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), GEGLU_TANH, GEGLU_TANH_BACKWARD),
+}
 OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
 
@@ -45,11 +68,16 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
     Three layers that ``lpq.convert`` made are computed as one function, if nothing keeps them apart; see ``why_apart``.
     The result and all gradients are the same to the bit.
     """
+    return gated_mlp(x, gate, up, down, "silu")
+
+
+def gated_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str) -> Tensor:
+    """As ``swiglu``, with one of ``ACTIVATIONS``."""
     if not torch.compiler.is_compiling() and why_apart(gate, up, down) is None:
-        y = _fused(x, gate, up, down)  # type: ignore[arg-type]
+        y = _fused(x, gate, up, down, ACTIVATIONS[activation])  # type: ignore[arg-type]
         if y is not None:
             return y
-    return down(F.silu(gate(x)) * up(x))  # type: ignore[no-any-return]
+    return down(ACTIVATIONS[activation].function(gate(x)) * up(x))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):
@@ -95,7 +123,7 @@ def why_apart(gate: nn.Module, up: nn.Module, down: nn.Module) -> str | None:
     return None
 
 
-def _fused(x: Tensor, gate: Layer, up: Layer, down: Layer) -> Tensor | None:
+def _fused(x: Tensor, gate: Layer, up: Layer, down: Layer, activation: Activation) -> Tensor | None:
     """The output of three layers that nothing keeps apart; None if something watches this pass or traces it."""
     of_gate = gate.prepare(x, OF_X)
     if of_gate is None:
@@ -109,13 +137,13 @@ def _fused(x: Tensor, gate: Layer, up: Layer, down: Layer) -> Tensor | None:
     of_down = down.prepare(like, OF_PRODUCT)
     assert of_down is not None
     weights, calls = zip(of_gate, of_up, of_down, strict=True)
-    compute: Any = FusedSwiGLU.apply
+    compute: Any = FusedMLP.apply
     y: Tensor
     if not autocasts():
-        y = compute(x, *weights, down.bias, calls)
+        y = compute(x, *weights, down.bias, calls, activation)
         return y
     with torch.autocast(x.device.type, enabled=False):
-        y = compute(x, *weights, down.bias, calls)
+        y = compute(x, *weights, down.bias, calls, activation)
         return y
 
 
@@ -151,9 +179,11 @@ class LayerContext:
 class GatedProduct:
     """``silu(gate) * up`` on its way into the last layer, and its gradient on its way back."""
 
-    def __init__(self, gate: Tensor, up: Tensor, parts: tuple[LayerContext, LayerContext, LayerContext]) -> None:
+    def __init__(
+        self, gate: Tensor, up: Tensor, parts: tuple[LayerContext, LayerContext, LayerContext], activation: Activation
+    ) -> None:
         self._inputs = as_matrix(gate), as_matrix(up)
-        self._parts = parts
+        self._parts, self._activation = parts, activation
         self.made: list[Produced] = []
         """Both gradients and the product once more, encoded, as soon as the gradient of the product is there."""
 
@@ -165,7 +195,9 @@ class GatedProduct:
         measured = wanted.remembers and wanted.col and not shared(row, col) and moves(wanted.quantizer, row, col)
 
         def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-            (made,) = self._produce(SWIGLU, (Output(wanted._replace(col=measured)),), self._inputs, [known], [seed])
+            (made,) = self._produce(
+                self._activation.product, (Output(wanted._replace(col=measured)),), self._inputs, [known], [seed]
+            )
             kept = [memory.clone() for memory in known.values()] if wanted.remembers and wanted.col else ()
             return made.row, kept, made.stats
 
@@ -186,12 +218,14 @@ class GatedProduct:
             outputs, known, seeds = zip(*(_gradient_of(part) for part in self._parts[:2]), strict=True)
             then = remembered(down.saved_tensors[: down.counts[0]])
             inputs = *self._inputs, multiply(dy, weight, bias)
-            self.made = self._produce(SWIGLU_BACKWARD, (*outputs, column), inputs, (*known, then), (*seeds, None))
+            self.made = self._produce(
+                self._activation.backward, (*outputs, column), inputs, (*known, then), (*seeds, None)
+            )
             return None  # type: ignore[return-value]  # it has gone where it is needed
 
         def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
             if not self.made:
-                self.made = self._produce(SWIGLU, (column,), self._inputs, [remembered(kept)], [None])
+                self.made = self._produce(self._activation.product, (column,), self._inputs, [remembered(kept)], [None])
             return self.made.pop().col
 
         encoder = Encoder(*operands_of(wanted), lambda x, known, seed: ((), (), ()), later)
@@ -230,22 +264,23 @@ def _arrived(made: Produced) -> Change:
     return change
 
 
-class FusedSwiGLU(torch.autograd.Function):
+class FusedMLP(torch.autograd.Function):
     """Three layers and what lies between them."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, bias: Tensor | None,
-        calls: tuple[LayerCall, LayerCall, LayerCall],
+        calls: tuple[LayerCall, LayerCall, LayerCall], activation: Activation,
     ) -> Tensor:  # fmt: skip
         of_gate, of_up, of_down = calls
         parts = gate, up, down = LayerContext(), LayerContext(), LayerContext()
         g = Multiplication.forward(gate, x, w_gate, None, of_gate)
         u = Multiplication.forward(up, x, w_up, None, of_up)
         of_down = of_down._replace(inputs=None)  # no other layer has this input
-        y = Multiplication.forward(down, g, w_down, bias, of_down, partial(GatedProduct(g, u, parts).forward, of_down))
+        product = GatedProduct(g, u, parts, activation)
+        y = Multiplication.forward(down, g, w_down, bias, of_down, partial(product.forward, of_down))
         ctx.save_for_backward(g, u, *gate.give(), *up.give(), *down.give())
-        ctx.parts = parts
+        ctx.parts, ctx.activation = parts, activation
         if down.encoded_gradient is not None:
             ctx.encoded_gradient = down.encoded_gradient
         return y
@@ -261,7 +296,7 @@ class FusedSwiGLU(torch.autograd.Function):
         # The gradient of the product is wanted where one of these is.
         wanted = next((node for node in nodes[:3] if node[0] is not None and computes(node[0])), nodes[0])
         down.take(saved, (x or w_gate or w_up, w_down, bias), (wanted, *nodes[3:]))
-        product = GatedProduct(g, u, parts)
+        product = GatedProduct(g, u, parts, ctx.activation)
         _, dw_down, db, _ = Multiplication.backward(down, dy, product.backward)
         dx = dw_gate = dw_up = None
         if product.made:
@@ -273,4 +308,4 @@ class FusedSwiGLU(torch.autograd.Function):
                 dx.add_(also)
         for part in parts:
             part.give()
-        return dx, dw_gate, dw_up, dw_down, db, None
+        return dx, dw_gate, dw_up, dw_down, db, None, None

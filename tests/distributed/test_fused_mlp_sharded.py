@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.norm(x))
-        assert ("FusedSwiGLU" in type(y.grad_fn).__name__) == (not isinstance(self.mlp, Plain))
+        assert ("FusedMLP" in type(y.grad_fn).__name__) == (not isinstance(self.mlp, Plain))
         return x + y
 
 

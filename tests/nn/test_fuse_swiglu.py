@@ -50,7 +50,7 @@ def is_fused(y: Tensor) -> bool:
         if node is not None and node not in seen:
             seen.add(node)
             nodes += [n for n, _ in node.next_functions]
-    return any("FusedSwiGLU" in type(node).__name__ for node in seen)
+    return any("FusedMLP" in type(node).__name__ for node in seen)
 
 
 def step(
