@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks, spawn
 from torch import nn
 
 from benchmarks import contenders, group_choice, grouped, huggingface, parallel, profiles, stack
@@ -127,7 +127,8 @@ def test_the_stack_trains_sharded_over_one_rank() -> None:
     assert all(row["gathered_bytes"] is None for row in result["results"]), "nothing travels"
 
 
-def _bytes_of_a_stack(rank: int) -> None:
+@on_ranks(2)
+def test_a_stack_gathers_the_operands_of_its_weights(rank: int) -> None:
     *_, result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 1, CPU)
     assert [row["failure"] for row in result["results"]] == [None, None]
     model = Llama(TINY)
@@ -136,10 +137,6 @@ def _bytes_of_a_stack(rank: int) -> None:
     plain, quantized = (row["gathered_bytes"] for row in result["results"])
     assert plain == 2 * 2 * (weights + norms), "all in bf16, in forward and again in backward"
     assert quantized == 2 * (weights + 2 * norms), "the row operands in forward and the column operands in backward"
-
-
-def test_a_stack_gathers_the_operands_of_its_weights() -> None:
-    spawn(_bytes_of_a_stack, 2)
 
 
 def _llama(rank: int) -> None:
@@ -181,7 +178,8 @@ class FailingAtTheEnd:
             _failing_on_one_rank(module)
 
 
-def _failures_of_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_what_fails_in_one_rank_fails_in_all_and_the_others_go_on(rank: int) -> None:
     everyone = [
         Contender("torchao", "tensorwise", False, _failing_on_one_rank),
         Contender("torch", "bf16", False),
@@ -194,10 +192,6 @@ def _failures_of_one_rank(rank: int) -> None:
     failure = "rank 1: RuntimeError: not today"
     assert [row["failure"] for row in result["results"]] == [failure, None, failure, None]
     assert [row.get("tokens_per_second", 0) > 0 for row in result["results"]] == [False, True, False, True]
-
-
-def test_what_fails_in_one_rank_fails_in_all_and_the_others_go_on() -> None:
-    spawn(_failures_of_one_rank, 2)
 
 
 def test_only_some_take_part_and_bf16_always() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import BATCHES, RECIPES, differs_on_some_rank, exported, laid_out, of_one, whole_statics
 from models import Attention, data, statics
-from ranks import on_one, spawn
+from ranks import on_one, on_ranks, spawn
 from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,27 +83,6 @@ def _experts_alone(recipe: str, batches: list[Tensor], method: Any, samples: int
     return net, lpq.calibrate(net, batches, method=method, samples=samples, process_group=of_one())
 
 
-def _with_experts(rank: int, recipe: str, method: Any) -> None:
-    """Experts over 1, 2 and 4 ranks, beside tensor parallelism and FSDP2; 5 batches, so that some ranks have fewer."""
-    of_one()
-    expected, made = on_one(_experts_alone, recipe, data(BATCHES, tokens=4), method, 18)
-    static, codes = statics(expected), exported(expected)
-    assert {"first", "experts", "last"} == {name.partition(".")[0] for name in static}
-    x = data(1, tokens=4)[0]
-    y = expected(x)
-    for ep, tp, fsdp in laid_out(EXPERTS, method):
-        net = routed(recipe, ep, tp, fsdp)
-        again = lpq.calibrate(net, data(BATCHES, tokens=4)[rank // tp :: 4 // tp], method=method, samples=18)
-        assert (again.samples, again.batches, again.layers) == (made.samples, made.batches, made.layers)
-        assert equal_states(dict(again.values), dict(made.values)), (ep, tp, fsdp)
-        assert equal_states(whole_statics(net), static), (ep, tp, fsdp)
-        assert equal_states(exported(net), codes), (ep, tp, fsdp)
-        computed = net(x)
-        if tp == 1:  # else sums have another order
-            assert torch.equal(computed, y), (ep, tp, fsdp)
-        computed.square().sum().backward()
-
-
 def _experts_over_two_and_shards_of_two(rank: int, recipe: str, folder: str) -> None:
     """EP=2 x FSDP=2, the rest sharded over all four: the files have the bytes of one process's, and those of a
     checkpoint. Controls: without the reduction scales are others; with experts in another order codes are."""
@@ -170,7 +149,41 @@ def _fused_experts(rank: int) -> None:
         assert torch.equal(net(batches[0]).logits, expected(batches[0]).logits)
 
 
-def _controls_of_experts(rank: int) -> None:
+@pytest.mark.parametrize(("recipe", "method"), [*RECIPES.items()][::2], ids=["fp8", "searched"])
+@on_ranks(4)
+def test_experts_beside_tensor_parallelism_and_fsdp_over_4_ranks(rank: int, recipe: str, method: Any) -> None:
+    """Experts over 1, 2 and 4 ranks, beside tensor parallelism and FSDP2; 5 batches, so that some ranks have fewer."""
+    of_one()
+    expected, made = on_one(_experts_alone, recipe, data(BATCHES, tokens=4), method, 18)
+    static, codes = statics(expected), exported(expected)
+    assert {"first", "experts", "last"} == {name.partition(".")[0] for name in static}
+    x = data(1, tokens=4)[0]
+    y = expected(x)
+    for ep, tp, fsdp in laid_out(EXPERTS, method):
+        net = routed(recipe, ep, tp, fsdp)
+        again = lpq.calibrate(net, data(BATCHES, tokens=4)[rank // tp :: 4 // tp], method=method, samples=18)
+        assert (again.samples, again.batches, again.layers) == (made.samples, made.batches, made.layers)
+        assert equal_states(dict(again.values), dict(made.values)), (ep, tp, fsdp)
+        assert equal_states(whole_statics(net), static), (ep, tp, fsdp)
+        assert equal_states(exported(net), codes), (ep, tp, fsdp)
+        computed = net(x)
+        if tp == 1:  # else sums have another order
+            assert torch.equal(computed, y), (ep, tp, fsdp)
+        computed.square().sum().backward()
+
+
+def test_experts_over_2_ranks_and_shards_over_2_are_exported_as_of_one(tmp_path: Path) -> None:
+    spawn(_experts_over_two_and_shards_of_two, 4, "nvfp4", str(tmp_path))
+
+
+def test_experts_of_hugging_face_models_over_4_ranks() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    spawn(_fused_experts, 4)
+
+
+@pytest.mark.filterwarnings("ignore:no token went through")
+@on_ranks(4)
+def test_experts_that_are_mixed_up_or_see_more_differ(rank: int) -> None:
     """Experts have numbers among all, see one batch at a time, and none that does not count: those behind the fifth."""
     batches = data(8, tokens=4)
     for batch in batches[5:]:
@@ -190,22 +203,3 @@ def _controls_of_experts(rank: int) -> None:
             lpq.calibrate(net, batches[rank::4], samples=20)
         dist.all_gather_object(everywhere, equal_states(whole_statics(net), static))
         assert everywhere == [wrong is None] * 4, wrong
-
-
-@pytest.mark.parametrize(("recipe", "method"), [*RECIPES.items()][::2], ids=["fp8", "searched"])
-def test_experts_beside_tensor_parallelism_and_fsdp_over_4_ranks(recipe: str, method: str) -> None:
-    spawn(_with_experts, 4, recipe, method)
-
-
-def test_experts_over_2_ranks_and_shards_over_2_are_exported_as_of_one(tmp_path: Path) -> None:
-    spawn(_experts_over_two_and_shards_of_two, 4, "nvfp4", str(tmp_path))
-
-
-def test_experts_of_hugging_face_models_over_4_ranks() -> None:
-    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
-    spawn(_fused_experts, 4)
-
-
-@pytest.mark.filterwarnings("ignore:no token went through")
-def test_experts_that_are_mixed_up_or_see_more_differ() -> None:
-    spawn(_controls_of_experts, 4)

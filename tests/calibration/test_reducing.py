@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import on_ranks
 from torch import Tensor
 
 from lpq.calibration import CalibrationError
@@ -23,7 +23,8 @@ def own(rank: int, special: float | None) -> Tensor:
     return made[rank]
 
 
-def _reduced(rank: int) -> None:
+@on_ranks(RANKS)
+def test_each_statistic_is_reduced_over_all_ranks_in_one_collective_for_each_kind(rank: int) -> None:
     """Against a direct maximum of bits and a sum. NaN is not lost; each way of combining takes one collective."""
     ranks, everyone = Together(), range(RANKS)
     for special in (None, float("nan"), float("inf")):
@@ -46,21 +47,14 @@ def _reduced(rank: int) -> None:
             assert reduced[f"{i}.s"].tolist() == [RANKS, sum(everyone) * i]
 
 
-def _other_statistics(rank: int) -> None:
+@on_ranks(RANKS)
+def test_ranks_with_other_statistics_all_raise_and_say_which(rank: int) -> None:
     found = Statistics()
     found.take("both.x_amax", torch.ones(()), "max")
     if rank != 2:
         found.take("down.x_amax", torch.ones(()), "max")
     with pytest.raises(CalibrationError, match=r"rank 0 has \[down\.x_amax max .*, and rank 2 has \[none\]"):
         reduce(found, Together())
-
-
-def test_each_statistic_is_reduced_over_all_ranks_in_one_collective_for_each_kind() -> None:
-    spawn(_reduced, RANKS)
-
-
-def test_ranks_with_other_statistics_all_raise_and_say_which() -> None:
-    spawn(_other_statistics, RANKS)
 
 
 def test_one_process_has_its_own() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +63,27 @@ def spawn(
             pool.close()
     else:
         _kept.of(ranks).run(function, *args, patience=patience)
+
+
+def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a check: ``check(rank, …)`` runs in so many processes, and the test has its other arguments."""
+
+    def made(check: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            spawn(partial(_check, check.__module__, check.__name__, given), ranks)
+
+        signature = inspect.signature(check)
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+        test.check = test.place_as = check  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
+def _check(module: str, name: str, given: dict[str, Any], rank: int) -> None:
+    """The check of this name, which a test stands in the place of."""
+    getattr(importlib.import_module(module), name).check(rank, **given)
 
 
 T = TypeVar("T")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 from agreed import agreed
-from ranks import spawn
+from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from lpq.distributed.ranks import Ranks, raise_on_all, sharing
 
 
-def _of_a_mesh(rank: int) -> None:
+@on_ranks(4)
+def test_of_a_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ranks = Ranks(mesh)
     assert ranks.exchange(rank * rank) == {0: 0, 1: 1, 2: 4, 3: 9}
@@ -32,7 +31,8 @@ def _of_a_mesh(rank: int) -> None:
     }
 
 
-def _facts(rank: int) -> None:
+@on_ranks(4)
+def test_facts(rank: int) -> None:
     ranks = Ranks()
     ranks.equal(["a", "b"], "they differ", "Mend it")
     for of_rank_3, has, other in (
@@ -46,7 +46,8 @@ def _facts(rank: int) -> None:
         assert found == [f"RuntimeError: they differ: rank 0 has [{has}], and rank 3 has [{other}]. Mend it"] * 4
 
 
-def _an_error_goes_through_all_sets(rank: int) -> None:
+@on_ranks(4)
+def test_an_error_goes_through_all_sets(rank: int) -> None:
     """Rank 3 shares nothing with rank 0."""
     groups = [dist.new_group(pair) for pair in ([0, 1], [1, 2], [2, 3])]
     sets = [Ranks(group) for group in groups if dist.get_rank(group) >= 0]
@@ -59,18 +60,14 @@ def _an_error_goes_through_all_sets(rank: int) -> None:
     raise_on_all(None, sets, "", "")
 
 
-def _sets(rank: int) -> None:
+@on_ranks(4)
+def test_sets(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     over = [distribute_tensor(torch.zeros(4, 4), one) for one in (mesh["tp"], mesh)]
     pair = rank // 2 * 2
     assert [ranks.names for ranks in sharing([torch.zeros(2), *over, over[0]])] == [[pair, pair + 1], [0, 1, 2, 3]]
     assert [ranks.names for ranks in sharing([], [dist.group.WORLD])] == [[0, 1, 2, 3]]
     assert sharing([torch.zeros(2)]) == []
-
-
-@pytest.mark.parametrize("check", [_of_a_mesh, _facts, _an_error_goes_through_all_sets, _sets])
-def test_four_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 4)
 
 
 def test_one_process_is_alone() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import pytest
 import torch
-from ranks import on_one, spawn
+from ranks import on_one, on_ranks
 from stored import OPTIMIZERS, RECIPES, W8, Way, converted, parts, same_parts, sharded, train
 from support.comparing import equal_states
 from torch import Tensor, nn
@@ -96,7 +94,8 @@ def _as_unsharded(way: Way) -> list[float]:
 MIXED = W8.format("hybrid(row=nvfp4, col=fp8)")
 
 
-def _every_optimizer(rank: int) -> None:
+@on_ranks(2)
+def test_every_optimizer(rank: int) -> None:
     """Each with masters or without; ``test_before_forward`` has both."""
     for i, optimizer in enumerate(OPTIMIZERS):
         _as_unsharded(Way(MIXED, optimizer, masters=i % 2 == 0, scheduled=optimizer != "foreach"))
@@ -104,25 +103,23 @@ def _every_optimizer(rank: int) -> None:
     assert _as_unsharded(Way("fp8-current", masters=True, scheduled=True)) != plain
 
 
-def _every_way(rank: int) -> None:
+@on_ranks(2)
+def test_every_way(rank: int) -> None:
     for masters in (False, True):
         _as_unsharded(Way(MIXED, masters=masters, accumulate=3, offload=True))
         _as_unsharded(Way(MIXED, masters=masters, checkpoint=True, reshard=False))
         _as_unsharded(Way("fp8-delayed", masters=masters, accumulate=2, checkpoint=True, reshard=False))
 
 
-def _mixed_precision(rank: int) -> None:
+@on_ranks(2)
+def test_mixed_precision(rank: int) -> None:
     for recipe in RECIPES[1::2]:
         _as_unsharded(Way(recipe, masters=True, mixed=True, blocks=1))
     _as_unsharded(Way(MIXED, "fused", mixed=True, checkpoint=True, reshard=False))
 
 
-@pytest.mark.parametrize("check", [_every_optimizer, _every_way, _mixed_precision])
-def test_sharded_training_is_unsharded_training(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
-
-
-def _ways_on_four(rank: int) -> None:
+@on_ranks(4)
+def test_on_four_ranks(rank: int) -> None:
     hybrid = W8.format("hybrid(row=nvfp4, col=fp8(scaling=row))")
     for way in (
         Way("fp8-current", masters=True, blocks=1),
@@ -133,15 +130,8 @@ def _ways_on_four(rank: int) -> None:
         _as_unsharded(way)
 
 
-def test_on_four_ranks() -> None:
-    spawn(_ways_on_four, 4)
-
-
-def _ways_on_one(rank: int) -> None:
+@on_ranks(1)
+def test_on_one_rank(rank: int) -> None:
     """There is nobody to share with, and FSDP2 runs all the same."""
     ways = [Way(recipe, masters=i % 2 == 0, mixed=i % 2 == 1, blocks=1) for i, recipe in enumerate(RECIPES)]
     assert len({tuple(_as_unsharded(way)) for way in ways}) == len(RECIPES)
-
-
-def test_on_one_rank() -> None:
-    spawn(_ways_on_one, 1)

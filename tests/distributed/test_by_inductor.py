@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from sharded import whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -48,14 +48,11 @@ def _trained(shard: bool) -> tuple[list[float], list[Tensor]]:
     return losses, [whole(p.detach()) for p in net.parameters()]
 
 
-def _as_unsharded(rank: int) -> None:
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
     losses, values = _trained(shard=True)
     alone, expected = _trained(shard=False)
     assert losses == alone
     assert losses[0] != losses[1]
     for a, b in zip(values, expected, strict=True):
         assert torch.equal(*(t.dequantize() if isinstance(t, lpq.QuantizedTensor) else t for t in (a, b)))
-
-
-def test_two_ranks() -> None:
-    spawn(_as_unsharded, 2)

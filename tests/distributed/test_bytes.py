@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ranks import spawn
+from ranks import on_ranks
 from sharded import How, batch, built, train, whole
 from support.comparing import equal
 from torch import nn
@@ -212,7 +212,8 @@ def _reported(net: nn.Module) -> list[tuple[str, ...]]:
     return found
 
 
-def _what_is_less_travels(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_less_travels(rank: int) -> None:
     """Both operands of these are more than the weight, which is encoded where it arrives, into the same bytes."""
     for recipe in ("mxfp8", W8.format("hybrid(row=fp8(scaling=delayed, history=2), col=mxfp8)")):
         for way in ({"reshard": False, "accumulate": 2}, {"checkpoint": True}):
@@ -253,7 +254,8 @@ def _elements() -> int:
     return sum(rows * cols for rows, cols in SHAPES)
 
 
-def _nothing_escapes_the_count(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_escapes_the_count(rank: int) -> None:
     """Also what a tensor does inside itself: a write to a stored weight, and putting it together."""
     rows, cols = SHAPES[0]
     for weights in ("high_precision", "quantized"):
@@ -272,7 +274,8 @@ def _nothing_escapes_the_count(rank: int) -> None:
         assert seen == []
 
 
-def _every_kind_is_counted(rank: int) -> None:
+@on_ranks(2)
+def test_every_kind_is_counted(rank: int) -> None:
     """Those that libraries call, and those that compiled code and DTensors do, also many in one."""
     world = dist.group.WORLD
     x, half, double = torch.ones(4, 4), torch.empty(2, 4), torch.empty(8, 4)
@@ -309,7 +312,8 @@ def _every_kind_is_counted(rank: int) -> None:
         assert seen == [expected], (expected, seen)
 
 
-def _a_checkpointed_block_gathers_both_in_backward(rank: int) -> None:
+@on_ranks(2)
+def test_a_checkpointed_block_gathers_both_in_backward(rank: int) -> None:
     how = How("mxfp8", checkpoint=True)
     bare = How("mxfp8")
     sizes = []
@@ -325,7 +329,8 @@ def _a_checkpointed_block_gathers_both_in_backward(rank: int) -> None:
     assert sizes[1][1] - sizes[0][1] == quantized, sizes
 
 
-def _freed(rank: int) -> None:
+@on_ranks(2)
+def test_freed(rank: int) -> None:
     """Gathered memory is given back, and an operand that is not there is not read."""
     net = built(How("mxfp8"))
     seen: dict[str, tuple[int, int]] = {}
@@ -349,23 +354,9 @@ def _freed(rank: int) -> None:
         kept[0].dequantize()
 
 
-def _every_collective(rank: int) -> None:
+@on_ranks(2)
+def test_every_collective(rank: int) -> None:
     seen = every_collective_of_a_step(rank)
     _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen)
     _nvfp4_16x16_gathers_at_most_029_for_both_directions_together(seen)
     _identity_gathers_what_bf16_does(seen)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _every_collective,
-        _what_is_less_travels,
-        _nothing_escapes_the_count,
-        _every_kind_is_counted,
-        _a_checkpointed_block_gathers_both_in_backward,
-        _freed,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreed import COMPARED, agreed
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +58,8 @@ def _until_it_is_found(step: Training) -> None:
         step()
 
 
-def _all_raise(rank: int) -> None:
+@on_ranks(2)
+def test_all_raise(rank: int) -> None:
     for shared in (_replicated, fully_shard):
         for recipe in ("mxfp8", "fp8-delayed"):
             inner = _net(recipe)
@@ -74,7 +75,8 @@ def _all_raise(rank: int) -> None:
                 assert said.endswith("alike on all ranks"), said
 
 
-def _a_step_that_one_rank_alone_is_given(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_that_one_rank_alone_is_given(rank: int) -> None:
     """After the last one that changes a recipe. While one may still come, ranks compare steps in each step."""
     rules = [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": "nvfp4"}]
     inner = _net({"rules": rules})
@@ -89,7 +91,8 @@ def _a_step_that_one_rank_alone_is_given(rank: int) -> None:
     assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
 
-def _a_change_of_all_is_compared_at_once(rank: int) -> None:
+@on_ranks(2)
+def test_a_change_of_all_is_compared_at_once(rank: int) -> None:
     inner = _net()
     step = _training(_replicated(inner))
     step()
@@ -113,7 +116,8 @@ def _a_change_of_all_is_compared_at_once(rank: int) -> None:
     assert equal(before, inner.parameters())
 
 
-def _nobody_is_asked_in_each_step(rank: int) -> None:
+@on_ranks(2)
+def test_nobody_is_asked_in_each_step(rank: int) -> None:
     step = _training(_replicated(_net()))
     step()
     with mock.patch.object(alike, "OFTEN", 1000.0), mock.patch.object(meeting, "job_store", None):
@@ -149,7 +153,8 @@ def _kept(change: Callable[[], None]) -> None:
         change()
 
 
-def _what_travels_changes_together(rank: int) -> None:
+@on_ranks(2)
+def test_what_travels_changes_together(rank: int) -> None:
     """A rank alone goes on as the others do. All raise before an optimizer writes; when that is mended, all go on."""
     for make in (_gathered, _parallel, _compiled):
         with _as_on_gpus(make):
@@ -171,7 +176,8 @@ def _what_travels_changes_together(rank: int) -> None:
             step()
 
 
-def _what_travels_is_right_where_all_change(rank: int) -> None:
+@on_ranks(2)
+def test_what_travels_is_right_where_all_change(rank: int) -> None:
     """As in a model that had the recipe from the beginning. A rank that comes later is waited for."""
     for make in (_gathered, _parallel):
         with _as_on_gpus():
@@ -191,7 +197,8 @@ def _what_travels_is_right_where_all_change(rank: int) -> None:
             assert all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
 
 
-def _a_step_of_what_travels(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_of_what_travels(rank: int) -> None:
     rules = [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": OTHER}]
     for make in (_gathered, _parallel):
         with _as_on_gpus(), mock.patch.object(meeting, "limit", return_value=60.0):
@@ -207,7 +214,8 @@ def _a_step_of_what_travels(rank: int) -> None:
             assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
 
-def _without_an_optimizer(rank: int) -> None:
+@on_ranks(2)
+def test_without_an_optimizer(rank: int) -> None:
     """The ranks evaluate on by what they had, and compare when they train."""
     net = _gathered()
     step = _training(net)
@@ -232,7 +240,8 @@ class _Towers(nn.Module):
         return self.seldom(y) if every else y  # type: ignore[no-any-return]
 
 
-def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_one_rank_does_not_run(rank: int) -> None:
     net: Any = _Towers()
     lpq.convert(net, {"rules": [{"match": "seldom", "recipe": "mxfp8"}]})
     net = DistributedDataParallel(net, find_unused_parameters=True)
@@ -248,19 +257,6 @@ def _a_layer_that_one_rank_does_not_run(rank: int) -> None:
                 optimizer.step()
             meetings.append(seen.call_count)
     assert not meetings[-1]
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _all_raise, _a_step_that_one_rank_alone_is_given, _a_change_of_all_is_compared_at_once,
-        _nobody_is_asked_in_each_step, _what_travels_changes_together,
-        _what_travels_is_right_where_all_change, _a_step_of_what_travels,
-        _without_an_optimizer, _a_layer_that_one_rank_does_not_run,
-    ],
-)  # fmt: skip
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
 
 
 @pytest.mark.parametrize("weights", [None, "high_precision"])

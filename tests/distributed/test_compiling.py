@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import on_ranks
 from sharded import How, batch, built
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
@@ -23,12 +23,6 @@ from lpq.observe import collectives
 from lpq.torch_private import fsdp
 
 WITH_TWO_OPERANDS = "mxfp8"
-
-
-def _lent(rank: int, notices: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_gathers, "PRINTS_GUARDED", notices)  # as the version of torch may have it
-        _looked_at_while_compiling(notices)
 
 
 def _looked_at_while_compiling(notices: bool) -> None:
@@ -56,14 +50,11 @@ def _looked_at_while_compiling(notices: bool) -> None:
 
 
 @pytest.mark.parametrize("notices", [True, False], ids=["lent", "negative control"])
-def test_freed_buffers_are_lent_memory(notices: bool) -> None:
-    spawn(_lent, 2, notices)
-
-
-def _registered_once(rank: int) -> None:
+@on_ranks(2)
+def test_freed_buffers_are_lent_memory(rank: int, notices: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_gathers, "PRINTS_GUARDED", True)
-        _registers()
+        patch.setattr(model_gathers, "PRINTS_GUARDED", notices)  # as the version of torch may have it
+        _looked_at_while_compiling(notices)
 
 
 def _registers() -> None:
@@ -112,11 +103,15 @@ def _registers() -> None:
     callback_handler.run_end_callbacks(None)
 
 
-def test_torch_is_asked_once_to_call_however_many_models_there_are() -> None:
-    spawn(_registered_once, 2)
+@on_ranks(2)
+def test_torch_is_asked_once_to_call_however_many_models_there_are(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_gathers, "PRINTS_GUARDED", True)
+        _registers()
 
 
-def _counted(rank: int) -> None:
+@on_ranks(2)
+def test_collectives_are_counted_while_blocks_are_compiled(rank: int) -> None:
     how = How(WITH_TWO_OPERANDS, width=64, inner=128, blocks=1, backend="aot_eager")
     seen = []
     for compiled in (False, True):
@@ -135,23 +130,16 @@ def _counted(rank: int) -> None:
     assert seen[:2] == seen[2:]
 
 
-def test_collectives_are_counted_while_blocks_are_compiled() -> None:
-    spawn(_counted, 2)
-
-
-def _shared(rank: int, recipe: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [("fp8-delayed", "high_precision"), ("mxfp8", "quantized")],
+)
+@on_ranks(2)
+def test_blocks_that_are_alike_share_a_graph(rank: int, recipe: str, weights: str) -> None:
+    """``tests/nn/test_compiled_alike.py`` has blocks that nobody shards, and a negative control."""
     how = How(recipe, weights=weights, width=64, inner=128, blocks=3, compile=True, backend="aot_eager", ranks=2)
     counters.clear()
     net = built(how)
     for _ in range(2):
         net(batch(0, how).requires_grad_()).square().mean().backward()
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize(
-    ("recipe", "weights"),
-    [("fp8-delayed", "high_precision"), ("mxfp8", "quantized")],
-)
-def test_blocks_that_are_alike_share_a_graph(recipe: str, weights: str) -> None:
-    """``tests/nn/test_compiled_alike.py`` has blocks that nobody shards, and a negative control."""
-    spawn(_shared, 2, recipe, weights)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -171,7 +171,8 @@ def test_the_report_tells_what_is_stored_where_a_layer_was_given_another_recipe(
     ]
 
 
-def _sharded(rank: int) -> None:
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
     net = fully_shard(_stored(), reshard_after_forward=True)
     _trains(net)
     before = _all_of(net)
@@ -205,10 +206,6 @@ def _sharded(rank: int) -> None:
     net = fully_shard(_stored(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     words = f"stored as fp8, and cannot be gathered: it is sharded by {Shard(1)}, and quantized weights are sharded"
     assert all(entry.note.startswith(words) for entry in lpq.report(net).weights)
-
-
-def test_two_ranks() -> None:
-    spawn(_sharded, 2)
 
 
 def test_the_layer_is_named_as_it_is_in_the_model() -> None:

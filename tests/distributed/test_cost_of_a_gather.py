@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from imitated_gpu import calls_of, imitated_gpu
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
@@ -113,7 +113,9 @@ def costs(recipe: str, gathered: str | None = "high_precision") -> tuple[Cost, C
     return one, weight, Cost(*(a - 3 * b for a, b in zip(three, weight, strict=True)))
 
 
-def _counted(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", COSTS)
+@on_ranks(2)
+def test_no_call_and_no_operator_is_added(rank: int, recipe: str) -> None:
     with imitated_gpu():
         found = costs(recipe)
     for now, most in zip(found, COSTS[recipe], strict=True):
@@ -121,7 +123,8 @@ def _counted(rank: int, recipe: str) -> None:
         assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
 
 
-def _dearer(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_added_is_noticed(rank: int) -> None:
     as_bytes = gathered_operand.as_bytes
 
     def twice(tensor: Tensor) -> Tensor:
@@ -134,15 +137,6 @@ def _dearer(rank: int) -> None:
         dearer = cost("mxfp8", 3)
     assert dearer.calls > usual.calls
     assert dearer.operators > usual.operators
-
-
-@pytest.mark.parametrize("recipe", COSTS)
-def test_no_call_and_no_operator_is_added(recipe: str) -> None:
-    spawn(_counted, 2, recipe)
-
-
-def test_what_is_added_is_noticed() -> None:
-    spawn(_dearer, 2)
 
 
 # -------------------------------------------------------------------------- the memory of what was gathered
@@ -158,7 +152,9 @@ def _held() -> int:
 WEIGHTS, SOON = 3, 40
 
 
-def _freed(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", COSTS)
+@on_ranks(2)
+def test_memory_is_freed(rank: int, recipe: str) -> None:
     with imitated_gpu():
         Steps(model_of(recipe, 1, 1))()  # what is made once in a process is made before
         step = Steps(model_of(recipe, 1, WEIGHTS))
@@ -175,8 +171,3 @@ def _freed(rank: int, recipe: str) -> None:
     assert during - after > WEIGHTS * SIZE * SIZE // 4, "nothing is seen of what is gathered"
     most = WEIGHTS * (HELD[recipe] + CODES.get(recipe, 0)) + TABLES
     assert after - before <= most, (after - before, most)
-
-
-@pytest.mark.parametrize("recipe", COSTS)
-def test_memory_is_freed(recipe: str) -> None:
-    spawn(_freed, 2, recipe)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from imitated_gpu import calls_of, imitated_gpu
-from ranks import spawn
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -79,7 +79,9 @@ def cost(recipe: str, sequences: bool) -> Cost:
     return Cost(calls, sum(e.name.startswith(("aten::", "lpq::")) for e in seen.events()), len(sent))
 
 
-def _counted(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", COSTS)
+@on_ranks(2)
+def test_no_call_no_operator_and_no_collective_is_added(rank: int, recipe: str) -> None:
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_check, "FREE", ())  # on a GPU ranks compare new inputs alone
         found = cost(recipe, False), cost(recipe, True)
@@ -88,12 +90,8 @@ def _counted(rank: int, recipe: str) -> None:
         assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
 
 
-@pytest.mark.parametrize("recipe", COSTS)
-def test_no_call_no_operator_and_no_collective_is_added(recipe: str) -> None:
-    spawn(_counted, 2, recipe)
-
-
-def _dearer(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_added_is_noticed(rank: int) -> None:
     bind, spare = parallel_step.bind_part, torch.zeros(1)
 
     def dearer(*args: Any) -> Any:
@@ -114,7 +112,3 @@ def _dearer(rank: int) -> None:
         found = cost("mxfp8", False)
     refresh()
     assert all(now > before for now, before in zip(found, usual, strict=True)), found
-
-
-def test_what_is_added_is_noticed() -> None:
-    spawn(_dearer, 2)

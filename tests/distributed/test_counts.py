@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import counted_format
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, on_one, spawn
+from ranks import fully_shard, on_one, on_ranks
 from support.comparing import as_bytes
 from torch import Tensor, nn
 
@@ -45,7 +43,9 @@ def _written() -> lpq.QuantizedTensor:
     return shard
 
 
-def _shards(rank: int, reduced: bool) -> None:
+@pytest.mark.parametrize("reduced", [True, False])
+@on_ranks(RANKS)
+def test_a_shard_that_is_written_to_is_a_part_of_the_whole(rank: int, reduced: bool) -> None:
     counted_format.register()
     whole = lpq.quantizer("counted").quantize(_whole())
     assert whole.row.above == COLS
@@ -61,12 +61,8 @@ def _shards(rank: int, reduced: bool) -> None:
     assert _same(shard, whole[rank * size : rank * size + size]) is reduced
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_a_shard_that_is_written_to_is_a_part_of_the_whole(reduced: bool) -> None:
-    spawn(_shards, RANKS, reduced)
-
-
-def _many(rank: int) -> None:
+@on_ranks(RANKS)
+def test_counts_beyond_fp32_are_exact(rank: int) -> None:
     """More elements than fp32 can count; those of one rank and those of all have sums that it cannot hold."""
     counted_format.register()
     x, q = torch.ones(4098, 4097), lpq.quantizer("counted")
@@ -78,14 +74,11 @@ def _many(rank: int) -> None:
     assert reduce_statistics.reduce_sum([counts], dist.group.WORLD)[0].tolist() == [2**25 + 3, 2**41 + 1, 0]
 
 
-def test_counts_beyond_fp32_are_exact() -> None:
-    spawn(_many, RANKS)
-
-
 # ---------------------------------------------------------------------------------- negative values
 
 
-def _negative(rank: int) -> None:
+@on_ranks(RANKS)
+def test_negative(rank: int) -> None:
     """States are combined by MAX as numbers, and a NaN, whatever its sign, is above all."""
     nan = torch.nan
     mine = torch.tensor([[-3.0, -0.5, 2.0, -nan, -torch.inf, 0.0], [-2.0, -4.0, -1.0, 1.0, -9.0, -0.0]][rank])
@@ -117,15 +110,11 @@ def _trained(shards: bool) -> list[Tensor]:
     return [*found, *kept]
 
 
-def _negative_states(rank: int) -> None:
+@on_ranks(RANKS)
+def test_negative_states(rank: int) -> None:
     """They keep their sign over the ranks that gather a weight."""
     for shards, alone in zip(_trained(True), on_one(_trained, False), strict=True):
         torch.testing.assert_close(shards, alone, rtol=1e-5, atol=0.0)
-
-
-@pytest.mark.parametrize("check", [_negative, _negative_states])
-def test_negative_values(check: Callable[[int], None]) -> None:
-    spawn(check, RANKS)
 
 
 @pytest.mark.parametrize(

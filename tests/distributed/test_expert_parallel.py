@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import on_ranks, spawn
 from support import small_models
 from support.comparing import equal
 from test_tensor_parallel import held_groups
@@ -164,7 +164,8 @@ def test_rows_that_travel_encoded(ranks: int, recipe: str, bias: bool, of_x: int
     spawn(_sent_encoded, ranks, ranks, recipe, bias, of_x, of_dy)
 
 
-def _few_rows(rank: int) -> None:
+@on_ranks(2)
+def test_few_rows_that_travel_encoded(rank: int) -> None:
     """One row or none for all experts of a rank. A row's codes end at a byte at which no scale can begin."""
     mesh = init_device_mesh("cpu", (2,))
     for few in ([8, 8, 1, 0], [8, 8, 0, 0]):
@@ -182,10 +183,6 @@ def _few_rows(rank: int) -> None:
             made.append([y, x.grad, local_part(layers[0].weight.grad)])
         assert equal(*made)
         assert made[0][2].any() == (rank == 0 or few[2] == 1)
-
-
-def test_few_rows_that_travel_encoded() -> None:
-    spawn(_few_rows, 2)
 
 
 def _on(device: str, tensor: Tensor) -> Tensor:
@@ -215,7 +212,8 @@ def test_rows_that_meet_other_experts_are_noticed() -> None:
         spawn(_confused, 2)
 
 
-def _sharded(rank: int) -> None:
+@on_ranks(4)
+def test_experts_and_fsdp(rank: int) -> None:
     """Experts over two ranks, and FSDP2 over two replicas of them, which see other rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model: Any = parallelize_module(Experts(MX), mesh["ep"], ExpertParallel(dispatch="encoded"))
@@ -230,11 +228,9 @@ def _sharded(rank: int) -> None:
         assert torch.equal(part.grad.full_tensor(), whole.grad / 2), name
 
 
-def test_experts_and_fsdp() -> None:
-    spawn(_sharded, 4)
-
-
-def _compiled(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_it_computes_the_same(rank: int) -> None:
     """Graphs break where the host waits for how many rows go where. One stack on one rank: each takes a compiler
     seconds, and the other rank does the same collectives."""
     mesh = init_device_mesh("cpu", (2,))
@@ -251,11 +247,6 @@ def _compiled(rank: int) -> None:
         assert x.grad is not None
         made.append([y, x.grad, *(local_part(p.grad) for p in model.parameters())])
     assert equal(*made)
-
-
-@pytest.mark.slow
-def test_compiled_it_computes_the_same() -> None:
-    spawn(_compiled, 2)
 
 
 def _saved(rank: int, folder: str) -> None:
@@ -285,7 +276,65 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
     spawn(_saved, 4, str(tmp_path / "saved"))
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_ends_that_make_no_sense_on_one_rank_are_refused_on_all(rank: int) -> None:
+    """The second rank gives ends that make no sense; both raise, and go on to work."""
+    model = parallelize_module(Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
+    x, _, right = rows(rank)
+    falls, behind = right.clone(), right.clone()
+    falls[3] = falls[2] - 1
+    behind[-1] = len(x) + 1
+    for wrong, error, words in (
+        (falls, ValueError, rf"{falls.tolist()}, and there are {len(x)} rows".replace("[", r"\[")),
+        (behind, ValueError, f"there are {len(x)} rows"),
+        (right.long(), TypeError, "offs is torch.int64 on cpu"),
+        (right[:4], ValueError, r"offs is \[4\], and there are 8 groups"),
+        (counts(rank)[:-1], ValueError, "there are 8 groups: pass for each how many"),
+    ):
+        with pytest.raises(
+            error if rank else ValueError,
+            match=words if rank else f"Experts: rank 1 could not send its rows: {error.__name__}: ",
+        ):
+            model(x, wrong if rank else right)
+    model(x, right)
+    with pytest.raises(ValueError, match=r"Experts: the input is \[1, .*flatten it"):
+        model(x[None], right)
+
+
+@on_ranks(2)
+def test_recomputation_leaves_nothing_behind(rank: int) -> None:
+    """Recomputation is broken off before results are sent back: what a call notes does not pile up."""
+    model = parallelize_module(Experts(MX, bias=False), init_device_mesh("cpu", (2,)), ExpertParallel())
+    x, _, offs = rows(rank)
+    alive = []
+    for _ in range(3):
+        checkpoint(model, x, offs, use_reentrant=False).sum().backward()
+        alive.append(sum(type(held) is Sent for held in gc.get_objects()))
+    assert alive[0] == alive[1] == alive[2] <= 1
+
+
+@on_ranks(2)
+def test_the_report_says_how_rows_travel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for how, recipe, bias, said in (
+        ("high_precision", MX, False, "4 of 8 experts on each of 2 ranks; rows are dispatched in high precision"),
+        (
+            "encoded",
+            MX,
+            False,
+            "rows are dispatched as .*: 0.52 of bf16; gradients of results likewise, as .*: 0.52 of",
+        ),
+        ("encoded", MX, True, "results in high precision: there is a bias, whose gradient is their sum"),
+        ("encoded", ROWS, False, "results in high precision: amax of fp8 is of all rows of a group together"),
+    ):
+        model = lpq.convert(Experts(None, bias=bias), recipe)
+        parallelize_module(model, mesh, ExpertParallel(dispatch=how))  # type: ignore[arg-type]
+        notes = {entry.name: entry.note for entry in lpq.report(model).parallel}
+        assert re.search(said, notes["down"]), notes
+
+
+@on_ranks(2)
+def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     odd = nn.ModuleDict({"up": GroupedLinear(3, WIDTH, WIDTH, recipe=None)})
     with pytest.raises(ValueError, match="3 experts of ModuleDict over 2 ranks"):
@@ -320,73 +369,3 @@ def _refused(rank: int) -> None:
             parallelize_module(Experts(recipe), mesh, ExpertParallel(dispatch="encoded"))
     with pytest.raises(TypeError, match="was called with 1 arguments, and a module of experts takes rows and where"):
         parallelize_module(Experts("mxfp8"), mesh, ExpertParallel())(torch.ones(4, WIDTH))
-
-
-def _mistaken(rank: int) -> None:
-    """The second rank gives ends that make no sense; both raise, and go on to work."""
-    model = parallelize_module(Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
-    x, _, right = rows(rank)
-    falls, behind = right.clone(), right.clone()
-    falls[3] = falls[2] - 1
-    behind[-1] = len(x) + 1
-    for wrong, error, words in (
-        (falls, ValueError, rf"{falls.tolist()}, and there are {len(x)} rows".replace("[", r"\[")),
-        (behind, ValueError, f"there are {len(x)} rows"),
-        (right.long(), TypeError, "offs is torch.int64 on cpu"),
-        (right[:4], ValueError, r"offs is \[4\], and there are 8 groups"),
-        (counts(rank)[:-1], ValueError, "there are 8 groups: pass for each how many"),
-    ):
-        with pytest.raises(
-            error if rank else ValueError,
-            match=words if rank else f"Experts: rank 1 could not send its rows: {error.__name__}: ",
-        ):
-            model(x, wrong if rank else right)
-    model(x, right)
-    with pytest.raises(ValueError, match=r"Experts: the input is \[1, .*flatten it"):
-        model(x[None], right)
-
-
-def test_ends_that_make_no_sense_on_one_rank_are_refused_on_all() -> None:
-    spawn(_mistaken, 2)
-
-
-def _recomputed(rank: int) -> None:
-    """Recomputation is broken off before results are sent back: what a call notes does not pile up."""
-    model = parallelize_module(Experts(MX, bias=False), init_device_mesh("cpu", (2,)), ExpertParallel())
-    x, _, offs = rows(rank)
-    alive = []
-    for _ in range(3):
-        checkpoint(model, x, offs, use_reentrant=False).sum().backward()
-        alive.append(sum(type(held) is Sent for held in gc.get_objects()))
-    assert alive[0] == alive[1] == alive[2] <= 1
-
-
-def test_recomputation_leaves_nothing_behind() -> None:
-    spawn(_recomputed, 2)
-
-
-def _reported(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    for how, recipe, bias, said in (
-        ("high_precision", MX, False, "4 of 8 experts on each of 2 ranks; rows are dispatched in high precision"),
-        (
-            "encoded",
-            MX,
-            False,
-            "rows are dispatched as .*: 0.52 of bf16; gradients of results likewise, as .*: 0.52 of",
-        ),
-        ("encoded", MX, True, "results in high precision: there is a bias, whose gradient is their sum"),
-        ("encoded", ROWS, False, "results in high precision: amax of fp8 is of all rows of a group together"),
-    ):
-        model = lpq.convert(Experts(None, bias=bias), recipe)
-        parallelize_module(model, mesh, ExpertParallel(dispatch=how))  # type: ignore[arg-type]
-        notes = {entry.name: entry.note for entry in lpq.report(model).parallel}
-        assert re.search(said, notes["down"]), notes
-
-
-def test_the_report_says_how_rows_travel() -> None:
-    spawn(_reported, 2)
-
-
-def test_what_ranks_cannot_share_out_is_refused() -> None:
-    spawn(_refused, 2)

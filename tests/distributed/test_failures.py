@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operands import gathered, watched
-from ranks import fully_shard, processes, spawn
+from ranks import fully_shard, on_ranks, processes
 from sharded import How, batch, built, optimizer_for, step, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -221,7 +221,8 @@ def _note(seen: set[str], name: str, weight: Tensor) -> None:
         seen.add(f"{name}: {weight.quantizer}")
 
 
-def _recipes_change(rank: int) -> None:
+@on_ranks(2)
+def test_recipes_change(rank: int) -> None:
     """Between steps; the model trains as with gathers in high precision."""
     found = {count: _run(How(CHANGES, weights=None, accumulate=count)) for count in (1, 2)}
     ways: list[dict[str, Any]] = [{}, {"checkpoint": True}, {"accumulate": 2, "reshard": False}]
@@ -238,7 +239,8 @@ def _recipes_change(rank: int) -> None:
             assert first == [[], *[["0.up: fp8"]] * 2, *[["0.up: nvfp4"]] * 3]
 
 
-def _not_while_a_gradient_is_accumulated(rank: int) -> None:
+@on_ranks(2)
+def test_not_while_a_gradient_is_accumulated(rank: int) -> None:
     for number in (1, 3):  # from no recipe to fp8, and from fp8 to nvfp4
         how = How(CHANGES)
         net = built(how)
@@ -251,7 +253,8 @@ def _not_while_a_gradient_is_accumulated(rank: int) -> None:
             net(batch(1, how))
 
 
-def _a_stored_weight_keeps_its_format(rank: int) -> None:
+@on_ranks(2)
+def test_a_stored_weight_keeps_its_format(rank: int) -> None:
     changing = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 1}, {"match": "*", "recipe": "mxfp8"}]}
     with pytest.raises(
         lpq.recipes.RecipeError, match=r"0\.up: its weight would be stored quantized, and the policy changes"
@@ -273,7 +276,8 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
 
-def _too_late(rank: int) -> None:
+@on_ranks(2)
+def test_too_late(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
         net = fully_shard(_layers())
         with pytest.raises(ValueError, match=r"0: its weight is sharded already; call lpq\.convert before fully_shard"):
@@ -281,15 +285,8 @@ def _too_late(rank: int) -> None:
         assert not any(isinstance(module, lpq.nn.Linear) for module in net)  # nothing was done
 
 
-def _fewer_ranks(rank: int) -> None:
-    for weights in ("high_precision", "quantized"):
-        net = lpq.convert(_layers(), "fp8-current", weights=weights)
-        fully_shard(net, reshard_after_forward=2)
-        with pytest.raises(ValueError, match=r"reshard_after_forward=…\) with a number of ranks.*use True or False"):
-            net(torch.randn(32, 64))
-
-
-def _along_columns(rank: int) -> None:
+@on_ranks(2)
+def test_along_columns(rank: int) -> None:
     def shard(weights: Any) -> nn.Module:
         net = lpq.convert(_layers(), "fp8-current", weights=weights)
         return fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
@@ -321,7 +318,8 @@ def _two_steps(net: nn.Module) -> list[float]:
     return losses
 
 
-def _a_weight_of_its_own(rank: int) -> None:
+@on_ranks(2)
+def test_a_weight_of_its_own(rank: int) -> None:
     """Somebody puts another parameter in the place of a converted one: it is gathered as it is, and that is said."""
     net = lpq.convert(_layers(), "fp8-current", weights="high_precision")
     assert isinstance(net[0].weight.data, WeightShard)
@@ -335,20 +333,10 @@ def _a_weight_of_its_own(rank: int) -> None:
     assert set(found["2", "forward"]) == {"data", "scale"}
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        _recipes_change,
-        _not_while_a_gradient_is_accumulated,
-        _a_stored_weight_keeps_its_format,
-        _too_late,
-        _along_columns,
-        _a_weight_of_its_own,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
-
-
-def test_four_ranks() -> None:
-    spawn(_fewer_ranks, 4)
+@on_ranks(4)
+def test_four_ranks(rank: int) -> None:
+    for weights in ("high_precision", "quantized"):
+        net = lpq.convert(_layers(), "fp8-current", weights=weights)
+        fully_shard(net, reshard_after_forward=2)
+        with pytest.raises(ValueError, match=r"reshard_after_forward=…\) with a number of ranks.*use True or False"):
+            net(torch.randn(32, 64))

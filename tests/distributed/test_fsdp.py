@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks, spawn
 from sharded import How, built, enough, step, train, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -124,24 +124,18 @@ def test_ranks_see_different_data(ranks: int, recipe: str) -> None:
     spawn(_ranks_see_different_data, ranks, recipe)
 
 
-def _hsdp(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+@on_ranks(4)
+def test_hsdp(rank: int, recipe: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _trains_as_with_ordinary_gathers(How(recipe, width=128, inner=256, blocks=1, mesh=mesh))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
-def test_hsdp(recipe: str) -> None:
-    spawn(_hsdp, 4, recipe)
-
-
-def _compiled(rank: int) -> None:
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
     """On one rank; the other does the same collectives. ``test_by_inductor`` has a block that is not resharded."""
     recipe = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
     _trains_as_with_ordinary_gathers(How(recipe, compile=rank == 0, backend="aot_eager", checkpoint=True, blocks=1))
-
-
-def test_compiled() -> None:
-    spawn(_compiled, 2)
 
 
 STORED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -151,13 +145,10 @@ STORED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 """Ways of running a model whose weights are stored quantized that train alike."""
 
 
-def _stored(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+@on_ranks(2)
+def test_stored_weights(rank: int, recipe: str) -> None:
     for ways in STORED:
         losses, others = (train(How(recipe, weights="quantized", ranks=2, blocks=1, **way))[0] for way in ways)
         assert losses == others, ways
         assert losses[0] != losses[1]
-
-
-@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
-def test_stored_weights(recipe: str) -> None:
-    spawn(_stored, 2, recipe)

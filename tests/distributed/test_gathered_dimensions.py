@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import whole_formats
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from sharded import How, same, train, whole
 from torch import nn
 
@@ -77,11 +77,6 @@ def _buffers_of_odd_strides_travel(rank: int) -> None:
     assert same(losses, unsharded)
 
 
-def _with_the_formats(rank: int, check: Callable[[int], None]) -> None:
-    whole_formats.register()
-    check(rank)
-
-
 @pytest.mark.parametrize(
     "check",
     [
@@ -91,5 +86,7 @@ def _with_the_formats(rank: int, check: Callable[[int], None]) -> None:
         _buffers_of_odd_strides_travel,
     ],
 )
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(_with_the_formats, 2, check)
+@on_ranks(2)
+def test_two_ranks(rank: int, check: Callable[[int], None]) -> None:
+    whole_formats.register()
+    check(rank)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks, spawn
 from support.small_models import Experts
 from test_every_recipe import THIRD_PARTIES, recipe_of, register
 from torch import Tensor, nn
@@ -124,15 +124,12 @@ def test_every_format(mxfp4: None) -> None:
     spawn(_every, 2, [recipe_of(text) for text in THIRD_PARTIES], ["high_precision"])
 
 
-def _report(rank: int) -> None:
+@on_ranks(2)
+def test_the_report_says_how_experts_are_gathered(rank: int) -> None:
     model = _model("fp8-current", "quantized", 2)
     fully_shard(model)
     notes = {entry.name: entry.note for entry in lpq.report(model).weights}
     assert notes["up"].startswith("stored and gathered as fp8: 0.50 of bf16"), notes
-
-
-def test_the_report_says_how_experts_are_gathered() -> None:
-    spawn(_report, 2)
 
 
 def test_experts_that_cannot_be_shared_out_stay_in_high_precision() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operands import read, watched
-from ranks import spawn
+from ranks import on_ranks
 from sharded import How, built, enough
 from support.comparing import copy_bytes
 from torch import Tensor, nn
@@ -125,25 +125,19 @@ def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bo
     assert len(moved) >= 6
 
 
-def _all(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(4)
+def test_replicas_agree(rank: int, recipe: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _trained(rank, mesh, recipe, "high_precision", masters=False)
     _trained(rank, mesh, recipe, "quantized", masters=RECIPES.index(recipe) % 2 == 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_replicas_agree(recipe: str) -> None:
-    spawn(_all, 4, recipe)
-
-
-def _stochastic_replicas_are_refused(rank: int) -> None:
+@on_ranks(2)
+def test_replicas_that_would_part_are_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net = nn.Sequential(nn.Linear(64, 64, bias=False))
     lpq.convert(net, "x=mxfp8(), w=nvfp4(stochastic=true), dy=mxfp8()", weights="quantized", ranks=1)
     fully_shard(net, mesh=mesh)
     with pytest.raises(ValueError, match=r"^0\.weight: .* its 2 replicas would be rounded with different random bits"):
         attach(net[0].weight)
-
-
-def test_replicas_that_would_part_are_refused() -> None:
-    spawn(_stochastic_replicas_are_refused, 2)

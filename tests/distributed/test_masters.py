@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from typing import Any
 
 import odd_formats
@@ -15,7 +14,7 @@ import value_formats
 import whole_formats
 from casting import FORMATS, SEED, Case, buffers, case, check, gather, owned, register_example
 from quantizers import SIDES
-from ranks import spawn
+from ranks import on_ranks
 from support.comparing import as_bytes
 from torch import nn
 
@@ -53,24 +52,8 @@ def _check_all(rank: int, cases: list[Case]) -> None:
         check(weight, one.expected(i), (rank, one.quantizer, one.spans))
 
 
-def _drawn(rank: int, seed: int) -> None:
-    """A third of the formats with each seed, in one cast; of one weight all is on one rank."""
-    register_example()
-    rng = random.Random(seed)
-    cases = [
-        case(text, RANKS, rng, row=row, col=col, dtype=rng.choice((torch.float32, torch.bfloat16)))
-        for text in FORMATS[seed::3]
-        for row, col in SIDES
-        for _ in range(2)
-    ]
-    if seed == 1:  # one rank owns nothing at all
-        cases = [Case(c.quantizer, c.master, [(0, 0), *owned(c.master.numel(), 2, rng)]) for c in cases]
-    cases.append(Case(lpq.quantizer("fp8"), torch.randn(8, 8), [(64, 64), (0, 64), (0, 0)]))
-    cases += [Case(lpq.quantizer("nvfp4"), torch.zeros(shape), [(0, 0)] * RANKS) for shape in ((0, 16), (16, 0))]
-    _check_all(rank, cases)
-
-
-def _of_third_parties(rank: int) -> None:
+@on_ranks(RANKS)
+def test_of_third_parties(rank: int) -> None:
     for formats in (odd_formats, whole_formats, value_formats):
         formats.register()
     rng = random.Random(0)
@@ -82,7 +65,8 @@ def _of_third_parties(rank: int) -> None:
     _check_all(rank, cases)
 
 
-def _strided(rank: int) -> None:
+@on_ranks(RANKS)
+def test_strided(rank: int) -> None:
     """Operands that lie in memory otherwise are written, too."""
     cases = [case(text, RANKS, random.Random(0), shape=(32, 64)) for text in ("mxfp8", "fp8(scaling=row)")]
     weights = [one.weight() for one in cases]
@@ -93,7 +77,8 @@ def _strided(rank: int) -> None:
         check(weight, one.expected(i), (rank, one.quantizer))
 
 
-def _remembered(rank: int) -> None:
+@on_ranks(RANKS)
+def test_remembered(rank: int) -> None:
     """Delayed scaling remembers as the cast of the whole does."""
     texts = [
         "fp8(scaling=delayed, history=3)",
@@ -111,7 +96,8 @@ def _remembered(rank: int) -> None:
             assert all(torch.equal(as_bytes(states[i][name]), as_bytes(t)) for name, t in state.items()), texts[i]
 
 
-def _without_the_reduction(rank: int) -> None:
+@on_ranks(RANKS)
+def test_without_the_reduction(rank: int) -> None:
     """The negative control: ranks then disagree about scales."""
     master = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     master[20, 3] = 100.0
@@ -124,7 +110,8 @@ def _without_the_reduction(rank: int) -> None:
     assert len({float(scale) for scale in scales}) == RANKS
 
 
-def _what_travels(rank: int) -> None:
+@on_ranks(RANKS)
+def test_what_travels(rank: int) -> None:
     """Statistics, if each element has a code of its own, and else elements."""
 
     def sent(text: str, **sides: bool) -> list[int]:
@@ -141,7 +128,8 @@ def _what_travels(rank: int) -> None:
         assert sent(elements) == [4 * 256 * 512]
 
 
-def _in_a_part_of_the_ranks(rank: int) -> None:
+@on_ranks(RANKS)
+def test_in_a_part_of_the_ranks(rank: int) -> None:
     pair = dist.new_group([0, 2])
     one = case("mxfp8", 2, random.Random(9), shape=(32, 48))
     if rank == 1:
@@ -152,7 +140,8 @@ def _in_a_part_of_the_ranks(rank: int) -> None:
     check(weight, one.expected(0), rank)
 
 
-def _parts_that_do_not_add_up(rank: int) -> None:
+@on_ranks(RANKS)
+def test_parts_that_do_not_add_up(rank: int) -> None:
     for spans, words in (
         ([(0, 30), (31, 64), (0, 0)], "no rank of the group owns elements [30, 31)"),
         ([(1, 64), (0, 0), (0, 0)], "no rank of the group owns elements [0, 1)"),
@@ -169,27 +158,28 @@ def _parts_that_do_not_add_up(rank: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_rank_gets_the_cast_of_the_whole_master(seed: int) -> None:
-    spawn(_drawn, RANKS, seed)
+@on_ranks(RANKS)
+def test_every_rank_gets_the_cast_of_the_whole_master(rank: int, seed: int) -> None:
+    """A third of the formats with each seed, in one cast; of one weight all is on one rank."""
+    register_example()
+    rng = random.Random(seed)
+    cases = [
+        case(text, RANKS, rng, row=row, col=col, dtype=rng.choice((torch.float32, torch.bfloat16)))
+        for text in FORMATS[seed::3]
+        for row, col in SIDES
+        for _ in range(2)
+    ]
+    if seed == 1:  # one rank owns nothing at all
+        cases = [Case(c.quantizer, c.master, [(0, 0), *owned(c.master.numel(), 2, rng)]) for c in cases]
+    cases.append(Case(lpq.quantizer("fp8"), torch.randn(8, 8), [(64, 64), (0, 64), (0, 0)]))
+    cases += [Case(lpq.quantizer("nvfp4"), torch.zeros(shape), [(0, 0)] * RANKS) for shape in ((0, 16), (16, 0))]
+    _check_all(rank, cases)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        _of_third_parties,
-        _strided,
-        _remembered,
-        _without_the_reduction,
-        _what_travels,
-        _in_a_part_of_the_ranks,
-        _parts_that_do_not_add_up,
-    ],
-)
-def test_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, RANKS)
-
-
-def _on_gpus(rank: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_ranks(2)
+def test_real_gpus(rank: int) -> None:
     register_example()
     torch.cuda.set_device(rank)
     group = dist.new_group([0, 1], backend="nccl")
@@ -198,12 +188,6 @@ def _on_gpus(rank: int) -> None:
     moved = [Case(one.quantizer, one.master.cuda(), one.spans) for one in cases]
     for i, (weight, one) in enumerate(zip(_cast(rank, moved, group), cases, strict=True)):
         check(weight.cpu(), one.expected(i), (rank, one.quantizer, one.spans))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_real_gpus() -> None:
-    spawn(_on_gpus, 2)
 
 
 # ---------------------------------------------------------------------------------------------- one process
@@ -223,7 +207,8 @@ def test_one_process_casts_all(text: str) -> None:
         check(written, one.expected(0), text)
 
 
-def _some_are_finished(rank: int) -> None:
+@on_ranks(RANKS)
+def test_some_weights_can_be_finished_before_the_others(rank: int) -> None:
     cases = [case("fp8", RANKS, random.Random(i), shape=(32, 32)) for i in range(3)]
     weights = [one.weight() for one in cases]
     parts, offsets = [one.part(rank) for one in cases], [one.spans[rank][0] for one in cases]
@@ -235,10 +220,6 @@ def _some_are_finished(rank: int) -> None:
     assert torch.equal(as_bytes(buffers(weights[0])[2]), untouched)
     finish_gather(pieces)
     check(weights[0], cases[0].expected(0), 0)
-
-
-def test_some_weights_can_be_finished_before_the_others() -> None:
-    spawn(_some_are_finished, RANKS)
 
 
 def test_a_parameter_is_written_in_place_and_autograd_is_told() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
@@ -49,7 +49,14 @@ def _stepped(recipe: str, net: Any) -> Any:
     return net
 
 
-def _sharded(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4"])
+def test_in_one_process(recipe: str) -> None:
+    _stepped(recipe, _net(recipe))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+@on_ranks(2)
+def test_two_ranks(rank: int, recipe: str) -> None:
     whole, net = _stepped(recipe, _net(recipe)), _net(recipe)
     for layer in (*net, net):
         fully_shard(layer)
@@ -57,13 +64,3 @@ def _sharded(rank: int, recipe: str) -> None:
         values = local_part(part).dequantize()
         rows = len(values)
         assert torch.equal(values, all_of_it.dequantize()[rank * rows :][:rows]), "the ranks decide as one process does"
-
-
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4"])
-def test_in_one_process(recipe: str) -> None:
-    _stepped(recipe, _net(recipe))
-
-
-@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
-def test_two_ranks(recipe: str) -> None:
-    spawn(_sharded, 2, recipe)

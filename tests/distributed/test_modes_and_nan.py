@@ -12,7 +12,7 @@ import pytest
 import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
-from ranks import on_one, spawn
+from ranks import on_one, on_ranks
 from support.modes import Watched
 from support.small_models import Gated
 from torch import Tensor, nn
@@ -58,28 +58,22 @@ def changed(recipe: str, sequence: bool, backward: Callable[[Tensor, Tensor], ob
     return [name for name, tensor in usual.items() if not torch.equal(tensor, found[name])]
 
 
-def _modes(rank: int, recipe: str, turn: bool) -> None:
-    """Each backward of each recipe, with a sequence that is shared out and without for every other recipe."""
-    for sequence, backward in zip((turn, not turn), (watched, in_parts), strict=True):
-        assert changed(recipe, sequence, backward) == [], (sequence, backward)
-
-
 @pytest.mark.parametrize(
     ("recipe", "turn"),
     [("fp8-current", False), ("fp8-current", True), ("fp8-delayed", True), ("fp8-row", False), ("fp8-block", True),
      ("mxfp8", False), ("nvfp4", True)],
 )  # fmt: skip
-def test_a_mode_around_backward_and_parts_of_it_change_nothing(recipe: str, turn: bool) -> None:
-    spawn(_modes, 2, recipe, turn)
+@on_ranks(2)
+def test_a_mode_around_backward_and_parts_of_it_change_nothing(rank: int, recipe: str, turn: bool) -> None:
+    """Each backward of each recipe, with a sequence that is shared out and without for every other recipe."""
+    for sequence, backward in zip((turn, not turn), (watched, in_parts), strict=True):
+        assert changed(recipe, sequence, backward) == [], (sequence, backward)
 
 
-def _modes_alone(rank: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_reduces_nothing_is_noticed(rank: int) -> None:
     for sequence in (False, True):
         assert "left.weight" in changed("fp8-current", sequence, watched_alone)
-
-
-def test_a_backward_that_reduces_nothing_is_noticed() -> None:
-    spawn(_modes_alone, 2)
 
 
 def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
@@ -115,31 +109,33 @@ def spoiled_elsewhere(recipe: str, sequence: bool) -> list[tuple[str, str]]:
     return wrong
 
 
-def _spoiled(rank: int, recipe: str, sequence: bool) -> None:
-    assert spoiled_elsewhere(recipe, sequence) == []
-
-
 @pytest.mark.parametrize(
     ("recipe", "sequence"),
     [("fp8-current", False), ("fp8-current", True), ("fp8-delayed", True), ("fp8-row", True), ("mxfp8", False),
      ("nvfp4", True)],
 )  # fmt: skip
-def test_a_nan_on_one_rank_reaches_what_it_reaches_in_one_process(recipe: str, sequence: bool) -> None:
-    spawn(_spoiled, 2, recipe, sequence)
+@on_ranks(2)
+def test_a_nan_on_one_rank_reaches_what_it_reaches_in_one_process(rank: int, recipe: str, sequence: bool) -> None:
+    assert spoiled_elsewhere(recipe, sequence) == []
 
 
-def _spoiled_alone(rank: int) -> None:
+@on_ranks(2)
+def test_a_nan_that_one_rank_keeps_to_itself_is_noticed(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduce_statistics, "reduce_max", lambda values, group: list(values))
         wrong = spoiled_elsewhere("fp8-current", True)
     assert {where for where, _ in wrong} == {*SPOILED}
 
 
-def test_a_nan_that_one_rank_keeps_to_itself_is_noticed() -> None:
-    spawn(_spoiled_alone, 2)
-
-
-def _experts(rank: int, recipe: str, bias: bool, dispatch: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "bias", "dispatch"),
+    [("fp8-current", True, "high_precision"), ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", False, "high_precision"),
+     (experts.MX, False, "encoded")],
+)  # fmt: skip
+@on_ranks(2)
+def test_experts_with_a_mode_around_backward_and_a_nan_on_one_rank(
+    rank: int, recipe: str, bias: bool, dispatch: str
+) -> None:
     rows = experts.rows
 
     def spoiled_rows(of: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,12 +148,3 @@ def _experts(rank: int, recipe: str, bias: bool, dispatch: str) -> None:
         for made in (rows, spoiled_rows):
             patch.setattr(experts, "rows", made)
             experts.as_one(rank, 2, recipe, "cpu", bias, dispatch, watched)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "bias", "dispatch"),
-    [("fp8-current", True, "high_precision"), ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", False, "high_precision"),
-     (experts.MX, False, "encoded")],
-)  # fmt: skip
-def test_experts_with_a_mode_around_backward_and_a_nan_on_one_rank(recipe: str, bias: bool, dispatch: str) -> None:
-    spawn(_experts, 2, recipe, bias, dispatch)

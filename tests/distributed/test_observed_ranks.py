@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, on_one, spawn
+from ranks import fully_shard, on_one, on_ranks
 from support.comparing import equal
 from support.small_models import Gated
 from torch import Tensor
@@ -75,7 +75,12 @@ def own(whole: Tensor, part: Tensor, rank: int) -> Tensor:
     return whole.chunk(RANKS, 0)[rank]
 
 
-def _tensor_parallel(rank: int, recipe: str, sequence: bool) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", HIGH, "mxfp8", "nvfp4"])
+@on_ranks(RANKS)
+def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(
+    rank: int, recipe: str, sequence: bool
+) -> None:
     expected: Found = on_one(_alone, recipe)
     column, row = (
         (ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1)))
@@ -106,13 +111,10 @@ def _tensor_parallel(rank: int, recipe: str, sequence: bool) -> None:
     assert not any(m.passes.observers for m in net.modules() if isinstance(m, lpq.nn.Layer))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", HIGH, "mxfp8", "nvfp4"])
-def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(recipe: str, sequence: bool) -> None:
-    spawn(_tensor_parallel, RANKS, recipe, sequence)
-
-
-def _fully_sharded(rank: int, recipe: str, weights: Any) -> None:
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+@on_ranks(RANKS)
+def test_ranks_of_fsdp2_see_what_one_process_sees(rank: int, recipe: str, weights: Any) -> None:
     net = model(recipe, weights=weights, ranks=None if weights is None else RANKS)
     fully_shard(net)
     alone = model(recipe, weights=None)
@@ -130,13 +132,8 @@ def _fully_sharded(rank: int, recipe: str, weights: Any) -> None:
         assert operands
 
 
-@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
-@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
-def test_ranks_of_fsdp2_see_what_one_process_sees(recipe: str, weights: Any) -> None:
-    spawn(_fully_sharded, RANKS, recipe, weights)
-
-
-def _expert_parallel(rank: int) -> None:
+@on_ranks(RANKS)
+def test_ranks_with_experts_see_their_own(rank: int) -> None:
     """Each rank is told of its own experts, by their numbers among all, with the rows of all ranks."""
     torch.manual_seed(0)
     alone, net = (GroupedLinear(4, WIDTH, INNER, recipe="fp8-current") for _ in range(2))
@@ -154,7 +151,3 @@ def _expert_parallel(rank: int) -> None:
         assert statistics == mine[name][0], name
         assert equal(operands, mine[name][1])
     assert local_part(net.weight).shape[0] == 2
-
-
-def test_ranks_with_experts_see_their_own() -> None:
-    spawn(_expert_parallel, RANKS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from sharded import How, batch, built, model, whole
 from support.comparing import equal
 from torch import Tensor, nn
@@ -125,7 +125,8 @@ def _reductions(seen: list[Collective]) -> int:
     return [c.kind for c in seen].count("all_reduce")
 
 
-def _as_with_ordinary_gathers(rank: int) -> None:
+@on_ranks(2)
+def test_as_with_ordinary_gathers(rank: int) -> None:
     """With the first recipe each kind of optimizer, with the others those that differ there."""
     for recipe, makes in zip(RECIPES, ((_two, _muon, _unknown), (_muon,), (_two, _unknown)), strict=True):
         for make in makes:
@@ -140,7 +141,8 @@ def _as_with_ordinary_gathers(rank: int) -> None:
                 assert [_reductions(seen) for seen in counted] == [1, *[int(make is _unknown)] * (STEPS - 1)]
 
 
-def _as_unsharded(rank: int) -> None:
+@on_ranks(2)
+def test_as_unsharded(rank: int) -> None:
     """Weights that are stored quantized, too."""
     for recipe, makes in zip(RECIPES[:2], ((_two, _muon, _masters), (_two,)), strict=True):
         for make in makes:
@@ -157,7 +159,8 @@ def _as_unsharded(rank: int) -> None:
                 assert torch.equal(ours, theirs), (recipe, make, name)
 
 
-def _each_optimizer_reduces_once(rank: int) -> None:
+@on_ranks(2)
+def test_each_optimizer_reduces_once(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
         net = built(How("fp8-current", weights=weights, width=64, inner=128))
         ups = [p for name, p in net.named_parameters() if ".up." in name]
@@ -192,7 +195,8 @@ def _halves(net: nn.Module) -> Optimizer:
     return _Around(_stepping(AdamW(params[::2], lr=1e-2)), _stepping(AdamW(params[1::2], lr=1e-2)))
 
 
-def _both_kinds_of_weights_reduce_once(rank: int) -> None:
+@on_ranks(2)
+def test_both_kinds_of_weights_reduce_once(rank: int) -> None:
     """Weights that are stored and weights that are gathered quantized, with what delayed scaling remembers."""
     for recipe in ("fp8-current", "fp8-delayed"):
         for make, wanted in (
@@ -223,7 +227,8 @@ def _both_kinds_of_weights_reduce_once(rank: int) -> None:
                 assert sum(moved) >= 4
 
 
-def _an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> None:
+@on_ranks(2)
+def test_an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> None:
     """Weights beside it that each rank has measured, and none has reduced, are not encoded so in the next forward."""
     net = model(64, 128)
     lpq.convert(net[0], "fp8-current", weights="quantized")
@@ -242,7 +247,8 @@ def _an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> None:
     assert _agree([out.detach()])
 
 
-def _another_step_within_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_another_step_within_a_step(rank: int) -> None:
     """An optimizer that is none of those which the other one wraps: what it has is not left out."""
     net = model(64, 128)
     lpq.convert(net, "fp8-delayed", weights="high_precision")
@@ -285,7 +291,8 @@ def _agree(values: list[Tensor]) -> bool:
     return equal(*both)
 
 
-def _state_is_sharded_and_ordinary(rank: int) -> None:
+@on_ranks(2)
+def test_state_is_sharded_and_ordinary(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
         how = How("fp8-current", weights=weights, width=64, inner=128)
         net = built(how)
@@ -303,7 +310,8 @@ def _state_is_sharded_and_ordinary(rank: int) -> None:
                 assert moment._local_tensor.shape[0] * 2 == parameter.shape[0]
 
 
-def _a_closure(rank: int) -> None:
+@on_ranks(2)
+def test_a_closure(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
         found = []
         for closed in (False, True):
@@ -328,7 +336,8 @@ def _a_closure(rank: int) -> None:
         assert len(set(found[0])) == 3
 
 
-def _a_model_may_go_at_any_time(rank: int) -> None:
+@on_ranks(2)
+def test_a_model_may_go_at_any_time(rank: int) -> None:
     """Also while torch calls the hooks of a step, when the garbage is collected there."""
     how = How("fp8-current", width=64, inner=128)
     nets = [built(how) for _ in range(2)]
@@ -348,21 +357,3 @@ def _a_model_may_go_at_any_time(rank: int) -> None:
     optimizer.step()
     handle.remove()
     assert gone() is None
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _as_with_ordinary_gathers,
-        _as_unsharded,
-        _each_optimizer_reduces_once,
-        _both_kinds_of_weights_reduce_once,
-        _an_encoding_that_raises_leaves_no_weight_half_measured,
-        _another_step_within_a_step,
-        _state_is_sharded_and_ordinary,
-        _a_closure,
-        _a_model_may_go_at_any_time,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks, spawn
 from sharded import How, batch, built
 from support.comparing import equal
 from torch import Tensor, nn
@@ -61,7 +61,8 @@ def _again(net: nn.Module, a: Tensor, b: Tensor) -> None:
 ORDERS: list[Callable[[nn.Module, Tensor, Tensor], None]] = [_in_turn, _interleaved, _twice, _again]
 
 
-def _as_it_is_without_gathers(rank: int) -> None:
+@on_ranks(2)
+def test_backward_encodes_with_what_forward_recalled(rank: int) -> None:
     for recipe in DELAYED:
         seen = []
         for order in ORDERS:
@@ -76,10 +77,6 @@ def _as_it_is_without_gathers(rank: int) -> None:
             seen.append(found[0][1])
         if recipe != "fp8-delayed":  # negative control: a memory that moved makes a difference
             assert not torch.equal(seen[0], seen[1]), recipe
-
-
-def test_backward_encodes_with_what_forward_recalled() -> None:
-    spawn(_as_it_is_without_gathers, 2)
 
 
 def _evaluated_first(rank: int) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from unittest import mock
 
-import pytest
 import torch
 from agreed import agreed
-from ranks import spawn
+from ranks import on_ranks
 from sharded import How, built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +39,8 @@ def _refused(net: nn.Module, *words: str) -> None:
         assert said.endswith("alike on all ranks"), said
 
 
-def _other_models(rank: int) -> None:
+@on_ranks(2)
+def test_other_models(rank: int) -> None:
     other_dy = "x=mxfp8(), w=mxfp8(), dy=nvfp4()"
     for recipes, words in (
         (("mxfp8", "mxfp8(dtype=e5m2)"), (f"[0.up: {LAYER}", ", recipe mxfp8()]", ", recipe mxfp8(dtype=e5m2)]")),
@@ -58,7 +57,8 @@ def _other_models(rank: int) -> None:
     _refused(mixed, "torch.float32, in high precision", "torch.bfloat16, in high precision")
 
 
-def _other_steps(rank: int) -> None:
+@on_ranks(2)
+def test_other_steps(rank: int) -> None:
     """As they are before the first gather, and where all change their recipes."""
     net = built(How(STAGED, **SMALL))
     if rank == 0:
@@ -83,7 +83,8 @@ def _other_steps(rank: int) -> None:
     plain(torch.ones(4, 64))
 
 
-def _a_step_on_one_rank_alone(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_on_one_rank_alone(rank: int) -> None:
     """The other one is told, since both compare in every forward as long as a recipe may change."""
     first = {"match": "0.*", "recipe": "mxfp8"}
     other_dy = {"match": "*", "recipe": "x=mxfp8(), w=mxfp8(), dy=mxfp8(dtype=e5m2)"}
@@ -98,7 +99,8 @@ def _a_step_on_one_rank_alone(rank: int) -> None:
             lpq.set_step(net, 0)
 
 
-def _weights_that_lpq_does_not_gather(rank: int) -> None:
+@on_ranks(2)
+def test_weights_that_lpq_does_not_gather(rank: int) -> None:
     """Ranks compare in the first forward."""
 
     def stepped(net: nn.Module) -> None:
@@ -126,7 +128,8 @@ def _weights_that_lpq_does_not_gather(rank: int) -> None:
         assert "rank 1 has [0.up: " in said, said
 
 
-def _late(rank: int) -> None:
+@on_ranks(2)
+def test_late(rank: int) -> None:
     """A rank that waits for another one says so, once, and goes on when that one has come."""
     net = built(How("mxfp8", **SMALL))
     patience, meeting.PATIENCE = meeting.PATIENCE, 0.2
@@ -143,7 +146,8 @@ def _late(rank: int) -> None:
     assert all("another rank has not for 0 s" in text and "weights=None" in text for text in found)
 
 
-def _by_hand(rank: int) -> None:
+@on_ranks(2)
+def test_by_hand(rank: int) -> None:
     net = built(How("mxfp8", **SMALL))
     net(torch.ones(4, 64))
     net[1].up.recipe = ("nvfp4", "mxfp8(dtype=e5m2)")[rank]
@@ -162,18 +166,7 @@ def _replicas(rank: int) -> None:
     _refused(built(How(("mxfp8", "nvfp4")[rank // 2], mesh=mesh, **SMALL)), "and rank 2 has [0.up: ")
 
 
-def _four_ranks(rank: int) -> None:
+@on_ranks(4)
+def test_four_ranks(rank: int) -> None:
     _two_meshes(rank)
     _replicas(rank)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [_other_models, _other_steps, _a_step_on_one_rank_alone, _weights_that_lpq_does_not_gather, _late, _by_hand],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
-
-
-def test_four_ranks() -> None:
-    spawn(_four_ranks, 4)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from agreed import COMPARED, agreed
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -56,7 +55,8 @@ def _refused(work: Callable[[], Any], *words: str, begins: str = "the ranks do n
 # ---------------------------------------------------------------------------------- tensor parallelism
 
 
-def _tensor_parallel(rank: int) -> None:
+@on_ranks(2)
+def test_tensor_parallel(rank: int) -> None:
     for recipes in (
         ("mxfp8", E5M2),
         ("nvfp4()", "x=nvfp4(), w=nvfp4(block=16x16), dy=nvfp4()"),  # which differ in the weight alone
@@ -79,7 +79,8 @@ def _tensor_parallel(rank: int) -> None:
     _refused(lambda: net(X), "rank 1 has [2: Linear", E5M2)
 
 
-def _step_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_step_on_one_rank(rank: int) -> None:
     """It is found in the next pass, though it changes no recipe yet."""
     net = _parallel(STAGED)
     for step in (0, 1):
@@ -94,7 +95,8 @@ def _step_on_one_rank(rank: int) -> None:
     net(X)
 
 
-def _other_parts(rank: int) -> None:
+@on_ranks(2)
+def test_other_parts(rank: int) -> None:
     """Of a sequence, in a first pass and in a later one. All go on to work."""
     net = _parallel("mxfp8")
     begins = "the ranks do not call the same layer with equal parts of its input: "
@@ -107,7 +109,8 @@ def _other_parts(rank: int) -> None:
     _refused(lambda: net(X.clone().requires_grad_(rank == 1)), "of its input and its weight", begins=begins)
 
 
-def _a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
+@on_ranks(2)
+def test_a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
     net = _parallel("mxfp8")
 
     def times(x: Tensor) -> tuple[int, int]:
@@ -121,7 +124,8 @@ def _a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
         assert [times(x) for x in (X, X)] == [(0, 1), (0, 0)]
 
 
-def _without_a_conversion(rank: int) -> None:
+@on_ranks(2)
+def test_without_a_conversion(rank: int) -> None:
     """Layers that were made by hand, and copies."""
     mesh, style = init_device_mesh("cpu", (2,)), ColwiseParallel(input_layouts=Shard(1))
     for layer in (lpq.nn.Linear(64, 128, recipe="fp8-row"), copy.deepcopy(_net("fp8-row")[0])):
@@ -130,7 +134,8 @@ def _without_a_conversion(rank: int) -> None:
         _refused(lambda: layer(X), "Linear with a weight [128, 64]", E5M2)  # noqa: B023
 
 
-def _before_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_before_a_step(rank: int) -> None:
     """Where no pass compares: a compiled one does not."""
     net = _parallel("fp8-row")
     net[0].recipe = ("mxfp8", "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8")[rank]
@@ -159,7 +164,8 @@ ENDS = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
 OTHER = "the ranks do not have the same experts: "
 
 
-def _experts(rank: int) -> None:
+@on_ranks(2)
+def test_experts(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for recipes, dispatched in (
         ((_mx("mxfp8"), _mx(E5M2)), ("encoded", "encoded")),
@@ -181,7 +187,8 @@ def _experts(rank: int) -> None:
     _refused(lambda: model(X[0], ENDS), "rank 1 has [_Experts.up", begins=OTHER)
 
 
-def _experts_are_described_where_something_changed(rank: int) -> None:
+@on_ranks(2)
+def test_experts_are_described_where_something_changed(rank: int) -> None:
     model: Any = parallelize_module(_Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
     model.up.model.stages = Stages(model, 2)
 
@@ -199,7 +206,8 @@ def _experts_are_described_where_something_changed(rank: int) -> None:
     assert copy.deepcopy(model.expert_exchange)._described._layers[0] is not model.up, "a copy describes itself"
 
 
-def _rows_that_one_rank_cannot_encode(rank: int) -> None:
+@on_ranks(2)
+def test_rows_that_one_rank_cannot_encode(rank: int) -> None:
     model = parallelize_module(
         _Experts(_mx("mxfp8")), init_device_mesh("cpu", (2,)), ExpertParallel(dispatch="encoded")
     )
@@ -211,7 +219,8 @@ def _rows_that_one_rank_cannot_encode(rank: int) -> None:
     assert told[1].startswith("ValueError: _Experts: rows cannot be dispatched encoded as x=mxfp8: ")
 
 
-def _a_gradient_that_one_rank_cannot_encode(rank: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_one_rank_cannot_encode(rank: int) -> None:
     """It is found in the middle of backward, in which no rank waits for that one; then all go on to work."""
     mesh = init_device_mesh("cpu", (2,))
     model = parallelize_module(_Experts(_mx("mxfp8")), mesh, ExpertParallel(dispatch="encoded"))
@@ -234,7 +243,8 @@ def _stepped(net: nn.Module) -> None:
     torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
-def _replicas(rank: int) -> None:
+@on_ranks(2)
+def test_replicas(rank: int) -> None:
     net = DistributedDataParallel(_net(("mxfp8", "nvfp4")[rank]))
     _refused(lambda: net(X), "[0: Linear with a weight [128, 64] of torch.float32, recipe mxfp8()]", "nvfp4")
     net = DistributedDataParallel(_net(STAGED))
@@ -251,7 +261,8 @@ def _replicas(rank: int) -> None:
         assert seen.count(COMPARED) == compares
 
 
-def _models_that_no_conversion_left(rank: int) -> None:
+@on_ranks(2)
+def test_models_that_no_conversion_left(rank: int) -> None:
     """Copies, layers that were made by hand, and models whose weights were prepared for FSDP2."""
     recipe = ("mxfp8", E5M2)[rank]
     by_hand = nn.Sequential(lpq.nn.Linear(64, 128, recipe=recipe))
@@ -262,7 +273,8 @@ def _models_that_no_conversion_left(rank: int) -> None:
         _refused(lambda: fully_shard(net)(X), "Linear with a weight [128, 64]", E5M2)  # noqa: B023
 
 
-def _parts_of_a_model(rank: int) -> None:
+@on_ranks(2)
+def test_parts_of_a_model(rank: int) -> None:
     """Which were converted one by one. The heap is not searched for the wrapper."""
     net = DistributedDataParallel(nn.Sequential(_net("mxfp8"), _net("mxfp8"), _net("nvfp4()")))
     with mock.patch.object(gc, "get_objects") as sought:
@@ -273,7 +285,8 @@ def _parts_of_a_model(rank: int) -> None:
     _refused(lambda: _stepped(net), "rank 1 has [0: Linear")
 
 
-def _models_of_their_own(rank: int) -> None:
+@on_ranks(2)
+def test_models_of_their_own(rank: int) -> None:
     """Nothing is shared, though another model is: neither raises, and none waits."""
     shared = DistributedDataParallel(_net("mxfp8"))
     _stepped(_net(("mxfp8", "nvfp4")[rank]))
@@ -323,24 +336,8 @@ def _layers_over_different_ranks(rank: int) -> None:
     assert all("say where they differ" in said for said in found[2:])
 
 
-def _four_ranks(rank: int) -> None:
+@on_ranks(4)
+def test_four_ranks(rank: int) -> None:
     _two_dimensions(rank)
     _replicas_of_experts(rank)
     _layers_over_different_ranks(rank)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _tensor_parallel, _step_on_one_rank, _other_parts, _a_gpu_is_waited_for_where_something_is_new, _before_a_step,
-        _without_a_conversion, _experts, _experts_are_described_where_something_changed,
-        _rows_that_one_rank_cannot_encode, _a_gradient_that_one_rank_cannot_encode, _replicas,
-        _models_that_no_conversion_left, _parts_of_a_model, _models_of_their_own,
-    ],
-)  # fmt: skip
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
-
-
-def test_four_ranks() -> None:
-    spawn(_four_ranks, 4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import value_formats
 from overlapping import TOKENS, WIDTH, by_gloo, compare, only_own, swapped, transport
-from ranks import spawn
+from ranks import on_ranks, spawn
 from support.comparing import equal
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -49,16 +49,6 @@ COLUMNS, ALL_COLUMNS = tp.ColwiseParallel(input_layouts=Shard(0)), tp.ColwisePar
 ROWS = tp.RowwiseParallel(output_layouts=Shard(0))
 
 
-def _in_turn(rank: int, style: Any, recipe: str, expected: str) -> None:
-    net = _layer(style, recipe, bias=False)
-    features = WIDTH // 2 if isinstance(style, tp.RowwiseParallel) else WIDTH
-    y = net(torch.randn(TOKENS, features).bfloat16().requires_grad_())
-    order = _Order()
-    with order:
-        y.sum().backward()
-    assert order.seen == expected.split(), order.seen
-
-
 @pytest.mark.parametrize(
     ("style", "recipe", "expected"),
     [
@@ -72,11 +62,19 @@ def _in_turn(rank: int, style: Any, recipe: str, expected: str) -> None:
         (COLUMNS, "fp8-current", "gather sum wait multiply wait multiply sum wait"),
     ],
 )
-def test_tensors_travel_while_products_are_made(style: Any, recipe: str, expected: str) -> None:
-    spawn(_in_turn, 2, style, recipe, expected)
+@on_ranks(2)
+def test_tensors_travel_while_products_are_made(rank: int, style: Any, recipe: str, expected: str) -> None:
+    net = _layer(style, recipe, bias=False)
+    features = WIDTH // 2 if isinstance(style, tp.RowwiseParallel) else WIDTH
+    y = net(torch.randn(TOKENS, features).bfloat16().requires_grad_())
+    order = _Order()
+    with order:
+        y.sum().backward()
+    assert order.seen == expected.split(), order.seen
 
 
-def _compiled_in_turn(rank: int) -> None:
+@on_ranks(2)
+def test_inductor_keeps_that_order_if_it_does_not_seek_another_one_to_save_memory(rank: int) -> None:
     """In the code that Inductor writes for backward."""
     net = _layer(COLUMNS, "fp8-current", bias=False)
     net.compile(fullgraph=True, options={"reorder_for_peak_memory": False, "fx_graph_cache": False})
@@ -84,10 +82,6 @@ def _compiled_in_turn(rank: int) -> None:
     _, codes = run_and_get_code(lambda: net(x).sum().backward())
     order = re.findall(r"(gemm|reduce_scatter_tensor|wait_tensor)(?:\.default)?\(", codes[-1])
     assert order[-4:] == ["gemm", "reduce_scatter_tensor", "gemm", "wait_tensor"], order
-
-
-def test_inductor_keeps_that_order_if_it_does_not_seek_another_one_to_save_memory() -> None:
-    spawn(_compiled_in_turn, 2)
 
 
 def equals(rank: int, recipe: str, bias: bool = False, overlapped: int = 1, turn: int = 1, device: str = "cpu") -> None:
@@ -118,16 +112,13 @@ def test_four_ranks_and_a_bias(recipe: str, turn: int) -> None:
     spawn(equals, 4, recipe, True, 1, turn)
 
 
-def _finds(rank: int, gather: Any, words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
-        compare("mxfp8", False, gather)
-
-
 @pytest.mark.parametrize(
     ("gather", "words"), [(swapped, "the product of the pieces"), (only_own, "the operand that other products")]
 )
-def test_a_piece_in_a_wrong_place_is_found(gather: Any, words: str) -> None:
-    spawn(_finds, 2, gather, words)
+@on_ranks(2)
+def test_a_piece_in_a_wrong_place_is_found(rank: int, gather: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        compare("mxfp8", False, gather)
 
 
 def _layer(style: Any, recipe: str = "mxfp8", device: str = "cpu", bias: bool = True) -> nn.Module:
@@ -136,7 +127,8 @@ def _layer(style: Any, recipe: str = "mxfp8", device: str = "cpu", bias: bool = 
     return parallelize_module(net, init_device_mesh(device, (2,)), {"0": style})
 
 
-def _gathers(rank: int) -> None:
+@on_ranks(2)
+def test_it_overlaps_where_rows_of_a_rank_lie_side_by_side(rank: int) -> None:
     """Where symmetric memory serves, and where it does not."""
     tokens, batches = torch.ones(TOKENS, WIDTH), torch.ones(2, TOKENS, WIDTH)
     for dim, overlap, serves, x, expected in (
@@ -154,10 +146,6 @@ def _gathers(rank: int) -> None:
         assert len(seen) == expected, (dim, overlap, serves, x.shape)
         assert noted is (overlap and serves)
         assert y.shape == (*x.shape[:dim], 2 * x.shape[dim], *x.shape[dim + 1 : -1], WIDTH // 2)
-
-
-def test_it_overlaps_where_rows_of_a_rank_lie_side_by_side() -> None:
-    spawn(_gathers, 2)
 
 
 def compiled(rank: int, recipe: str, device: str = "cpu", steps: int = 2, **how: Any) -> None:
@@ -184,7 +172,8 @@ def test_compiled() -> None:
     spawn(partial(compiled, backend="aot_eager"), 2, "fp8-current")
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_gpus_that_cannot_read_each_others_memory_are_refused(rank: int) -> None:
     kept, symmetric.why_not = symmetric.why_not, lambda mesh: "no link"
     try:
         for overlap in (False, True):
@@ -193,7 +182,3 @@ def _refused(rank: int) -> None:
                 _layer(tp.ColwiseParallel(input_layouts=Shard(0), overlap=overlap))
     finally:
         symmetric.why_not = kept
-
-
-def test_gpus_that_cannot_read_each_others_memory_are_refused() -> None:
-    spawn(_refused, 2)

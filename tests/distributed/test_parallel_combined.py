@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from ranks import spawn
+from ranks import on_ranks, spawn
 from support.comparing import equal
 from support.small_models import Gated, Siblings
 from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, model, plan, run, whole
@@ -62,7 +62,9 @@ def test_compiled(style: Any, recipe: str, backend: str) -> None:
     spawn(partial(compiled, backend=backend), 2, style, recipe)
 
 
-def _gathered_once(rank: int) -> None:
+@on_ranks(2)
+def test_a_compiler_gathers_once_what_layers_share(rank: int) -> None:
+    """Also where its statistics span ranks."""
     from torch._dynamo.backends.common import aot_autograd
 
     seen: list[Counter[str]] = []
@@ -83,11 +85,6 @@ def _gathered_once(rank: int) -> None:
     assert seen[0]["_c10d_functional::all_reduce"] == 3, seen[0]  # likewise
 
 
-def test_a_compiler_gathers_once_what_layers_share() -> None:
-    """Also where its statistics span ranks."""
-    spawn(_gathered_once, 2)
-
-
 def _checkpointed(rank: int, recipe: str) -> None:
     def checkpointed(net: Gated) -> None:
         forward = net.forward
@@ -100,7 +97,8 @@ def test_checkpointed() -> None:
     spawn(_checkpointed, 2, "fp8-delayed")
 
 
-def _compiled_in_a_checkpoint(rank: int) -> None:
+@on_ranks(2)
+def test_compiled_in_a_checkpoint_with_random_bits(rank: int) -> None:
     def compiled(net: Gated) -> None:
         """One layer: each takes a compiler seconds."""
         forward = torch.compile(net.left.forward, backend="aot_eager", fullgraph=True)
@@ -109,22 +107,15 @@ def _compiled_in_a_checkpoint(rank: int) -> None:
     agree(run("nvfp4", True, False, prepare=compiled), run("nvfp4", True, False))
 
 
-def test_compiled_in_a_checkpoint_with_random_bits() -> None:
-    spawn(_compiled_in_a_checkpoint, 2)
-
-
-def _checkpoint_in_a_graph(rank: int) -> None:
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="it was found in torch 2.13")
+@on_ranks(2)
+def test_torch_cannot_compile_a_checkpoint_that_draws_random_numbers(rank: int) -> None:
     """Where this works the guide can leave out a remedy."""
     net = nn.Sequential(nn.Dropout(), nn.Linear(WIDTH, WIDTH))
     parallelize_module(net, init_device_mesh("cpu", (2,)), {"1": torch_styles.ColwiseParallel()})
     compiled = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), backend="aot_eager")
     with pytest.raises(AssertionError, match="expected all tensors_saved_with_vc_check to be Tensors"):
         compiled(torch.ones(4, WIDTH, requires_grad=True))
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="it was found in torch 2.13")
-def test_torch_cannot_compile_a_checkpoint_that_draws_random_numbers() -> None:
-    spawn(_checkpoint_in_a_graph, 2)
 
 
 def _trained(
@@ -191,7 +182,9 @@ class Attention(nn.Module):
         return y
 
 
-def _prepared(rank: int, local: bool) -> None:
+@pytest.mark.parametrize("local", [False, True])
+@on_ranks(2)
+def test_an_input_that_is_prepared_for_several_layers(rank: int, local: bool) -> None:
     """The parent of q, k and v is told how its input lies."""
     x, dy = data()
     found = []
@@ -220,11 +213,6 @@ def _prepared(rank: int, local: bool) -> None:
             made = {name: DTensor.from_local(t, mesh, [Shard(1)]).full_tensor() for name, t in made.items()}
         found.append(made | {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None})
     agree(found[1], found[0])
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_an_input_that_is_prepared_for_several_layers(local: bool) -> None:
-    spawn(_prepared, 2, local)
 
 
 def _loaded_elsewhere(rank: int, folder: str) -> None:

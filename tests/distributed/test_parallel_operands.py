@@ -13,7 +13,7 @@ import torch.distributed as dist
 import value_formats
 import whole_formats
 from products import multiplied
-from ranks import spawn
+from ranks import on_ranks, spawn
 from support.comparing import as_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,7 +156,9 @@ def test_without_a_sequence(text: str) -> None:
     spawn(same_operands, 2, text, MODES[::2])
 
 
-def _other_operands(rank: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_without_the_reduction_each_rank_has_another_scale(rank: int, mode: str) -> None:
     reduce, reduce_statistics.reduce_max = reduce_statistics.reduce_max, lambda values, group: list(values)
     try:
         found = different("fp8", mode)
@@ -165,12 +167,8 @@ def _other_operands(rank: int, mode: str) -> None:
     assert found == OTHER[mode][rank]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_without_the_reduction_each_rank_has_another_scale(mode: str) -> None:
-    spawn(_other_operands, 2, mode)
-
-
-def _sent_if_small(rank: int) -> None:
+@on_ranks(2)
+def test_operands_are_sent_if_they_are_few_bytes(rank: int) -> None:
     residual_format.register()
     cut = Cut(0, rank, 2, TOKENS // 2)
     for text, alone, together in (
@@ -183,7 +181,3 @@ def _sent_if_small(rank: int) -> None:
             found = why_high(quantizer, True, col, cut, TOKENS, COLS, torch.bfloat16)
             wanted = None if share is None else f"the operands that are wanted together would be {share} of that"
             assert found == wanted, (text, col, found)
-
-
-def test_operands_are_sent_if_they_are_few_bytes() -> None:
-    spawn(_sent_if_small, 2)

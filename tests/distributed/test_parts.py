@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from sharded import enough, model, whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -70,7 +69,8 @@ def _in_parts(net: nn.Sequential, recipe: str, weights: Any) -> None:
         lpq.convert(block, recipe, weights=weights)
 
 
-def _as_converted_at_once(rank: int) -> None:
+@on_ranks(2)
+def test_as_converted_at_once(rank: int) -> None:
     """With every two of these that go together."""
     ways = itertools.product(RECIPES, (_whole_only, _each_block_and_the_whole, _each_block))
     for (recipe, shard), weights in zip(ways, itertools.cycle(("high_precision", "quantized"))):
@@ -85,7 +85,8 @@ def _as_converted_at_once(rank: int) -> None:
             assert torch.equal(whole(p.detach()), whole(q.detach())), (about, name)
 
 
-def _the_report_has_all_parts(rank: int) -> None:
+@on_ranks(2)
+def test_the_report_has_all_parts(rank: int) -> None:
     """By the names that they have in the whole, before and after sharding; also where more was sharded."""
     net = model(64, 128, blocks=3)
     lpq.convert(net[2], "mxfp8", weights="quantized", ranks=2)
@@ -105,7 +106,8 @@ def _the_report_has_all_parts(rank: int) -> None:
     assert [e.name for e in lpq.report(net).converted] == [f"{i}.{name}" for i in range(3) for name in ("up", "down")]
 
 
-def _columns_are_said_of_a_part(rank: int) -> None:
+@on_ranks(2)
+def test_columns_are_said_of_a_part(rank: int) -> None:
     """Facts that FSDP2 has of the weights of a part hold in the whole."""
     net = model(64, 128)
     lpq.convert(net[0], "fp8-current", weights="high_precision")
@@ -114,7 +116,8 @@ def _columns_are_said_of_a_part(rank: int) -> None:
     assert len(lpq.report(net[0]).weights) == 2
 
 
-def _two_models_of_one_optimizer(rank: int) -> None:
+@on_ranks(2)
+def test_two_models_of_one_optimizer(rank: int) -> None:
     nets = [lpq.convert(model(64, 128), "fp8-current", weights="high_precision") for _ in range(2)]
     for net in nets:
         fully_shard(net)
@@ -139,7 +142,8 @@ def _reductions(net: nn.Module) -> list[Collective]:
     return [c for c in seen if c.kind == "all_reduce"]
 
 
-def _one_reduction_at_the_first_forward(rank: int) -> None:
+@on_ranks(2)
+def test_one_reduction_at_the_first_forward(rank: int) -> None:
     """Of all parts of one model, and of nothing else; whatever mixture of ways they were prepared in."""
     for shard in (_whole_only, _each_block_and_the_whole):
         net, other = model(64, 128), model(64, 128)
@@ -169,7 +173,8 @@ def _one_reduction_at_the_first_forward(rank: int) -> None:
     assert _reductions(net) == []
 
 
-def _parts_without_a_common_root(rank: int) -> None:
+@on_ranks(2)
+def test_parts_without_a_common_root(rank: int) -> None:
     """Each is a model of its own to FSDP2, and is measured when it is gathered."""
     net = model(64, 128)
     for block in net:
@@ -177,18 +182,3 @@ def _parts_without_a_common_root(rank: int) -> None:
     _each_block(net)
     assert _reductions(net) == [Collective("all_reduce", 4 * 2)] * 2
     assert _reductions(net) == []
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _one_reduction_at_the_first_forward,
-        _parts_without_a_common_root,
-        _as_converted_at_once,
-        _the_report_has_all_parts,
-        _columns_are_said_of_a_part,
-        _two_models_of_one_optimizer,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)

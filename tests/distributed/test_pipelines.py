@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks, spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleavedZeroBubble
@@ -72,7 +72,8 @@ def test_each_micro_batch_is_one_step(zero_bubble: bool, frozen: bool) -> None:
     spawn(_pipeline, 2, zero_bubble, frozen)
 
 
-def _in_parts(rank: int) -> None:
+@on_ranks(2)
+def test_a_backward_in_parts_under_tensor_parallelism(rank: int) -> None:
     """The gradients of the input first, and of the weights later, under tensor parallelism."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -94,7 +95,3 @@ def _in_parts(rank: int) -> None:
                 torch.autograd.grad(y, weights)
         found.append([local_part(t) for t in (*grads, *net.buffers())])
     assert all(map(torch.equal, *found))
-
-
-def test_a_backward_in_parts_under_tensor_parallelism() -> None:
-    spawn(_in_parts, 2)

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from operands import expected, gathered
-from ranks import spawn
+from ranks import on_ranks, spawn
 from sharded import model
 from stored import W8, Way, converted, local, optimizer_of, parts, same_parts, sharded, step
 from support.comparing import copy_bytes, equal, equal_states
@@ -72,7 +71,8 @@ def _nothing_in_high_precision(rank: int) -> None:
         del net, weights, optimizer, kept
 
 
-def _one_reduction_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_one_reduction_a_step(rank: int) -> None:
     for recipe, count in (("fp8-current", 1), (W8.format("nvfp4(block=16x16)"), 1), ("mxfp8", 0), ("fp8-delayed", 1)):
         for blocks in (1, 3) if recipe == "fp8-current" else (2,):
             net = sharded(converted(recipe, blocks=blocks))
@@ -89,7 +89,8 @@ def _one_reduction_a_step(rank: int) -> None:
                 assert kinds == ["all_reduce"] * count, (recipe, blocks, number, kinds)
 
 
-def _masters_are_an_fp32_run(rank: int) -> None:
+@on_ranks(2)
+def test_masters_are_an_fp32_run(rank: int) -> None:
     """Of the same gradients: what is rounded for the model does not come back into the masters."""
     net = sharded(converted("fp8-current", bf16=True))
     optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-2))
@@ -143,7 +144,8 @@ def _encoded(net: nn.Sequential, recipe: str, values: dict[str, Tensor]) -> None
         parameter.grad = None
 
 
-def _from_a_checkpoint(rank: int) -> None:
+@on_ranks(2)
+def test_from_a_checkpoint(rank: int) -> None:
     for recipe in ("fp8-current", W8.format("hybrid(row=nvfp4, col=fp8)")):
         values = _values()
         net = _begun_on_meta(recipe)
@@ -174,7 +176,8 @@ def _from_a_checkpoint(rank: int) -> None:
         same_parts(net, unsharded, recipe)
 
 
-def _from_a_full_state_dict(rank: int) -> None:
+@on_ranks(2)
+def test_from_a_full_state_dict(rank: int) -> None:
     """By PyTorch's own functions, before any forward; ranks may have all of it, or rank 0 alone."""
     values = _values()
     for recipe in ("fp8-current", W8.format("hybrid(row=nvfp4, col=fp8)")):
@@ -188,7 +191,8 @@ def _from_a_full_state_dict(rank: int) -> None:
         _encoded(direct, recipe, values)
 
 
-def _what_is_missing_is_said(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_missing_is_said(rank: int) -> None:
     values = _values()
     net = sharded(converted("fp8-current"))
     less = {name: value for name, value in values.items() if name != "1.up.weight"}
@@ -201,7 +205,8 @@ def _what_is_missing_is_said(rank: int) -> None:
             load_high_precision(net, {**values, "1.up.weight": values["1.up.weight"][:rows]})
 
 
-def _initialised(rank: int) -> None:
+@on_ranks(2)
+def test_initialised(rank: int) -> None:
     """``reset_parameters`` of what was on meta; every rank draws for its shard, and all have one scale."""
     for recipe in ("fp8-current", W8.format("nvfp4(block=16x16)"), W8.format("hybrid(row=nvfp4, col=fp8)")):
         net = _begun_on_meta(recipe)
@@ -227,7 +232,8 @@ def _initialised(rank: int) -> None:
 # ---------------------------------------------------------------------------------- saving, loading and the group
 
 
-def _continued(rank: int) -> None:
+@on_ranks(2)
+def test_continued(rank: int) -> None:
     """The state of an optimizer with masters, loaded into another: nothing tells the runs apart."""
     recipes = ("fp8-current", "fp8-delayed", W8.format("nvfp4(block=16x16)"))
     for recipe, kind in zip(recipes, ("foreach", "fused", "sgd"), strict=True):
@@ -306,7 +312,8 @@ def _by_torchs_own_functions(rank: int, folder: str) -> None:
     assert step(net, optimizer, 4, way) == step(other, its, 4, way)
 
 
-def _without_masters_in_the_state(rank: int) -> None:
+@on_ranks(2)
+def test_without_masters_in_the_state(rank: int) -> None:
     net = sharded(converted("fp8-current"))
     ordinary = AdamW(net.parameters(), lr=1e-2)
     without = MasterWeights(ordinary, keep=False)
@@ -317,7 +324,8 @@ def _without_masters_in_the_state(rank: int) -> None:
         MasterWeights(ordinary)
 
 
-def _a_master_that_is_not_sharded(rank: int) -> None:
+@on_ranks(2)
+def test_a_master_that_is_not_sharded(rank: int) -> None:
     net = sharded(converted("fp8-current"))
     optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-2))
     saved = optimizer.state_dict()
@@ -327,7 +335,8 @@ def _a_master_that_is_not_sharded(rank: int) -> None:
         optimizer.load_state_dict(saved)
 
 
-def _nothing_saves_the_group(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_saves_the_group(rank: int) -> None:
     """Of a shard, of the parameter, of the whole state: what comes back has no group, and says so at a write."""
     net = sharded(converted("fp8-current"))
     weight = net[0].up.weight
@@ -371,7 +380,8 @@ def _nothing_saves_the_group(rank: int) -> None:
     assert torch.equal(part._local_tensor.row.scale, lpq.quantizer("fp8").quantize(whole).row.scale)
 
 
-def _received(rank: int) -> None:
+@on_ranks(2)
+def test_received(rank: int) -> None:
     """A collective that would receive into a decoded copy says so; into the buffers it receives."""
     weight = lpq.quantizer("fp8").quantize(torch.full((32, 32), 1.0 + rank))
     for collective in (lambda t: dist.broadcast(t, 0), dist.all_reduce):
@@ -381,26 +391,6 @@ def _received(rank: int) -> None:
         for buffer in operand.tensors():
             dist.broadcast(buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer, 0)
     assert torch.equal(weight.dequantize(), torch.ones(32, 32))
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _one_reduction_a_step,
-        _masters_are_an_fp32_run,
-        _from_a_checkpoint,
-        _from_a_full_state_dict,
-        _what_is_missing_is_said,
-        _initialised,
-        _continued,
-        _without_masters_in_the_state,
-        _a_master_that_is_not_sharded,
-        _nothing_saves_the_group,
-        _received,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
 
 
 def test_nothing_in_high_precision() -> None:

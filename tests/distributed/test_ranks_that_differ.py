@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreed import agreed
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks, spawn
 from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,11 +198,8 @@ def test_two_ranks(check: Callable[[int], None]) -> None:
     spawn(check, 2)
 
 
-def _four_ranks(rank: int) -> None:
+@on_ranks(4)
+def test_replicas(rank: int) -> None:
     """Replicas do not reduce with each other, and hear of it as well."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _loading_what_one_rank_lacks(rank, mesh, unlucky=2)
-
-
-def test_replicas() -> None:
-    spawn(_four_ranks, 4)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +22,9 @@ def _batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)) * 4**rank
 
 
-def _two(rank: int) -> None:
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
+    """Rank 1 has larger inputs, which what rank 0 remembers would clamp."""
     for recipe in ("fp8-current", "nvfp4"):
         DistributedDataParallel(_model(recipe))(_batch(rank, 0)).sum().backward()
     with pytest.raises(RuntimeError, match=r"layer 0, lpq.nn.Linear\(64, 64\): .*broadcast_buffers=False"):
@@ -41,8 +43,3 @@ def _two(rank: int) -> None:
         got.sum().backward()
         expected.sum().backward()
     assert alone[0].x_amax_history.max() > 0  # type: ignore[index, union-attr, operator]
-
-
-def test_two_ranks() -> None:
-    """Rank 1 has larger inputs, which what rank 0 remembers would clamp."""
-    spawn(_two, 2)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from operands import Side, expected, gathered, side, value
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import equal_states
 from torch.distributed.tensor import distribute_tensor
 
@@ -92,7 +90,8 @@ WAYS = (
 )  # fmt: skip
 
 
-def _measured_again(rank: int) -> None:
+@on_ranks(2)
+def test_measured_again(rank: int) -> None:
     x = torch.randn(32, COLS)
     for way in WAYS:
         net = side(QUANTIZERS, [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))], "high_precision")
@@ -120,7 +119,8 @@ def _measured_again(rank: int) -> None:
         assert "all_reduce" not in [c.kind for c in seen], way
 
 
-def _begun_on_meta(rank: int) -> None:
+@on_ranks(2)
+def test_begun_on_meta(rank: int) -> None:
     """Shards that had no data are given it, in place or by others in their place."""
     for assign in (False, True):
         values = [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))]
@@ -141,8 +141,3 @@ def _begun_on_meta(rank: int) -> None:
             for when, direction in (("forward", "row"), ("backward", "col")):
                 right = expected(text, values[i], direction, states[i] or None)
                 assert equal_states(found[f"layers.{i}", when], right), (assign, text, when)
-
-
-@pytest.mark.parametrize("check", [_measured_again, _begun_on_meta])
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)

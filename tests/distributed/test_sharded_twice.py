@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks, spawn
 from support.modes import Watched
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -68,17 +68,6 @@ def same(a: list[Tensor], b: list[Tensor]) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(a, b, strict=True)]
 
 
-def _as_without_a_gather(rank: int, recipe: str, quantized: tuple[bool, bool]) -> None:
-    for how in ({}, {"sequence": True}):
-        expected = trained(sharded(recipe, None, **how))
-        made = sharded(recipe, "high_precision", **how)
-        assert all(same(trained(made), expected)), how
-    assert tuple(layer.gather.operands is not None for layer in (made[0], made[2])) == quantized
-    notes = {entry.name: entry.note for entry in lpq.report(made).weights}
-    for name, is_quantized in zip("02", quantized, strict=True):
-        assert ("gathered as " in notes[name]) == is_quantized, notes
-
-
 @pytest.mark.parametrize(
     ("recipe", "quantized"),
     [
@@ -89,11 +78,20 @@ def _as_without_a_gather(rank: int, recipe: str, quantized: tuple[bool, bool]) -
         ("fp8-delayed", (False, False)),
     ],
 )
-def test_training_is_that_of_weights_in_high_precision(recipe: str, quantized: tuple[bool, bool]) -> None:
-    spawn(_as_without_a_gather, 4, recipe, quantized)
+@on_ranks(4)
+def test_training_is_that_of_weights_in_high_precision(rank: int, recipe: str, quantized: tuple[bool, bool]) -> None:
+    for how in ({}, {"sequence": True}):
+        expected = trained(sharded(recipe, None, **how))
+        made = sharded(recipe, "high_precision", **how)
+        assert all(same(trained(made), expected)), how
+    assert tuple(layer.gather.operands is not None for layer in (made[0], made[2])) == quantized
+    notes = {entry.name: entry.note for entry in lpq.report(made).weights}
+    for name, is_quantized in zip("02", quantized, strict=True):
+        assert ("gathered as " in notes[name]) == is_quantized, notes
 
 
-def _in_other_ways(rank: int) -> None:
+@on_ranks(4)
+def test_in_other_ways_of_running_it(rank: int) -> None:
     """Those that leave all numbers as they are train as a plain way does."""
     recipe, bf16 = "fp8-current", MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     expected = trained(sharded(recipe, None))
@@ -116,11 +114,8 @@ def _in_other_ways(rank: int) -> None:
     assert not all(same(found[0], watched)), "the NaN is of consequence"
 
 
-def test_in_other_ways_of_running_it() -> None:
-    spawn(_in_other_ways, 4)
-
-
-def _measured_by_one_launch(rank: int) -> None:
+@on_ranks(4)
+def test_statistics_that_one_launch_measures_are_reduced_over_both_axes(rank: int) -> None:
     """As on a GPU: by torch here, in place of the kernel that measures several shards."""
     measured: list[int] = []
 
@@ -142,10 +137,6 @@ def _measured_by_one_launch(rank: int) -> None:
             assert measured, recipe
 
 
-def test_statistics_that_one_launch_measures_are_reduced_over_both_axes() -> None:
-    spawn(_measured_by_one_launch, 4)
-
-
 def _saved(rank: int, folder: str) -> None:
     made = sharded("mxfp8", "high_precision")
     trained(made)
@@ -163,7 +154,8 @@ def test_a_checkpoint_goes_on_with_either_kind_of_weights(tmp_path: Path) -> Non
     spawn(_saved, 4, str(tmp_path))
 
 
-def _of_one_process(rank: int) -> None:
+@on_ranks(4)
+def test_gathered_weights_are_parts_of_those_of_one_process(rank: int) -> None:
     for recipe in ("fp8-current", "mxfp8", "nvfp4"):
         made, one = sharded(recipe, "high_precision", reshard_after_forward=False), net(recipe, None)
         with torch.no_grad():
@@ -177,7 +169,3 @@ def _of_one_process(rank: int) -> None:
                 assert all(same(own, parts)), (recipe, number, direction)
                 if recipe != "mxfp8" and rank % 2 == 0:
                     assert not all(same(own, by_itself)), "the other rank of the pair has the largest value"
-
-
-def test_gathered_weights_are_parts_of_those_of_one_process() -> None:
-    spawn(_of_one_process, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import equal, equal_states
 from support.encoding_norm import Block
 from torch import Tensor, nn
@@ -49,15 +49,14 @@ def _trained(rank: int, fused: bool, weights: Any, prepare: Callable[[nn.Module]
     return found, {name: plain(value) for name, value in net.state_dict().items()}
 
 
-def _as_apart(rank: int, weights: Any, prepare: Callable[[nn.Module], nn.Module]) -> None:
-    fused, apart = (_trained(rank, fused, weights, prepare) for fused in (True, False))
-    assert equal(fused[0], apart[0])
-    assert equal_states(fused[1], apart[1])
-
-
 @pytest.mark.parametrize(
     ("weights", "prepare"),
     [(None, fully_shard), ("high_precision", _layers_apart), (None, _replicated)],
 )
-def test_they_compute_what_they_compute_apart(weights: Any, prepare: Callable[[nn.Module], nn.Module]) -> None:
-    spawn(_as_apart, 2, weights, prepare)
+@on_ranks(2)
+def test_they_compute_what_they_compute_apart(
+    rank: int, weights: Any, prepare: Callable[[nn.Module], nn.Module]
+) -> None:
+    fused, apart = (_trained(rank, fused, weights, prepare) for fused in (True, False))
+    assert equal(fused[0], apart[0])
+    assert equal_states(fused[1], apart[1])

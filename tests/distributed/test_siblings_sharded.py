@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -85,7 +85,21 @@ def _memories(kept: list[Tensor], dtype: torch.dtype, *shapes: tuple[int, int]) 
     return {t.untyped_storage().nbytes() for t in kept if t.dtype == dtype and tuple(t.shape) in shapes}
 
 
-def _encode_once(rank: int) -> None:
+@on_ranks(2)
+def test_a_gathered_weight_that_is_kept_takes_no_memory_meanwhile(rank: int) -> None:
+    """FSDP2 frees it after forward, and gathers it again for backward. Its encoded form would stay."""
+    recipe, kept = "fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8", list[Tensor]()
+    usual = _trained(None, apart=False, recipe=recipe, kept=kept)
+    elements = _memories(kept, torch.float8_e4m3fn, (WIDTH, 2 * WIDTH))
+    assert elements == {2 * WIDTH * WIDTH}
+    found = _trained(None, apart=False, recipe=f"{recipe}, w.save=weight", kept=kept)
+    assert equal(usual, found)
+    weights = [t for t in kept if t.shape == (2 * WIDTH, WIDTH)]
+    assert len(weights) == 4
+
+
+@on_ranks(2)
+def test_siblings_encode_once(rank: int) -> None:
     for weights in (None, "high_precision", "quantized"):
         with pytest.MonkeyPatch.context() as patch:
             seen = encodings(patch)
@@ -97,23 +111,3 @@ def _encode_once(rank: int) -> None:
                 assert dys == 4, (weights, apart, counts)
                 seen.clear()
         assert equal(*found), weights
-
-
-def _keep_the_weight(rank: int) -> None:
-    recipe, kept = "fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8", list[Tensor]()
-    usual = _trained(None, apart=False, recipe=recipe, kept=kept)
-    elements = _memories(kept, torch.float8_e4m3fn, (WIDTH, 2 * WIDTH))
-    assert elements == {2 * WIDTH * WIDTH}
-    found = _trained(None, apart=False, recipe=f"{recipe}, w.save=weight", kept=kept)
-    assert equal(usual, found)
-    weights = [t for t in kept if t.shape == (2 * WIDTH, WIDTH)]
-    assert len(weights) == 4
-
-
-def test_a_gathered_weight_that_is_kept_takes_no_memory_meanwhile() -> None:
-    """FSDP2 frees it after forward, and gathers it again for backward. Its encoded form would stay."""
-    spawn(_keep_the_weight, 2)
-
-
-def test_siblings_encode_once() -> None:
-    spawn(_encode_once, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import spawn
+from ranks import on_ranks
 from sharded import How, batch, built, whole
 from support.comparing import equal
 from torch import Tensor
@@ -35,7 +35,9 @@ def _train(how: How, stay: bool) -> tuple[list[float], list[Tensor]]:
     return losses, [whole(p.detach()) for p in net.parameters()]
 
 
-def _as_if_they_went(rank: int, weights: str) -> None:
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+@on_ranks(2)
+def test_weights_that_stay_gathered(rank: int, weights: str) -> None:
     for recipe in RECIPES:
         how = How(recipe, weights=weights, width=64, inner=128)
         losses, values = _train(how, stay=True)
@@ -43,8 +45,3 @@ def _as_if_they_went(rank: int, weights: str) -> None:
         assert losses == expected, recipe
         assert len(set(losses)) == 4
         assert equal(values, others), recipe
-
-
-@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
-def test_weights_that_stay_gathered(weights: str) -> None:
-    spawn(_as_if_they_went, 2, weights)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks, spawn
 from sharded import How, batch, built, enough, model
 from steps import WRITERS, Does, bytes_of, equal, give_gradients, reductions, rounding, stored_weights
 from stored import RECIPES, W8, Way, converted, local, parts, same_parts, sharded, step
@@ -33,7 +33,8 @@ REDUCED = [
 """Formats with a statistic of the whole weight; the others need no reduction."""
 
 
-def _one_reduction(rank: int) -> None:
+@on_ranks(2)
+def test_one_reduction(rank: int) -> None:
     """All weights in one, with what delayed scaling remembers. As unsharded, bit for bit."""
     for recipe in [*REDUCED, "mxfp8"]:
         for kind, make in WRITERS.items() if recipe == REDUCED[0] else [("loop", WRITERS["loop"])]:
@@ -47,7 +48,8 @@ def _one_reduction(rank: int) -> None:
                 same_parts(ours, alone, (recipe, kind, number))
 
 
-def _statistics_of_decoded_operands(rank: int) -> None:
+@on_ranks(2)
+def test_statistics_of_decoded_operands(rank: int) -> None:
     """A column operand that is kept encodes what the reduced row operand decodes to: two rounds, for all tensors."""
     quantizer = lpq.quantizer("hybrid(row=fp8, col=nvfp4, col_source=row)")
     values = [torch.randn(128, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -60,7 +62,8 @@ def _statistics_of_decoded_operands(rank: int) -> None:
         assert equal_states(parts(shard), parts(whole[64 * rank :][:64]))
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int) -> None:
     """On all ranks alike, by the name of the first weight; no weight has changed."""
     net = sharded(converted("fp8-current"))
     before = [parts(local(p.detach())) for p in stored_weights(net)]
@@ -75,7 +78,8 @@ def _refused(rank: int) -> None:
         assert equal([parts(local(p.detach())) for p in stored_weights(net)], before)
 
 
-def _raises(rank: int) -> None:
+@on_ranks(2)
+def test_raises(rank: int) -> None:
     """The stored weights are what they were, the copies have no memory, and the next step goes on from them."""
 
     def unlucky(p: Tensor) -> None:
@@ -112,7 +116,8 @@ def _saved_by_a_hook(rank: int, folder: str) -> None:
     assert equal(bytes_of(other), bytes_of(net))
 
 
-def _masters(rank: int) -> None:
+@on_ranks(2)
+def test_masters(rank: int) -> None:
     """A rank's part of a weight is that of its whole master, encoded."""
     for kind in ("loop", "fused"):
         net = sharded(converted("fp8-current"))
@@ -125,7 +130,8 @@ def _masters(rank: int) -> None:
             assert equal_states(parts(local(weight.detach())), parts(whole[128 * rank :][:128]))
 
 
-def _other_optimizers(rank: int) -> None:
+@on_ranks(2)
+def test_other_optimizers(rank: int) -> None:
     """One that wants whole matrices and that torch does not know; and groups that are added later."""
     found = []
     for shard in (True, False):
@@ -144,7 +150,8 @@ def _other_optimizers(rank: int) -> None:
     same_parts(*found, "Muon")
 
 
-def _what_no_step_writes_to(rank: int) -> None:
+@on_ranks(2)
+def test_what_no_step_writes_to(rank: int) -> None:
     """A weight without a gradient stays as it is, to the bit; and weights may be written to between steps."""
     for shard in (True, False):
         net = sharded(converted("fp8-current")) if shard else converted("fp8-current")
@@ -199,22 +206,6 @@ def _goes_on(rank: int, folder: str) -> None:
     other, optimizer = begun("loop")
     with pytest.warns(UserWarning, match="the fp32 masters of 4 weights are left out"):
         lpq.checkpoint.load(other, Path(folder) / "masters", optimizer)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _one_reduction,
-        _statistics_of_decoded_operands,
-        _refused,
-        _raises,
-        _masters,
-        _other_optimizers,
-        _what_no_step_writes_to,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2)
 
 
 @pytest.mark.parametrize("check", [_goes_on, _saved_by_a_hook])

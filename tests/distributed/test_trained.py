@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import on_ranks
 from sharded import How, batch, built, model
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -187,12 +187,9 @@ def test_in_one_process() -> None:
     _all(_unsharded, ("high_precision",))
 
 
-def _two_ranks(rank: int) -> None:
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
     _all(lambda weights: built(How("mxfp8", weights=weights, width=64, inner=128, ranks=2)), ("high_precision",))
-
-
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
 
 
 def test_twice_under_masters() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from operands import watched
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -157,7 +157,8 @@ def _what_is_gathered(net: nn.Module) -> dict[str, set[str]]:
     return seen
 
 
-def _high_precision(rank: int) -> None:
+@on_ranks(RANKS)
+def test_high_precision(rank: int) -> None:
     formats = [*FORMATS]
     _says(_model(formats, "high_precision", RANKS), formats, "gathered as ")
     net = _model(formats, "high_precision")
@@ -171,7 +172,8 @@ def _high_precision(rank: int) -> None:
     assert _what_is_gathered(net)["QuantizedTensor"] == _fit(formats)
 
 
-def _stochastic(rank: int) -> None:
+@on_ranks(RANKS)
+def test_stochastic(rank: int) -> None:
     net = _shard(_model([STOCHASTIC], "high_precision"))
     for note in _notes(net).values():
         assert note.startswith("in high precision: nvfp4(stochastic=true) rounds stochastically")
@@ -183,7 +185,8 @@ def _stochastic(rank: int) -> None:
 # ---------------------------------------------------------------------------------- stored quantized
 
 
-def _quantized(rank: int) -> None:
+@on_ranks(RANKS)
+def test_quantized(rank: int) -> None:
     """As without sharding: rank 0 alone has a share in the gradients, since a third of three times x need not be x.
 
     It compares, too: what it gathers, all have, and all have its losses.
@@ -209,7 +212,8 @@ def _quantized(rank: int) -> None:
                 assert torch.equal(value, _whole(q)), (masters, name)
 
 
-def _refused_where_it_is_sharded(rank: int) -> None:
+@on_ranks(RANKS)
+def test_refused_where_it_is_sharded(rank: int) -> None:
     """Without ``ranks`` every weight is stored quantized, and FSDP2 cannot cut some."""
     for rows, recipe, words in (
         (90, "mxfp8", "a [90, 64] tensor that is stored as mxfp8 has no shard of 30 rows: it cuts blocks of 32"),
@@ -227,8 +231,3 @@ def _refused_where_it_is_sharded(rank: int) -> None:
         assert said.startswith("0.weight: ")
         assert words in said, said
         assert "give lpq.convert(…, ranks=…) the number of ranks" in said
-
-
-@pytest.mark.parametrize("check", [_high_precision, _stochastic, _quantized, _refused_where_it_is_sharded])
-def test_three_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, RANKS)

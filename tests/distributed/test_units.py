@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from support.comparing import equal
 from support.modes import Watched
 from torch import Tensor, nn
@@ -133,7 +133,9 @@ LOADS = {
 bytes than it has in bf16 in high precision; where shards are offloaded, FSDP2 moves each of them by itself."""
 
 
-def _as_alone(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_weights_of_all_kinds_are_as_each_alone(rank: int, kind: str) -> None:
     options = KINDS[kind]
     dtype = torch.bfloat16 if "mp_policy" in options else torch.float32
     found = trained(one := built(True, **options), dtype=dtype)
@@ -145,11 +147,6 @@ def _as_alone(rank: int, kind: str) -> None:
     assert plans == [LOADS[kind]] * (1 if kind == "kept gathered" else 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_all_kinds_are_as_each_alone(kind: str) -> None:
-    spawn(_as_alone, 2, kind)
-
-
 # ---------------------------------------------------------------------------------- what happens between
 
 
@@ -159,7 +156,8 @@ def _nan(net: Mixed) -> None:
         net.layers["tensor"].weight.to_local()[-1] = torch.nan if dist.get_rank() == 1 else 0.5  # type: ignore[operator]
 
 
-def _nan_on_one_rank(rank: int) -> None:
+@on_ranks(2)
+def test_nan_on_one_rank(rank: int) -> None:
     found, ordinary = (
         trained(built(True, weights, names=FEW, stored=False), _nan) for weights in ("high_precision", None)
     )
@@ -167,7 +165,8 @@ def _nan_on_one_rank(rank: int) -> None:
     assert any(t.isnan().all() for t in found), "it reaches the scale of all rows"
 
 
-def _gathered_before_the_step(rank: int) -> None:
+@on_ranks(2)
+def test_gathered_before_the_step(rank: int) -> None:
     """By hand, while the optimizer writes to the shards."""
     found = []
     for weights in ("high_precision", None):
@@ -184,7 +183,8 @@ def _gathered_before_the_step(rank: int) -> None:
     assert all(equal(a, b, nan=True) for a, b in zip(found[:3], found[3:], strict=True))
 
 
-def _watched(rank: int) -> None:
+@on_ranks(2)
+def test_watched(rank: int) -> None:
     """A dispatch mode around backward, in which lpq runs as operators."""
     found = []
     for watched in (True, False):
@@ -199,7 +199,8 @@ def _watched(rank: int) -> None:
     assert equal(*found, nan=True)
 
 
-def _one_runs_again(rank: int) -> None:
+@on_ranks(2)
+def test_one_runs_again(rank: int) -> None:
     """One layer of the unit is checkpointed: its row operand is there in backward, and the others' are not."""
     there: dict[str, bool] = {}
     found = []
@@ -221,7 +222,8 @@ class Mishap(Exception):
     """An error in the middle of a gather."""
 
 
-def _a_caught_error(rank: int) -> None:
+@on_ranks(2)
+def test_a_caught_error(rank: int) -> None:
     """What was encoded before it is not used after it."""
 
     def begin(self: Unit, *args: Any) -> Any:
@@ -246,7 +248,8 @@ def _a_caught_error(rank: int) -> None:
     assert equal(*found, nan=True)
 
 
-def _ordinary_in_the_first_place(rank: int) -> None:
+@on_ranks(2)
+def test_ordinary_in_the_first_place(rank: int) -> None:
     """Somebody puts an ordinary parameter where the first weight of the unit was: it is gathered as it is."""
     found = []
     for together in (True, False):
@@ -261,18 +264,3 @@ def _ordinary_in_the_first_place(rank: int) -> None:
         y.square().sum().backward()
         found.append([y.detach(), *(_local(p.grad) for p in net.parameters())])
     assert equal(*found, nan=True)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        _nan_on_one_rank,
-        _gathered_before_the_step,
-        _watched,
-        _one_runs_again,
-        _a_caught_error,
-        _ordinary_in_the_first_place,
-    ],
-)
-def test_whatever_happens_between(check: Callable[[int], None]) -> None:
-    spawn(check, 2)

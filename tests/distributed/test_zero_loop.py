@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from casting import buffers
-from ranks import spawn
+from ranks import on_ranks
 from support.comparing import as_bytes
 from torch import Tensor, nn
 
@@ -54,7 +54,8 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def _the_loop_of_the_page(rank: int) -> None:
+@on_ranks(2)
+def test_two_ranks_train_as_one_process(rank: int) -> None:
     names: dict[str, list[QuantizedTensor]] = {}
     with pytest.MonkeyPatch.context() as patch:  # the ranks have a group, and keep it
         patch.setattr(dist, "init_process_group", lambda backend: None)
@@ -64,7 +65,3 @@ def _the_loop_of_the_page(rank: int) -> None:
     made = _bytes(names["weights"])
     assert _equal(made, after)
     assert not _equal(made, before)
-
-
-def test_two_ranks_train_as_one_process() -> None:
-    spawn(_the_loop_of_the_page, 2)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks, spawn
 from test_experts import COUNT, HIDDEN, WORDS, experts_of, gpt_oss, llama4, made, mixtral, qwen3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,32 +96,9 @@ def test_experts_that_fsdp_shards(case: int) -> None:
     spawn(_alike, 2, case, 2)
 
 
-def _trained(rank: int) -> None:
-    """A whole model, of which the rest is replicated: loss and gradients are those of one process."""
-    alone = lpq.convert(made(mixtral).float(), "identity()")
-    model = copy.deepcopy(alone)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for experts in experts_of(model):
-        parallelize_module(experts, mesh, ExpertParallel())
-    words = torch.randint(WORDS, (RANKS, 12), generator=torch.Generator().manual_seed(3))
-    expected = alone(input_ids=words, labels=words).loss
-    expected.backward()
-    loss = model(input_ids=words[rank : rank + 1], labels=words[rank : rank + 1]).loss
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    assert torch.allclose(total / RANKS, expected, atol=1e-5)
-    for (name, one), part in zip(alone.named_parameters(), model.parameters(), strict=True):
-        gradient = part.grad
-        assert gradient is not None
-        if isinstance(gradient, DTensor):  # the sum over the ranks already
-            gradient = gradient.full_tensor()
-        else:
-            dist.all_reduce(gradient)
-        assert torch.allclose(gradient / RANKS, one.grad, atol=1e-5), name
-
-
-def _sharded(rank: int, divided: bool) -> None:
+@pytest.mark.parametrize("divided", [True, False])
+@on_ranks(RANKS)
+def test_a_model_whose_experts_and_rest_lie_over_other_ranks(rank: int, divided: bool) -> None:
     """Experts over ``ep`` and ``dp``, all else over all ranks: gradients are those of one process, if those of experts
     are divided by all ranks."""
     alone = lpq.convert(made(mixtral).float(), "mxfp8")
@@ -144,21 +121,35 @@ def _sharded(rank: int, divided: bool) -> None:
         assert torch.allclose(whole(part.grad), factor * one.grad, atol=1e-5, rtol=1e-4), name
 
 
-@pytest.mark.parametrize("divided", [True, False])
-def test_a_model_whose_experts_and_rest_lie_over_other_ranks(divided: bool) -> None:
-    spawn(_sharded, RANKS, divided)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(RANKS)
+def test_experts_that_are_not_converted_are_refused(rank: int) -> None:
     experts = experts_of(made(mixtral))[0]
     parallelize_module(experts, init_device_mesh("cpu", (RANKS,)), ExpertParallel())
     with pytest.raises(TypeError, match=r"was called with 3 arguments, .* convert one that routes tokens itself"):
         experts(*given(range(1))[0])
 
 
-def test_experts_that_are_not_converted_are_refused() -> None:
-    spawn(_refused, RANKS)
-
-
-def test_a_model_with_experts_over_ranks() -> None:
-    spawn(_trained, RANKS)
+@on_ranks(RANKS)
+def test_a_model_with_experts_over_ranks(rank: int) -> None:
+    """A whole model, of which the rest is replicated: loss and gradients are those of one process."""
+    alone = lpq.convert(made(mixtral).float(), "identity()")
+    model = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for experts in experts_of(model):
+        parallelize_module(experts, mesh, ExpertParallel())
+    words = torch.randint(WORDS, (RANKS, 12), generator=torch.Generator().manual_seed(3))
+    expected = alone(input_ids=words, labels=words).loss
+    expected.backward()
+    loss = model(input_ids=words[rank : rank + 1], labels=words[rank : rank + 1]).loss
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert torch.allclose(total / RANKS, expected, atol=1e-5)
+    for (name, one), part in zip(alone.named_parameters(), model.parameters(), strict=True):
+        gradient = part.grad
+        assert gradient is not None
+        if isinstance(gradient, DTensor):  # the sum over the ranks already
+            gradient = gradient.full_tensor()
+        else:
+            dist.all_reduce(gradient)
+        assert torch.allclose(gradient / RANKS, one.grad, atol=1e-5), name

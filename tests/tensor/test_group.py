@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks
 
 import lpq
 
@@ -20,7 +18,8 @@ def _whole() -> torch.Tensor:
     return x
 
 
-def _nan_reaches_every_rank(rank: int) -> None:
+@on_ranks(RANKS)
+def test_nan_reaches_every_rank(rank: int) -> None:
     x = torch.randn(128, 64)
     if rank == 1:
         x[3, 3] = float("nan")
@@ -29,19 +28,22 @@ def _nan_reaches_every_rank(rank: int) -> None:
     assert not t.dequantize().isfinite().any()
 
 
-def _a_write_uses_the_group(rank: int) -> None:
+@on_ranks(RANKS)
+def test_a_write_uses_the_group(rank: int) -> None:
     x = _whole()
     shard = lpq.quantizer("fp8").quantize(x[rank * 128 : rank * 128 + 128], amax_group=dist.group.WORLD)
     shard.copy_(2 * x[rank * 128 : rank * 128 + 128])
     assert shard.row.scale == lpq.quantizer("fp8").quantize(x * 2).row.scale
 
 
-def _cut_blocks_are_refused_on_every_rank(rank: int) -> None:
+@on_ranks(RANKS)
+def test_cut_blocks_are_refused_on_every_rank(rank: int) -> None:
     with pytest.raises(ValueError, match="a shard of 24 rows cuts the blocks of 32 rows"):
         lpq.quantizer("mxfp8").quantize(torch.randn(24, 64), amax_group=dist.group.WORLD)
 
 
-def _delayed_state_is_reduced(rank: int) -> None:
+@on_ranks(RANKS)
+def test_delayed_state_is_reduced(rank: int) -> None:
     quantizer = lpq.quantizer("fp8(scaling=delayed, history=4)")
     state = quantizer.new_state()
     x = _whole()[rank * 128 : rank * 128 + 128]
@@ -49,25 +51,9 @@ def _delayed_state_is_reduced(rank: int) -> None:
     assert state["amax_history"][0] == 1000.0
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        _nan_reaches_every_rank,
-        _a_write_uses_the_group,
-        _cut_blocks_are_refused_on_every_rank,
-        _delayed_state_is_reduced,
-    ],
-)
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, RANKS)
-
-
-def _one_rank_may_have_any_shape(rank: int) -> None:
+@on_ranks(RANKS)
+def test_a_group_of_one(rank: int) -> None:
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
     x = torch.randn(24, 64)
     grouped = lpq.quantizer("mxfp8").quantize(x, amax_group=alone)
     assert torch.equal(grouped.dequantize(), lpq.quantizer("mxfp8").quantize(x).dequantize())
-
-
-def test_a_group_of_one() -> None:
-    spawn(_one_rank_may_have_any_shape, RANKS)

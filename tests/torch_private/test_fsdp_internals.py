@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, spawn
+from ranks import fully_shard, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -132,20 +132,6 @@ class Layer(nn.Module):
         return x @ self.weight.t()
 
 
-def _behaves(rank: int) -> None:
-    layer = fully_shard(Layer(), reshard_after_forward=True)
-    state = _get_module_fsdp_state(layer)
-    assert hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
-    (group,) = fsdp._groups(layer)
-    (param,) = group.fsdp_params
-    assert [name for name in PARAM if not hasattr(param, name)] == ["_unsharded_param"]  # which a gather makes
-    assert not [name for name in GROUP if not hasattr(group, name)]
-    _what_a_site_reads(rank, layer)
-    _what_two_passes_do(rank, layer, param, group)
-    _how_it_is_made_to_ask_anew(layer, param)
-    _which_is_outermost(rank)
-
-
 def _what_a_site_reads(rank: int, layer: Any) -> None:
     (site,) = fsdp.sites(layer, "weight").values()
     assert fsdp.sites(layer, "bias") == {}
@@ -222,7 +208,36 @@ def _how_it_is_made_to_ask_anew(layer: Any, param: Any) -> None:
         record.site.forget()
 
 
-def _reshard_to_fewer(rank: int) -> None:
+def _who_stays_gathered() -> None:
+    """The choice that FSDP2 makes for the outermost module in its first forward is foreseen."""
+    for option, stays in ((None, True), (True, False), (False, True)):
+        inner, outer = nn.Sequential(Layer()), nn.Sequential(nn.Identity(), Layer())
+        net = nn.Sequential(fully_shard(inner), *outer)
+        fully_shard(net, reshard_after_forward=option)
+        state, sites = _get_module_fsdp_state(net), fsdp.sites(net, "weight")
+        assert [sites[m].stays for m in (inner[0], outer[1])] == [False, stays], option
+        state._lazy_init()
+        assert [sites[m].stays for m in (inner[0], outer[1])] == [False, stays], option
+        assert [not sites[m]._group._reshard_after_forward for m in (inner[0], outer[1])] == [False, stays], option
+
+
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
+    layer = fully_shard(Layer(), reshard_after_forward=True)
+    state = _get_module_fsdp_state(layer)
+    assert hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
+    (group,) = fsdp._groups(layer)
+    (param,) = group.fsdp_params
+    assert [name for name in PARAM if not hasattr(param, name)] == ["_unsharded_param"]  # which a gather makes
+    assert not [name for name in GROUP if not hasattr(group, name)]
+    _what_a_site_reads(rank, layer)
+    _what_two_passes_do(rank, layer, param, group)
+    _how_it_is_made_to_ask_anew(layer, param)
+    _which_is_outermost(rank)
+
+
+@on_ranks(4)
+def test_four_ranks(rank: int) -> None:
     layer = fully_shard(Layer(), reshard_after_forward=2)
     (site,) = fsdp.sites(layer, "weight").values()
     assert site.reshards_to_fewer_ranks
@@ -241,27 +256,6 @@ def _reshard_to_fewer(rank: int) -> None:
     layer = fully_shard(Layer(), shard_placement_fn=lambda parameter: Shard(1))
     (site,) = fsdp.sites(layer, "weight").values()
     assert "dimension 0" in (site.refusal or "")
-
-
-def _who_stays_gathered() -> None:
-    """The choice that FSDP2 makes for the outermost module in its first forward is foreseen."""
-    for option, stays in ((None, True), (True, False), (False, True)):
-        inner, outer = nn.Sequential(Layer()), nn.Sequential(nn.Identity(), Layer())
-        net = nn.Sequential(fully_shard(inner), *outer)
-        fully_shard(net, reshard_after_forward=option)
-        state, sites = _get_module_fsdp_state(net), fsdp.sites(net, "weight")
-        assert [sites[m].stays for m in (inner[0], outer[1])] == [False, stays], option
-        state._lazy_init()
-        assert [sites[m].stays for m in (inner[0], outer[1])] == [False, stays], option
-        assert [not sites[m]._group._reshard_after_forward for m in (inner[0], outer[1])] == [False, stays], option
-
-
-def test_two_ranks() -> None:
-    spawn(_behaves, 2)
-
-
-def test_four_ranks() -> None:
-    spawn(_reshard_to_fewer, 4)
 
 
 def test_the_signature_that_fsdp2_reads_at_every_gather_is_not_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:

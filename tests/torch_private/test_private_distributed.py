@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -53,7 +53,8 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _behaves(rank: int) -> None:
+@on_ranks(2)
+def test_two_ranks(rank: int) -> None:
     world = dist.group.WORLD
     assert world is not None
     assert distributed.group_named(world.group_name) is world
@@ -106,10 +107,6 @@ def _behaves(rank: int) -> None:
     assert kinds[:3] == ["all_gather", "reduce_scatter", "all_reduce"]
 
 
-def test_two_ranks() -> None:
-    spawn(_behaves, 2)
-
-
 class Doubling(dist.ProcessGroup):
     """A group of one rank, written in Python, whose sum is twice what it should be."""
 
@@ -160,7 +157,8 @@ class Halved(styles.InputStyle):
         return super().lay_out(input / 2, mesh, given, wanted)
 
 
-def _lays_out(rank: int) -> None:
+@on_ranks(2)
+def test_styles_lay_out_inputs(rank: int) -> None:
     mesh, mine = init_device_mesh("cpu", (2,)), torch.full((1, 4), float(rank + 1))
     plain = nn.Linear(4, 2, bias=False)
     nn.init.ones_(plain.weight)
@@ -169,10 +167,6 @@ def _lays_out(rank: int) -> None:
     style = Halved(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
     half = parallel.parallelize_module(nn.Identity(), mesh, style)
     assert half(mine).tolist() == [[0.5] * 4, [1.0] * 4]
-
-
-def test_styles_lay_out_inputs() -> None:
-    spawn(_lays_out, 2)
 
 
 def test_wrapped_modules_have_these_names() -> None:
