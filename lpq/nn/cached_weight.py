@@ -77,15 +77,20 @@ class Unwritten:
     """A quantized tensor that backward needs as it was in forward. It is not kept: it has an operand that only forward
     needs. Its count of writes is, which views share that may outlive it."""
 
-    def __init__(self, tensor: QuantizedTensor, what: str) -> None:
-        self._tensor, self._found, self._writes = ref(tensor), as_it_is(tensor), tensor.writes
-        self._count, self._what = tensor.writes.count, f"{tensor.whose}{what} of {[*tensor.shape]}"
+    def __init__(self, tensor: QuantizedTensor, what: str, held: bool) -> None:
+        """``held``: it may get other memory or another dtype, as a parameter does."""
+        self._of, self._writes, self._count = (tensor.place, what, tensor.shape), tensor.writes, tensor.writes.count
+        self._held = (ref(tensor), as_it_is(tensor)) if held else None
 
     def check(self) -> None:
         """Raise if it was written to since."""
-        tensor = self._tensor()
-        if self._writes.count != self._count or (tensor is not None and as_it_is(tensor) != self._found):
+        written = self._writes.count != self._count
+        if self._held is not None and not written:
+            tensor, found = self._held[0](), self._held[1]
+            written = tensor is not None and as_it_is(tensor) != found
+        if written:
+            place, what, shape = self._of
             raise RuntimeError(
-                f"{self._what} that is stored quantized was written to after forward, and backward needs it as it was: "
-                "write to it after backward"
+                f"{f'{place}: ' if place else ''}{what} of {[*shape]} that is stored quantized was written to after "
+                "forward, and backward needs it as it was: write to it after backward"
             )

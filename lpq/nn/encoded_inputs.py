@@ -45,6 +45,15 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
 
 
+def buffers_at_hand(plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers | None:
+    """The buffers that a producer left for layers with this quantizer, without a check that is not a comparison; None
+    if there are none."""
+    read = x.read
+    if read is None or read[0] is not plan.x or (needs_dw and not read[2]):
+        return None
+    return read[1], read[2] if needs_dw else ()
+
+
 def describe_encoding(x: QuantizedTensor) -> str:
     """Describe how an input is encoded, in all that decides whether a layer takes it: ranks must have it alike."""
     operands = zip(("row", "column"), x.stored, strict=True)

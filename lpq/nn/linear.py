@@ -15,7 +15,7 @@ from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, as_it_is, weight_operands
-from lpq.nn.encoded_inputs import input_buffers
+from lpq.nn.encoded_inputs import buffers_at_hand, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
@@ -82,10 +82,12 @@ class Layer(WeightedLayer):
             check(self, input, weight)
         given = by = None
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
-            check(self, input, weight)
-            needs_dw = torch.is_grad_enabled() and weight.requires_grad
-            by = EncodedBy.own(self, input) if plan.memories and not torch.compiler.is_compiling() else None
-            given = input_buffers(self.title, plan, input, needs_dw, by is not None)
+            traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
+            by = EncodedBy.own(self, input) if plan.memories and not traced else None
+            given = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, input, needs_dw)
+            if given is None:
+                check(self, input, weight)
+                given = input_buffers(self.title, plan, input, needs_dw, by is not None)
             if by is not None and (needs_dw or (torch.is_grad_enabled() and input.requires_grad)):
                 by.take(self)
         device = input.device.type

@@ -229,8 +229,12 @@ def _ends(ctx: Any, saved: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[Unwritten]:
     """The encoded tensors among these that backward needs."""
-    needed = (("a weight", weight, shapes.needs_dx), ("an input", x, shapes.needs_dw))
-    return [Unwritten(t, what) for what, t, needs in needed if needs and isinstance(t, QuantizedTensor)]
+    found = []
+    if shapes.needs_dx and isinstance(weight, QuantizedTensor):
+        found.append(Unwritten(weight, "a weight", held=True))
+    if shapes.needs_dw and isinstance(x, QuantizedTensor):
+        found.append(Unwritten(x, "an input", held=False))
+    return found
 
 
 def _gradients(

@@ -198,6 +198,7 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool)
             ((of_row, of_col, measured, _),) = producer.produce((x, *rows, *columns), (state,), (None,))
         of_side = None if side is None else side.over(of_col)
         encoded = QuantizedTensor(row.over(of_row), of_side, quantizer, shape, dtype)
+        encoded.read = quantizer, of_row, of_col
         if state is not None:
             encoded.encoded_by = EncodedBy(layers, state, measured, col)
         return encoded, rows

@@ -115,7 +115,8 @@ class QuantizedTensor(Gathered, Tensor):
     whole keep it."""
 
     read: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor]] | None = None
-    """The buffers of both operands, for the quantizer of the layer that read them last: they stay the same tensors."""
+    """The buffers of both operands, for the quantizer of the layer that read them last, or will read them: they stay
+    the same tensors."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""
@@ -142,9 +143,11 @@ class QuantizedTensor(Gathered, Tensor):
         self.window, self.writes, self.place, self.owner = None, Writes(), "", None
         # As attributes, which a compiler's guards read many of in each step, and not by a function of Python. No method
         # is called before: a compiler that traces it would ask for them.
-        for direction, storage in (("row", row), ("col", col)):
+        attributes = self.__dict__
+        for direction, storage in (("row_", row), ("col_", col)):
             if storage is not None:
-                vars(self).update((f"{direction}_{name}", buffer) for name, buffer in storage.buffers().items())
+                for name in storage.quantizer.names:
+                    attributes[direction + name] = getattr(storage, name)
         return self
 
     @classmethod
