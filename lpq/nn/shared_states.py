@@ -14,6 +14,7 @@ call of ``shared_state`` compares them. State dicts have a tensor for each key.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -33,11 +34,11 @@ def shared_state(layers: Sequence[StatefulLayer], tensor: str = "x") -> State | 
     A producer calls it in each pass. The values are compared, and a GPU waited for, where the layers do not share them
     yet."""
     first = layers[0]
-    state = _state(first, tensor)
+    state = {m.key: getattr(first, m.name) for m in first.state_buffers() if m.tensor == tensor}
     for layer in layers[1:]:
-        if not _is_same(_state(layer, tensor), state):
+        if not _has(layer, tensor, state):
             _lend(first, layer, tensor)
-    return state
+    return state or None
 
 
 class EncodedBy:
@@ -52,10 +53,10 @@ class EncodedBy:
         self._moved = False
 
     @classmethod
-    def own(cls, layer: StatefulLayer, x: Tensor) -> EncodedBy | None:
+    def own(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
         """Return the state by which ``x`` was encoded, if the layer has that very state."""
-        by = x.encoded_by if isinstance(x, QuantizedTensor) and not x.write_count else None
-        return by if isinstance(by, cls) and by.state and _is_same(_state(layer, "x"), by.state) else None
+        by = x.encoded_by if not x.writes.count else None
+        return by if isinstance(by, cls) and _has(layer, "x", by.state) else None
 
     def take(self, layer: StatefulLayer) -> None:
         """Note that this layer has got the input, and that its backward will ask for ``move``."""
@@ -77,15 +78,9 @@ class EncodedBy:
         remember(quantizer, self.state, [*measured], col=self.col)
 
 
-def _state(layer: StatefulLayer, tensor: str) -> State | None:
-    return {m.key: layer._buffers[m.name] for m in layer.state_buffers() if m.tensor == tensor} or None  # type: ignore[misc]
-
-
-def _is_same(one: State | None, other: State | None) -> bool:
-    """Whether two states have the same buffers, or neither has any."""
-    if one is None or other is None:
-        return one is other
-    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+def _has(layer: StatefulLayer, tensor: str, state: State) -> bool:
+    """Whether these very buffers are the layer's."""
+    return all(map(is_, map(layer._buffers.get, map(f"{tensor}_".__add__, state)), state.values()))
 
 
 def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:

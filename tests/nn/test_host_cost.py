@@ -165,6 +165,21 @@ def test_no_operator_no_buffer_no_launch_and_no_call_is_added(recipe: str, sm: i
     assert launched(recipe, sm, gpu) == LAUNCHES[recipe, sm]
 
 
+def test_an_encoded_input_costs_few_calls_more_than_another(gpu: Gpu) -> None:
+    gpu.sm = HOPPER
+    refresh()
+    layer: Any = lpq.convert(nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16)), "mxfp8")[0]
+    x = torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16)
+    dy = torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16)
+    calls = []
+    for given in (x, layer.recipe.x.quantize(x)):
+        given.requires_grad_()
+        for _ in range(2):
+            layer(given).backward(dy)
+        calls.append(calls_of(lambda given=given: layer(given).backward(dy)))
+    assert calls[1] <= calls[0] + 4, calls
+
+
 @pytest.mark.parametrize(
     ("recipe", "sm", "place"),
     [
