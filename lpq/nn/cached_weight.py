@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lpq.formats import Quantizer
     from lpq.nn.encoded_inputs import Buffers
     from lpq.nn.plan import Plan
+    from lpq.tensor.quantized_tensor import Writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,24 +74,28 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     return written, counted, weight.dtype, memory
 
 
-class Unwritten:
-    """A quantized tensor that backward needs as it was in forward. It is not kept: it has an operand that only forward
-    needs. Its count of writes is, which views share that may outlive it."""
+class Unwritten(NamedTuple):
+    """A quantized tensor that backward needs unchanged since forward. The tensor is not kept, as it has an operand that
+    only forward needs. Its count of writes is kept, which views share that may outlive the tensor.
 
-    def __init__(self, tensor: QuantizedTensor, what: str, held: bool) -> None:
-        """``held``: it may get other memory or another dtype, as a parameter does."""
-        self._of, self._writes, self._count = (tensor.place, what, tensor.shape), tensor.writes, tensor.writes.count
-        self._held = (ref(tensor), as_it_is(tensor)) if held else None
+    Backward compares these fields itself: each pass does it for each tensor."""
 
-    def check(self) -> None:
-        """Raise if it was written to since."""
-        written = self._writes.count != self._count
-        if self._held is not None and not written:
-            tensor, found = self._held[0](), self._held[1]
-            written = tensor is not None and as_it_is(tensor) != found
-        if written:
-            place, what, shape = self._of
-            raise RuntimeError(
-                f"{f'{place}: ' if place else ''}{what} of {[*shape]} that is stored quantized was written to after "
-                "forward, and backward needs it as it was: write to it after backward"
-            )
+    what: str
+    """``a weight`` or ``an input``, for the message."""
+    place: str
+    shape: torch.Size
+    writes: Writes
+    written: int
+    """The number of writes in forward."""
+    tensor: ref[QuantizedTensor] | None = None
+    """The tensor, if it may get other memory or another dtype, as a parameter does."""
+    found: tuple[object, ...] = ()
+    """The value of ``as_it_is`` for this tensor in forward."""
+
+    def error(self) -> RuntimeError:
+        """The error for a tensor that was written to since."""
+        whose = f"{self.place}: " if self.place else ""
+        return RuntimeError(
+            f"{whose}{self.what} of {[*self.shape]} that is stored quantized was written to after forward, and "
+            "backward needs it as it was: write to it after backward"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
-from lpq.nn.cached_weight import Unwritten
+from lpq.nn.cached_weight import Unwritten, as_it_is
 from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
 from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
@@ -173,8 +174,10 @@ class Multiplication(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, change: Change | None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             check_backward(dy)
-        for tensor in ctx.watched:
-            tensor.check()
+        for kept in ctx.watched:
+            tensor = kept.tensor() if kept.tensor is not None else None
+            if kept.writes.count != kept.written or (tensor is not None and as_it_is(tensor) != kept.found):
+                raise kept.error()
         call: LayerCall = ctx.call
         plan, shapes, step, inputs, ends, title = call.plan, call.shapes, call.step, call.inputs, call.ends, call.title
         if inputs:
@@ -231,9 +234,10 @@ def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[Unwritten]:
     """The encoded tensors among these that backward needs."""
     found = []
     if shapes.needs_dx and isinstance(weight, QuantizedTensor):
-        found.append(Unwritten(weight, "a weight", held=True))
+        of = weight.place, weight.shape, weight.writes, weight.writes.count
+        found.append(Unwritten("a weight", *of, ref(weight), as_it_is(weight)))
     if shapes.needs_dw and isinstance(x, QuantizedTensor):
-        found.append(Unwritten(x, "an input", held=False))
+        found.append(Unwritten("an input", x.place, x.shape, x.writes, x.writes.count))
     return found
 
 
