@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    __shared__ u32 of_rows[UNITS_ACROSS][TALL];
-    __shared__ Columns columns;
+    __shared__ fp8::RowAmaxes::Shared of_rows;
+    __shared__ fp8::ColAmaxes::Shared of_cols;
 #ifdef LPQ_SECTIONS
     const Tile t(sections, rows, cols, blockIdx.x);
     if (t.section() == sections.count) return;
@@ -32,14 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
 #endif
     u32 w[ROWS][WORDS];
     load(t, x, w);
-    if (row_amaxes) fp8::find_rows(t, w, of_rows);
-    if (col_amaxes) fp8::find_cols(t, w, columns);
+    fp8::RowAmaxes row({row_amaxes}, of_rows, t);
+    fp8::ColAmaxes col({col_amaxes}, of_cols, t);
+    row.find(t, w), col.find(t, w);
     __syncthreads();
-    const int line = (int)threadIdx.x - (THREADS - WIDE), unit = threadIdx.x / TALL, in_unit = threadIdx.x % TALL;
-    const i64 row = t.begin() + (i64)t.down * TALL + in_unit, col = (i64)t.across * WIDE + line;
-    if (row_amaxes && unit < UNITS_ACROSS && row < t.end()) atomicMax(row_amaxes + row, of_rows[unit][in_unit]);
-    if (col_amaxes && line >= 0 && col < cols)
-        atomicMax(col_amaxes + t.section() * cols + col, columns.largest(line, 0, WARPS));
+    row.store(t), col.store(t);
 }
 
 // Registers of a thread: fewer threads at a time are faster than threads that run short of them.

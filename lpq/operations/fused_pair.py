@@ -99,6 +99,9 @@ class TileSide:
     find: Callable[[Encoding, bool], Look] | None = None
     """Binds the search for statistics that the struct needs before the first element is encoded; it may have to find
     the amax, too."""
+    lines: str = ""
+    """The side, a struct of the same header, that finds the amaxes of the operand's lines, which ``find`` finds in a
+    matrix, in what a source computes. Its ``Parameters`` are one pointer, ``data``, to a zero in fp32 for each line."""
     by_product: bool = False
     """Whether the struct measures on the way, so that given statistics need no read of their own."""
     shape: Shape = SQUARE

@@ -6,17 +6,19 @@ format has code for the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lpq.kernels.cuda import CudaKernel
-from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.fresh import Allocate, Fresh, allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import INPUTS, SQUARE, Shape, at_once, covering, divides, tiles
+from lpq.kernels.tiles import INPUTS, SQUARE, ZERO, Launch, Shape, at_once, covering, divides, pointer, tiles
 from lpq.operations.binding import ALIGNED, Encoding
 from lpq.operations.fused_pair import Job, Make, TileSide, side_of
 from lpq.operations.sides import shared
@@ -25,7 +27,6 @@ from lpq.operations.source import Source
 if TYPE_CHECKING:
     from lpq.formats.format import Direction
 
-NOTHING = csrc() / "common/nothing.cuh"
 PIECE = 8
 """The elements that a thread reads at once: lines are multiples of it."""
 SEARCHES = 4
@@ -83,8 +84,12 @@ def operands(e: Encoding) -> TiledOutput | str:
             return f"{quantizer} is not encoded from row {e.offset} of a tensor on"
         follows = both and direction == "col"
         at = 0 if follows else first
-        if side.find is not None and side.needs(bool(given) and given[at], e.measure and not follows):
-            return f"{quantizer} needs statistics of whole lines, or of what is rotated, before the first element"
+        if (
+            side.find is not None
+            and not side.lines
+            and side.needs(bool(given) and given[at], e.measure and not follows)
+        ):
+            return f"{quantizer} needs statistics before the first element, and has no side that finds them"
         sides.append(side)
     return TiledOutput(e, sides[0], sides[1])
 
@@ -97,6 +102,21 @@ class _Side(NamedTuple):
     """Its statistics among those of the output."""
     amax: bool
     """Whether it needs the amax of the output."""
+    lines: _Struct | None
+    """The side that finds the amaxes of its lines, if it needs them; ``found``: the memory for these."""
+    found: Fresh
+
+
+class _Struct(NamedTuple):
+    """A struct that a kernel is compiled for."""
+
+    header: Path
+    name: str
+    parameters: str = "P"
+
+
+NOTHING = _Struct(csrc() / "common/nothing.cuh", "Nothing")
+AMAX = _Struct(csrc() / "common/amax.cuh", "Amax")
 
 
 def _bind_sides(o: TiledOutput) -> list[_Side | None]:
@@ -114,8 +134,9 @@ def _bind_sides(o: TiledOutput) -> list[_Side | None]:
         shape, first = ((cols, rows), 0 if follows else count) if i == 1 else ((rows, cols), 0)
         job = Job(shape, e.held, e.device, e.offset, measure, e.dispatched)
         stats = slice(first, first + len(quantizer.stats))
-        needs = side.amax and side.needs(bool(given) and given[first], measure)
-        out.append(_Side(side.bind(job), stats, needs))
+        needs = side.needs(bool(given) and given[first], measure)
+        lines = _Struct(side.header, side.lines) if needs and side.lines else None
+        out.append(_Side(side.bind(job), stats, needs and side.amax, lines, fresh((shape[0], 1), torch.float32)))
     return out
 
 
@@ -128,65 +149,144 @@ def _kernel(name: str, arguments: str, shape: Shape, staged: int) -> CudaKernel:
     )
 
 
+class _Kernels(NamedTuple):
+    """The kernels of a source for matrices of one shape."""
+
+    source: Source
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: int
+    tile: Shape
+
+    @property
+    def blocks(self) -> int:
+        return tiles(*self.shape, self.tile)
+
+    def bind(self, name: str, structs: Sequence[Sequence[_Struct]], outputs: str, stats: bool, blocks: int) -> Launch:
+        """Bind a kernel that is compiled for the sides of the outputs; ``outputs``: the letters of its argument."""
+        source, tile = self.source, self.tile
+        headers = dict.fromkeys(struct.header for sides in structs for struct in sides)
+        macros = (
+            INPUTS[self.dtype], f"LPQ_SOURCE={source.struct}",
+            "LPQ_SIDES=" + ",".join(f"Sides<{row.name},{col.name}>" for row, col in structs),
+            *(f'LPQ_HEADER_{i}="{header}"' for i, header in enumerate(headers)),
+            *(["LPQ_STATS"] if stats else []),
+            *covering(tile, divides(*self.shape, tile)),
+        )  # fmt: skip
+        arguments = f"({'P' * len(source.inputs)})({outputs})Iqq"
+        staged = max(source.inputs.count("matrix"), source.outputs) if name == "produce" else 0
+        launch = _kernel(name, arguments, tile, staged).bind(self.device, macros, blocks)
+        tail = self.blocks, *self.shape
+        return lambda *given: launch(*given, *tail)
+
+    def bind_run(self, structs: Sequence[Sequence[_Struct]], stats: bool) -> Launch:
+        """Bind a run through the sides."""
+        letters = "".join(f"{row.parameters}{col.parameters}P" for row, col in structs)
+        return self.bind("produce", structs, letters, stats, self.blocks)
+
+
+Found = list[tuple[Tensor | None, Tensor | None]]
+"""The statistics for the row operand and the column operand of each output, where they are needed."""
+
+
+def _bind_search(
+    kernels: _Kernels, bound: Sequence[Sequence[_Side | None]], empty: Allocate
+) -> Callable[[Sequence[int]], Found] | None:
+    """Bind a run that finds the statistics that sides need before the first element; None: none needs any."""
+    takes = [(_takes_amax(row), _takes_amax(col)) for row, col in bound]
+    wanted = [True in both for both in takes]
+    if not any(side is not None and side.lines is not None for sides in bound for side in sides):
+        if True not in wanted:
+            return None
+        parts = at_once(kernels.blocks, SEARCHES, kernels.device)
+        memory, letters = fresh((parts,), torch.float32), "P" * len(wanted)
+        search = kernels.bind("amaxes", [(NOTHING, NOTHING)] * len(wanted), letters, False, parts)
+
+        def find_amaxes(at: Sequence[int]) -> Found:
+            found = [empty(*memory) if is_wanted else None for is_wanted in wanted]
+            search(*at, *map(pointer, found))
+            return [(amax if r else None, amax if c else None) for amax, (r, c) in zip(found, takes, strict=True)]
+
+        return find_amaxes
+
+    # The amax of an output has the place of the first side that needs it.
+    value = fresh((), torch.float32)
+    places: list[list[tuple[_Struct, Fresh] | None]] = [
+        [None if side is None or side.lines is None else (side.lines, side.found) for side in sides] for sides in bound
+    ]
+    for place, both in zip(places, takes, strict=True):
+        if True in both:
+            place[both.index(True)] = AMAX, value
+    run = kernels.bind_run([[NOTHING if p is None else p[0] for p in place] for place in places], False)
+    counts = [[0 if p is None else math.prod(p[1][0]) for p in place] for place in places]
+    clears = [
+        ZERO.bind(kernels.device, (), -(-max(numbers) // ZERO.threads)) if any(numbers) else None for numbers in counts
+    ]
+
+    def find(at: Sequence[int]) -> Found:
+        out: Found = []
+        parameters = []
+        for place, both, numbers, clear in zip(places, takes, counts, clears, strict=True):
+            row, col = (None if p is None else empty(*p[1]) for p in place)
+            pointers = pointer(row), pointer(col)
+            if clear is not None:
+                clear(pointers[0], numbers[0], pointers[1], numbers[1])
+            parameters += [*pointers, 0]
+            out.append((row, row if both == (True, True) else col))
+        run(*at, *parameters)
+        return out
+
+    return find
+
+
+def _takes_amax(side: _Side | None) -> bool:
+    return side is not None and side.amax
+
+
 def bind(
     source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
     outputs: Sequence[TiledOutput | None], values: Sequence[bool],
 ) -> Run:  # fmt: skip
-    """Bind one run that computes matrices and encodes them, after one that finds their amaxes, if they are needed.
+    """Bind one run that computes matrices and encodes them, after one that finds statistics, if any are needed.
     ``values``: which outputs are returned themselves, too."""
-    (rows, cols), index = shape, device.index or 0
     wanted = [(None, None) if o is None else (o.row, o.col) for o in outputs]
     tile = min([side.shape for sides in wanted for side in sides if side is not None] + [SQUARE])
-    blocks, letters = tiles(rows, cols, tile), "P" * len(source.inputs)
-    headers = list(dict.fromkeys(NOTHING if side is None else side.header for sides in wanted for side in sides))
-    structs = [["Nothing" if side is None else side.struct for side in sides] for sides in wanted]
-    macros = (
-        INPUTS[dtype], f"LPQ_SOURCE={source.struct}",
-        "LPQ_SIDES=" + ",".join(f"Sides<{row},{col}>" for row, col in structs),
-        *(f'LPQ_HEADER_{i}="{header}"' for i, header in enumerate(headers)),
-        *(["LPQ_STATS"] if any(o is not None and (o.e.measure or True in o.e.given) for o in outputs) else []),
-        *covering(tile, divides(rows, cols, tile)),
-    )  # fmt: skip
-    of_sides = ("".join("P" if side is None else side.parameters for side in sides) for sides in wanted)
-    arguments = f"({letters})({''.join(f'{of}P' for of in of_sides)})Iqq"
-    launch = _kernel("produce", arguments, tile, max(source.inputs.count("matrix"), source.outputs)).bind(
-        index, macros, blocks
+    kernels = _Kernels(source, shape, dtype, device.index or 0, tile)
+    launch = kernels.bind_run(
+        [
+            [NOTHING if side is None else _Struct(side.header, side.struct, side.parameters) for side in sides]
+            for sides in wanted
+        ],
+        any(o is not None and (o.e.measure or True in o.e.given) for o in outputs),
     )
     bound = [[None, None] if o is None else _bind_sides(o) for o in outputs]
-    searched = [any(side is not None and side.amax for side in sides) for sides in bound]
-    empty, memory, tail = allocator(device), fresh(shape, dtype), (blocks, rows, cols)
-    parts = at_once(blocks, SEARCHES, index)
-    found_in = fresh((parts,), torch.float32)
-    search = None
-    if True in searched:
-        search = _kernel("amaxes", f"({letters})({'P' * source.outputs})Iqq", tile, 0).bind(index, macros, parts)
+    empty, memory = allocator(device), fresh(shape, dtype)
+    find = _bind_search(kernels, bound, empty)
+    nothing: Found = [(None, None)] * len(outputs)
 
     def run(
         inputs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], seeds: Sequence[Tensor | None]
     ) -> list[Produced]:
         inputs = [aligned(x) for x in inputs]
         at = [x.data_ptr() for x in inputs]
-        found: list[Tensor | None] = [empty(*found_in) if s else None for s in searched]
-        if search is not None:
-            search(*at, *(0 if f is None else f.data_ptr() for f in found), *tail)
+        found = nothing if find is None else find(at)
         parameters: list[float] = []
         out = []
-        for sides, given, amax, seed, is_wanted in zip(bound, stats, found, seeds, values, strict=True):
+        for sides, given, before, seed, is_wanted in zip(bound, stats, found, seeds, values, strict=True):
             made = []
-            for side in sides:
+            for side, measured in zip(sides, before, strict=True):
                 if side is None:
                     parameters.append(0)
                     continue
                 known = given[side.stats] or (None,) * (side.stats.stop - side.stats.start)
-                made.append(side.make(known, amax if side.amax else None, seed, None))
+                made.append(side.make(known, measured, seed, None))
                 parameters += made[-1].parameters
             value = empty(*memory) if is_wanted else None
-            parameters.append(0 if value is None else value.data_ptr())
-            measured = [s for m in made for s in m.measured]
+            parameters.append(pointer(value))
             rest = iter(made)
             row, col = ((), ()) if not made else (next(rest).buffers if s is not None else () for s in sides)
-            out.append(Produced(row, col, measured, value))
-        launch(*at, *parameters, *tail)
+            out.append(Produced(row, col, [s for m in made for s in m.measured], value))
+        launch(*at, *parameters)
         return out
 
     return run

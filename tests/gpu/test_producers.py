@@ -38,9 +38,14 @@ OTHERS = [ADD, GEGLU, GEGLU_BACKWARD, GEGLU_TANH, GEGLU_TANH_BACKWARD]
 """What a side is compiled to does not depend on the source: one format shows that these work."""
 TEXTS = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
-    "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)",
+    "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)", "fp8(scaling=row)",
+    "hybrid(row=fp8, col=fp8(scaling=row))",
 ]  # fmt: skip
-APART = ["fp8(scaling=row)", "nvfp4(rht=true)", "hybrid(row=mxfp8, col=mxfp8, col_source=row)"]
+APART = [
+    "nvfp4(rht=true, stochastic=true)",
+    "nvfp4(search=four_over_six)",
+    "hybrid(row=mxfp8, col=mxfp8, col_source=row)",
+]
 SHAPES = [(256, 512), (131, 264), (1, 8)]
 
 

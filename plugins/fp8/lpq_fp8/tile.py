@@ -101,6 +101,7 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
     struct = f"fp8::{direction.capitalize()}Lines<{options}"
     return TileSide(
         csrc() / "fp8/lines.cuh", f"{struct}>", "PPPPfI", bind, find=None if blocks else find, shape=TALL,
+        lines="" if blocks else f"fp8::{direction.capitalize()}Amaxes",
         finder=None if blocks else find_in_sections, decoded=(f"{struct},true>", SQUARE),
     )  # fmt: skip
 
