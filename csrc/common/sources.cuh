@@ -50,7 +50,7 @@ struct Gelu {
     __device__ __forceinline__ float value() const { return x * 0.5f * above; }
     __device__ __forceinline__ float backward(float dy) const {
         const float density = expf(-0.5f * x * x) * 0.398942280401432678f;
-        return dy * fmaf(x, density, 0.5f * above);
+        return dy * fmaf(0.5f, above, x * density);
     }
 };
 
