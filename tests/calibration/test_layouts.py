@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import BATCHES, FEW, RECIPES, differs_on_some_rank, exported, laid_out, of_one
 from models import data, layers, model, statics
-from ranks import on_one, spawn
+from ranks import on_one, on_ranks, spawn
 from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,40 +54,6 @@ def _calibrated_alone(recipe: str, method: Any, batches: list[Tensor]) -> nn.Mod
 
 FSDP = [(1, None), (4, None), (2, None), (4, "high_precision")]
 """Ranks over which a model is sharded, and how its weights are stored."""
-
-
-def _the_same(rank: int, recipe: str, method: Any) -> None:
-    """5 batches among 4 ranks: one of them has more than the others."""
-    expected = alone(recipe, method)
-    x, static, codes = data(1)[0], statics(expected), exported(expected)
-    y = expected(x)
-    for ranks, weights in laid_out(FSDP, method):
-        net = sharded(recipe, ranks, weights)
-        made = lpq.calibrate(net, data(BATCHES)[rank::4], method=method, process_group=dist.group.WORLD)
-        assert (made.samples, made.batches) == (4 * BATCHES, BATCHES)
-        assert equal_states(statics(net), static), (ranks, weights)
-        assert equal_states(exported(net), codes), (ranks, weights)
-        computed = net(x)
-        assert torch.equal(computed, y), "it computes the same, too"
-        computed.square().sum().backward()
-
-
-def _without_the_reduction(rank: int) -> None:
-    """The control of the above: some scale is another one on some rank, whichever reduction is left out."""
-    combine = reducing.Together.combine
-    for left_out, method in (("max", "max"), ("sum", "percentile")):
-        expected: Any = alone("fp8-current", method)
-
-        def without(self: Any, packed: Tensor, how: Any, left_out: str = left_out) -> Tensor:
-            return packed if how == left_out else combine(self, packed, how)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reducing.Together, "combine", without)
-            net = sharded("fp8-current", 4)
-            lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
-        found: list[Any] = [None] * 4
-        dist.all_gather_object(found, equal_states(statics(net), statics(expected)))
-        assert not all(found), left_out
 
 
 def _resharded(rank: int, folder: str) -> None:
@@ -149,7 +115,84 @@ def _a_state_goes_on_in_another_layout(rank: int, folder: str) -> None:
     assert equal_states(statics(net), statics(expected))
 
 
-def _what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
+def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = False) -> Any:
+    """The layers of a model shared out over ``tp`` of 4 ranks, for each of ``dp``: replicated there, or sharded."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    cut = Shard(1) if sequence else Replicate()
+    column, row = ColwiseParallel(input_layouts=cut), RowwiseParallel(output_layouts=cut)
+    plan: dict[str, Any] = {"norm": SequenceParallel(use_local_output=True)} if sequence else {}
+    plan |= {f"attn.{name}": column for name in ("q_proj", "k_proj", "v_proj")} | {"attn.o_proj": row}
+    plan |= {f"experts.0.{name}": style for name, style in (("w1", column), ("w3", column), ("w2", row))}
+    for block in net:
+        parallelize_module(block, mesh["tp"], plan)
+        if fsdp:
+            fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(net, mesh=mesh["dp"]) if fsdp else net
+
+
+TP = [(2, 2, False, False), (1, 4, True, False), (2, 2, False, True)]
+"""Ranks of data, ranks of tensor parallelism, whether sequences are shared out, whether FSDP2 shards as well."""
+
+
+def _failing_inside_of_the_last_layer(net: Any, batch: Tensor) -> None:
+    def fail(module: nn.Module, args: Any) -> None:
+        raise ValueError("the ninth token")
+
+    with net[0].experts[0].w2.register_forward_pre_hook(fail):  # behind the hook that gathers
+        net(batch)
+
+
+@pytest.mark.parametrize(("recipe", "method"), [*RECIPES.items()][::2], ids=["fp8", "searched"])
+@on_ranks(4)
+def test_fsdp_over_1_2_and_4_ranks(rank: int, recipe: str, method: Any) -> None:
+    """5 batches among 4 ranks: one of them has more than the others."""
+    expected = alone(recipe, method)
+    x, static, codes = data(1)[0], statics(expected), exported(expected)
+    y = expected(x)
+    for ranks, weights in laid_out(FSDP, method):
+        net = sharded(recipe, ranks, weights)
+        made = lpq.calibrate(net, data(BATCHES)[rank::4], method=method, process_group=dist.group.WORLD)
+        assert (made.samples, made.batches) == (4 * BATCHES, BATCHES)
+        assert equal_states(statics(net), static), (ranks, weights)
+        assert equal_states(exported(net), codes), (ranks, weights)
+        computed = net(x)
+        assert torch.equal(computed, y), "it computes the same, too"
+        computed.square().sum().backward()
+
+
+@on_ranks(4)
+def test_without_the_reduction_layouts_differ(rank: int) -> None:
+    """The control of the above: some scale is another one on some rank, whichever reduction is left out."""
+    combine = reducing.Together.combine
+    for left_out, method in (("max", "max"), ("sum", "percentile")):
+        expected: Any = alone("fp8-current", method)
+
+        def without(self: Any, packed: Tensor, how: Any, left_out: str = left_out) -> Tensor:
+            return packed if how == left_out else combine(self, packed, how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reducing.Together, "combine", without)
+            net = sharded("fp8-current", 4)
+            lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, equal_states(statics(net), statics(expected)))
+        assert not all(found), left_out
+
+
+def test_resharding_changes_no_byte(tmp_path: Path) -> None:
+    spawn(_resharded, 4, str(tmp_path))
+
+
+def test_sharing_out_over_other_ranks_changes_no_byte(tmp_path: Path) -> None:
+    spawn(_reshared, 4, str(tmp_path))
+
+
+def test_a_state_goes_on_in_another_layout(tmp_path: Path) -> None:
+    spawn(_a_state_goes_on_in_another_layout, 4, str(tmp_path))
+
+
+@on_ranks(4)
+def test_what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
     everyone = dist.group.WORLD  # the model is whole on each
     net = lpq.convert(model(experts=1), "fp8-current")
     bad: list[Any] = data(2)[rank % 2 :: 2]
@@ -172,26 +215,9 @@ def _what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
         assert list(layer.static_values()) == ["x_amax"]
 
 
-def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = False) -> Any:
-    """The layers of a model shared out over ``tp`` of 4 ranks, for each of ``dp``: replicated there, or sharded."""
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    cut = Shard(1) if sequence else Replicate()
-    column, row = ColwiseParallel(input_layouts=cut), RowwiseParallel(output_layouts=cut)
-    plan: dict[str, Any] = {"norm": SequenceParallel(use_local_output=True)} if sequence else {}
-    plan |= {f"attn.{name}": column for name in ("q_proj", "k_proj", "v_proj")} | {"attn.o_proj": row}
-    plan |= {f"experts.0.{name}": style for name, style in (("w1", column), ("w3", column), ("w2", row))}
-    for block in net:
-        parallelize_module(block, mesh["tp"], plan)
-        if fsdp:
-            fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(net, mesh=mesh["dp"]) if fsdp else net
-
-
-TP = [(2, 2, False, False), (1, 4, True, False), (2, 2, False, True)]
-"""Ranks of data, ranks of tensor parallelism, whether sequences are shared out, whether FSDP2 shards as well."""
-
-
-def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
+@pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
+@on_ranks(4)
+def test_tensor_parallelism_over_2_and_4_ranks(rank: int, recipe: str, method: Any) -> None:
     expected = alone(recipe, method, FEW, tokens=4)
     static, codes = statics(expected), exported(expected)
     for dp, tp, sequence, fsdp in laid_out(TP, method):
@@ -206,15 +232,8 @@ def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
         net(mine[0]).square().sum().backward()
 
 
-def _failing_inside_of_the_last_layer(net: Any, batch: Tensor) -> None:
-    def fail(module: nn.Module, args: Any) -> None:
-        raise ValueError("the ninth token")
-
-    with net[0].experts[0].w2.register_forward_pre_hook(fail):  # behind the hook that gathers
-        net(batch)
-
-
-def _controls_of_tensor_parallelism(rank: int) -> None:
+@on_ranks(4)
+def test_multiplied_in_parts_it_would_differ(rank: int) -> None:
     """Where layers are multiplied in parts, what later ones are given differs. Teams must have the same batches."""
     expected: Any = alone("fp8-current", "max", FEW, tokens=4)
 
@@ -243,7 +262,8 @@ def _controls_of_tensor_parallelism(rank: int) -> None:
         lpq.calibrate(parallel(narrow, 1, 4), data(1, width=96))
 
 
-def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
+@on_ranks(4)
+def test_tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
     """With the scales that one process found; sums over ranks differ in their order alone."""
     net = lpq.convert(model(experts=0)[0].attn, "fp8-current")
     x = data(1)[0]
@@ -258,44 +278,6 @@ def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
     found = statics(shared_out)
     lpq.calibrate(shared_out, [x])
     assert equal_states(statics(shared_out), {name: local_part(value) for name, value in found.items()})
-
-
-@pytest.mark.parametrize(("recipe", "method"), [*RECIPES.items()][::2], ids=["fp8", "searched"])
-def test_fsdp_over_1_2_and_4_ranks(recipe: str, method: str) -> None:
-    spawn(_the_same, 4, recipe, method)
-
-
-def test_without_the_reduction_layouts_differ() -> None:
-    spawn(_without_the_reduction, 4)
-
-
-def test_resharding_changes_no_byte(tmp_path: Path) -> None:
-    spawn(_resharded, 4, str(tmp_path))
-
-
-def test_sharing_out_over_other_ranks_changes_no_byte(tmp_path: Path) -> None:
-    spawn(_reshared, 4, str(tmp_path))
-
-
-def test_a_state_goes_on_in_another_layout(tmp_path: Path) -> None:
-    spawn(_a_state_goes_on_in_another_layout, 4, str(tmp_path))
-
-
-def test_what_one_rank_cannot_do_is_an_error_on_all() -> None:
-    spawn(_what_one_rank_cannot_do_is_an_error_on_all, 4)
-
-
-@pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
-def test_tensor_parallelism_over_2_and_4_ranks(recipe: str, method: str) -> None:
-    spawn(_tensor_parallel, 4, recipe, method)
-
-
-def test_multiplied_in_parts_it_would_differ() -> None:
-    spawn(_controls_of_tensor_parallelism, 4)
-
-
-def test_tensor_parallelism_takes_what_was_calibrated_before() -> None:
-    spawn(_tensor_parallelism_takes_what_was_calibrated_before, 4)
 
 
 def test_the_public_name_is_the_function() -> None:

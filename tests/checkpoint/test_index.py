@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from killed import model
 from opcodes import NONE, Evil, attributes, changed, fields, made, named, put, table, value
-from ranks import spawn
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint import state_dict_loader as dcp
@@ -83,7 +83,8 @@ def _it_would_have(path: Path) -> None:
     del metadata.BytesStorageMetadata.__setstate__
 
 
-def _on_two_ranks(rank: int, path: Path) -> None:
+@on_ranks(2)
+def test_an_index_that_changes_between_two_readings(rank: int, path: Path) -> None:
     if rank == 0:
         put(path, ".metadata", opcodes.two_faced(path, path / "ran"))
     dist.barrier()
@@ -91,10 +92,6 @@ def _on_two_ranks(rank: int, path: Path) -> None:
     assert not (path / "ran").exists()
     dist.barrier()
     _it_would_have(path)
-
-
-def test_an_index_that_changes_between_two_readings(path: Path) -> None:
-    spawn(_on_two_ranks, 2, path)
 
 
 STATE = fields(state_dict_metadata=b"}", storage_data=b"}")

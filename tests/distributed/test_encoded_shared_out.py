@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from agreed import agreed
-from ranks import spawn
+from ranks import on_ranks
 from support.comparing import equal
 from support.modes import Watched
 from torch import Tensor, nn
@@ -36,7 +36,28 @@ def step(module: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), dx, module.weight.grad.to_local()]
 
 
-def _takes_a_whole_input(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_with_inputs_that_are_encoded_otherwise_all_raise(rank: int) -> None:
+    """In a first pass and in a later one: all ranks raise, and go on to work."""
+    x = torch.randn(64, 64)
+    module = layer("mxfp8", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
+    q = module.recipe.x
+    right = q.quantize(x)
+    others = (
+        (lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x), "encoded as mxfp8(dtype=e5m2) (row and column)"),
+        (q.quantize(x, col=False), f"encoded as {q.text} (row)"),
+        (x, "an input [64, 64] of torch.float32, gradients"),
+    )
+    for other, words in others:
+        for said in agreed(lambda: module((right, other)[rank]), RuntimeError):  # noqa: B023
+            assert said.startswith("RuntimeError: the ranks do not call the same layer with equal parts of its input: ")
+            assert f"encoded as {q.text} (row and column), gradients" in said, said
+            assert words in said, said
+        module(right).sum().backward()
+
+
+@on_ranks(2)
+def test_a_layer_takes_an_input_that_all_ranks_have_whole(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(1)
     x = torch.randn(64, 64)
@@ -53,7 +74,9 @@ def _takes_a_whole_input(rank: int) -> None:
             module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x))
 
 
-def _takes_it_compiled(rank: int) -> None:
+@pytest.mark.starts
+@on_ranks(2)
+def test_a_compiled_layer_takes_it(rank: int) -> None:
     module = layer("fp8-row", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
     torch.manual_seed(1)
     x = torch.randn(64, 64)
@@ -62,7 +85,8 @@ def _takes_it_compiled(rank: int) -> None:
     assert equal(step(module, module.recipe.x.quantize(x)), expected)
 
 
-def _refuses_parts(rank: int) -> None:
+@on_ranks(2)
+def test_a_layer_refuses_parts_and_gradients(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     rows, columns = torch.randn(32, 64), torch.randn(64, 32)
     q = lpq.quantizer("mxfp8")
@@ -86,39 +110,3 @@ def _refuses_parts(rank: int) -> None:
             with pytest.raises(TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and tensor parallelism shards"):
                 y.sum().backward()
             assert module.weight.grad is None
-
-
-def _encoded_otherwise_on_one_rank(rank: int) -> None:
-    """In a first pass and in a later one: all ranks raise, and go on to work."""
-    x = torch.randn(64, 64)
-    module = layer("mxfp8", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
-    q = module.recipe.x
-    right = q.quantize(x)
-    others = (
-        (lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x), "encoded as mxfp8(dtype=e5m2) (row and column)"),
-        (q.quantize(x, col=False), f"encoded as {q.text} (row)"),
-        (x, "an input [64, 64] of torch.float32, gradients"),
-    )
-    for other, words in others:
-        for said in agreed(lambda: module((right, other)[rank]), RuntimeError):  # noqa: B023
-            assert said.startswith("RuntimeError: the ranks do not call the same layer with equal parts of its input: ")
-            assert f"encoded as {q.text} (row and column), gradients" in said, said
-            assert words in said, said
-        module(right).sum().backward()
-
-
-def test_ranks_with_inputs_that_are_encoded_otherwise_all_raise() -> None:
-    spawn(_encoded_otherwise_on_one_rank, 2)
-
-
-def test_a_layer_takes_an_input_that_all_ranks_have_whole() -> None:
-    spawn(_takes_a_whole_input, 2)
-
-
-@pytest.mark.starts
-def test_a_compiled_layer_takes_it() -> None:
-    spawn(_takes_it_compiled, 2)
-
-
-def test_a_layer_refuses_parts_and_gradients() -> None:
-    spawn(_refuses_parts, 2)

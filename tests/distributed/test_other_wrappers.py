@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks
 from sharded import model
 from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
@@ -98,7 +98,9 @@ def _bytes(net: nn.Module) -> list[Tensor]:
     return [copy_bytes(buffer) for p in stored for _, s in p.operands for buffer in s.tensors()]
 
 
-def _trains_or_is_refused(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_two_ranks(rank: int, name: str) -> None:
     wrap, optimizer_of, kept, stored = CASES[name]
     if kept is None:
         ordinary = _trained(_net(None), wrap, optimizer_of)
@@ -118,20 +120,12 @@ def _trains_or_is_refused(rank: int, name: str) -> None:
     dist.barrier()  # nobody waits for anybody
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str) -> None:
-    spawn(_trains_or_is_refused, 2, name)
-
-
-def _one_stored_weight_alone(rank: int) -> None:
+@on_ranks(2)
+def test_one_stored_weight_alone(rank: int) -> None:
+    """Which is not joined with others, and sent as it is."""
     net = lpq.convert(nn.Linear(64, 64, bias=False), "nvfp4", weights="quantized")
     with pytest.raises(TypeError, match=r"would receive into a decoded copy"):
         DistributedDataParallel(net)
-
-
-def test_one_stored_weight_alone() -> None:
-    """Which is not joined with others, and sent as it is."""
-    spawn(_one_stored_weight_alone, 2)
 
 
 # ---------------------------------------------------------------------------------- what is assigned to ``data``

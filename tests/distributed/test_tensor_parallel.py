@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import on_ranks, spawn
 from support.small_models import Gated
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -119,15 +119,13 @@ def test_any_number_of_ranks_computes_the_same(ranks: int, sequence: bool, recip
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_torchs_own_styles_work_on_converted_layers(sequence: bool, bias: bool) -> None:
-    spawn(_torchs_styles, 2, sequence, bias)
-
-
-def _torchs_styles(rank: int, sequence: bool, bias: bool) -> None:
+@on_ranks(2)
+def test_torchs_own_styles_work_on_converted_layers(rank: int, sequence: bool, bias: bool) -> None:
     _agrees(rank, "fp8-delayed", sequence, bias, torch_styles)
 
 
-def _written_between_two_passes(rank: int) -> None:
+@on_ranks(2)
+def test_between_two_passes_an_input_may_be_written_to_in_any_way(rank: int) -> None:
     """One batch that is filled anew by means that autograd does not count."""
     net = lpq.convert(model(), "fp8-row")
     ranks = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -144,11 +142,8 @@ def _written_between_two_passes(rank: int) -> None:
                 assert torch.equal(y, layer(x.clone()))
 
 
-def test_between_two_passes_an_input_may_be_written_to_in_any_way() -> None:
-    spawn(_written_between_two_passes, 2)
-
-
-def _in_other_ways(rank: int) -> None:
+@on_ranks(2)
+def test_tokens_without_a_batch_in_evaluation_with_a_frozen_layer_under_autocast(rank: int) -> None:
     """Tokens without a batch, in evaluation, with a frozen layer, under autocast; and no tokens."""
     net, whole_net, sequence = model(), model(), Shard(0)
     styles = {
@@ -180,11 +175,8 @@ def _in_other_ways(rank: int) -> None:
     assert not whole(net.right.weight.grad).any()
 
 
-def test_tokens_without_a_batch_in_evaluation_with_a_frozen_layer_under_autocast() -> None:
-    spawn(_in_other_ways, 2)
-
-
-def _one_plan_for_all(rank: int) -> None:
+@on_ranks(2)
+def test_one_plan_serves_a_model_that_is_converted_in_part(rank: int) -> None:
     """A model of which one layer and the embedding are not converted."""
 
     def made() -> nn.Sequential:
@@ -211,11 +203,8 @@ def _one_plan_for_all(rank: int) -> None:
     agree(found[1], found[0])
 
 
-def test_one_plan_serves_a_model_that_is_converted_in_part() -> None:
-    spawn(_one_plan_for_all, 2)
-
-
-def _summed_later(rank: int) -> None:
+@on_ranks(2)
+def test_an_output_that_is_summed_later(rank: int) -> None:
     """An output that ranks have parts of a sum of, which the model sums itself: a bias is added once."""
     found = []
     for parallel in (False, True):
@@ -234,11 +223,8 @@ def _summed_later(rank: int) -> None:
     agree(found[1], found[0])
 
 
-def test_an_output_that_is_summed_later() -> None:
-    spawn(_summed_later, 2)
-
-
-def _refuses(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     static = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "x=fp8(static=true), w=fp8, dy=fp8")
     parallelize_module(static, mesh, {"0": tp.ColwiseParallel()})
@@ -320,10 +306,6 @@ def _refuses(rank: int) -> None:
         y.sum().backward()
 
 
-def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer() -> None:
-    spawn(_refuses, 2)
-
-
 def _parts(holder: Any) -> Iterator[Any]:
     """The objects that an object holds as data: attributes, items, and for a function what is bound to it."""
     if isinstance(holder, dict):
@@ -381,7 +363,8 @@ def test_nothing_holds_a_process_group(tmp_path: Path) -> None:
     spawn(_holds_no_group, 2, str(tmp_path))
 
 
-def _reports(rank: int) -> None:
+@on_ranks(2)
+def test_the_report_says_what_is_gathered(rank: int) -> None:
     net = model()
     lpq.convert(net, {"rules": [{"match": "left", "recipe": "fp8-block"}, {"match": "*", "recipe": "mxfp8"}]})
     parallelize_module(net, init_device_mesh("cpu", (2,)), plan(sequence=True))
@@ -404,11 +387,17 @@ def _reports(rank: int) -> None:
     ) in str(lpq.report(net))
 
 
-def test_the_report_says_what_is_gathered() -> None:
-    spawn(_reports, 2)
-
-
-def _sends_few_bytes(rank: int, recipe: str, part: float, gathers: int) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "part", "gathers"),
+    [  # in backward: one of x, and one of each operand of dy, so that dx is made while the column operand travels
+        ("nvfp4", 0.29, 3),
+        ("fp8-row", 0.52, 3), ("mxfp8", 0.52, 3),
+        # Here the column operand of dy follows from the row operand.
+        ("fp8-current", 0.52, 2), ("x=fp8(static=true), w=fp8, dy=fp8", 0.52, 2),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_what_is_gathered_are_codes(rank: int, recipe: str, part: float, gathers: int) -> None:
     net = model()
     lpq.convert(net, recipe)
     for layer in (net.left, net.right, net.down):
@@ -427,16 +416,3 @@ def _sends_few_bytes(rank: int, recipe: str, part: float, gathers: int) -> None:
     assert kinds[0]["all_gather"] == 1, kinds
     assert kinds[1]["all_gather"] == gathers, kinds
     assert kinds[0]["reduce_scatter"] == kinds[1]["reduce_scatter"] == 1, kinds  # of dx of left and right: their sum
-
-
-@pytest.mark.parametrize(
-    ("recipe", "part", "gathers"),
-    [  # in backward: one of x, and one of each operand of dy, so that dx is made while the column operand travels
-        ("nvfp4", 0.29, 3),
-        ("fp8-row", 0.52, 3), ("mxfp8", 0.52, 3),
-        # Here the column operand of dy follows from the row operand.
-        ("fp8-current", 0.52, 2), ("x=fp8(static=true), w=fp8, dy=fp8", 0.52, 2),
-    ],
-)  # fmt: skip
-def test_what_is_gathered_are_codes(recipe: str, part: float, gathers: int) -> None:
-    spawn(_sends_few_bytes, 2, recipe, part, gathers)
