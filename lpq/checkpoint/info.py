@@ -48,7 +48,7 @@ class Info:
     """Why this checkpoint is taken though others beside it are of later steps, in words: it was written last."""
 
     def __str__(self) -> str:
-        """A few lines for people; ``repr`` has all of it."""
+        """A few lines for people; ``repr`` has everything."""
         description = self.description
         stored = Counter(entry["quantizer"] for entry in description.quantized.values())
         recipes = Counter(recipe or "no recipe" for recipe in description.recipes.values())

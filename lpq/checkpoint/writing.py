@@ -101,7 +101,7 @@ class Writer(FileSystemWriter):
         if aside:
             if is_ours(replaced):
                 remove(replaced, self.target)
-            disk.publish(self.target, replaced)  # a process that ends now leaves this one, which is whole
+            disk.publish(self.target, replaced)  # a process that ends now leaves this checkpoint, which is whole
         try:
             self._claim.publish(self.target, MANIFEST)
         except BaseException:

@@ -108,7 +108,7 @@ class Comparison:
         return was
 
     def withhold(self) -> None:
-        """Have all ranks compare before a step of an optimizer, as this one keeps a recipe that it was to change."""
+        """Have all ranks compare before a step of an optimizer, as this rank keeps a recipe that it was to change."""
         self.withholds = True
         self.tell()
 
@@ -118,7 +118,7 @@ class Comparison:
             ranks.tell(self._about)
 
     def is_told(self, now: bool) -> bool:
-        """Whether another rank wants to compare; ``now``: look even if this one has just looked."""
+        """Whether another rank wants to compare; ``now``: look even if this rank has just looked."""
         if not now and monotonic() < self._looked + OFTEN:
             return False
         self._looked = monotonic()

@@ -28,7 +28,7 @@ class ExpertParallel(ParallelStyle):
     Its forward takes rows, ``[rows, features]``, which lie expert by expert, and where each expert's end, as
     ``lpq.nn.GroupedLinear`` does, and returns a row for each. Its parameters have one part for each expert along their
     first dimension. Each rank calls the module with rows for all experts and gets the results of those rows; the
-    module's forward gets the rows of all ranks for the experts of this one. The host waits for the numbers of rows.
+    module's forward gets the rows of all ranks for this rank's experts. The host waits for the numbers of rows.
 
     Experts of Hugging Face's models that ``lpq.convert`` has converted are taken, too: each rank calls them with its
     own tokens, as on one process.

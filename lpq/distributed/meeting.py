@@ -74,7 +74,7 @@ def _place(ranks: Sequence[int], about: str) -> str:
 
 
 def _is_over(store: Store, at: str, end: float, waiting: str) -> bool:
-    """Whether another rank ended the meeting before this one has waited long enough."""
+    """Whether another rank ended the meeting before this rank has waited long enough."""
     if end - monotonic() > PATIENCE:
         if _ends(store, at, PATIENCE):
             return True
@@ -90,7 +90,7 @@ def _ends(store: Store, at: str, seconds: float) -> bool:
 
 
 def _remove(store: Store, place: str, number: int) -> None:
-    """Remove the meetings before this one."""
+    """Remove earlier meetings."""
     while number and store.check([f"{place}/{(number := number - 1)}/came"]):
         for key in KEYS:
             store.delete_key(f"{place}/{number}/{key}")

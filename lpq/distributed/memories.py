@@ -34,7 +34,7 @@ class _Kept(NamedTuple):
 
 
 class Memories:
-    """The layers of a model that may remember something, and the ranks that share them, as they are when it is made."""
+    """The layers of a model that may remember something, and the ranks that share them, at the time of construction."""
 
     def __init__(self, root: nn.Module, mine: Callable[[Any], bool], replicas: Replicas | None = None) -> None:
         """``mine``: whether it is to serve a layer of ``root``."""

@@ -1,4 +1,4 @@
-"""Steps of optimizers: the only hook on all of them, and the watchers that it calls.
+"""Steps of optimizers: the only hook on all steps, and the watchers that it calls.
 
 torch calls a function before and after the step of any optimizer of this process. So a training loop needs no line for
 what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that would

@@ -110,7 +110,7 @@ class Ranks:
             meeting.tell(self.names, about)
 
     def are_told(self, about: str) -> bool:
-        """Whether one of them wants to meet, and not all have met since."""
+        """Whether a rank wants to meet, and not all ranks have met since."""
         return not is_imitated() and meeting.is_told(self.names, about)
 
     # ------------------------------------------------------------------------------ objects

@@ -1,4 +1,4 @@
-"""The process group of a sharded parameter, attached to this rank's part of it.
+"""The process group of a sharded parameter, attached to this rank's shard.
 
 The group is found from the mesh, at run time, and never saved.
 """

@@ -373,7 +373,7 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
 
 
 def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
-    """Whether shards such as this one are measured in one launch. A state may need statistics of a shard by itself."""
+    """Whether shards like ``x`` are measured in one launch. A state may need statistics of a shard by itself."""
     if sides.stack or x.device != gather.site.device or not can_bypass_dispatcher(x):
         return False
     if sides.remembers and not all(sides.spans):

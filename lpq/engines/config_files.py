@@ -61,7 +61,7 @@ def base_of(model: nn.Module | None, base: str | Path | None) -> Path | None:
 
 
 def small_files(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
-    """The small files, by name: tokenizers and the like of ``base``, and how the model generates."""
+    """The small files, by name: tokenizers and templates of ``base``, and the settings for generating."""
     found = {}
     for path in sorted(base.iterdir()) if base is not None else []:
         wanted = any(fnmatchcase(path.name, pattern) for pattern in COPIED)

@@ -88,7 +88,7 @@ class Entry:
         return self.layer.w.side("row")
 
     def operand(self, pieces: Pieces) -> Storage:
-        """The row operand: as it is stored, or as the layer encodes it, once."""
+        """The row operand: the stored operand, or the operand that the layer encodes, encoded once."""
         whole = self._whole(pieces)
         found = whole if self.part is None else whole.narrow(0, *self.part[:2])
         if found is None:

@@ -1,4 +1,4 @@
-"""Importing experts: files have a layer for each expert, a model holds all of them in stacks."""
+"""Importing experts: files have a layer for each expert, a model holds all experts in stacks."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Quantizer(Options):
 
     @cached_property
     def basis(self) -> str | None:
-        """The rotation as it is compared; operands of one basis are multiplied without undoing it."""
+        """The rotation in the form in which it is compared; operands of one basis are multiplied without undoing it."""
         return basis_of(self, self.rotation, self.rotation_options) if self.rotation is not None else None
 
     @cached_property

@@ -10,7 +10,7 @@ from lpq import registry
 from lpq.formats.options import Options
 
 NEUTRAL = ("static", "stochastic", "search")
-"""Options that the core gives a meaning: none of them changes a basis."""
+"""Options that the core gives a meaning: these options change no basis."""
 
 
 def basis_of(quantizer: Options, rotation: str, changing: Sequence[str] | None) -> str:

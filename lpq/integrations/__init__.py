@@ -1,1 +1,1 @@
-"""Other frameworks: each module has what one of them needs of lpq, and imports it when that is used."""
+"""Other frameworks: each module serves one framework, and imports it when the module is used."""

@@ -69,7 +69,7 @@ def _sources(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _digest(folder: Path) -> bytes:
-    """The digest of the sources and headers of a folder, which are read again only if one of them was written."""
+    """The digest of the sources and headers of a folder, which are read again only if a file was written."""
     found = [(entry.path, entry.stat()) for entry in _sources(folder)]
     seen = tuple((path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in found)
     settled = all(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns) > SETTLED for _, s in found)

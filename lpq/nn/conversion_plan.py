@@ -115,7 +115,7 @@ def check_layers(
 
 @dataclass(frozen=True)
 class Change:
-    """A module, and what becomes of it."""
+    """A module, and the module that it becomes."""
 
     name: str
     module: nn.Module
@@ -142,14 +142,14 @@ class Change:
 
 
 def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], list[Entry], list[Entry]]:
-    """Have plugins make what they convert, and change nothing. Return the changes, the entries of modules that are
-    converted, and those of others with parameters of their own."""
+    """Have plugins make the modules that they convert, and change nothing. Return the changes, the entries of modules
+    that are converted, and the entries of other modules with parameters of their own."""
     changes: list[Change] = []
     converted: list[Entry] = []
     left: list[Entry] = []
     for name, schedule in plan.schedules.items():
         if converted and name.startswith(f"{converted[-1].name}."):
-            continue  # inside a module that a plugin took as a whole: what is inside follows it
+            continue  # inside a module that a plugin took as a whole: the layers inside follow it
         module = model.get_submodule(name)
         kind = module.kind.rpartition(".")[2] if isinstance(module, StatefulLayer) else type(module).__name__
         change, note = _change_of(module, name, schedule)

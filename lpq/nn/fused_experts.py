@@ -54,7 +54,7 @@ class FusedExperts(GroupedLayer):
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class before the conversion in copies and pickles, as no module has this one."""
+        """Name the class before the conversion in copies and pickles, as no module has the class of the experts."""
         return _empty, (self.base,), self.__getstate__()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

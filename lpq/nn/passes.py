@@ -1,4 +1,4 @@
-"""Passes: the recipe by which the passes of one layer run, and what a pass leaves for the next."""
+"""Passes: the recipe by which the passes of one layer run, and the objects that a pass leaves for the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Passes:
         self.held: HeldWeight | None = None
         """The encoded weight, from ``hold_weight`` to ``release_weight``, whether it is out of date or not."""
         self.observers: tuple[Observer, ...] = ()
-        """Those that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
+        """The observers that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
         self.ran = False
         """Whether a pass was noted that ran outside of compiled code; see ``called``."""
         self.traced = traced
@@ -58,7 +58,7 @@ class Passes:
         self.calls, self.checked, self.static_input = (None, {}), False, StaticValues()
 
     def bound_calls(self) -> dict[object, Any]:
-        """Return what is bound for passes of one kind, with room for one more."""
+        """Return the calls that are bound for passes of one kind, with room for one more."""
         epoch, calls = self.calls
         if epoch is not registry.epoch():
             calls = {}

@@ -29,7 +29,7 @@ class TransposedLayer(Layer):
     """The class of the module before the conversion."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles name the class before the conversion: no module has this one."""
+        """Copies and pickles name the class before the conversion: no module has the class of the layer."""
         return _empty, (self.base,), self.__getstate__()
 
 

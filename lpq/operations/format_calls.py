@@ -61,8 +61,8 @@ def recalling(
 ) -> Callable[[Any, Mapping[str, Tensor], Any], Made]:
     """Return ``run(x, stats, seed)`` as a function of ``x``, a state and the seed: the statistics are those that the
     formats' ``recall`` takes from the state, in the order of ``stats``. Each of ``branches`` is a quantizer and the
-    names in its state, with their names in this one; a quantizer without names remembers nothing, and None stands for
-    its statistics. The function is one call, as each step makes it for each tensor."""
+    names in its state, with their names in the whole state; a quantizer without names remembers nothing, and None
+    stands for its statistics. The function is one call, as each step makes it for each tensor."""
     bound = [(branch, branch.recall, names, [s.name for s in branch.stats]) for branch, names in branches]
 
     def recall(x: Tensor, state: Mapping[str, Tensor], seed: Tensor | None) -> Made:

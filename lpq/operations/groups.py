@@ -197,7 +197,7 @@ def _why_not(quantizer: Quantizer, row: bool, col: bool) -> str | None:
 @registry.cached
 def _why_no_tiles(text: str, dim: int) -> str | None:
     """As ``_why_not``, for one operand. One comparison on a CPU decides: ``torch.vmap`` may not run the format, or the
-    format may encode a ragged edge otherwise than rows that are padded with zeros."""
+    format may give a ragged edge other bytes than rows that are padded with zeros."""
     side: Quantizer = registry.quantizer(text)
     if side.plain:
         return None

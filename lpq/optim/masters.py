@@ -3,7 +3,7 @@
 It wraps any torch optimizer. To all other code (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
 model's parameters; the wrapped optimizer updates the copies in their place. A copy is cut as its weight is, so that an
 optimizer's state is sharded too. After a step the weights whose copies changed are encoded, with one reduction of their
-statistics; any other stays as it is, to the bit. Copies that are kept between steps are *masters*. Others are decoded
+statistics; all others stay the same, to the bit. Copies that are kept between steps are *masters*. Others are decoded
 when a step begins, and have no memory when it has ended.
 """
 

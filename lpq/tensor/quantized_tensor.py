@@ -219,7 +219,7 @@ class QuantizedTensor(Gathered, Tensor):
         return is_stack(self.operands[0][1].shape)
 
     def operand(self, direction: Direction) -> Storage:
-        """The operand in this direction, derived from the other one where the format can."""
+        """The operand in this direction, derived from the other operand where the format can."""
         here, other = (self.row, self.col) if direction == "row" else (self.col, self.row)
         if here is not None:
             return here

@@ -41,7 +41,7 @@ def another_pass_reads(module: nn.Module) -> bool:
 
 @lru_cache(256)
 def _next_attribute(code: CodeType, at: int) -> str | None:
-    """The attribute that the next instruction takes of the result of this one."""
+    """The attribute that the next instruction takes of the result of this instruction."""
     following = next((i for i in dis.get_instructions(code) if i.offset > at), None)
     return following.argval if following is not None and following.opname == "LOAD_ATTR" else None
 

@@ -1,4 +1,5 @@
-"""The compiler and the exporter: whether one of them runs, the module that was compiled, and calls that it replaces."""
+"""The compiler and the exporter: whether either runs, the module that was compiled, and calls that the compiler
+replaces."""
 
 from __future__ import annotations
 

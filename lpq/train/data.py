@@ -34,7 +34,7 @@ def standard_library() -> Iterator[Path]:
 
 
 def named_files(names: Sequence[str]) -> Iterator[Path]:
-    """The files that ``names`` give: a file as it is, of a directory every file in it, in a fixed order."""
+    """The files that ``names`` give: a file itself, or every file in a directory, in a fixed order."""
     for path in map(Path, names):
         if path.is_dir():
             inside = (p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)

@@ -100,7 +100,7 @@ def _status(job: Callable[[], object], report: ErrorReport) -> int:
 
 
 def _is_first(store: Store) -> bool:
-    """Whether no rank failed before this one."""
+    """Whether no rank failed before this rank."""
     try:
         return store.add("lpq/failed", 1) == 1
     except RuntimeError:  # the store is gone with the process that had it

@@ -1,4 +1,4 @@
-"""The processes that train one model together, or this one alone.
+"""The processes that train one model together, or this process alone.
 
 Everything that decides how a run goes on (a loss, a signal, an error of the first rank) is made equal on all processes
 here, so that no process waits for another one that went a different way.

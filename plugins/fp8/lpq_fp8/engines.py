@@ -1,4 +1,5 @@
-"""How FP8 weights lie in the files of inference engines: elements as they are, and what decodes them, in fp32."""
+"""How FP8 weights lie in the files of inference engines: elements unchanged, and the scales that decode them, in
+fp32."""
 
 from __future__ import annotations
 

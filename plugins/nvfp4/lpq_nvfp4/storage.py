@@ -56,7 +56,7 @@ class NVFP4Storage(Storage):
         return torch.cat([whole, rotate(unrotate(last)[:, :ragged])], 1)
 
     def _stored(self) -> Tensor:
-        """The values as they are stored: with padding, and rotated if the operand is."""
+        """The stored values: with padding, and rotated if the operand is."""
         return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])
 
     def transposed(self) -> NVFP4Storage:
