@@ -295,16 +295,15 @@ def _gradients(
     measured: Mapping[str, Sequence[Tensor]] = {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]}
     if step.settle is not None:
         measured = step.settle(measured)
-    move = step.remember
-    if call.encoded_by is not None:
-        call.encoded_by.move(plan.x, measured["x"])
-        move = step.remember_others
+    move, moves_x = step.remember, "x" in states
+    if call.encoded_by is not None and not call.encoded_by.move(plan.x, measured["x"], shapes.needs_dw):
+        move, moves_x = step.remember_others, False
     if move is not None and (fourth > third or "w" not in plan.moving):
         move(states, measured)
     else:
         if "dy" in states:
             remember(plan.dy, states["dy"], [*measured["dy"]], row=shapes.needs_dx, col=shapes.needs_dw)
-        if "x" in states and call.encoded_by is None:
+        if moves_x:
             remember(plan.x, states["x"], [*measured["x"]], col=shapes.needs_dw)
         if "w" in states and fourth > third:
             remember(plan.w, states["w"], [*measured["w"]], col=shapes.needs_dx)

@@ -62,11 +62,13 @@ class EncodedBy:
         """Note that this layer has got the input, and that its backward will ask for ``move``."""
         self._taken.add(id(layer))
 
-    def move(self, quantizer: Quantizer, measured: Sequence[Tensor]) -> None:
-        """Have the state remember the input, unless another layer's backward has. ``measured`` are the statistics as
-        backward has them: activation checkpointing may have measured again."""
+    def move(self, quantizer: Quantizer, measured: Sequence[Tensor], col: bool) -> bool:
+        """Have the state remember the input, unless another layer's backward has. Return whether the layer is to do so,
+        together with what else it remembers; ``col``: of statistics for both operands.
+
+        ``measured`` are the statistics as backward has them: activation checkpointing may have measured again."""
         if self._moved:
-            return
+            return False
         if absent := [layer for layer in self.layers if id(layer) not in self._taken]:
             have = listed([layer.title for layer in self.layers if id(layer) in self._taken])
             raise RuntimeError(
@@ -75,7 +77,9 @@ class EncodedBy:
                 "never had. Layers that skip passes must not be fused with others"
             )
         self._moved = True
-        remember(quantizer, self.state, [*measured], col=self.col)
+        if col != self.col:  # this layer is frozen, and others are not
+            remember(quantizer, self.state, [*measured], col=self.col)
+        return col == self.col
 
 
 def _has(layer: StatefulLayer, tensor: str, state: State) -> bool:

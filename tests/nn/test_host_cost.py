@@ -165,19 +165,25 @@ def test_no_operator_no_buffer_no_launch_and_no_call_is_added(recipe: str, sm: i
     assert launched(recipe, sm, gpu) == LAUNCHES[recipe, sm]
 
 
-def test_an_encoded_input_costs_few_calls_more_than_another(gpu: Gpu) -> None:
+@pytest.mark.parametrize(("recipe", "more"), [("mxfp8", -1), ("fp8-delayed", 4)])
+def test_an_input_that_a_norm_encoded_costs_few_calls_more_than_another(recipe: str, more: int, gpu: Gpu) -> None:
+    """The state of inputs moves together with the others of the first layer that moves it."""
     gpu.sm = HOPPER
     refresh()
-    layer: Any = lpq.convert(nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16)), "mxfp8")[0]
+    norm, linear = lpq.nn.RMSNorm(FEATURES, dtype=torch.bfloat16), nn.Linear(FEATURES, FEATURES, bias=False)
+    layer: Any = lpq.convert(nn.Sequential(linear.to(torch.bfloat16)), recipe)[0]
+    norm.requires_grad_(False).consumers = (layer,)
     x = torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16)
     dy = torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16)
-    calls = []
-    for given in (x, layer.recipe.x.quantize(x)):
+
+    def calls(given: Tensor) -> int:
         given.requires_grad_()
-        for _ in range(2):
-            layer(given).backward(dy)
-        calls.append(calls_of(lambda given=given: layer(given).backward(dy)))
-    assert calls[1] <= calls[0] + 4, calls
+        return calls_of(lambda: layer(given).backward(dy))
+
+    encoded = [norm(x) for _ in range(2)]
+    for given in (x.clone(), encoded[0]):
+        calls(given)
+    assert calls(encoded[1]) <= calls(x) + more
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,18 @@ def test_frozen_layers_remember_the_operand_that_they_multiply() -> None:
     assert not fused.layers[1].x_col_amax
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_frozen_layer_moves_what_the_others_multiply(frozen: int) -> None:
+    """In whichever order backward comes to them."""
+    apart, fused = block(RECIPES[2], fused=False), block(RECIPES[2])
+    for module in (apart, fused):
+        module.layers[frozen].requires_grad_(False)
+        for number in range(2):
+            module(given(number)).sum().backward()
+    assert fused.layers[1].x_col_amax > 0
+    assert equal_states(fused.layers[1].state_dict(), apart.layers[1].state_dict())
+
+
 def test_a_layer_that_skips_a_pass_is_named() -> None:
     fused = block()
     steps(fused)
