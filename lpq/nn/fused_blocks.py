@@ -126,7 +126,11 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Make the blocks that ``fuse`` changed what they were, and return the model."""
+    """Give the blocks that ``fuse`` changed their former classes, and return the model.
+
+    Args:
+        model: The model that ``fuse`` got, or a part of it.
+    """
     check_model(model)
     for module in list(model.modules()):
         module.__dict__.pop(FUSED, None)

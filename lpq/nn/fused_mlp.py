@@ -67,6 +67,12 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
 
     Three layers that ``lpq.convert`` made are computed as one function, if nothing keeps them apart; see ``why_apart``.
     The result and all gradients are the same to the bit.
+
+    Args:
+        x: The input, with the features of ``gate`` and ``up`` along its last dimension.
+        gate: The layer whose output goes through SiLU.
+        up: The layer whose output is multiplied by that.
+        down: The layer that takes the product.
     """
     return gated_mlp(x, gate, up, down, "silu")
 
