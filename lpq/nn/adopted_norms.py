@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.nn.linear import Layer
-from lpq.nn.norms import EncodingNorm
+from lpq.nn.norms import EncodingNorm, Place
 from lpq.operations.norms import NormKind
 from lpq.operations.operators import ORDINARY
 
@@ -37,22 +37,22 @@ def norm_of(module: nn.Module) -> NormKind | None:
     return next((norm for norm in _kinds(module, bias is not None) if _is(module, norm)), None)
 
 
-def adopt(module: nn.Module, norm: NormKind, consumers: tuple[Layer, ...]) -> None:
+def adopt(module: nn.Module, norm: NormKind, consumers: tuple[Layer, ...], places: tuple[Place, ...] = ()) -> None:
     """Have this very module encode its output for these layers: parameters, hooks and references to it stay."""
     if not isinstance(module, EncodingNorm):
         kind: Any = type(module)
         module.__class__ = _encoding(kind)
         module.__dict__["_norm"] = norm
     assert isinstance(module, EncodingNorm)
-    module.consumers = consumers
+    module.consumers, module.places = consumers, places
 
 
 def release(module: EncodingNorm) -> None:
     """Make an adopted norm what it was, and have another one encode nothing."""
-    module.consumers = ()
+    module.consumers = module.places = ()
     if isinstance(module, AdoptedNorm):
         module.__class__ = module.adopted  # type: ignore[assignment]
-        for name in ("_norm", "_calls", "consumers"):
+        for name in ("_norm", "_calls", "consumers", "places"):
             module.__dict__.pop(name, None)
 
 

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lpq.nn.adopted_norms import adopt, norm_of, release
 from lpq.nn.first_argument import check_model
+from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts
 from lpq.nn.fused_mlp import ACTIVATIONS, SwiGLU, gated_mlp, why_apart
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
+from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.torch_private.hooks import has_hooks
@@ -28,6 +31,7 @@ from lpq.torch_private.hooks import has_hooks
 FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
 ONE_FUNCTION = "its layers are one function, with encoded operands between them"
+ENCODES = "it encodes its output, once, for the layers that take it"
 EXPERTS = "experts, whose rows lie in groups, have no fused form"
 OTHER = "its forward is not down(act(gate(x)) * up(x)) alone, with a SiLU or GELU"
 HOOKED = "hooks are called with its activation"
@@ -102,10 +106,11 @@ def _empty(base: Any) -> FusedBlock:
 def fuse(model: nn.Module) -> nn.Module:
     """Compute blocks of a converted model as one function each, where encoded operands may go from layer to layer.
 
-    A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. Its result and gradients stay the
-    same to the bit; its class, parameters, hooks and the keys of its state dict stay, too. A pass in which something
-    stands between the layers, such as a hook of one of them, runs as before. ``lpq.report`` lists the fused blocks, and
-    says of others why they are not. Returns the model.
+    A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. So is a norm whose output goes to
+    layers of lpq alone: it encodes the output for them. Results and gradients stay the same to the bit; classes,
+    parameters, hooks and the keys of the state dict stay, too. A pass in which something stands between the layers,
+    such as a hook of one of them, runs as before. ``lpq.report`` lists the fused blocks, and says of others why they
+    are not. Returns the model.
 
     Args:
         model: A converted model, or a part of it. A model may be fused again, after layers were replaced.
@@ -122,11 +127,20 @@ def fuse(model: nn.Module) -> nn.Module:
             base: Any = type(module)
             module.__class__ = class_for(base)
             module.__dict__["lpq_parts"] = parts
+    for module in list(model.modules()):
+        for name, places in followers(module).items():
+            norm = module.get_submodule(name)
+            if isinstance(norm, EncodingNorm) and norm.consumers:
+                if not norm.places:
+                    continue  # its author has named the layers
+                release(norm)
+            if not isinstance(places, str) and (kind := norm_of(norm)) is not None:
+                adopt(norm, kind, tuple(parent.get_submodule(own) for parent, own in places), places)  # type: ignore[misc]
     return model
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Give the blocks that ``fuse`` changed their former classes, and return the model.
+    """Give the blocks and norms that ``fuse`` changed their former classes, and return the model.
 
     Args:
         model: The model that ``fuse`` got, or a part of it.
@@ -136,6 +150,8 @@ def unfuse(model: nn.Module) -> nn.Module:
         module.__dict__.pop(FUSED, None)
         if isinstance(module, FusedBlock):
             _release(module)
+        if isinstance(module, EncodingNorm) and module.places:
+            release(module)
     return model
 
 
@@ -182,13 +198,16 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     apart: list[Entry] = []
     for name, module, reason in _blocks(model):
         kind = module.lpq_base.__name__ if isinstance(module, FusedBlock) else type(module).__name__
-        (fused if reason is None else apart).append(Entry(name, kind, reason or ONE_FUNCTION))
+        note = ENCODES if isinstance(module, EncodingNorm) else ONE_FUNCTION
+        (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Every block with its name, and the reason why it is not fused."""
     looked_at: list[str] = []
+    why: dict[int, str] = {}
+    """The reasons of norms, which the block around them knows."""
     for own_name, module in model.named_modules():
         name = plain_name(own_name)
         if FUSED in vars(module):
@@ -197,12 +216,20 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             yield name, module, _why_changed(module) or why_apart(*layers_of(module))
         elif isinstance(module, SwiGLU) and type(module).forward is SwiGLU.forward:
             yield name, module, why_apart(module.gate_proj, module.up_proj, module.down_proj)
+        elif isinstance(module, EncodingNorm) and module.consumers:
+            weight: Any = module._parameters["weight"]
+            yield name, module, module.why_not(weight.new_empty(1, weight.shape[0]))
         elif not any(f"{name}.".startswith(prefix) for prefix in looked_at):
             continue
+        elif id(module) in why:
+            yield name, module, why[id(module)]
         elif isinstance(module, FusedExperts):
             yield name, module, EXPERTS
         elif isinstance(parts := find_parts(module), str):
             yield name, module, parts
+        else:
+            found = followers(module)
+            why |= {id(module.get_submodule(own)): places for own, places in found.items() if isinstance(places, str)}
 
 
 class _StandIn(nn.Module):

@@ -34,12 +34,15 @@ from lpq.torch_private.hooks import hooks_before, hooks_behind
 Encode = Callable[[Tensor, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Sequence[Tensor]]]
 """``encode(x, (weight, bias), layers)``: the output of a norm, encoded for these layers, and what a kernel found of the
 rows."""
+Place = tuple[nn.Module, str]
+"""A module, and the name of its child."""
 MOST_CALLS = 8
 """The number of bound calls that a norm keeps, one for each kind of pass."""
 NO_CONSUMERS = "it knows no layer that takes its output"
 WATCHED = "a compiler, a dispatch mode, a transform or autocast watches it, or its input is no ordinary tensor"
 NO_WEIGHT = "its weight is no ordinary parameter"
-HOOKED = "a forward hook looks at its output"
+HOOKED = "a forward hook looks at its output, or is called with a module that gets it"
+MOVED = "a layer that took its output was replaced since: call lpq.fuse again"
 
 
 class EncodingNorm(nn.Module):
@@ -56,6 +59,9 @@ class EncodingNorm(nn.Module):
 
     consumers: tuple[Layer, ...] = ()
     """The layers that take the output, and nothing else does. They are no submodules."""
+    places: tuple[Place, ...] = ()
+    """Where each of them was found, if it was; the norm encodes as long as it is there, as an adapter around it would
+    take the output as well."""
     _calls: dict[object, _Call]
 
     def forward(self, *args: Any, **others: Any) -> Tensor:
@@ -84,6 +90,11 @@ class EncodingNorm(nn.Module):
         trains, plans, own = False, [], self._parameters.get("weight")
         if own is None or type(own) not in ORDINARY:
             return _Call(NO_WEIGHT)
+        for (module, name), layer in zip(self.places, self.consumers, strict=False):
+            if module._modules.get(name) is not layer:
+                return _Call(MOVED)
+            if hooks_before(module) or hooks_behind(module):
+                return _Call(HOOKED)
         for layer in self.consumers:
             if (why := _why_looked_at(layer)) is not None:
                 return _Call(why)

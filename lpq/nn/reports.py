@@ -39,9 +39,9 @@ class Report:
     experts: tuple[Entry, ...] = ()
     """How the products of experts are computed, and from how many rows on that takes less time than bf16."""
     fused: tuple[Entry, ...] = ()
-    """The blocks that are computed as one function each; see ``lpq.fuse``."""
+    """The blocks that are computed as one function each, and the norms that encode their output; see ``lpq.fuse``."""
     apart: tuple[Entry, ...] = ()
-    """Other blocks that ``lpq.fuse`` looked at, and why their layers are computed one after the other."""
+    """Other blocks and norms that ``lpq.fuse`` looked at, and why they are computed as before."""
     uncalled: tuple[str, ...] = ()
     """The names of converted layers that no pass has called, though others: they count as not converted."""
     read: tuple[str, ...] = ()
@@ -56,7 +56,9 @@ class Report:
         idle = f"; {len(self.uncalled)} of the converted were not called so far" if self.uncalled else ""
         idle += f"; a pass has read the weights of {len(self.read)} past them" if self.read else ""
         blocks = (
-            f", {len(self.fused)} of {len(self.fused + self.apart)} blocks fused" if self.fused + self.apart else ""
+            f", {len(self.fused)} of {len(self.fused + self.apart)} blocks and norms fused"
+            if self.fused + self.apart
+            else ""
         )
         lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone{blocks}{idle}"]
         for title, entries in (

@@ -44,7 +44,11 @@ def step(net: Any) -> list[Tensor | None]:
 
 
 def blocks(net: nn.Module) -> list[str]:
-    return [entry.name for entry in lpq.report(net).fused]
+    return [entry.name for entry in lpq.report(net).fused if "norm" not in entry.name]
+
+
+def norms(net: nn.Module) -> list[str]:
+    return [entry.name for entry in lpq.report(net).fused if "norm" in entry.name]
 
 
 @pytest.fixture
@@ -69,6 +73,8 @@ def test_a_fused_model_is_the_same_model(kind: str, options: Any, fused_passes: 
     classes = [type(m) for m in net.modules()]
     assert lpq.fuse(net) is net
     assert blocks(net) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    own = ("input_layernorm", "post_attention_layernorm")
+    assert norms(net) == [f"model.layers.{i}.{name}" for i in range(2) for name in own]
     assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
     assert equal_states(net.state_dict(), plain.state_dict())
     assert str(net) == str(plain)
@@ -142,7 +148,9 @@ def test_adapters(fused_passes: list[int]) -> None:
         assert equal(*found)
         assert len(fused_passes) == passes
         report = lpq.report(adapted[1])
-        assert len(report.fused) == passes
+        assert len(blocks(adapted[1])) == passes
+        assert len(norms(adapted[1])) == passes
+        assert "a layer that took its output was replaced since" in str(report)
         if not passes:
             assert "its gate_proj is another module since, Linear: call lpq.fuse again" in str(report)
 
@@ -171,7 +179,9 @@ def test_the_report() -> None:
     lpq.fuse(net)
     net.model.layers[1].mlp.down_proj.recipe = None
     text = str(lpq.report(net))
-    assert "1 of 2 blocks fused" in text
+    assert "5 of 6 blocks and norms fused" in text
+    assert "(4 LlamaRMSNorm): it encodes its output, once, for the layers that take it" in text
+    assert "not fused  model.layers.1.mlp" in text
     assert "    fused  model.layers.0.mlp (LlamaMLP): its layers are one function" in text
     assert "not fused  model.layers.1.mlp (LlamaMLP): its down has no recipe" in text
 
@@ -186,12 +196,73 @@ def test_the_report() -> None:
 )
 def test_blocks_that_stay_apart(kind: str, options: Any, reason: str, fused_passes: list[int]) -> None:
     net, plain = lpq.fuse(model(kind, **options)), model(kind, **options)
-    report = lpq.report(net)
-    assert not report.fused
-    assert len(report.apart) == 2
-    assert all(reason in entry.note for entry in report.apart)
+    apart = [entry.note for entry in lpq.report(net).apart if "norm" not in entry.name]
+    assert not blocks(net)
+    assert len(apart) == 2
+    assert all(reason in note for note in apart)
     assert equal(step(net), step(plain))
     assert not fused_passes
+
+
+def test_histories_of_layers_behind_a_norm() -> None:
+    net, plain = lpq.fuse(model(recipe="fp8-delayed")), model(recipe="fp8-delayed")
+    for _ in range(3):
+        assert equal(step(net), step(plain))
+    assert len(norms(net)) == 4
+    assert equal_states(net.state_dict(), plain.state_dict())
+    lpq.unfuse(net)
+    assert equal(step(net), step(plain))
+    assert equal_states(net.state_dict(), plain.state_dict())
+
+
+def test_a_hook_of_attention_gets_an_ordinary_tensor() -> None:
+    net = lpq.fuse(model())
+    seen: list[type] = []
+    attention = net.model.layers[0].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(type(kwargs["hidden_states"])), with_kwargs=True
+    )
+    assert equal(step(net), step(model()))
+    assert seen == [Tensor]
+    assert norms(net)[0] == "model.layers.0.post_attention_layernorm"
+
+
+class Normed(nn.Module):
+    """A norm, and layers that take its output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.first, self.second = nn.RMSNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        y: Tensor = self.first(normed) + self.second(normed)
+        if self.kind == "residual":
+            return y + normed
+        if self.kind == "returned":
+            return (y, normed)[0] if y.requires_grad else normed
+        if self.kind == "view":
+            return y + self.first(normed.flatten(0, -2)).view_as(y)
+        if self.kind == "twice":
+            return y + self.second(self.norm(y))
+        return y
+
+
+@pytest.mark.parametrize("kind", ["layers alone", "residual", "returned", "view", "twice"])
+def test_norms_of_one_s_own(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = lpq.convert(nn.Sequential(Normed(kind)), "mxfp8")
+    net = lpq.fuse(copy.deepcopy(plain))
+    x = torch.randn(2, 16, 64)
+    found = []
+    for each in (net, plain):
+        y = each(x)
+        y.square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in each.parameters())])
+    assert equal(*found)
+    assert norms(net) == (["0.norm"] if kind == "layers alone" else [])
+    assert ("something other than layers of lpq takes its output" in str(lpq.report(net))) == (kind != "layers alone")
 
 
 def test_a_forward_on_the_object() -> None:

@@ -1,0 +1,128 @@
+"""The layers that take the output of a norm, and nothing else does: found by a run of the block that has the norm.
+
+The block runs once on a few rows, as a copy in which each linear layer and each norm has a stand-in. A stand-in of a
+layer notes that it was given the output of a norm, and a mode notes every other function of torch that gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lpq.nn.adopted_norms import norm_of
+from lpq.nn.linear import Layer
+from lpq.nn.norms import Place
+from lpq.torch_private.pytree import tree_leaves
+
+ROWS = 4
+ELSE = "something other than layers of lpq takes its output"
+UNKNOWN = "its block does not run on a few rows by itself, which would show what takes its output"
+
+
+def followers(block: nn.Module) -> dict[str, tuple[Place, ...] | str]:
+    """For each norm of a block itself, by its name, the layers that take its output, and where they are; or why its
+    output is not to be encoded. A block that holds others, or embeds tokens, has none."""
+    inside = [m for m in block.modules() if m is not block]
+    if "forward" in vars(block) or any(isinstance(m, nn.Embedding | nn.ModuleList | nn.ModuleDict) for m in inside):
+        return {}
+    widths = {m.in_features for m in inside if isinstance(m, Layer)}
+    children = [(name, m, m._parameters.get("weight")) for name, m in block.named_children()] if widths else []
+    norms = {name: m for name, m, w in children if w is not None and w.shape[-1:] and w.shape[-1] in widths}
+    norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
+    if not norms:
+        return {}
+    seen = _Seen()
+    like = _copy(block, seen, {})
+    given = _arguments(block, next(iter(norms.values())))
+    try:
+        with torch.no_grad(), torch.autocast(given[0][0].device.type, enabled=False), seen:
+            out = type(block).forward(like, *given[0], **given[1])
+    except Exception:  # other code's, which may raise anything on such an input
+        return dict.fromkeys(norms, UNKNOWN)
+    seen.note(out)
+    found: dict[str, tuple[Place, ...] | str] = {}
+    for name in norms:
+        stand_in: _Norm = like._modules[name]
+        takers = tuple(place for place, x in seen.taken if any(x is made for made in stand_in.made))
+        fit = takers and all(isinstance(parent._modules[own], Layer) for parent, own in takers)
+        elsewhere = any(id(made) in seen.others for made in stand_in.made)
+        found[name] = takers if fit and not elsewhere and len(stand_in.made) == 1 else ELSE
+    return found
+
+
+def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mapping[str, Any]]:
+    """A few rows, and the rotations of positions that attention in transformers is given beside them."""
+    weight: Any = norm._parameters["weight"]
+    x = weight.new_zeros(1, ROWS, weight.shape[0])
+    parameters = signature(type(block).forward).parameters.values()
+    takes = any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    width = next((w for m in block.modules() if isinstance(w := vars(m).get("head_dim"), int)), None)
+    rotations = (x.new_ones(1, ROWS, width), x.new_zeros(1, ROWS, width)) if takes and width else None
+    return (x,), {"position_embeddings": rotations} if rotations is not None else {}
+
+
+class _Seen(TorchFunctionMode):
+    """The tensors that layers were given, and those that anything else was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[Place, Tensor]] = []
+        self.others: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # an attribute of a tensor
+            self.note((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, values: Any) -> None:
+        self.others.update({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)})
+
+
+class _Norm(nn.Module):
+    """Takes the place of a norm, and keeps what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+        return self.made[-1]
+
+
+class _Linear(nn.Module):
+    """Takes the place of a linear layer."""
+
+    def __init__(self, place: Place, outputs: int, seen: _Seen) -> None:
+        super().__init__()
+        self.place, self.outputs, self.seen = place, outputs, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.taken.append((self.place, x))
+        return torch.zeros(*x.shape[:-1], self.outputs, dtype=x.dtype, device=x.device)  # no function of x
+
+
+def _copy(module: nn.Module, seen: _Seen, copies: dict[int, nn.Module]) -> Any:
+    """A copy of a block with stand-ins in it, without an ``__init__``, and without a write to the block."""
+    like: Any = object.__new__(type(module))
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        if child is None:
+            children[name] = None
+        elif id(child) in copies:
+            children[name] = copies[id(child)]
+        elif isinstance(child, nn.Linear | Layer):
+            children[name] = _Linear((module, name), child.out_features, seen)
+        elif norm_of(child) is not None:
+            children[name] = _Norm()
+        else:
+            children[name] = _copy(child, seen, copies)
+        if child is not None:
+            copies[id(child)] = children[name]  # type: ignore[assignment]
+    like.__dict__.update(module.__dict__, _modules=children)
+    return like
