@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from support.comparing import equal, equal_states
 from torch import Tensor, nn
 
 import lpq
+from lpq.nn.adopted_norms import adopt, norm_of
 from lpq.nn.fused_blocks import FusedBlock, layers_of
 
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
@@ -103,6 +105,27 @@ def test_gradient_checkpointing(fused_passes: list[int]) -> None:
     net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert equal(step(net), step(model(recipe="fp8-delayed")))
     assert len(fused_passes) == 4
+
+
+def test_layers_with_delayed_scaling_behind_norms_share_histories(tmp_path: Any) -> None:
+    plain, net = model(recipe="fp8-delayed"), lpq.fuse(model(recipe="fp8-delayed"))
+    for block in net.model.layers:
+        of = block.self_attn, block.mlp
+        for norm, layers in (
+            (block.input_layernorm, (of[0].q_proj, of[0].k_proj, of[0].v_proj)),
+            (block.post_attention_layernorm, (of[1].gate_proj, of[1].up_proj)),
+        ):
+            kind = norm_of(norm)
+            assert kind is not None
+            adopt(norm, kind, layers)
+    for _ in range(2):
+        assert equal(step(net), step(plain))
+        assert equal_states(net.state_dict(), plain.state_dict())
+        net.eval().generate(torch.ones(2, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)
+    assert of[0].q_proj.x_amax is of[0].v_proj.x_amax is not of[1].up_proj.x_amax
+    assert of[1].up_proj.x_amax is of[1].gate_proj.x_amax
+    net.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == plain.state_dict().keys()
 
 
 def test_generate(fused_passes: list[int]) -> None:
