@@ -135,11 +135,15 @@ def test_generate(fused_passes: list[int]) -> None:
     assert fused_passes
 
 
-def test_compiled_whole() -> None:
-    net = lpq.fuse(model(dtype=torch.float32)).model.layers[0].mlp
-    x = torch.randn(16, 64)
-    expected = net(x)
-    assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(x), expected)
+def test_compiled_whole(fused_passes: list[int]) -> None:
+    """A decoder layer, with its norms."""
+    layer = lpq.fuse(model()).model.layers[0]
+    x, one = torch.randn(2, 8, 64).bfloat16(), torch.ones(1, 8, 32).bfloat16()
+    with torch.no_grad():
+        expected = layer(x, position_embeddings=(one, one))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, position_embeddings=(one, one)), expected)
+    assert len(fused_passes) == 1
 
 
 def test_copies_and_pickles(tmp_path: Any, fused_passes: list[int]) -> None:
