@@ -24,7 +24,8 @@ from lpq.operations.binding import on_device
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
-from lpq.operations.norms import NormKind, bind_rows, norm_source
+from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows
+from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.produced_tiles import aligned
 from lpq.operations.producer import Output, bind_producer
@@ -65,14 +66,14 @@ class EncodingNorm(nn.Module):
     _calls: dict[object, _Call]
 
     def forward(self, *args: Any, **others: Any) -> Tensor:
-        encode = None
+        bound = None
         if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
-            encode = self._call(*args).encode
-        if encode is None:
+            bound = self._call(*args).bound
+        if bound is None:
             return super().forward(*args, **others)  # type: ignore[no-any-return]  # of the other base class
         (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
         with on_device(x.device):
-            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, encode, self.consumers)  # type: ignore[no-untyped-call]
+            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, bound, self.consumers)  # type: ignore[no-untyped-call]
         return y
 
     def why_not(self, x: Tensor) -> str | None:
@@ -155,7 +156,15 @@ class _Call(NamedTuple):
     why_not: str | None
     plans: tuple[Plan | None, ...] = ()
     """The plans of the layers, kept as they are known by their addresses."""
-    encode: Encode | None = None
+    bound: BoundNorm | None = None
+
+
+class BoundNorm(NamedTuple):
+    """A norm of inputs of one shape, with its kernels."""
+
+    encode: Encode
+    gradients: Gradients | None
+    """None: those of ``NormKind`` serve."""
 
 
 class EncodedNorm(torch.autograd.Function):
@@ -163,23 +172,29 @@ class EncodedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, encode: Encode,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, bound: BoundNorm,
         layers: Sequence[Layer],
     ) -> Tensor:  # fmt: skip
         columns = (weight,) if bias is None else (weight, bias)
-        y, rows = encode(x, columns, layers)
-        ctx.norm, ctx.given = norm, 1 + len(columns)
+        y, rows = bound.encode(x, columns, layers)
+        ctx.norm, ctx.bound, ctx.given = norm, bound, 1 + len(columns)
         ctx.save_for_backward(x, *columns, *rows)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, ctx.given
-        grads = ctx.norm.gradients(dy, saved[:count], saved[count:], ctx.needs_input_grad[:count])
+        needed, compute = ctx.needs_input_grad[:count], ctx.bound.gradients
+        grads: Sequence[Tensor | None]
+        if compute is not None and needed[0] and can_bypass_dispatcher(dy):
+            with on_device(dy.device):
+                grads = compute(dy, *saved, needed[1])
+        else:
+            grads = ctx.norm.gradients(dy, saved[:count], saved[count:], needed)
         return *grads, *[None] * (6 - count)
 
 
-def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool) -> Encode:
+def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool) -> BoundNorm:
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
     operand. Where no kernel computes and encodes it, an encoder follows the operations of the module."""
     shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
@@ -189,9 +204,9 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool)
     producer = bind_producer(norm_source(norm, biased), [Output(wanted)])
     row, side = producer.operands[0]
     assert row is not None
-    find = encoder = None
+    find = encoder = gradients = None
     if producer.why_not[0] is None:
-        find = bind_rows(norm, matrix, dtype, device)
+        find, gradients = bind_rows(norm, matrix, dtype, device), bind_gradients(norm, matrix, dtype, device)
     else:
         encoder = bind_encoder(wanted)
 
@@ -214,7 +229,7 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool)
             encoded.encoded_by = EncodedBy(layers, state, measured, col)
         return encoded, rows
 
-    return encode
+    return BoundNorm(encode, gradients)
 
 
 def _why_looked_at(layer: Layer) -> str | None:

@@ -6,7 +6,7 @@ mean square, or of the variance, and the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,16 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpq import registry
-from lpq.kernels.cuda import CudaKernel
-from lpq.kernels.fresh import allocator, fresh
-from lpq.kernels.tiles import INPUTS
 from lpq.operations.source import Kind, Source
 from lpq.torch_private.operators import rms_norm_gradients
-
-Rows = Callable[[Tensor], tuple[Tensor, ...]]
-"""``find(x)``: what ``NormKind.rows`` returns."""
-ROWS_OF_BLOCK = 8
-NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
 
 
 class NormKind(NamedTuple):
@@ -107,21 +99,6 @@ def norm_source(norm: NormKind, biased: bool = False) -> Source:
         return Source("layer_norm", ("matrix", "row", "row", *columns), 1, compute, struct)
     struct = f"sources::RmsNorm<{_written(norm.offset)}, {_written(norm.rounds)}>"
     return Source("rms_norm", ("matrix", "row", *columns), 1, compute, struct)
-
-
-def bind_rows(norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
-    """Return what finds, by a kernel, what the rows of matrices have in common. These are contiguous."""
-    rows, cols = shape
-    macros = (INPUTS[dtype], *(("LPQ_CENTERED",) if norm.centers else ()))
-    launch = NORM_ROWS.bind(device.index or 0, macros, -(-rows // ROWS_OF_BLOCK))
-    empty, column, eps = allocator(device), fresh((rows, 1), torch.float32), norm.epsilon
-
-    def find(x: Tensor) -> tuple[Tensor, ...]:
-        factor, mean = empty(*column), empty(*column) if norm.centers else None
-        launch(x.data_ptr(), 0 if mean is None else mean.data_ptr(), factor.data_ptr(), eps, rows, cols)
-        return (factor,) if mean is None else (mean, factor)
-
-    return find
 
 
 def _written(value: bool) -> str:

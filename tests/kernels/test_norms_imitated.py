@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_producers_imitated import CPU, check, launched
 
-from lpq.operations.norms import NormKind, bind_rows, norm_source
+from lpq.operations.norm_kernels import bind_gradients, bind_rows
+from lpq.operations.norms import NormKind, norm_source
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,3 +36,26 @@ def test_rows(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:
             assert a.shape == b.shape
             torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6)
     assert launched == ["norm_rows"] * 3
+
+
+@pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:
+    """They round where autograd's do: a bit differs here and there, as sums have another order."""
+    torch.manual_seed(1)
+    for shape in ((9, 1024), (5, 1032), (3, 4096)):
+        x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        weight = torch.randn(shape[1]).to(dtype)
+        compute = bind_gradients(norm, shape, dtype, CPU)
+        assert compute is not None
+        found = compute(dy, x, weight, norm.rows(x)[0], True)
+        expected = norm.gradients(dy, (x, weight), (), (True, True))
+        for a, b in zip(found, expected, strict=True):
+            assert a is not None
+            assert b is not None
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            torch.testing.assert_close(a, b)
+            assert (a == b).float().mean() > 0.98
+        assert torch.equal(compute(dy, x, weight, norm.rows(x)[0], False)[0], found[0])
+        assert compute(dy, x, weight, norm.rows(x)[0], False)[1] is None
+    assert bind_gradients(norm, (1, 8200), dtype, CPU) is None

@@ -1,0 +1,70 @@
+"""Kernels of norms beside the one that computes and encodes the elements: what rows have in common, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.tiles import INPUTS, at_once
+from lpq.operations.norms import NormKind
+from lpq.operations.produced_tiles import aligned
+
+Rows = Callable[[Tensor], tuple[Tensor, ...]]
+"""``find(x)``: what ``NormKind.rows`` returns."""
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""``gradients(dy, x, weight, factor, of_weight)``: those of the input and, if it is wanted, of the weight."""
+ROWS_OF_BLOCK = 8
+NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
+PIECE = 8
+"""The elements of a row that a thread has."""
+NORM_GRADIENTS = {
+    threads: CudaKernel("common/norm_gradients.cu", "norm_gradients", "PPPPPPqq", threads=threads, waits=True)
+    for threads in (128, 256, 512, 1024)
+}
+"""By the threads of a block."""
+
+
+def bind_rows(norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
+    """Return what finds the numbers that the rows of matrices have in common. These are contiguous."""
+    rows, cols = shape
+    macros = (INPUTS[dtype], *(("LPQ_CENTERED",) if norm.centers else ()))
+    launch = NORM_ROWS.bind(device.index or 0, macros, -(-rows // ROWS_OF_BLOCK))
+    empty, column, eps = allocator(device), fresh((rows, 1), torch.float32), norm.epsilon
+
+    def find(x: Tensor) -> tuple[Tensor, ...]:
+        factor, mean = empty(*column), empty(*column) if norm.centers else None
+        launch(x.data_ptr(), 0 if mean is None else mean.data_ptr(), factor.data_ptr(), eps, rows, cols)
+        return (factor,) if mean is None else (mean, factor)
+
+    return find
+
+
+def bind_gradients(
+    norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Gradients | None:
+    """Return what computes gradients from one read, in the order of a row's and a column's sum that is its own; None
+    where no kernel does."""
+    (rows, cols), index = shape, device.index or 0
+    threads = next((count for count in NORM_GRADIENTS if count * PIECE >= cols), None)
+    if norm.centers or threads is None:
+        return None
+    switches = (("LPQ_ROUNDS", norm.rounds), ("LPQ_OFFSET", norm.offset))
+    macros = (INPUTS[dtype], f"LPQ_BLOCK={threads}", *(name for name, wanted in switches if wanted))
+    blocks = at_once(rows, 1024 // threads, index)
+    launch = NORM_GRADIENTS[threads].bind(index, macros, blocks)
+    empty, matrix, sums = allocator(device), fresh(shape, dtype), fresh((blocks, cols), torch.float32)
+
+    def compute(dy: Tensor, x: Tensor, weight: Tensor, factor: Tensor, of_weight: bool) -> tuple[Tensor, Tensor | None]:
+        dy, x, weight = aligned(dy), aligned(x), aligned(weight)
+        dx, parts = empty(*matrix), empty(*sums) if of_weight else None
+        launch(
+            x.data_ptr(), dy.data_ptr(), weight.data_ptr(), factor.data_ptr(), dx.data_ptr(),
+            0 if parts is None else parts.data_ptr(), rows, cols,
+        )  # fmt: skip
+        return dx.view(x.shape), None if parts is None else parts.sum(0).to(dtype)
+
+    return compute
