@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.formats import Quantizer
+from lpq.formats import Quantizer, Storage
 from lpq.testing.operands import normal, unit
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,6 +123,11 @@ class Case:
 def cases(side: Quantizer, magnitudes: Sequence[str] = tuple(MAGNITUDES)) -> tuple[Case, ...]:
     """The rows of the table, for operands of a quantizer and for these magnitudes; the largest matrices come last."""
     return _cases(unit(side, 0), unit(side, 1), tuple(magnitudes))
+
+
+def in_views(operand: Storage) -> Storage:
+    """The operand, whose buffers that are matrices are transposed views."""
+    return operand.map(lambda buffer: buffer.clone() if buffer.dim() != 2 else LAID["transposed"](buffer))
 
 
 def tall() -> Case:

@@ -217,6 +217,16 @@ class TransposeHidesNaN(Transposes):
     """A scale that is NaN is 1 in the transpose."""
 
 
+class FlatTurnedStorage(TurnedStorage):
+    def transposed(self) -> Storage:
+        rows, cols = self.shape
+        return type(self)(data=self.data.as_strided((cols, rows), (1, cols)), scale=self.scale)
+
+
+class TransposesRows(Transposes):
+    """Transposes codes as if their rows lay one after the other."""
+
+
 # ---------------------------------------------------------------------------------------------- parts of a matrix
 
 
@@ -403,6 +413,7 @@ STORAGES: dict[type[Quantizer], type[Storage]] = {
     RaisedByZeros: FollowingStorage,
     Transposes: TurnedStorage,
     TransposeHidesNaN: HidesNaNStorage,
+    TransposesRows: FlatTurnedStorage,
     **subtle_matrices.STORAGES,
     **dict.fromkeys((Longer, NeverWraps, NeverForgets, MeasuresNow), TensorStorage),
     Delayed: TensorStorage,

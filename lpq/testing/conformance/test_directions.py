@@ -12,7 +12,7 @@ from lpq.operations import decode, transpose
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import SEED, encode, few, normal
 from lpq.testing.options import only
-from lpq.testing.table import cases
+from lpq.testing.table import cases, in_views
 
 
 @few
@@ -79,7 +79,8 @@ def check_transposed(side: Quantizer, x: Tensor, which: str) -> None:
     operand, expected = encode(side, x), encode(side, x.t())
     wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
     what = f"{side.storage.__name__}.transposed of {which}, beside encoding the transposed matrix"
-    same_operand(wrapped.transposed().bind(side, (cols, rows), x.dtype), expected, what)
+    for taken, how in ((wrapped, ""), (in_views(wrapped), ", of buffers that are transposed views")):
+        same_operand(taken.transposed().bind(side, (cols, rows), x.dtype), expected, what + how)
     same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
 
 
