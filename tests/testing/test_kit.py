@@ -17,6 +17,7 @@ from lpq.registry import KernelSpec
 from lpq.testing import conformance
 from lpq.testing.calls import on
 from lpq.testing.conformance import test_kernels as kernels_of_a_format
+from lpq.testing.expect import relative_error
 from lpq.testing.kernel_checks import compare
 from lpq.testing.operands import encode
 
@@ -360,6 +361,15 @@ def test_what_finds_most_runs_first_and_what_compiles_last(pytester: pytest.Pyte
         assert kit[0] == "test_error_is_bounded"
         assert kit.index("test_encode_is_pure") < kit.index("test_views_stay_quantized")
         assert set(kit[-2:]) == {"test_compiled_layer_is_the_layer", "test_compile_without_a_break"}
+
+
+def test_two_gradients_of_zeros_are_equal() -> None:
+    """As those of a format that remembers nothing yet may be; what is zero on one side alone is not equal."""
+    zeros, ones = torch.zeros(3, 4), torch.ones(3, 4)
+    assert relative_error(zeros, zeros) == 0.0
+    assert relative_error(ones, zeros) == float("inf")
+    assert relative_error(zeros, ones) == 1.0
+    assert not relative_error(zeros, ones * float("nan")) < 1.0
 
 
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
