@@ -11,7 +11,7 @@ from benchmarks import environment, plots, tables
 
 FOLDER = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "performance.md", Path(__file__).parent / "NOTES.md")
+PAGES = (DOCS / "performance.md", DOCS / "fused.md", Path(__file__).parent / "NOTES.md")
 """The pages that show results."""
 CHARTS = DOCS / "assets"
 MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
