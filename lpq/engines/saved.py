@@ -48,6 +48,7 @@ class SavedCheckpoint:
                     raise CheckpointError(f"{shown(name)} was saved without its row operand, which engines multiply")
                 shape, own = self._shape(name), getattr(torch, quantized["dtype"])
                 stored = Stored(registry.quantizer(quantized["operands"]["row"]), own)
+                self._check_shape(name, shape, stored)
             else:
                 shape, own, stored = self._shape(name), self._saved[name][1], None
             kept = dtype if dtype is not None and own.is_floating_point else own
@@ -56,6 +57,16 @@ class SavedCheckpoint:
             plain = entry if entry.layer is not None else replace(entry, name=self._in_files(own_name))
             made += split(replace(entry, layer=None), self.stacks, {}) or [plain]
         return made
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], stored: Stored) -> None:
+        """Refuse a matrix whose shape, which ``lpq.json`` has, is another one than its buffers make."""
+        for buffer in stored.side.layout if len(shape) == 2 else ():
+            found, wanted = self._saved.get(f"{name}.row.{buffer.name}"), buffer.grid(*shape)
+            if found is not None and tuple(found[0]) != wanted:
+                raise CheckpointError(
+                    f"its lpq.json has {shown(name)} as {list(shape)}, and its {buffer.name} is {list(found[0])}, not "
+                    f"{list(wanted)}: do not trust it"
+                )
 
     def _in_files(self, name: str) -> str:
         return self._description.renamed.get(name, name)

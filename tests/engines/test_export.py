@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -439,3 +440,19 @@ def test_a_checkpoint_is_exported_as_its_model_is(recipe: Any, weights: Any, tmp
     mine, theirs = tiny.config(tmp_path / "model"), tiny.config(tmp_path / "saved")
     assert {*mine.pop("ignore")} <= {*theirs.pop("ignore")}
     assert len(mine["config_groups"]) == len(theirs["config_groups"])
+
+
+def test_a_checkpoint_of_which_a_shape_was_changed_is_refused(tmp_path: Path) -> None:
+    """In words about its file; the scheme, which has declared something else, is not at fault."""
+    path = lpq.checkpoint.save(lpq.convert(Net(), "nvfp4", weights="quantized"), tmp_path / "saved")
+    described = json.loads((path / "lpq.json").read_text())
+    name, entry = next(iter(described["quantized"].items()))
+    entry["shape"] = [2**40, 2**20]
+    raw, manifest = json.dumps(described).encode(), json.loads((path / "manifest.json").read_text())
+    (path / "lpq.json").write_bytes(raw)
+    manifest["files"]["lpq.json"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    words = rf"its lpq\.json has {re.escape(name.removeprefix('model.'))} as \[{2**40}, {2**20}\], and its data is \["
+    with pytest.raises(CheckpointError, match=words):
+        lpq.export(path, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
