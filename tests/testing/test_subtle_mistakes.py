@@ -125,6 +125,7 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
         "encoding the same values from a view (every other row and column), beside a copy",
     ),
     matrices.ForgetsTheExpanded: (STRIDES, "encoding an expanded view (one number, expanded), beside a copy of it"),
+    matrices.ShrinksFarRows: (PARTS, "decoded alone and in the whole (decode each element by its block alone)"),
     matrices.DecodesRows: (STRIDES, "decoding buffers that are transposed views"),
     matrices.FlushesHalves: (SAME_NUMBERS, "in torch.float16, values near *, beside the same numbers in torch.float32"),
     matrices.MissesACorner: (

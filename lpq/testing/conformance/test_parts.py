@@ -98,7 +98,7 @@ def test_parts_are_encoded_as_in_the_whole(side: Quantizer, direction: Direction
         alone = [partial(_encoded, side, dim, *part) for part in zip(parts, begins, strict=True)]
         made = on_ranks(alone)
         stats, whole = _encoded(side, dim, x, 0, None)
-        compare = same_operand if x.isfinite().all() else same_decoded
+        compare, decoded = same_operand if x.isfinite().all() else same_decoded, whole.decode()
         for (found, piece), begin, size in zip(made, begins, sizes, strict=True):
             what = (
                 f"{side}: {size} {DIMENSIONS[dim]} from {begin} on, of the {sum(sizes)} of a {direction} operand in "
@@ -116,6 +116,9 @@ def test_parts_are_encoded_as_in_the_whole(side: Quantizer, direction: Direction
             )
             rule = "take scales from stats, and let no value share one beyond its block, whatever the size"
             compare(piece, expected, f"{what} ({rule})")
+            if number == 0:
+                apart, within = one_nan(piece.decode()), one_nan(decoded.narrow(dim, begin, size))
+                same(apart, within, f"{what}, decoded alone and in the whole (decode each element by its block alone)")
         if alike and number % 3 == 0:
             own = [of_part(None)[1].decode() for of_part in alone]
             alike = all(torch.equal(one, piece.decode()) for one, (_, piece) in zip(own, made, strict=True))
