@@ -69,7 +69,7 @@ def _trained(mlp: Mlp, recipe: str, weights: Any) -> list[Tensor]:
         found += [y.detach(), *(p.grad.to_local() for p in net.parameters() if isinstance(p.grad, DTensor))]
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, *(b.clone() for b in net.buffers())]
+    return [*found, *(b.clone() for _, b in net.named_buffers(remove_duplicate=False))]  # norms share histories
 
 
 def check_sharded(rank: int, recipe: str, weights: Any) -> None:

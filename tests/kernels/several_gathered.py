@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lpq
 from lpq.distributed import gather_arrivals, several_matrices
-from lpq.kernels import amaxes
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
 from lpq.testing.expect import same
@@ -76,9 +75,9 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[in
 
     with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
         patch.setattr(several_matrices, "_several_of", bind_real)
-        patch.setattr(amaxes, "serves", lambda device, kernels: True)
+        patch.setattr(several_matrices, "serves", lambda kernel, device: True)
         patch.setattr(derived_operands, "_bound_several", real_transposes)
-        patch.setattr(gather_arrivals, "serves", lambda device, kernels: True)
+        patch.setattr(gather_arrivals, "serves", lambda kernel, device: True)
         made = trained(recipe, *sizes)
     assert set(names) == wanted
     assert names["encode_several"] == ENCODED.get(recipe, 0), names

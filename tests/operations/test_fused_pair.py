@@ -197,7 +197,7 @@ def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.Mo
     name, macros = gpu[-1]
     assert name == "pair"
     assert {"LPQ_ROW=Theirs<True>", 'LPQ_ROW_HEADER="/somewhere/theirs.cuh"'} <= set(macros)
-    assert "LPQ_COL=nvfp4::Col<false,false,false,false>" in macros
+    assert "LPQ_COL=nvfp4::Col<0,false,false,false>" in macros
 
 
 # ---------------------------------------------------------------------------------------------- multiplied at once
