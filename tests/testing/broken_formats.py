@@ -229,11 +229,15 @@ class Misspelt(Int8):
 
 
 @dataclass(frozen=True)
-class Picky(Int8):
-    """Has two options that do not go together; nothing else is wrong with it."""
+class Modes(Int8):
+    """Has two options; nothing is wrong with it."""
 
     wide: bool = False
     mode: Literal["a", "b"] = "a"
+
+
+class Picky(Modes):
+    """Has two options that do not go together; nothing else is wrong with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
