@@ -164,7 +164,7 @@ class Reader:
         registry.refresh()
 
     def check_formats(self, *, installed: bool) -> None:
-        """Run the kit on the formats of this page that the page does not check itself, but for what compiles."""
+        """Run the kit on the formats of this page that the page does not check itself."""
         for plugin in registry.plugins():
             if plugin.builtin or installed == (plugin.distribution == HERE):
                 continue
@@ -174,7 +174,7 @@ class Reader:
                 register = (
                     "" if installed else f"import {module}; lpq.registry.register({module}, name={plugin.name!r})"
                 )
-                arguments = ["check", CHECKED_AS.get(name, name), "-k", "not compile"]
+                arguments = ["check", CHECKED_AS.get(name, name)]
                 ended = forking.python(f"import lpq; {register}\nfrom lpq.__main__ import main\nmain({arguments!r})")
                 assert ended.status == 0, f"lpq check {name}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
 
