@@ -107,10 +107,10 @@ def fuse(model: nn.Module) -> nn.Module:
     """Compute blocks of a converted model as one function each, where encoded operands may go from layer to layer.
 
     A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. So is a norm whose output goes to
-    layers of lpq alone: it encodes the output for them. Results and gradients stay the same to the bit; classes,
-    parameters, hooks and the keys of the state dict stay, too. A pass in which something stands between the layers,
-    such as a hook of one of them, runs as before. ``lpq.report`` lists the fused blocks, and says of others why they
-    are not. Returns the model.
+    layers of lpq alone: it encodes the output for them. Results and gradients stay the same to the bit, but for the
+    order in which a norm's kernels add on a GPU; classes, parameters, hooks and the keys of the state dict stay, too.
+    A pass in which something stands between the layers, such as a hook of one of them, runs as before. ``lpq.report``
+    lists the fused blocks, and says of others why they are not. Returns the model.
 
     Args:
         model: A converted model, or a part of it. A model may be fused again, after layers were replaced.

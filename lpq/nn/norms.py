@@ -3,8 +3,8 @@ norm.
 
 The layers to which a norm hands its output are its ``consumers``. Where all of them encode an input alike, the norm
 returns a quantized tensor, encoded as their recipe encodes it; results and gradients are those of the norm and the
-layers apart, to the bit. Where they do not, or something else looks at the tensor in between, the norm computes as its
-class does, and ``why_not`` says why.
+layers apart, to the bit, but for the order in which kernels on a GPU add. Where they do not, or something else looks at
+the tensor in between, the norm computes as its class does, and ``why_not`` says why.
 """
 
 from __future__ import annotations
