@@ -60,8 +60,8 @@ class NormKind(NamedTuple):
         self, dy: Tensor, given: Sequence[Tensor], rows: Sequence[Tensor], needed: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """The gradients of the input, the weight and the bias, as far as they are ``given`` and needed: as autograd
-        computes them, which computes the norm again. With what a kernel found of the ``rows`` they are sums in fp32,
-        and rounded once."""
+        computes them, which computes the norm again. Where the norm rounds once, the numbers that a kernel found for
+        the ``rows`` spare that."""
         x, weight, *others = given
         shape, of_rows = x.shape[-1:], [found.view(*x.shape[:-1], 1) for found in rows]
         if of_rows and self.centers:
@@ -70,7 +70,7 @@ class NormKind(NamedTuple):
                 dy, x, shape, *of_rows, weight, bias, wanted
             )
             return grads[: len(given)]
-        if of_rows and not self.offset:
+        if of_rows and not (self.offset or self.rounds):
             return rms_norm_gradients(dy, x, shape, *of_rows, weight, [*needed])
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(given, needed, strict=True)]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.core import QuantizedTensor
+from lpq.operations.norms import NormKind
 
 ROWS, IN, OUT = (2, 32), 64, 96
 MIXED = "fprop=mxfp8, dgrad=nvfp4, wgrad=fp8"
@@ -260,3 +261,13 @@ def test_compiled_it_computes_plainly() -> None:
     plain, fused = pair("mxfp8")
     whole = torch.compile(fused, fullgraph=True, backend="aot_eager")
     assert equal(step(fused, given(), whole), step(plain, given()))
+
+
+@pytest.mark.parametrize("norm", [NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)], ids=["rounds", "offset"])
+def test_gradients_round_as_the_norm_does_where_its_rows_are_at_hand(norm: NormKind) -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    weight = torch.rand(64).bfloat16()
+    for needed in ((True, True), (False, True)):
+        found = norm.gradients(dy, (x, weight), norm.rows(x), needed)
+        assert equal(found, norm.gradients(dy, (x, weight), (), needed))
