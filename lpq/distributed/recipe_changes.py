@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lpq.recipes import Recipe
 
 
-class Layer(Protocol):
+class SharedLayer(Protocol):
     """A layer, as far as ranks change it together."""
 
     @property
@@ -37,7 +37,7 @@ class Layer(Protocol):
         """The weight, as ranks share it."""
 
 
-L = TypeVar("L", bound=Layer)
+L = TypeVar("L", bound=SharedLayer)
 
 
 def withhold(layers: Mapping[L, Comparison], changes: Mapping[L, Recipe | None]) -> Mapping[L, str]:

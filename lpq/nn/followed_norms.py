@@ -36,7 +36,7 @@ def followers(block: nn.Module) -> dict[str, tuple[Place, ...] | str]:
     norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
     if not norms:
         return {}
-    seen = _Seen()
+    seen = _Uses()
     like = _copy(block, seen, {})
     given = _arguments(block, next(iter(norms.values())))
     try:
@@ -66,7 +66,7 @@ def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mappin
     return (x,), {"position_embeddings": rotations} if rotations is not None else {}
 
 
-class _Seen(TorchFunctionMode):
+class _Uses(TorchFunctionMode):
     """The tensors that layers were given, and those that anything else was given."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Norm(nn.Module):
 class _Linear(nn.Module):
     """Takes the place of a linear layer."""
 
-    def __init__(self, place: Place, outputs: int, seen: _Seen) -> None:
+    def __init__(self, place: Place, outputs: int, seen: _Uses) -> None:
         super().__init__()
         self.place, self.outputs, self.seen = place, outputs, seen
 
@@ -107,7 +107,7 @@ class _Linear(nn.Module):
         return torch.zeros(*x.shape[:-1], self.outputs, dtype=x.dtype, device=x.device)  # no function of x
 
 
-def _copy(module: nn.Module, seen: _Seen, copies: dict[int, nn.Module]) -> Any:
+def _copy(module: nn.Module, seen: _Uses, copies: dict[int, nn.Module]) -> Any:
     """A copy of a block with stand-ins in it, without an ``__init__``, and without a write to the block."""
     like: Any = object.__new__(type(module))
     children: dict[str, nn.Module | None] = {}
