@@ -45,6 +45,13 @@ def step(net: Any) -> list[Tensor | None]:
     return [loss.detach(), *(p.grad for p in net.parameters())]
 
 
+def results(net: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """The output, and the gradients of all parameters."""
+    y = net(x)
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad for p in net.parameters())]
+
+
 def blocks(net: nn.Module) -> list[str]:
     return [entry.name for entry in lpq.report(net).fused if "norm" not in entry.name]
 
@@ -282,12 +289,7 @@ def test_norms_of_one_s_own(kind: str) -> None:
     plain = lpq.convert(nn.Sequential(Normed(kind)), "mxfp8")
     net = lpq.fuse(copy.deepcopy(plain))
     x = torch.randn(2, 16, 64)
-    found = []
-    for each in (net, plain):
-        y = each(x)
-        y.square().mean().backward()
-        found.append([y.detach(), *(p.grad for p in each.parameters())])
-    assert equal(*found)
+    assert equal(results(net, x), results(plain, x))
     assert norms(net) == (["0.norm"] if kind == "layers alone" else [])
     assert ("something other than layers of lpq takes its output" in str(lpq.report(net))) == (kind != "layers alone")
 
@@ -338,12 +340,7 @@ def test_blocks_of_one_s_own(kind: str, fused_passes: list[int]) -> None:
     net = lpq.fuse(copy.deepcopy(plain))
     assert blocks(net) == ["0"]
     x = torch.randn(32, 64)
-    found = []
-    for each in (net, plain):
-        y = each(x)
-        y.square().mean().backward()
-        found.append([y.detach(), *(p.grad for p in each.parameters())])
-    assert equal(*found)
+    assert equal(results(net, x), results(plain, x))
     assert len(fused_passes) == 1
 
 
