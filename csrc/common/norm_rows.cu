@@ -1,4 +1,4 @@
-// What the rows of a matrix have in common for a norm: the factor 1 / sqrt(mean square + eps), and with LPQ_CENTERED the
+// The numbers of a norm for each row of a matrix: the factor 1 / sqrt(mean square + eps), and with LPQ_CENTERED the
 // mean before, around which the squares are summed then.
 //
 // A warp takes a row. All rows begin at multiples of 16 bytes, and end there.

@@ -63,7 +63,7 @@ struct Elements {
         return (const Element*)in.of[k] + (t.row + i) * t.cols + t.col;
     }
 
-    // The words of row i of each matrix become those of each output. Outside of the matrix they are zero.
+    // The words of row i of each input matrix become the words of row i of each output. Outside of the matrix they are zero.
     __device__ __forceinline__ void compute(int i, u32 (&w)[STAGED][WORDS]) const {
         float of_row[OF_ROW ? OF_ROW : 1];
 #pragma unroll
@@ -108,7 +108,7 @@ struct Sides {
     static constexpr int BEYOND = sizeof(Shared) > sizeof(Lines) ? sizeof(Shared) : 0;
 };
 
-// What the host says of each output.
+// The host's arguments for each output.
 template <class First, class... Rest>
 struct Outputs {
     typedef Outputs<Rest...> Others;

@@ -1,6 +1,6 @@
 // Sources: how elements that are not read are computed. lpq/operations/source.py has the definition of each in plain
-// PyTorch, which these equal to the bit: they round where it rounds, and fuse a product with a sum where nvcc fuses those of
-// PyTorch's own operators. (What is compiled here fuses none by itself.)
+// PyTorch, which the structs equal to the bit: they round where PyTorch rounds, and fuse a product with a sum where nvcc does so in
+// PyTorch's own operators. (This source is compiled to fuse none by itself.)
 //
 // A source is a struct that has
 //   MATRICES   how many matrices it reads, which are as large as the outputs and have their dtype,

@@ -193,7 +193,7 @@ def _fit(gate: Any, up: Any, down: Any) -> bool:
 
 
 def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The fused blocks of a model, and those that are not fused, with the reason."""
+    """The fused blocks of a model, and the other blocks with the reason why they are not fused."""
     fused: list[Entry] = []
     apart: list[Entry] = []
     for name, module, reason in _blocks(model):

@@ -3,7 +3,7 @@
 The product of ``silu(gate)``, or of another activation, and ``up`` goes into the last layer encoded, and the gradients
 of both go into the first two layers encoded: one kernel computes and encodes them, and none of the three matrices is
 written in high precision. Each layer runs as it does by itself (``lpq/nn/multiply.py``), with the encoders of this
-function in place of its own. So all bytes are those of the three layers one after the other.
+function in place of its own. So all bytes are the same as if the three layers ran one after the other.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class EncodingNorm(nn.Module):
     """A norm that encodes its output for the layers that take it.
 
     It extends a class of modules with a ``weight``, and perhaps a ``bias``, over the last dimension: derive a subclass
-    of this and of that class, or have ``adopt`` do so. Parameters and keys of the state dict are those of that class.
+    of this and of that class, or have ``adopt`` do so. It has the parameters and the state-dict keys of that class.
     """
 
     @property
@@ -164,7 +164,7 @@ class BoundNorm(NamedTuple):
 
     encode: Encode
     gradients: Gradients | None
-    """None: those of ``NormKind`` serve."""
+    """None: ``NormKind.gradients`` computes them."""
 
 
 class EncodedNorm(torch.autograd.Function):

@@ -35,7 +35,7 @@ class Passes:
         self.ran = False
         """Whether a pass was noted that ran outside of compiled code; see ``called``."""
         self.traced = traced
-        """Whether a compiler has traced a pass. What it compiled notes nothing when it runs."""
+        """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
         self.read_past = False
         """Whether the pass of another module has read a weight of the layer (``lpq/nn/read_past.py``)."""
         self.seen: list[int] | None = None

@@ -16,7 +16,7 @@ from lpq.operations.produced_tiles import aligned
 Rows = Callable[[Tensor], tuple[Tensor, ...]]
 """``find(x)``: what ``NormKind.rows`` returns."""
 Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""``gradients(dy, x, weight, factor, of_weight)``: those of the input and, if it is wanted, of the weight."""
+"""``gradients(dy, x, weight, factor, of_weight)``: the gradient of the input and, if it is wanted, of the weight."""
 ROWS_OF_BLOCK = 8
 NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
 PIECE = 8

@@ -99,7 +99,7 @@ class _Side(NamedTuple):
 
     make: Make
     stats: slice
-    """Its statistics among those of the output."""
+    """Its statistics, in the statistics of the output."""
     amax: bool
     """Whether it needs the amax of the output."""
     lines: _Struct | None

@@ -1,4 +1,4 @@
-"""Producers: the operands of matrices that a source computes. What is computed is not written, unless it is wanted."""
+"""Producers: the operands of matrices that a source computes. The matrices are not written, unless they are wanted."""
 
 from __future__ import annotations
 

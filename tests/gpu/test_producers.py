@@ -35,7 +35,7 @@ pytestmark = [
 
 SOURCES = [SWIGLU, SWIGLU_BACKWARD]
 OTHERS = [ADD, GEGLU, GEGLU_BACKWARD, GEGLU_TANH, GEGLU_TANH_BACKWARD]
-"""What a side is compiled to does not depend on the source: one format shows that these work."""
+"""The code of a side does not depend on the source: one format shows that these work."""
 TEXTS = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
     "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)", "fp8(scaling=row)",
@@ -110,7 +110,7 @@ def outputs_of(source: Source, text: str, shape: tuple[int, int], dtype: torch.d
 @pytest.mark.parametrize("source", [*SOURCES, *OTHERS], ids=lambda source: source.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_values_are_those_of_torch(source: Source, dtype: torch.dtype) -> None:
-    """Of every number in the first input, and of many others."""
+    """The first input has every number of the dtype, and the others many."""
     shape = 1024, 512
     inputs = inputs_of(source, shape, dtype)
     inputs[0] = torch.arange(1 << 16, device="cuda").to(torch.int16).view(dtype).repeat(8).view(shape)

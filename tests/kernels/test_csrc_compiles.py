@@ -232,7 +232,7 @@ def call_several() -> None:
 def call_producers() -> None:
     """Every source, with the operands of each format and of two.
 
-    What a side is compiled to does not depend on the source, and is seen in pairs.
+    The code of a side does not depend on the source, and is seen in pairs.
     """
     dtypes, sizes = itertools.cycle(DTYPES[:2]), itertools.cycle((SHAPES[0], (250, 384)))
     formats = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]

@@ -46,7 +46,7 @@ class RmsOffset(Rms):
 
 
 class RmsOther(Rms):
-    """What is none of these in one dtype only."""
+    """A module that computes none of these norms in one dtype alone."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.normed(hidden_states).to(hidden_states.dtype) * (1 + self.weight)

@@ -1,4 +1,4 @@
-"""What the layers of one model have in common, and what a layer has of its own."""
+"""The attributes that layers of one model share, and the attributes of a layer of its own."""
 
 from __future__ import annotations
 
