@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lpq.nn.adopted_norms import norm_of
+from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.norms import Place
 from lpq.torch_private.pytree import tree_leaves
 
 ROWS = 4
 ELSE = "something other than layers of lpq takes its output"
+DESCRIBE = ("__get__", "size", "dim", "numel")
+"""The names of functions that read no element: attributes of a tensor, and methods."""
 UNKNOWN = "its block does not run on a few rows by itself, which would show what takes its output"
 
 
@@ -30,7 +33,7 @@ def followers(block: nn.Module) -> dict[str, tuple[Place, ...] | str]:
     inside = [m for m in block.modules() if m is not block]
     if "forward" in vars(block) or any(isinstance(m, nn.Embedding | nn.ModuleList | nn.ModuleDict) for m in inside):
         return {}
-    widths = {m.in_features for m in inside if isinstance(m, Layer)}
+    widths = {m.in_features for m in inside if isinstance(m, Layer) and not isinstance(m, GroupedLayer)}
     children = [(name, m, m._parameters.get("weight")) for name, m in block.named_children()] if widths else []
     norms = {name: m for name, m, w in children if w is not None and w.shape[-1:] and w.shape[-1] in widths}
     norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
@@ -56,14 +59,13 @@ def followers(block: nn.Module) -> dict[str, tuple[Place, ...] | str]:
 
 
 def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mapping[str, Any]]:
-    """A few rows, and the rotations of positions that attention in transformers is given beside them."""
+    """A few rows, and the rotations of positions that attention in transformers is given beside them. These have one
+    column, for heads of any width."""
     weight: Any = norm._parameters["weight"]
     x = weight.new_zeros(1, ROWS, weight.shape[0])
     parameters = signature(type(block).forward).parameters.values()
     takes = any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    width = next((w for m in block.modules() if isinstance(w := vars(m).get("head_dim"), int)), None)
-    rotations = (x.new_ones(1, ROWS, width), x.new_zeros(1, ROWS, width)) if takes and width else None
-    return (x,), {"position_embeddings": rotations} if rotations is not None else {}
+    return (x,), {"position_embeddings": (x.new_ones(1, ROWS, 1), x.new_zeros(1, ROWS, 1))} if takes else {}
 
 
 class _Uses(TorchFunctionMode):
@@ -75,7 +77,7 @@ class _Uses(TorchFunctionMode):
         self.others: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # an attribute of a tensor
+        if getattr(func, "__name__", "") not in DESCRIBE:
             self.note((args, kwargs))
         return func(*args, **(kwargs or {}))
 
@@ -107,6 +109,18 @@ class _Linear(nn.Module):
         return torch.zeros(*x.shape[:-1], self.outputs, dtype=x.dtype, device=x.device)  # no function of x
 
 
+class _Experts(nn.Module):
+    """Takes the place of converted experts, which would note a pass and may send rows to other ranks."""
+
+    def __init__(self, seen: _Uses) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.note((args, kwargs))
+        return torch.zeros_like(next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
+
+
 def _copy(module: nn.Module, seen: _Uses, copies: dict[int, nn.Module]) -> Any:
     """A copy of a block with stand-ins in it, without an ``__init__``, and without a write to the block."""
     like: Any = object.__new__(type(module))
@@ -116,6 +130,8 @@ def _copy(module: nn.Module, seen: _Uses, copies: dict[int, nn.Module]) -> Any:
             children[name] = None
         elif id(child) in copies:
             children[name] = copies[id(child)]
+        elif isinstance(child, GroupedLayer):
+            children[name] = _Experts(seen)
         elif isinstance(child, nn.Linear | Layer):
             children[name] = _Linear((module, name), child.out_features, seen)
         elif norm_of(child) is not None:

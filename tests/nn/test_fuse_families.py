@@ -1,0 +1,76 @@
+"""lpq.fuse: what is fused in each family of Hugging Face's models, and what is not; results are equal to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import equal
+from torch import Tensor
+
+import lpq
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 64, "bos_token_id": 1}
+GPT2 |= {"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OPT = {name: size for name, size in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
+OPT |= {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}
+OTHERS = "something other than layers of lpq takes its output"
+EXPERTS = "experts, whose rows lie in groups, have no fused form"
+RMS = ("input_layernorm", "post_attention_layernorm")
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
+    "Llama": (SIZES, ("mlp", *RMS), {}),
+    "Gemma2": (
+        SIZES | {"head_dim": 32},
+        ("mlp", "input_layernorm", "pre_feedforward_layernorm"),
+        {"post_attention_layernorm": OTHERS, "post_feedforward_layernorm": OTHERS},
+    ),
+    "Phi": (SIZES, ("input_layernorm",), {}),
+    "Phi3": (SIZES, RMS, {}),
+    "GptOss": (
+        SIZES | {"num_local_experts": 4, "head_dim": 32}, RMS[:1], {"mlp.experts": EXPERTS, RMS[1]: OTHERS},
+    ),
+    "Mixtral": (SIZES | {"num_local_experts": 4}, RMS[:1], {"mlp.experts": EXPERTS, RMS[1]: OTHERS}),
+    "Qwen3Moe": (
+        SIZES | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}, RMS[:1],
+        {"mlp.experts": EXPERTS, RMS[1]: OTHERS},
+    ),
+    "GPT2": (GPT2, ("ln_1", "ln_2"), {}),
+    "OPT": (OPT, ("self_attn_layer_norm", "final_layer_norm"), {}),
+}  # fmt: skip
+"""The sizes of a model, what is fused in one of its layers, and what is not."""
+
+
+def model(family: str, recipe: str = "mxfp8") -> Any:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family][0])
+    kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    return lpq.convert(kind(config).bfloat16(), recipe)
+
+
+def step(net: Any) -> list[Tensor | None]:
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    loss = net.train()(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_of_each_family(family: str) -> None:
+    net = model(family)
+    layer = next(name for name, m in net.named_modules() if name.endswith(".0") and any(m.children()))
+    lpq.fuse(net)
+    report = lpq.report(net)
+    assert not report.uncalled  # no pass has run yet
+    assert equal(step(net), step(model(family)))
+    _, fused, apart = FAMILIES[family]
+    assert {e.name.removeprefix(f"{layer}.") for e in report.fused} == {*fused}
+    assert {e.name.removeprefix(f"{layer}."): e.note for e in report.apart} == apart
