@@ -5,16 +5,22 @@ from __future__ import annotations
 import atexit
 import importlib
 import inspect
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from pool import PATIENCE, Pool, context
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+SOON = 30
+"""Seconds in which all ranks raise an error that they agree on: a fraction of the timeout of the process group."""
 
 
 class _Kept:
@@ -65,12 +71,18 @@ def spawn(
         _kept.of(ranks).run(function, *args, patience=patience)
 
 
-def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a check: ``check(rank, …)`` runs in so many processes, and the test has its other arguments."""
+def on_ranks(ranks: int | None = None, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a check: ``check(rank, …)`` runs in so many processes, and the test has its other arguments.
+
+    Args:
+        ranks: None, where the check has a parameter of this name
+        how: options of ``spawn``
+    """
 
     def made(check: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:
-            spawn(partial(_check, check.__module__, check.__name__, given), ranks)
+            count = given["ranks"] if ranks is None else ranks
+            spawn(partial(_check, check.__module__, check.__name__, given), count, **how)
 
         signature = inspect.signature(check)
         test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
@@ -86,9 +98,6 @@ def _check(module: str, name: str, given: dict[str, Any], rank: int) -> None:
     getattr(importlib.import_module(module), name).check(rank, **given)
 
 
-T = TypeVar("T")
-
-
 def on_one(function: Callable[..., T], *args: Any) -> T:
     """Call ``function(*args)`` on rank 0 and hand what it returns to all ranks, which would compute the same."""
     found: list[Any] = [None]
@@ -100,12 +109,34 @@ def on_one(function: Callable[..., T], *args: Any) -> T:
     return made
 
 
+def of_all(value: T, group: Any = None) -> list[T]:
+    """Return the value of each rank of a group."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def agreed(work: Callable[[], Any], errors: Any = (ValueError, RuntimeError, TypeError)) -> list[str]:
+    """The errors of all ranks, every one of which raises, soon."""
+    start = time.monotonic()
+    with pytest.raises(errors) as raised:
+        work()
+    assert time.monotonic() - start < SOON
+    return of_all(f"{type(raised.value).__name__}: {raised.value}")
+
+
 def processes(function: Callable[..., None], ranks: int, *args: Any, join: bool = True) -> Any:
     """``function(rank, *args)`` in so many processes without a group, which end as they like."""
     return mp.start_processes(function, args, ranks, join, start_method=context().get_start_method())  # type: ignore[no-untyped-call]
 
 
+def mesh_of(*names: str, device: str = "cpu") -> DeviceMesh:
+    """A mesh of all ranks, in two rows where it has two dimensions."""
+    ranks = dist.get_world_size()
+    return init_device_mesh(device, (2, ranks // 2) if len(names) == 2 else (ranks,), mesh_dim_names=names or None)
+
+
 def fully_shard(module: Any, **options: Any) -> Any:
     """FSDP2's, over the CPUs of all ranks: without a mesh it takes GPUs where there are any."""
-    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
+    options.setdefault("mesh", mesh_of())
     return fsdp.fully_shard(module, **options)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from sharded import How, batch, built, model, train, whole
-from steps import rounding
+from test_steps import rounding
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import AdamW, Optimizer

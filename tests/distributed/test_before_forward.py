@@ -5,33 +5,34 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from ranks import spawn
-from sharded import How, built
-from sharded import step as train_step
-from stored import OPTIMIZERS, W8, Way, converted, local, optimizer_of, parts, same_parts, sharded, step
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from ranks import on_ranks
+from sharded import (
+    OPTIMIZERS,
+    SMALL,
+    W8,
+    How,
+    built,
+    give_gradients,
+    local,
+    optimizer_for,
+    parts,
+    same_parts,
+    sharded,
+    step,
+    stored,
+)
+from support.comparing import equal_states
+from torch import nn
 from torch.optim import Optimizer
 
 import lpq
 from lpq.core import QuantizedTensor
 
 RECIPES = ["fp8-current", W8.format("hybrid(row=nvfp4, col=fp8(scaling=row))")]
-
-
-def give_gradients(net: nn.Module) -> None:
-    """The largest values are in the last rows, which one rank has."""
-    random = torch.Generator().manual_seed(3)
-    for parameter in net.parameters():
-        whole = torch.randn(parameter.shape, generator=random)
-        whole[-1] *= 100
-        if isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.grad = whole.to(parameter.device)
 
 
 def _stepped(net: nn.Sequential, optimizer: Optimizer) -> None:
@@ -41,77 +42,61 @@ def _stepped(net: nn.Sequential, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _unattached(net: nn.Sequential) -> bool:
-    stored = [local(p) for p in net.parameters() if isinstance(local(p), QuantizedTensor)]
-    return len(stored) == 4 and all(part.amax_group == "unattached" for part in stored)
-
-
-def _any_optimizer(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_any_optimizer(rank: int, recipe: str) -> None:
     """Each with masters or without; with the other recipe the other way."""
-    for i, kind in enumerate(OPTIMIZERS):
-        way = Way(recipe, kind, masters=i % 2 == RECIPES.index(recipe))
-        alone, ours = converted(recipe), sharded(converted(recipe))
-        before = [parts(p) for p in alone.parameters()]
-        assert _unattached(ours)
-        optimizers = [optimizer_of(net, way) for net in (alone, ours)]
-        for net, optimizer in zip((alone, ours), optimizers, strict=True):
+    for i, make in enumerate(OPTIMIZERS.values()):
+        ways = [stored(recipe, optimizer=make, masters=i % 2 == RECIPES.index(recipe), shard=s) for s in (True, False)]
+        ours, alone = nets = [built(how) for how in ways]
+        held = [part for p in ours.parameters() if isinstance(part := local(p), QuantizedTensor)]
+        assert [part.amax_group for part in held] == ["unattached"] * 4
+        before, optimizers = [parts(p) for p in alone.parameters()], [*map(optimizer_for, ways, nets)]
+        for net, optimizer in zip(nets, optimizers, strict=True):
             _stepped(net, optimizer)
-        same_parts(ours, alone, way)
-        assert not any(
-            torch.equal(_first(old), _first(parts(new))) for old, new in zip(before, alone.parameters(), strict=True)
-        )
-        assert step(ours, optimizers[1], 0, way) == step(alone, optimizers[0], 0, way)
-        same_parts(ours, alone, way)
+        same_parts(ours, alone, make)
+        assert not any(equal_states(old, parts(new)) for old, new in zip(before, alone.parameters(), strict=True))
+        losses = [step(net, optimizer, 0, how) for net, optimizer, how in zip(nets, optimizers, ways, strict=True)]
+        assert losses[0] == losses[1]
+        same_parts(ours, alone, make)
 
 
-def _first(found: dict[str, Tensor]) -> Tensor:
-    return next(iter(found.values()))
-
-
-def _a_model_that_was_loaded(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_model_that_was_loaded(rank: int, tmp_path: Path) -> None:
     """By a checkpoint, which attaches what it writes to; or whole, unpickled or copied before it was sharded."""
-    way = Way("fp8-current")
-    alone, trained = converted(way.recipe), sharded(converted(way.recipe))
+    how = stored("fp8-current")
+    unsharded = replace(how, shard=False)
+    alone, trained = built(unsharded), built(how)
     for net in (alone, trained):
-        _stepped(net, optimizer_of(net, way))
-    lpq.checkpoint.save(trained, Path(folder) / "run", step=1)
+        _stepped(net, optimizer_for(how, net))
+    lpq.checkpoint.save(trained, tmp_path / "run", step=1)
 
-    def restored() -> nn.Sequential:
-        net = sharded(converted(way.recipe))
-        lpq.checkpoint.load(net, Path(folder) / "run")
+    def restored(net: nn.Sequential) -> nn.Sequential:
+        lpq.checkpoint.load(sharded(net, how), tmp_path / "run")
         return net
 
-    def unpickled() -> nn.Sequential:
-        return sharded(pickle.loads(pickle.dumps(converted(way.recipe))))
+    def unpickled(net: nn.Sequential) -> nn.Sequential:
+        return sharded(pickle.loads(pickle.dumps(net)), how)
 
-    def copied() -> nn.Sequential:
-        return sharded(copy.deepcopy(converted(way.recipe)))
+    def copied(net: nn.Sequential) -> nn.Sequential:
+        return sharded(copy.deepcopy(net), how)
 
-    for make, reference in ((restored, alone), (unpickled, converted(way.recipe)), (copied, converted(way.recipe))):
-        net = make()
-        expected = copy.deepcopy(reference)
+    makes: list[Callable[[nn.Sequential], nn.Sequential]] = [restored, unpickled, copied]
+    for make in makes:
+        net, expected = make(built(unsharded)), copy.deepcopy(alone) if make is restored else built(unsharded)
         for one in (net, expected):
-            _stepped(one, optimizer_of(one, way))
+            _stepped(one, optimizer_for(how, one))
         same_parts(net, expected, make.__name__)
 
 
-def _shards_in_high_precision(rank: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_shards_in_high_precision(rank: int, recipe: str) -> None:
     """They are measured when they are gathered first."""
     losses = []
     for weights in ("high_precision", None):
-        how = How(recipe, weights=weights, width=64, inner=128)
-        net = built(how)
-        optimizer = how.optimizer(net.parameters())
+        net = built(how := How(recipe, weights=weights, **SMALL))
+        optimizer = optimizer_for(how, net)
         _stepped(net, optimizer)
-        losses.append([train_step(net, optimizer, number, how) for number in range(2)])
+        losses.append([step(net, optimizer, number, how) for number in range(2)])
     assert losses[0] == losses[1], recipe
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("check", [_shards_in_high_precision, _any_optimizer])
-def test_two_ranks(check: Callable[[int, str], None], recipe: str) -> None:
-    spawn(check, 2, recipe)
-
-
-def test_a_model_that_was_loaded(tmp_path: Path) -> None:
-    spawn(_a_model_that_was_loaded, 2, str(tmp_path))

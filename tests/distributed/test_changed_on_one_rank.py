@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from agreed import COMPARED, agreed
-from ranks import fully_shard, on_ranks
+from ranks import agreed, fully_shard, on_ranks
 from support.comparing import equal
+from test_other_models_shared_out import COMPARED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreed import agreed
-from ranks import on_ranks
+from ranks import agreed, on_ranks
 from support.comparing import equal
 from support.modes import Watched
 from torch import Tensor, nn

@@ -1,154 +1,227 @@
-"""Training under FSDP2 with quantized gathers equals training with high-precision gathers, bit for bit."""
+"""Training under FSDP2 with quantized gathers equals training with high-precision gathers, and training of weights that
+are stored quantized equals training of the unsharded model, bit for bit."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, spawn
-from sharded import How, built, enough, step, train, whole
+from ranks import mesh_of, of_all, on_one, on_ranks
+from sharded import OPTIMIZERS, STORED, W8, How, built, local, parts, same_parts, stored, train, trained, whole
+from support.comparing import equal, equal_states
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import lpq
+from lpq.core import QuantizedTensor
 from lpq.distributed.memories import Memories
+from lpq.optim import MasterWeights
+from lpq.tensor.encode_writes import overwrite
 
+THREE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 RECIPES = [
-    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "bf16",
-    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "bf16", THREE,
     "fprop=fp8-row, dgrad=fp8-delayed, wgrad=nvfp4",
     "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current",
     "x=mxfp8(), w=hybrid(row=mxfp8, col=nvfp4, col_source=row), dy=mxfp8()",
 ]  # fmt: skip
-KINDS = ["fp8-current", "fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]
+KINDS = ["fp8-current", "fp8-delayed", "nvfp4", THREE]
 """With one scale, with state, with random bits, with other formats in other products: they train in every way. What
 else there is trains in one that is not plain."""
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"blocks": 2},  # the second is gathered while the first computes
     "not resharded": {"reshard": False, "mixed": True, "accumulate": 2},
-    "checkpointed": {
-        "checkpoint": True,
-        "offload": True,
-        "nested": True,
-        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    },
+    "checkpointed": {"checkpoint": True, "offload": True, "nested": True, "optimizer": OPTIMIZERS["fused"]},
+    "staying": {"accumulate": 2, "stays": True},
 }
 """Each with several options that have nothing to do with each other."""
 
 
 @functools.cache
-def _ordinary(how: How) -> tuple[list[float], dict[str, Tensor]]:
+def _ordinary(how: How) -> tuple[list[float], list[Tensor]]:
     """The losses and the weights of training with gathers in high precision."""
     losses, net = train(how)
-    return losses, {name: whole(p) for name, p in net.named_parameters()}
+    return losses, [whole(p) for p in net.parameters()]
 
 
-def _trains_as_with_ordinary_gathers(how: How) -> None:
+def _as_with_ordinary_gathers(how: How) -> None:
     """Those do without what leaves all numbers as they are: where weights are, and a backend that only traces."""
-    like = replace(how, weights=None, reshard=True, checkpoint=False, offload=False, compile=False)
-    ordinary, weights = _ordinary(like)
-    quantized, net = train(how)
-    assert ordinary == quantized, how
-    for p, (name, expected) in zip(net.parameters(), weights.items(), strict=True):
-        assert torch.equal(whole(p), expected), (how, name)
+    ways = {"reshard": True, "checkpoint": False, "offload": False, "compile": False, "stays": False}
+    ordinary, weights = _ordinary(replace(how, weights=None, **ways))  # type: ignore[arg-type]
+    losses, net = train(how)
+    assert ordinary == losses, how
+    assert equal(weights, map(whole, net.parameters())), how
 
 
-def _every_way(rank: int, recipe: str, ways: list[str], blocks: int = 2) -> None:
+def _every_way(recipe: str, ways: Iterable[str], **options: Any) -> None:
     size = {} if "block" in recipe else {"width": 128, "inner": 256}  # whole blocks for each of four ranks
-    for way in ways:  # a second block is gathered while the first computes
-        _trains_as_with_ordinary_gathers(How(recipe, blocks=blocks if way == "plain" else 1, **size, **WAYS[way]))
-
-
-OWN = [
-    "fp8-current", "nvfp4", "fp8-delayed",
-    "x=fp8(scaling=delayed, history=2), w=hybrid(row=fp8(scaling=delayed, history=2), col=mxfp8), dy=mxfp8()",
-]  # fmt: skip
-
-
-def _on_own_data(how: How) -> tuple[list[float], nn.Sequential]:
-    """Train, each rank on data of its own."""
-    net = built(how)
-    optimizer = how.optimizer(net.parameters())
-    return [step(net, optimizer, number, how) for number in range(enough(how.recipe))], net
-
-
-def _remembers_alike(net: nn.Sequential) -> None:
-    """All ranks remember the largest amaxes of all."""
-    for layer in net.modules():
-        for memory in layer.memories().values() if isinstance(layer, lpq.nn.Linear) else ():
-            same = memory.clone()
-            dist.all_reduce(same, op=dist.ReduceOp.MAX)
-            assert torch.equal(memory, same)
-
-
-def _ranks_see_different_data(rank: int, recipe: str) -> None:
-    how = How(recipe, width=128, inner=128, own_data=True)
-    ordinary, a = _on_own_data(replace(how, weights=None))
-    quantized, b = _on_own_data(how)
-    assert ordinary == quantized
-    assert all(torch.equal(whole(p), whole(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert len({tuple(losses) for losses in _of_all_ranks(ordinary)}) > 1
-    _remembers_alike(a)
-    _remembers_alike(b)
-    if "delayed" in recipe:  # what the other ranks saw makes a difference
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Memories, "reduce", lambda *_: False)
-            apart, _ = _on_own_data(replace(how, weights=None))
-        assert _of_all_ranks(apart) != _of_all_ranks(ordinary)
-
-
-def _of_all_ranks(losses: list[float]) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, losses)
-    return every
+    for way in ways:
+        _as_with_ordinary_gathers(How(recipe, **{"blocks": 1, **size, **WAYS[way], **options}))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe(recipe: str) -> None:
-    one = list(WAYS)[1 + RECIPES.index(recipe) % 2]
-    spawn(_every_way, 2, recipe, *((list(WAYS), 2) if recipe in KINDS else ([one], 1)))
+@on_ranks(2)
+def test_every_recipe(rank: int, recipe: str) -> None:
+    ways = [*WAYS] if recipe in KINDS else [[*WAYS][1 + RECIPES.index(recipe) % 2]]
+    _every_way(recipe, ways[:-1] if recipe == "fp8-delayed" else ways)  # what stays is encoded as it was recalled
 
 
-@pytest.mark.parametrize("recipe", KINDS)
-@pytest.mark.parametrize(("ranks", "ways"), [(1, list(WAYS)[1:]), (4, ["plain"])])
-def test_other_numbers_of_ranks(ranks: int, ways: list[str], recipe: str) -> None:
-    spawn(_every_way, ranks, recipe, ways, 1)
+@pytest.mark.parametrize(("ranks", "recipe"), [(1, "fp8-current"), (1, "fp8-delayed"), (4, "nvfp4"), (4, THREE)])
+@on_ranks()
+def test_other_numbers_of_ranks(rank: int, ranks: int, recipe: str) -> None:
+    _every_way(recipe, list(WAYS)[1:3] if ranks == 1 else ["plain"])
 
 
-@pytest.mark.parametrize(("ranks", "recipe"), [*((2, recipe) for recipe in OWN), (4, "fp8-delayed")])
-def test_ranks_see_different_data(ranks: int, recipe: str) -> None:
-    spawn(_ranks_see_different_data, ranks, recipe)
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed"])
 @on_ranks(4)
 def test_hsdp(rank: int, recipe: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _trains_as_with_ordinary_gathers(How(recipe, width=128, inner=256, blocks=1, mesh=mesh))
+    """``test_hsdp`` has what replicas have in common."""
+    _every_way(recipe, ["plain"], blocks=1, mesh=mesh_of("replicate", "shard"))
 
 
 @on_ranks(2)
 def test_compiled(rank: int) -> None:
     """On one rank; the other does the same collectives. ``test_by_inductor`` has a block that is not resharded."""
-    recipe = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
-    _trains_as_with_ordinary_gathers(How(recipe, compile=rank == 0, backend="aot_eager", checkpoint=True, blocks=1))
+    _as_with_ordinary_gathers(How(THREE, compile=rank == 0, backend="aot_eager", checkpoint=True, blocks=1))
 
 
-STORED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"offload": True, "nested": True}, {}),
-    ({"mixed": True, "checkpoint": True}, {"mixed": True, "reshard": False}),
-]
-"""Ways of running a model whose weights are stored quantized that train alike."""
+OF_W = "fp8(scaling=delayed, history=2)"
+OWN = [(2, "fp8-current"), (2, f"x={OF_W}, w=hybrid(row={OF_W}, col=mxfp8), dy={OF_W}"), (4, "fp8-delayed")]
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+@pytest.mark.parametrize(("ranks", "recipe"), OWN)
+@on_ranks()
+def test_ranks_see_different_data(rank: int, ranks: int, recipe: str) -> None:
+    how = How(recipe, width=128, inner=128, own_data=True)
+    (losses, a), (others, b) = train(replace(how, weights=None)), train(how)
+    assert losses == others
+    assert equal(map(whole, a.parameters()), map(whole, b.parameters()))
+    everywhere = of_all(losses)
+    assert len(set(map(tuple, everywhere))) > 1
+    for net in (a, b):  # all ranks remember the largest amaxes of all
+        for memory in (
+            m for layer in net.modules() if isinstance(layer, lpq.nn.Linear) for m in layer.memories().values()
+        ):
+            largest = memory.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            assert torch.equal(memory, largest)
+    if "delayed" in recipe:  # what the other ranks saw makes a difference
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Memories, "reduce", lambda *_: False)
+            assert of_all(train(replace(how, weights=None))[0]) != everywhere
+
+
+# ---------------------------------------------------------------------------------- weights that are stored quantized
+
+
+class Mixed(nn.Sequential):
+    """The meaning of ``MixedPrecisionPolicy``: a model in fp32, and one in bf16 which computes in its place."""
+
+    def __init__(self, net: nn.Sequential, how: How) -> None:
+        super().__init__(*net)
+        self._in_bf16 = [built(replace(how, mixed=False, bf16=True))]  # not a part of it
+        for own, other in self._both():
+            other.register_post_accumulate_grad_hook(lambda other, own=own: self._take_gradient(own, other))
+
+    def _both(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(self.parameters(), self._in_bf16[0].parameters(), strict=True)
+
+    @staticmethod
+    def _take_gradient(own: Tensor, other: Tensor) -> None:
+        assert other.grad is not None
+        own.grad, other.grad = other.grad.float(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in self._both():
+                if isinstance(own, QuantizedTensor):
+                    assert isinstance(other, QuantizedTensor)
+                    overwrite(other, own.row, own.col)
+                else:
+                    other.copy_(own)
+        computed = self._in_bf16[0](x)
+        assert computed.dtype == torch.bfloat16
+        return computed
+
+
+class Alone(NamedTuple):
+    """What training unsharded makes: the losses, the parameters and the masters."""
+
+    losses: list[float]
+    parameters: nn.ParameterList
+    masters: list[Tensor]
+
+
+@functools.cache
+def _alone(how: How) -> Alone:
+    return on_one(_trained_alone, how)
+
+
+def _masters(optimizer: torch.optim.Optimizer, how: How) -> list[Tensor]:
+    assert isinstance(optimizer, MasterWeights)
+    return [whole(master) for master in optimizer.masters.values()] if how.masters else []
+
+
+def _trained_alone(how: How) -> Alone:
+    net = built(how)
+    before = [parts(p) for p in net.parameters()]
+    losses, _, optimizer = trained(how, net=Mixed(net, how) if how.mixed else net)
+    assert not any(equal_states(a, parts(b)) for a, b in zip(before, net.parameters(), strict=True))
+    return Alone(
+        losses, nn.ParameterList(nn.Parameter(p.detach(), False) for p in net.parameters()), _masters(optimizer, how)
+    )
+
+
+def _as_unsharded(how: How) -> list[float]:
+    expected = _alone(replace(how, shard=False, checkpoint=False, reshard=True, offload=False, stays=False))
+    losses, net, optimizer = trained(how)
+    assert losses == expected.losses, how
+    assert sum(isinstance(local(p), QuantizedTensor) for p in net.parameters()) == 2 * how.blocks
+    same_parts(net, expected.parameters, how)
+    masters = _masters(optimizer, how)
+    assert len(masters) == 2 * how.blocks * how.masters
+    assert equal(masters, expected.masters), how
+    return losses
+
+
+HYBRID = W8.format("hybrid(row=nvfp4, col=fp8(scaling=row))")
+
+
 @on_ranks(2)
-def test_stored_weights(rank: int, recipe: str) -> None:
-    for ways in STORED:
-        losses, others = (train(How(recipe, weights="quantized", ranks=2, blocks=1, **way))[0] for way in ways)
-        assert losses == others, ways
-        assert losses[0] != losses[1]
+def test_every_optimizer(rank: int) -> None:
+    """Each with masters or without; ``test_before_forward`` has both."""
+    for i, (name, make) in enumerate(OPTIMIZERS.items()):
+        _as_unsharded(stored(HYBRID, optimizer=make, masters=i % 2 == 0, scheduled=name != "foreach", blocks=1))
+    plain = _as_unsharded(stored("fp8-current", masters=True))
+    assert _as_unsharded(stored("fp8-current", masters=True, scheduled=True)) != plain
+
+
+@on_ranks(2)
+def test_stored_weights(rank: int) -> None:
+    """In every way."""
+    for masters in (False, True):
+        _as_unsharded(stored(HYBRID, masters=masters, accumulate=3, offload=True, nested=True))
+        _as_unsharded(stored(HYBRID, masters=masters, checkpoint=True, reshard=False))
+        _as_unsharded(stored("fp8-delayed", masters=masters, accumulate=2, checkpoint=True, reshard=False))
+        _as_unsharded(stored("fp8-current", masters=masters, accumulate=2, stays=True))
+    for recipe in STORED[1::2]:
+        _as_unsharded(stored(recipe, masters=True, mixed=True, blocks=1))
+    _as_unsharded(stored(HYBRID, optimizer=OPTIMIZERS["fused"], mixed=True, checkpoint=True, reshard=False))
+
+
+@on_ranks(4)
+def test_stored_weights_on_four_ranks(rank: int) -> None:
+    _as_unsharded(stored("fp8-current", masters=True, blocks=1))
+    _as_unsharded(stored("fp8-delayed", mixed=True, blocks=1))
+    _as_unsharded(stored(HYBRID, masters=True, mixed=True, reshard=False, blocks=1))
+
+
+@on_ranks(1)
+def test_stored_weights_on_one_rank(rank: int) -> None:
+    """There is nobody to share with, and FSDP2 runs all the same."""
+    ways = [stored(recipe, masters=i % 2 == 0, mixed=i % 2 == 1, blocks=1) for i, recipe in enumerate(STORED)]
+    assert len({tuple(_as_unsharded(way)) for way in ways}) == len(STORED)

@@ -10,9 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import fully_shard, on_ranks
-from sharded import How, batch, built, model, whole
+from ranks import fully_shard, of_all, on_ranks
+from sharded import (
+    OPTIMIZERS,
+    SMALL,
+    How,
+    backward,
+    batch,
+    built,
+    model,
+    optimizer_for,
+    same_parts,
+    same_weights,
+    whole,
+)
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -40,7 +51,7 @@ class Muon(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                g = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+                g = whole(p.grad)
                 x = g / (g.norm() + 1e-7) if g.dim() == 2 else g
                 for _ in range(3 if g.dim() == 2 else 0):
                     x = 1.5 * x - 0.5 * (x @ x.t()) @ x
@@ -56,30 +67,26 @@ def _stepping(optimizer: Optimizer) -> Optimizer:
     return MasterWeights(optimizer, keep=False) if stored else optimizer
 
 
+def _stepped(*optimizers: Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _two(net: nn.Module) -> Update:
     """AdamW for some layers; SGD for the others, which steps every second time."""
     ups = [p for name, p in net.named_parameters() if ".up." in name]
     others = [p for name, p in net.named_parameters() if ".up." not in name]
     adam, sgd = _stepping(AdamW(ups, lr=1e-2)), _stepping(SGD(others, lr=0.1, momentum=0.9))
-
-    def update(number: int) -> None:
-        adam.step()
-        adam.zero_grad()
-        if number % 2:
-            sgd.step()
-            sgd.zero_grad()
-
-    return update
+    return lambda number: _stepped(adam, *[sgd] * (number % 2))
 
 
 def _muon(net: nn.Module) -> Update:
-    optimizer = _stepping(Muon(net.parameters()))
-
-    def update(number: int) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return update
+    """With a group that is added later."""
+    params = list(net.parameters())
+    optimizer = _stepping(Muon(params[:3]))
+    optimizer.add_param_group({"params": params[3:], "lr": 0.01})
+    return lambda number: _stepped(optimizer)
 
 
 def _unknown(net: nn.Module) -> Update:
@@ -96,28 +103,24 @@ def _unknown(net: nn.Module) -> Update:
 def _masters(net: nn.Module) -> Update:
     """Two optimizers with masters."""
     params = list(net.parameters())
-    optimizers = [MasterWeights(AdamW(params[::2], lr=1e-2)), MasterWeights(SGD(params[1::2], lr=0.1))]
-
-    def update(number: int) -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return update
+    optimizers = MasterWeights(AdamW(params[::2], lr=1e-2)), MasterWeights(SGD(params[1::2], lr=0.1))
+    return lambda number: _stepped(*optimizers)
 
 
-def _run(how: How, make: Callable[[nn.Module], Update]) -> tuple[list[float], nn.Module, list[list[Collective]]]:
+def _run(how: How, make: Callable[[nn.Module], Update]) -> tuple[list[float], nn.Module, list[list[int]]]:
+    """The losses, the model, and how often each forward and each update reduce."""
     net = built(how)
     update = make(net)
     losses, counted = [], []
     for number in range(STEPS):
         x = batch(number, how)
-        with collectives() as seen:
+        with collectives() as forward:
             loss = (net(x) - x.roll(1, 0)).square().mean()
-        counted.append(seen)
         loss.backward()
         losses.append(loss.item())
-        update(number)
+        with collectives() as step:
+            update(number)
+        counted.append([_reductions(seen) for seen in (forward, step)])
     return losses, net, counted
 
 
@@ -130,51 +133,29 @@ def test_as_with_ordinary_gathers(rank: int) -> None:
     """With the first recipe each kind of optimizer, with the others those that differ there."""
     for recipe, makes in zip(RECIPES, ((_two, _muon, _unknown), (_muon,), (_two, _unknown)), strict=True):
         for make in makes:
-            how = How(recipe, width=64, inner=128)
+            how = How(recipe, **SMALL)
             ordinary, a, _ = _run(replace(how, weights=None), make)
             losses, b, counted = _run(how, make)
             assert ordinary == losses, (recipe, make)
             assert len(set(losses)) == STEPS
-            for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-                assert torch.equal(whole(p), whole(q)), (recipe, make, name)
+            same_weights(a, b, (recipe, make))
             if recipe == "fp8-current":  # only where no hook says that the weights are written, forward has to look
-                assert [_reductions(seen) for seen in counted] == [1, *[int(make is _unknown)] * (STEPS - 1)]
+                looks, steps = int(make is _unknown), {_two: [1, 2, 1], _muon: [1] * 3, _unknown: [0] * 3}[make]
+                assert counted == [[looks if number else 1, count] for number, count in enumerate(steps)]
 
 
 @on_ranks(2)
 def test_as_unsharded(rank: int) -> None:
-    """Weights that are stored quantized, too."""
+    """Weights that are stored quantized, too; each optimizer reduces once."""
     for recipe, makes in zip(RECIPES[:2], ((_two, _muon, _masters), (_two,)), strict=True):
         for make in makes:
-            how = How(recipe, weights="quantized", width=64, inner=128)
-            losses, net, _ = _run(how, make)
+            how = How(recipe, weights="quantized", **SMALL)
+            losses, net, counted = _run(how, make)
             alone, twin, _ = _run(replace(how, shard=False), make)
             assert losses == alone, (recipe, make)
-            for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
-                rows = q.shape[0] // 2
-                ours, theirs = p._local_tensor, q.detach()[rank * rows : (rank + 1) * rows]
-                if isinstance(theirs, QuantizedTensor):
-                    assert isinstance(ours, QuantizedTensor)
-                    ours, theirs = ours.dequantize(torch.float32), theirs.dequantize(torch.float32)
-                assert torch.equal(ours, theirs), (recipe, make, name)
-
-
-@on_ranks(2)
-def test_each_optimizer_reduces_once(rank: int) -> None:
-    for weights in ("high_precision", "quantized"):
-        net = built(How("fp8-current", weights=weights, width=64, inner=128))
-        ups = [p for name, p in net.named_parameters() if ".up." in name]
-        others = [p for name, p in net.named_parameters() if ".up." not in name]
-        optimizers: list[Optimizer] = [AdamW(ups), AdamW(others)]
-        optimizers = [_stepping(optimizer) for optimizer in optimizers]
-        net(batch(0, How("", width=64))).square().mean().backward()
-        for optimizer in optimizers:
-            with collectives() as seen:
-                optimizer.step()
-            assert [c.kind for c in seen] == ["all_reduce"], weights
-        with collectives() as seen:
-            net(batch(1, How("", width=64)))
-        assert _reductions(seen) == 0
+            same_parts(net, twin, (recipe, make))
+            steps = {_two: [1, 2, 1], _muon: [1] * 3, _masters: [2] * 3}[make]
+            assert counted == [[0, count] for count in steps], (recipe, make)
 
 
 class _Around(Optimizer):
@@ -195,22 +176,45 @@ def _halves(net: nn.Module) -> Optimizer:
     return _Around(_stepping(AdamW(params[::2], lr=1e-2)), _stepping(AdamW(params[1::2], lr=1e-2)))
 
 
+def _adam(net: nn.Module) -> Optimizer:
+    return _stepping(AdamW(net.parameters(), lr=1e-2))
+
+
+def _both_kinds(recipe: str) -> nn.Sequential:
+    """Weights that are stored and weights that are gathered quantized."""
+    net = model(64, 128)
+    for block, weights in zip(net, ("quantized", "high_precision"), strict=True):
+        lpq.convert(block, recipe, weights=weights)  # type: ignore[arg-type]
+    for block in (*net, net):
+        fully_shard(block)
+    return net
+
+
+def _own(rank: int) -> Tensor:
+    """A batch that the other rank does not see."""
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
+
+
+def _histories(net: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in net.named_buffers() if "history" in name]
+
+
+def _agree(values: list[Tensor]) -> bool:
+    """Whether they are the same on both ranks."""
+    return equal(*of_all(values))
+
+
 @on_ranks(2)
 def test_both_kinds_of_weights_reduce_once(rank: int) -> None:
-    """Weights that are stored and weights that are gathered quantized, with what delayed scaling remembers."""
+    """With what delayed scaling remembers."""
+    makes: list[tuple[Callable[[nn.Module], Optimizer], int]] = [
+        (_adam, 1), (_halves, 3), (lambda net: MasterWeights(AdamW(net.parameters(), lr=1e-2)), 1)
+    ]  # fmt: skip
     for recipe in ("fp8-current", "fp8-delayed"):
-        for make, wanted in (
-            (_adam, 1),
-            (_halves, 3),
-            (lambda net: MasterWeights(AdamW(net.parameters(), lr=1e-2)), 1),
-        ):
-            net = model(64, 128)
-            lpq.convert(net[0], recipe, weights="quantized")
-            lpq.convert(net[1], recipe, weights="high_precision")
-            for block in (*net, net):
-                fully_shard(block)
+        for make, wanted in makes:
+            net = _both_kinds(recipe)
             optimizer = make(net)
-            for number in range(3):
+            for number in range(2):
                 with collectives() as seen:
                     net(_own(rank)).square().mean().backward()
                 assert _reductions(seen) == int(not number), (recipe, number)  # weights that no step has written to
@@ -230,11 +234,7 @@ def test_both_kinds_of_weights_reduce_once(rank: int) -> None:
 @on_ranks(2)
 def test_an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> None:
     """Weights beside it that each rank has measured, and none has reduced, are not encoded so in the next forward."""
-    net = model(64, 128)
-    lpq.convert(net[0], "fp8-current", weights="quantized")
-    lpq.convert(net[1], "fp8-current", weights="high_precision")
-    for block in (*net, net):
-        fully_shard(block)
+    net = _both_kinds("fp8-current")
     optimizer = _adam(net)
     net(_own(rank)).square().mean().backward()
     with pytest.MonkeyPatch.context() as patch:
@@ -250,9 +250,7 @@ def test_an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> No
 @on_ranks(2)
 def test_another_step_within_a_step(rank: int) -> None:
     """An optimizer that is none of those which the other one wraps: what it has is not left out."""
-    net = model(64, 128)
-    lpq.convert(net, "fp8-delayed", weights="high_precision")
-    fully_shard(net)
+    net = fully_shard(lpq.convert(model(64, 128), "fp8-delayed", weights="high_precision"))
     other = AdamW(net[1].parameters())
 
     def closure() -> Tensor:
@@ -271,38 +269,17 @@ def test_another_step_within_a_step(rank: int) -> None:
     assert _agree(_histories(net))
 
 
-def _own(rank: int) -> Tensor:
-    """A batch that the other rank does not see."""
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
-
-
-def _adam(net: nn.Module) -> Optimizer:
-    return _stepping(AdamW(net.parameters(), lr=1e-2))
-
-
-def _histories(net: nn.Module) -> list[Tensor]:
-    return [buffer for name, buffer in net.named_buffers() if "history" in name]
-
-
-def _agree(values: list[Tensor]) -> bool:
-    """Whether they are the same on both ranks."""
-    both: list[list[Tensor]] = [[], []]
-    dist.all_gather_object(both, values)
-    return equal(*both)
-
-
 @on_ranks(2)
 def test_state_is_sharded_and_ordinary(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
-        how = How("fp8-current", weights=weights, width=64, inner=128)
+        how = How("fp8-current", weights=weights, **SMALL)
         net = built(how)
-        optimizer = _adam(net)
-        net(batch(0, how)).square().mean().backward()
+        optimizer = optimizer_for(how, net)
+        backward(net, batch(0, how))
         optimizer.step()
         assert len(optimizer.state) == len(list(net.parameters()))
         for parameter, state in optimizer.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                moment = state[name]
+            for moment in (state["exp_avg"], state["exp_avg_sq"]):
                 assert isinstance(moment, DTensor)
                 assert (moment.shape, moment.placements) == (parameter.shape, parameter.placements)
                 assert type(moment._local_tensor) is Tensor
@@ -313,23 +290,18 @@ def test_state_is_sharded_and_ordinary(rank: int) -> None:
 @on_ranks(2)
 def test_a_closure(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
-        found = []
+        how, found = How("fp8-current", weights=weights, **SMALL), list[list[Any]]()
         for closed in (False, True):
-            net = built(How("fp8-current", weights=weights, width=64, inner=128))
-            optimizer = _adam(net)
-            losses = []
+            net = built(how)
+            optimizer, losses = optimizer_for(how, net), []
             for number in range(3):
 
-                def loss(net: nn.Module = net, number: int = number, optimizer: Optimizer = optimizer) -> float:
+                def loss(net: Any = net, number: int = number, optimizer: Any = optimizer) -> float:
                     optimizer.zero_grad()
-                    found = net(batch(number, How("", width=64))).square().mean()
-                    found.backward()
-                    return float(found)
+                    return backward(net, batch(number, how))  # noqa: B023
 
-                if closed:
-                    losses.append(optimizer.step(loss))
-                else:
-                    losses.append(loss())
+                losses.append(optimizer.step(loss) if closed else loss())
+                if not closed:
                     optimizer.step()
             found.append(losses)
         assert found[0] == found[1]
@@ -339,11 +311,11 @@ def test_a_closure(rank: int) -> None:
 @on_ranks(2)
 def test_a_model_may_go_at_any_time(rank: int) -> None:
     """Also while torch calls the hooks of a step, when the garbage is collected there."""
-    how = How("fp8-current", width=64, inner=128)
+    how = How("fp8-current", **SMALL)
     nets = [built(how) for _ in range(2)]
     for net in nets:
-        net(batch(0, how)).square().mean().backward()
-    optimizer = AdamW(nets[1].parameters())
+        backward(net, batch(0, how))
+    optimizer = OPTIMIZERS["foreach"](nets[1].parameters())
     gone = weakref.ref(nets[0][0].up.model.fsdp)
     assert gone() is not None
 

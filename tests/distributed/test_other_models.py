@@ -7,8 +7,7 @@ import warnings
 from unittest import mock
 
 import torch
-from agreed import agreed
-from ranks import on_ranks
+from ranks import agreed, on_ranks
 from sharded import How, built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

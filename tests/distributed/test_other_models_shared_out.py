@@ -11,8 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from agreed import COMPARED, agreed
-from ranks import fully_shard, on_ranks
+from ranks import agreed, fully_shard, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -26,8 +25,10 @@ from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
 from lpq.nn.stages import Stages
-from lpq.observe import collectives
+from lpq.observe import Collective, collectives
 
+COMPARED = Collective("all_reduce", 32)
+"""By which ranks see that all have the same input, or are at the same step of a policy."""
 E5M2 = "mxfp8(dtype=e5m2)"
 STAGED = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": E5M2}]}
 X = torch.ones(2, 32, 64)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreed import agreed
-from ranks import fully_shard, on_ranks, spawn
+from ranks import agreed, fully_shard, on_ranks, spawn
 from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -34,12 +34,12 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "activation checkpointing": (
             f"{LINEAR}::checkpointing_gives_the_same_gradients",
-            f"{SHARDED}/test_as_unsharded.py::every_way",
+            f"{SHARDED}/test_fsdp.py::stored_weights",
             f"{PARALLEL}_combined.py::checkpointed",
         ),
         "gradient accumulation": (
             "tests/nn/test_accumulate.py::the_sum_in_grad_is_autograds",
-            f"{SHARDED}/test_as_unsharded.py::every_way",
+            f"{SHARDED}/test_fsdp.py::stored_weights",
             f"{RECIPES}::layers_that_ranks_share_out",
         ),
         '`weights="quantized"`': (
@@ -50,7 +50,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         "FSDP2": (NOTHING, NOTHING, f"{PARALLEL}_combined.py::with_fsdp2"),
         'FSDP2 with `weights="high_precision"`': (
             NOTHING,
-            f"{SHARDED}/test_as_unsharded.py::every_optimizer",
+            f"{SHARDED}/test_fsdp.py::every_optimizer",
             f"{SHARDED}/test_sharded_twice.py::training_is_that_of_weights_in_high_precision",
         ),
         "checkpoints that are loaded on another layout": (

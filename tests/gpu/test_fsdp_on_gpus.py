@@ -20,9 +20,7 @@ from support.comparing import copy_bytes, equal_states
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from operands import gathered
 from ranks import spawn
-from sharded import How, batch, built, step, train, whole
-from stored import W8, same_parts
-from test_before_forward import give_gradients
+from sharded import W8, How, batch, built, give_gradients, same_parts, step, train, whole
 from test_bytes import every_collective_of_a_step
 from test_failures import MISHAPS, Mishap, Run
 from test_fsdp import RECIPES
