@@ -66,6 +66,48 @@ struct GeluTanh {
     }
 };
 
+// The same with each operation rounded, and in a form without a fused product and sum but where PyTorch's operators have one.
+struct NewGelu {
+    static constexpr float BETA = 0.797884560802865356f, KAPPA = 0.044715f;
+    const float x, square, tanh;
+    __device__ __forceinline__ NewGelu(float x)
+        : x(x), square(nearest(x * x)),
+          tanh(nearest(tanhf(nearest(BETA * nearest(x + nearest(KAPPA * nearest(square * x))))))) {}
+    __device__ __forceinline__ float half() const { return nearest(0.5f * x); }
+    __device__ __forceinline__ float above() const { return nearest(1.0f + tanh); }
+    __device__ __forceinline__ float value() const { return half() * above(); }
+    __device__ __forceinline__ float backward(float dy) const {
+        const float of_tanh = nearest(nearest(dy * half()) * fmaf(-tanh, tanh, 1.0f)), inner = nearest(of_tanh * BETA);
+        const float of_cube = nearest(nearest(inner * KAPPA) * nearest(3.0f * square));
+        return nearest(inner + of_cube) + nearest(nearest(dy * above()) * 0.5f);
+    }
+};
+
+struct Relu {
+    const float x;
+    __device__ __forceinline__ Relu(float x) : x(x) {}
+    __device__ __forceinline__ float value() const { return x != x ? x : fmaxf(x, 0.0f); }
+    __device__ __forceinline__ float backward(float dy) const { return x <= 0.0f ? 0.0f : dy; }
+};
+
+// up -> its activation.
+template <class Activation>
+struct Alone : Computing<1, 1> {
+    static __device__ __forceinline__ void compute(const float* x, const float*, const float*, float* y) {
+        y[0] = Activation(x[0]).value();
+    }
+};
+
+// up, the gradient of what Alone makes -> the gradient of up, and what it makes.
+template <class Activation>
+struct AloneBackward : Computing<2, 2> {
+    static __device__ __forceinline__ void compute(const float* x, const float*, const float*, float* y) {
+        const Activation activation(x[0]);
+        y[0] = activation.backward(x[1]);
+        y[1] = activation.value();
+    }
+};
+
 // gate, up -> the activation of gate times up.
 template <class Activation>
 struct Gated : Computing<2, 1> {

@@ -1,13 +1,13 @@
 """Blocks of other libraries that lpq computes as one function: known by what they compute, and not by their class.
 
-A block is tried on a few rows, with stand-ins for its three layers. If it calls the first two with its input and the
-third with ``silu(gate) * up``, or with that of a GELU, to the bit and by two functions of torch, and returns what that
-returns, ``gated_mlp`` may stand for it.
+A block is tried on a few rows, with stand-ins for its layers. If it calls the first with its input and the last with an
+activation of their outputs, such as ``silu(gate) * up`` or ``gelu(up)``, to the bit and by as many functions of torch,
+and returns what the last returns, or a dropout of it, ``mlp`` may stand for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations
 from typing import Any, ClassVar, NamedTuple
@@ -20,12 +20,13 @@ from lpq.nn.adopted_norms import adopt, norm_of, release
 from lpq.nn.first_argument import check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts
-from lpq.nn.fused_mlp import ACTIVATIONS, SwiGLU, gated_mlp, why_apart
+from lpq.nn.fused_mlp import SwiGLU, mlp, why_apart
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.operations.source import ACTIVATIONS
 from lpq.torch_private.hooks import has_hooks
 
 FUSED = "lpq_fuses"
@@ -33,7 +34,7 @@ FUSED = "lpq_fuses"
 ONE_FUNCTION = "its layers are one function, with encoded operands between them"
 ENCODES = "it encodes its output, once, for the layers that take it"
 EXPERTS = "experts, whose rows lie in groups, have no fused form"
-OTHER = "its forward is not down(act(gate(x)) * up(x)) alone, with a SiLU or GELU"
+OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 HOOKED = "hooks are called with its activation"
 REPLACED = "its forward was replaced on the object"
 
@@ -41,16 +42,18 @@ REPLACED = "its forward was replaced on the object"
 class BlockParts(NamedTuple):
     """The children of a block, by name."""
 
-    gate: str
-    up: str
+    before: tuple[str, ...]
+    """Gate and up, or up alone."""
     down: str
     activation: str
+    behind: str | None
+    """A dropout of what the last layer returns; None: there is none."""
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
 
 
 class FusedBlock(nn.Module):
-    """A block that is computed as one function where its layers allow it; see ``gated_mlp``.
+    """A block that is computed as one function where its layers allow it; see ``mlp``.
 
     ``class_for`` makes the subclass of this and of the class of the block. Other code finds the class, the children,
     the hooks and the parameters that it knows. No other name is added, as the block may have a child of that name.
@@ -64,27 +67,30 @@ class FusedBlock(nn.Module):
         """Take and return what the class before does."""
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
             return super().forward(*args, **kwargs)  # of the class before
-        return gated_mlp(args[0], *layers_of(self), self.lpq_parts.activation)
+        *before, down = layers_of(self)
+        y = mlp(args[0], before, down, ACTIVATIONS[self.lpq_parts.activation])
+        behind = self.lpq_parts.behind
+        return y if behind is None else self.lpq_parts.children[behind](y)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class before in copies and pickles, as no module has this one."""
         return _empty, (self.lpq_base,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
-def layers_of(block: FusedBlock) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Gate, up and down."""
-    gate, up, down, _, children = block.lpq_parts
-    return children[gate], children[up], children[down]
+def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
+    """Gate, if there is one, up and down."""
+    return tuple(block.lpq_parts.children[name] for name in (*block.lpq_parts.before, block.lpq_parts.down))
 
 
 def _why_changed(block: FusedBlock) -> str | None:
-    """Why ``gated_mlp`` no longer stands for a block, whatever its layers are; None if it does."""
-    *names, _, children = block.lpq_parts
+    """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
+    before, down, _, behind, children = block.lpq_parts
+    names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
         name, child = next(iter(now.items()), ("child", None))
         return f"its {name} is another module since, {type(child).__name__}: call lpq.fuse again"
-    if len(children) > len(names) and any(has_hooks(m) for name, m in children.items() if name not in names):
+    if len(children) > len(before) + 1 and any(has_hooks(m) for name, m in children.items() if name not in names):
         return HOOKED
     return None
 
@@ -167,29 +173,29 @@ def _release(block: FusedBlock) -> None:
 
 
 def find_parts(module: nn.Module) -> BlockParts | str | None:
-    """The parts of a block that can be fused; the reason why another block with three such layers cannot; None for a
-    module that is no such block, or is fused already."""
+    """The parts of a block that can be fused; the reason why another block with two or three such layers cannot; None
+    for a module that is no such block, or is fused already."""
     children = {name: m for name, m in module._modules.items() if m is not None}
     own = [name for name, m in children.items() if next(m.parameters(), None) is not None]
-    if len(own) != 3 or isinstance(module, FusedBlock | SwiGLU):
+    if len(own) not in (2, 3) or isinstance(module, FusedBlock | SwiGLU):
         return None
     if not all(isinstance(children[name], nn.Linear | Layer) for name in own):
         return None
     orders = [names for names in permutations(own) if _fit(*(children[name] for name in names))]
     if orders and "forward" in vars(module):
         return REPLACED
-    for gate, up, down in orders:
-        if (activation := _activation(module, gate, up, down)) is not None:
-            if any(has_hooks(m) for name, m in children.items() if name not in own):
+    for *before, down in orders:
+        if (found := _activation(module, before, down)) is not None:
+            if any(has_hooks(m) for name, m in children.items() if name not in (*own, found[1])):
                 return HOOKED
-            return BlockParts(gate, up, down, activation, dict(module._modules))  # type: ignore[arg-type]
+            return BlockParts((*before,), down, *found, dict(module._modules))  # type: ignore[arg-type]
     return OTHER if orders else None
 
 
-def _fit(gate: Any, up: Any, down: Any) -> bool:
-    """Whether layers have the sizes of gate, up and down."""
-    inside = gate.in_features, gate.out_features
-    return inside == (up.in_features, up.out_features) == (down.out_features, down.in_features)
+def _fit(*layers: Any) -> bool:
+    """Whether layers have the sizes of gate, if there is one, up and down."""
+    *before, down = layers
+    return all((up.in_features, up.out_features) == (down.out_features, down.in_features) for up in before)
 
 
 def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
@@ -213,9 +219,9 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         if FUSED in vars(module):
             looked_at.append(f"{name}." if name else "")
         if isinstance(module, FusedBlock):
-            yield name, module, _why_changed(module) or why_apart(*layers_of(module))
+            yield name, module, _why_changed(module) or why_apart(layers_of(module)[:-1], layers_of(module)[-1])
         elif isinstance(module, SwiGLU) and type(module).forward is SwiGLU.forward:
-            yield name, module, why_apart(module.gate_proj, module.up_proj, module.down_proj)
+            yield name, module, why_apart((module.gate_proj, module.up_proj), module.down_proj)
         elif isinstance(module, EncodingNorm) and module.consumers:
             weight: Any = module._parameters["weight"]
             yield name, module, module.why_not(weight.new_empty(1, weight.shape[0]))
@@ -254,23 +260,35 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _activation(module: nn.Module, gate: str, up: str, down: str) -> str | None:
-    """The activation with which the forward of a block is ``down(activation(gate(x)) * up(x))``; None if it is not."""
+def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[str, str | None] | None:
+    """The activation with which the forward of a block is ``mlp``, and the name of the dropout behind; None if its
+    forward is something else."""
     drawn = torch.Generator().manual_seed(0)
-    g, u, y, x = (torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(4))
-    gate_, up_, down_ = stand_ins = [_StandIn(t) for t in (g, u, y)]
+    x, y, dropped, *outputs = (torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(len(before) + 3))
+    layers = {name: _StandIn(t) for name, t in zip((*before, down), (*outputs, y), strict=True)}
+    dropouts = {name: _StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
     like: Any = object.__new__(type(module))  # without an __init__, and without a write to the block
-    children = {**module._modules, **dict(zip((gate, up, down), stand_ins, strict=True))}
-    like.__dict__.update(module.__dict__, _modules=children)
+    like.__dict__.update(module.__dict__, _modules={**module._modules, **layers, **dropouts})
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), _Functions() as functions:
             out = type(module).forward(like, x)
     except Exception:  # other code's, which may raise anything on such an input
         return None
-    if out is not y or len(gate_.given) != 1 or len(up_.given) != 1 or len(down_.given) != 1:
+    behind = next((name for name, stand_in in dropouts.items() if stand_in.given), None)
+    given = [stand_in.given for stand_in in (*layers.values(), *dropouts.values()) if stand_in.given]
+    if any(len(own) != 1 for own in given) or len(given) != len(layers) + (behind is not None):
         return None
-    product = down_.given[0]
-    if functions.count != 2 or gate_.given[0] is not x or up_.given[0] is not x or not isinstance(product, Tensor):
+    if any(own[0] is not x for own in given[: len(before)]) or out is not (y if behind is None else dropped):
         return None
-    computed = ((name, activation.product.compute(g, u)[0]) for name, activation in ACTIVATIONS.items())
-    return next((name for name, expected in computed if torch.equal(product, expected)), None)
+    if behind is not None and given[-1][0] is not y:
+        return None
+    for name, activation in ACTIVATIONS.items():
+        with _Functions() as own_functions:
+            expected = activation.compute(*outputs)
+        if functions.count == own_functions.count and _same(given[len(before)][0], expected):
+            return name, behind
+    return None
+
+
+def _same(given: Any, expected: Tensor) -> bool:
+    return isinstance(given, Tensor) and torch.equal(given, expected)

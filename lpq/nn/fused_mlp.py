@@ -1,20 +1,21 @@
-"""A gated MLP, ``down(silu(gate(x)) * up(x))``, as one function to autograd where its three layers allow it.
+"""An MLP, ``down(silu(gate(x)) * up(x))`` or ``down(gelu(up(x)))``, as one function to autograd where its layers
+allow it.
 
-The product of ``silu(gate)``, or of another activation, and ``up`` goes into the last layer encoded, and the gradients
-of both go into the first two layers encoded: one kernel computes and encodes them, and none of the three matrices is
-written in high precision. Each layer runs as it does by itself (``lpq/nn/multiply.py``), with the encoders of this
-function in place of its own. So all bytes are the same as if the three layers ran one after the other.
+The activation of ``gate`` times ``up``, or the activation of ``up`` alone, goes into the last layer encoded, and the
+gradients of both go into the first layers encoded: one kernel computes and encodes them, and none of these matrices is
+written in high precision, but for a gradient that is summed for a bias. Each layer runs as it does by itself
+(``lpq/nn/multiply.py``), with the encoders of this function in place of its own. So all bytes are the same as if the
+layers ran one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpq import registry
@@ -30,34 +31,11 @@ from lpq.operations.inputs import as_matrix
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, Producer, bind_producer
 from lpq.operations.sides import shared
-from lpq.operations.source import (
-    GEGLU,
-    GEGLU_BACKWARD,
-    GEGLU_TANH,
-    GEGLU_TANH_BACKWARD,
-    SWIGLU,
-    SWIGLU_BACKWARD,
-    Source,
-)
+from lpq.operations.source import ACTIVATIONS, Activation, Between, Source
 from lpq.operations.states import moves
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.hooks import global_hooks, has_hooks
 
-
-class Activation(NamedTuple):
-    """The function between the layers."""
-
-    function: Callable[[Tensor], Tensor]
-    product: Source
-    """Computes its value of gate, times up."""
-    backward: Source
-
-
-ACTIVATIONS = {
-    "silu": Activation(F.silu, SWIGLU, SWIGLU_BACKWARD),
-    "gelu": Activation(F.gelu, GEGLU, GEGLU_BACKWARD),
-    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), GEGLU_TANH, GEGLU_TANH_BACKWARD),
-}
 OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
 
@@ -74,16 +52,17 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
         up: The layer whose output is multiplied by that.
         down: The layer that takes the product.
     """
-    return gated_mlp(x, gate, up, down, "silu")
+    return mlp(x, (gate, up), down, ACTIVATIONS["silu"])
 
 
-def gated_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str) -> Tensor:
-    """As ``swiglu``, with one of ``ACTIVATIONS``."""
-    if not torch.compiler.is_compiling() and why_apart(gate, up, down) is None:
-        y = _fused(x, gate, up, down, ACTIVATIONS[activation])  # type: ignore[arg-type]
+def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
+    """``down(act(gate(x)) * up(x))`` where ``before`` is gate and up, and ``down(act(up(x)))`` where it is up alone, as
+    one function where the layers allow it; see ``swiglu``."""
+    if not torch.compiler.is_compiling() and why_apart(before, down) is None:
+        y = _fused(x, before, down, activation)  # type: ignore[arg-type]
         if y is not None:
             return y
-    return down(ACTIVATIONS[activation].function(gate(x)) * up(x))  # type: ignore[no-any-return]
+    return down(activation.compute(*(layer(x) for layer in before)))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):
@@ -107,11 +86,11 @@ class SwiGLU(nn.Module):
         return swiglu(x, self.gate_proj, self.up_proj, self.down_proj)
 
 
-def why_apart(gate: nn.Module, up: nn.Module, down: nn.Module) -> str | None:
-    """Why three layers are computed one after the other; None if they are one function."""
+def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
+    """Why layers are computed one after the other; None if they are one function. ``before``: as in ``mlp``."""
     if global_hooks():
         return "a hook is called with every module"
-    for name, layer in (("gate", gate), ("up", up), ("down", down)):
+    for name, layer in zip(("gate", "up", "down")[-1 - len(before) :], (*before, down), strict=True):
         if not isinstance(layer, Layer) or type(layer).forward is not Layer.forward or "forward" in vars(layer):
             return f"its {name} is a {type(layer).__name__} with a forward of its own, and no lpq.nn.Linear"
         if layer.passes.plan is None:
@@ -122,34 +101,36 @@ def why_apart(gate: nn.Module, up: nn.Module, down: nn.Module) -> str | None:
             return f"its {name} is observed"
         if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
             return f"ranks share out the weight of its {name}"
-        if name != "down" and layer.bias is not None:
-            return f"its {name} has a bias, whose gradient is a sum in high precision"
         if name == "down" and rounds_stochastically(layer.passes.plan.x):
             return f"its {name} rounds inputs with random bits"
     return None
 
 
-def _fused(x: Tensor, gate: Layer, up: Layer, down: Layer, activation: Activation) -> Tensor | None:
-    """The output of three layers that nothing keeps apart; None if something watches this pass or traces it."""
-    of_gate = gate.prepare(x, OF_X)
-    if of_gate is None:
+def _fused(x: Tensor, before: Sequence[Layer], down: Layer, activation: Activation) -> Tensor | None:
+    """The output of layers that nothing keeps apart; None if something watches this pass or traces it."""
+    first = before[0].prepare(x, OF_X)
+    if first is None:
         return None
-    of_up = up.prepare(x, OF_X)
-    assert of_up is not None
-    shapes = of_gate.call.shapes
+    prepared = [first]
+    for layer in before[1:]:
+        also = layer.prepare(x, OF_X)
+        assert also is not None
+        prepared.append(also)
+    shapes = first.call.shapes
     like = torch.empty((), dtype=shapes.dtype, device=x.device).expand(*x.shape[:-1], shapes.outputs)
-    grad = torch.is_grad_enabled()
-    like.requires_grad_(grad and (x.requires_grad or of_gate.weight.requires_grad or of_up.weight.requires_grad))
+    trained = (x, *(of.weight for of in prepared), *(layer.bias for layer in before if layer.bias is not None))
+    like.requires_grad_(torch.is_grad_enabled() and any(t.requires_grad for t in trained))
     of_down = down.prepare(like, OF_PRODUCT)
     assert of_down is not None
-    weights, calls = zip(of_gate, of_up, of_down, strict=True)
+    weights, calls = zip(*prepared, of_down, strict=True)
+    tensors = *weights, *(layer.bias for layer in (*before, down))
     compute: Any = FusedMLP.apply
     y: Tensor
     if not autocasts():
-        y = compute(x, *weights, down.bias, calls, activation)
+        y = compute(activation, calls, x, *tensors)
         return y
     with torch.autocast(x.device.type, enabled=False):
-        y = compute(x, *weights, down.bias, calls, activation)
+        y = compute(activation, calls, x, *tensors)
         return y
 
 
@@ -182,16 +163,17 @@ class LayerContext:
         self.needs_input_grad, self.next_functions = needs, nodes
 
 
-class GatedProduct:
-    """``silu(gate) * up`` on its way into the last layer, and its gradient on its way back."""
+class Activated:
+    """The result of the activation on its way into the last layer, and its gradient on its way back."""
 
     def __init__(
-        self, gate: Tensor, up: Tensor, parts: tuple[LayerContext, LayerContext, LayerContext], activation: Activation
+        self, inputs: Sequence[Tensor], before: Sequence[LayerContext], down: LayerContext, of: Between
     ) -> None:
-        self._inputs = as_matrix(gate), as_matrix(up)
-        self._parts, self._activation = parts, activation
+        self._inputs = [as_matrix(x) for x in inputs]
+        self._before, self._down, self._of = before, down, of
         self.made: list[Produced] = []
-        """Both gradients and the product once more, encoded, as soon as the gradient of the product is there."""
+        """The gradients of the inputs and what the activation makes once more, encoded, as soon as the gradient of that
+        is there."""
 
     def forward(self, call: LayerCall, step: Step) -> Step:
         """Give the last layer its row operand. Backward makes the column operand, as the product is not kept; of a
@@ -202,7 +184,7 @@ class GatedProduct:
 
         def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
             (made,) = self._produce(
-                self._activation.product, (Output(wanted._replace(col=measured)),), self._inputs, [known], [seed]
+                self._of.product, (Output(wanted._replace(col=measured)),), self._inputs, [known], [seed]
             )
             kept = [memory.clone() for memory in known.values()] if wanted.remembers and wanted.col else ()
             return made.row, kept, made.stats
@@ -210,8 +192,8 @@ class GatedProduct:
         return step._replace(x=Encoder(*operands_of(wanted), encode))
 
     def backward(self, step: Step) -> Step:
-        """Take the gradient of the product from the last layer, and give it its column operand."""
-        down, multiply = self._parts[2], step.dgrad
+        """Take the gradient from the last layer, and give it its column operand."""
+        down, multiply = self._down, step.dgrad
         call = down.call
         wanted = input_wanted(call.plan, call.shapes)
         column = Output(wanted._replace(row=False) if wanted.col else None)
@@ -221,17 +203,15 @@ class GatedProduct:
 
         def dgrad(dy: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) -> Tensor:
             assert multiply is not None
-            outputs, known, seeds = zip(*(_gradient_of(part) for part in self._parts[:2]), strict=True)
+            outputs, known, seeds = zip(*(_gradient_of(part) for part in self._before), strict=True)
             then = remembered(down.saved_tensors[: down.counts[0]])
             inputs = *self._inputs, multiply(dy, weight, bias)
-            self.made = self._produce(
-                self._activation.backward, (*outputs, column), inputs, (*known, then), (*seeds, None)
-            )
+            self.made = self._produce(self._of.backward, (*outputs, column), inputs, (*known, then), (*seeds, None))
             return None  # type: ignore[return-value]  # it has gone where it is needed
 
         def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
             if not self.made:
-                self.made = self._produce(self._activation.product, (column,), self._inputs, [remembered(kept)], [None])
+                self.made = self._produce(self._of.product, (column,), self._inputs, [remembered(kept)], [None])
             return self.made.pop().col
 
         encoder = Encoder(*operands_of(wanted), lambda x, known, seed: ((), (), ()), later)
@@ -253,10 +233,11 @@ def _gradient_of(part: LayerContext) -> tuple[Output, Known, Tensor | None]:
     """How the gradient of the output of a layer is encoded, its state and its seed."""
     call = part.call
     wanted = gradient_wanted(call.plan, call.shapes)
+    summed = part.needs_input_grad[2]
     if not (wanted.row or wanted.col):
-        return Output(None), None, None
+        return Output(None, summed), None, None
     state = call.states.get("dy") if part.dy_state is None else part.dy_state
-    return Output(wanted), state, part.saved_tensors[sum(part.counts)] if call.plan.stochastic else None
+    return Output(wanted, summed), state, part.saved_tensors[sum(part.counts)] if call.plan.stochastic else None
 
 
 def _arrived(made: Produced) -> Change:
@@ -271,47 +252,63 @@ def _arrived(made: Produced) -> Change:
 
 
 class FusedMLP(torch.autograd.Function):
-    """Three layers and what lies between them."""
+    """The layers and what lies between them. Its tensors are the input, the weights and then the biases of all layers,
+    the last layer's behind the others."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, bias: Tensor | None,
-        calls: tuple[LayerCall, LayerCall, LayerCall], activation: Activation,
-    ) -> Tensor:  # fmt: skip
-        of_gate, of_up, of_down = calls
-        parts = gate, up, down = LayerContext(), LayerContext(), LayerContext()
-        g = Multiplication.forward(gate, x, w_gate, None, of_gate)
-        u = Multiplication.forward(up, x, w_up, None, of_up)
+        ctx: Any, activation: Activation, calls: Sequence[LayerCall], x: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        count = len(calls)
+        parts = *before, down = [LayerContext() for _ in calls]
+        *given, (w_down, of_down, b_down) = zip(tensors[:count], calls, tensors[count:], strict=True)
+        inputs = []
+        for part, (weight, call, bias) in zip(before, given, strict=True):
+            assert weight is not None
+            inputs.append(Multiplication.forward(part, x, weight, bias, call))
         of_down = of_down._replace(inputs=None)  # no other layer has this input
-        product = GatedProduct(g, u, parts, activation)
-        y = Multiplication.forward(down, g, w_down, bias, of_down, partial(product.forward, of_down))
-        ctx.save_for_backward(g, u, *gate.give(), *up.give(), *down.give())
-        ctx.parts, ctx.activation = parts, activation
+        between = activation.gated if len(before) > 1 else activation.alone
+        then = Activated(inputs, before, down, between)
+        assert w_down is not None
+        y = Multiplication.forward(down, inputs[0], w_down, b_down, of_down, partial(then.forward, of_down))
+        ctx.save_for_backward(*inputs, *(t for part in parts for t in part.give()))
+        ctx.parts, ctx.between, ctx.there = parts, between, [t is not None for t in (x, *tensors)]
         if down.encoded_gradient is not None:
             ctx.encoded_gradient = down.encoded_gradient
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        parts = gate, up, down = ctx.parts
-        g, u, *rest = ctx.saved_tensors
-        x, w_gate, w_up, w_down, bias = ctx.needs_input_grad[:5]
-        saved, nodes = iter(rest), ctx.next_functions
-        gate.take(saved, (x, w_gate, False), nodes)
-        up.take(saved, (x, w_up, False), (nodes[0], nodes[2]))
-        # The gradient of the product is wanted where one of these is.
-        wanted = next((node for node in nodes[:3] if node[0] is not None and computes(node[0])), nodes[0])
-        down.take(saved, (x or w_gate or w_up, w_down, bias), (wanted, *nodes[3:]))
-        product = GatedProduct(g, u, parts, ctx.activation)
-        _, dw_down, db, _ = Multiplication.backward(down, dy, product.backward)
-        dx = dw_gate = dw_up = None
-        if product.made:
-            dx, dw_up, *_ = Multiplication.backward(up, u, _arrived(product.made[1]))
-            also, dw_gate, *_ = Multiplication.backward(gate, g, _arrived(product.made[0]))
-            if dx is None or also is None:
-                dx = also if dx is None else dx
-            else:
+        parts: Sequence[LayerContext] = ctx.parts
+        *before, down = parts
+        saved, at = iter(ctx.saved_tensors), iter(ctx.next_functions)
+        inputs = [*islice(saved, len(before))]
+        nodes = [next(at) if there else (None, 0) for there in ctx.there]  # of the tensors
+        needs = ctx.needs_input_grad[2:]
+        count = len(parts)
+        for i, part in enumerate(before, 1):
+            of = 0, i, count + i
+            part.take(saved, tuple(needs[k] for k in of), [nodes[k] for k in of])
+        # The gradient of what the activation makes is wanted where one of these is.
+        earlier = [k for k in range(2 * count) if k != count]
+        wanted = next((nodes[k] for k in earlier if nodes[k][0] is not None and computes(nodes[k][0])), nodes[0])
+        down.take(
+            saved, (any(needs[k] for k in earlier), needs[count], needs[2 * count]),
+            (wanted, nodes[count], nodes[2 * count]),
+        )  # fmt: skip
+        then = Activated(inputs, before, down, ctx.between)
+        _, *of_down, _ = Multiplication.backward(down, dy, then.backward)
+        dx: Tensor | None = None
+        grads: list[Sequence[Tensor | None]] = [(None, None)] * len(before)
+        for i, (part, y, made) in reversed([*enumerate(zip(before, inputs, then.made, strict=False))]):
+            gradient = y if made.value is None else made.value.view(y.shape)
+            also, dw, db, _ = Multiplication.backward(part, gradient, _arrived(made))
+            grads[i] = dw, db
+            if dx is not None and also is not None:
                 dx.add_(also)
+            else:
+                dx = also if dx is None else dx
         for part in parts:
             part.give()
-        return dx, dw_gate, dw_up, dw_down, db, None, None
+        weights, biases = zip(*grads, of_down, strict=True)
+        return None, None, dx, *weights, *biases

@@ -6,6 +6,7 @@ and encodes them at once spares a write and the reads of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
@@ -32,39 +33,76 @@ class Source(NamedTuple):
     """The struct of ``csrc/common/sources.cuh`` that computes the elements of a thread; empty: there is none."""
 
 
-def _gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    return (activation(gate) * up,)
+class Between(NamedTuple):
+    """The computations between the layers of an MLP."""
+
+    product: Source
+    """Makes what goes into the last layer."""
+    backward: Source
+    """Makes, of the same inputs and the gradient of that: the gradients of the inputs, and the same once more."""
 
 
-def _gated_backward(
-    activation: Callable[[Tensor], Tensor],
-    backward: Callable[[Tensor, Tensor], Tensor],
-    gate: Tensor,
-    up: Tensor,
-    dy: Tensor,
-) -> tuple[Tensor, ...]:
-    active = activation(gate)
-    return backward(dy * up, gate), dy * active, active * up
+class Activation(NamedTuple):
+    """An activation function of an MLP."""
+
+    gated: Between
+    """Of ``gate`` and ``up``: the activation of ``gate`` times ``up``, rounded twice, as modules of PyTorch do it."""
+    alone: Between
+    """Of ``up``: its activation."""
+
+    def compute(self, *inputs: Tensor) -> Tensor:
+        """Compute the input of the last layer by torch's operations."""
+        return (self.gated if len(inputs) > 1 else self.alone).product.compute(*inputs)[0]
 
 
-def _gates(
-    name: str, activation: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor], struct: str
-) -> tuple[Source, Source]:
-    """``activation(gate) * up``, rounded twice, as modules of PyTorch compute it. And, of ``gate``, ``up`` and the
-    gradient of that: the gradients of both, and the same output once more."""
-    return (
-        Source(name, ("matrix",) * 2, 1, partial(_gated, activation), f"sources::Gated<sources::{struct}>"),
-        Source(
-            f"{name}_backward", ("matrix",) * 3, 3, partial(_gated_backward, activation, backward),
-            f"sources::GatedBackward<sources::{struct}>",
+def _activation(
+    name: str, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], struct: str
+) -> Activation:
+    """``gradient(dy, x)`` is the gradient that autograd computes."""
+
+    def gated(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return (function(gate) * up,)
+
+    def gated_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        active = function(gate)
+        return gradient(dy * up, gate), dy * active, active * up
+
+    def source(of: str, inputs: int, outputs: int, compute: Callable[..., tuple[Tensor, ...]], kind: str) -> Source:
+        kinds: list[Kind] = ["matrix"] * inputs
+        return Source(of, tuple(kinds), outputs, compute, f"sources::{kind}<sources::{struct}>")
+
+    return Activation(
+        Between(
+            source(f"{name}_gate", 2, 1, gated, "Gated"),
+            source(f"{name}_gate_backward", 3, 3, gated_backward, "GatedBackward"),
         ),
-    )  # fmt: skip
+        Between(
+            source(name, 1, 1, lambda up: (function(up),), "Alone"),
+            source(f"{name}_backward", 2, 2, lambda up, dy: (gradient(dy, up), function(up)), "AloneBackward"),
+        ),
+    )
+
+
+def _new_gelu(x: Tensor) -> Tensor:
+    """A GELU by tanh, operation by operation, as transformers has it for GPT-2 and Phi."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _new_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(_new_gelu(leaf), leaf, dy)[0]
 
 
 ADD = Source("add", ("matrix", "matrix"), 1, lambda a, b: (a + b,), "sources::Add")
-SWIGLU, SWIGLU_BACKWARD = _gates("swiglu", F.silu, torch.ops.aten.silu_backward, "Silu")
-GEGLU, GEGLU_BACKWARD = _gates("geglu", F.gelu, torch.ops.aten.gelu_backward, "Gelu")
-GEGLU_TANH, GEGLU_TANH_BACKWARD = _gates(
-    "geglu_tanh", partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    "GeluTanh",
-)  # fmt: skip
+_aten = torch.ops.aten
+ACTIVATIONS = {
+    "silu": _activation("silu", F.silu, _aten.silu_backward, "Silu"),
+    "gelu": _activation("gelu", F.gelu, _aten.gelu_backward, "Gelu"),
+    "gelu_tanh": _activation(
+        "gelu_tanh", partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh"), "GeluTanh"
+    ),
+    "gelu_new": _activation("gelu_new", _new_gelu, _new_gelu_backward, "NewGelu"),
+    "relu": _activation("relu", F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0), "Relu"),
+}
+SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated

@@ -15,16 +15,7 @@ from lpq.operations import fused_pair, produced_tiles
 from lpq.operations.encoder import Wanted
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, bind_producer
-from lpq.operations.source import (
-    ADD,
-    GEGLU,
-    GEGLU_BACKWARD,
-    GEGLU_TANH,
-    GEGLU_TANH_BACKWARD,
-    SWIGLU,
-    SWIGLU_BACKWARD,
-    Source,
-)
+from lpq.operations.source import ACTIVATIONS, ADD, SWIGLU, SWIGLU_BACKWARD, Source
 from lpq.torch_private.memory import Allocate, allocator
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -34,7 +25,7 @@ pytestmark = [
 ]
 
 SOURCES = [SWIGLU, SWIGLU_BACKWARD]
-OTHERS = [ADD, GEGLU, GEGLU_BACKWARD, GEGLU_TANH, GEGLU_TANH_BACKWARD]
+OTHERS = [ADD, *(of for act in ACTIVATIONS.values() for between in act for of in between if of not in SOURCES)]
 """The code of a side does not depend on the source: one format shows that these work."""
 TEXTS = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
@@ -184,5 +175,5 @@ def test_inputs_that_do_not_fit() -> None:
     outputs = outputs_of(SWIGLU, "fp8", (64, 64), torch.bfloat16)
     producer, x = bind_producer(SWIGLU, outputs), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     for wrong in (x.float(), x[:32]):
-        with pytest.raises(ValueError, match=r"swiglu: input 1 has .* and not 4096 in torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"silu_gate: input 1 has .* and not 4096 in torch.bfloat16"):
             producer.produce([x, wrong], [None], [None])

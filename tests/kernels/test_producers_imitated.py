@@ -21,7 +21,7 @@ from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.quantizing import quantize_reference
-from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.operations.source import ACTIVATIONS, SWIGLU, SWIGLU_BACKWARD, Source
 from lpq.testing.comparing import Poisoned
 from lpq.testing.expect import same
 from lpq.testing.operands import SEED
@@ -104,3 +104,10 @@ def test_three_outputs(texts: list[str], launched: list[str]) -> None:
 @pytest.mark.parametrize("text", ["fp8", "mxfp8", "fp8(scaling=block, block=128x128)"])
 def test_one_output(text: str) -> None:
     check(SWIGLU, [text], (37, 136), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu_new"])
+def test_an_activation_alone(name: str) -> None:
+    product, backward = ACTIVATIONS[name].alone
+    check(product, ["mxfp8"], (37, 136), torch.bfloat16)
+    check(backward, ["mxfp8"] * 2, (37, 136), torch.bfloat16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +28,13 @@ EXPERTS = "experts, whose rows lie in groups, have no fused form"
 RMS = ("input_layernorm", "post_attention_layernorm")
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
     "Llama": (SIZES, ("mlp", *RMS), {}),
+    "Gemma": (SIZES | {"head_dim": 32}, ("mlp", *RMS), {}),
     "Gemma2": (
         SIZES | {"head_dim": 32},
         ("mlp", "input_layernorm", "pre_feedforward_layernorm"),
         {"post_attention_layernorm": OTHERS, "post_feedforward_layernorm": OTHERS},
     ),
-    "Phi": (SIZES, ("input_layernorm",), {}),
+    "Phi": (SIZES, ("mlp", "input_layernorm"), {}),
     "Phi3": (SIZES, RMS, {}),
     "GptOss": (
         SIZES | {"num_local_experts": 4, "head_dim": 32}, RMS[:1], {"mlp.experts": EXPERTS, RMS[1]: OTHERS},
@@ -41,10 +44,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
         SIZES | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}, RMS[:1],
         {"mlp.experts": EXPERTS, RMS[1]: OTHERS},
     ),
-    "GPT2": (GPT2, ("ln_1", "ln_2"), {}),
+    "GPT2": (GPT2, ("mlp", "ln_1", "ln_2"), {}),
     "OPT": (OPT, ("self_attn_layer_norm", "final_layer_norm"), {}),
 }  # fmt: skip
 """The sizes of a model, what is fused in one of its layers, and what is not."""
+PAGE = Path(__file__).parents[2] / "docs/fused.md"
 
 
 def model(family: str, recipe: str = "mxfp8") -> Any:
@@ -74,3 +78,14 @@ def test_a_layer_of_each_family(family: str) -> None:
     _, fused, apart = FAMILIES[family]
     assert {e.name.removeprefix(f"{layer}.") for e in report.fused} == {*fused}
     assert {e.name.removeprefix(f"{layer}."): e.note for e in report.apart} == apart
+
+
+def test_the_page_says_so() -> None:
+    rows = re.findall(r"^\| ([A-Z][\w, ]+) \| (fused|–) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    said = {name: ("mlp" * (block == "fused"), norms) for names, block, norms in rows for name in names.split(", ")}
+    assert said.keys() >= FAMILIES.keys()
+    for family, (_, fused, _) in FAMILIES.items():
+        block, norms = said[family]
+        count = 2 if norms.startswith(("both", "the two")) else 1
+        assert len(fused) == count + len([block] * bool(block)), family
+        assert ("mlp" in fused) == bool(block), family

@@ -159,7 +159,7 @@ def test_saved_tensors_elsewhere() -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
 def test_gradients_asked_for_one_by_one(recipe: str) -> None:
     found = []
-    for model in pair(recipe):
+    for model in pair(recipe, bias=True):
         torch.manual_seed(7)
         x = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
         y = model(x)
@@ -212,11 +212,19 @@ def test_gradients_added_in_place() -> None:
     assert_alike(*found)
 
 
-def test_a_bias_of_the_last_layer() -> None:
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("trained", ["all", "biases", "gate_proj.bias", "up_proj.bias", "down_proj.bias", "no bias"])
+def test_biases(recipe: str, trained: str) -> None:
     found = []
-    for model in pair("mxfp8"):
-        model.down_proj.bias = nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(1)).bfloat16())
+    for model in pair(recipe, bias=True):
+        for name, p in model.named_parameters():
+            of = {"all": True, "biases": name.endswith("bias"), "no bias": not name.endswith("bias")}
+            p.requires_grad_(of.get(trained, name == trained))
         found.append(step(model))
+        if trained == "up_proj.bias":  # and no gradient of the input
+            x = torch.randn(32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3))
+            model(x).float().square().mean().backward()
+            found[-1].append(model.up_proj.bias.grad)
     assert_alike(*found)
 
 
@@ -293,7 +301,7 @@ def test_a_mode_sees_the_layers_one_by_one() -> None:
 
 
 def apart(model: SwiGLU) -> str | None:
-    return why_apart(model.gate_proj, model.up_proj, model.down_proj)
+    return why_apart((model.gate_proj, model.up_proj), model.down_proj)
 
 
 def unfit(change: Callable[[SwiGLU], Any], why: str) -> Any:
@@ -328,7 +336,6 @@ def replace_forward(model: SwiGLU) -> None:
         unfit(lambda m: m.up_proj.register_forward_hook(lambda *args: None), "hooks are called with its up"),
         unfit(lambda m: m.gate_proj.register_full_backward_hook(lambda *args: None), "hooks are called with its gate"),
         unfit(observe_down, "its down is observed"),
-        unfit(lambda m: setattr(m.gate_proj, "bias", nn.Parameter(torch.zeros(96).bfloat16())), "its gate has a bias"),
         unfit(
             lambda m: setattr(m.down_proj, "recipe", "fprop=nvfp4(stochastic=true), dgrad=mxfp8, wgrad=mxfp8"),
             "rounds inputs with random",

@@ -8,16 +8,14 @@ import torch
 import lpq
 from lpq.operations.encoder import Wanted
 from lpq.operations.producer import Output, bind_producer
-from lpq.operations.source import ADD, GEGLU, GEGLU_TANH_BACKWARD, SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.operations.source import ACTIVATIONS, ADD, SWIGLU_BACKWARD, Source
 
 ROWS, COLS = 64, 96
 CPU = torch.device("cpu")
-SOURCES = [ADD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_TANH_BACKWARD]
+SOURCES = [ADD, *(source for act in ACTIVATIONS.values() for between in act for source in between)]
 
 
-@pytest.mark.parametrize(
-    "source", [ADD, SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_TANH_BACKWARD], ids=lambda source: source.name
-)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=fp8)"])
 def test_operands_are_those_of_the_outputs(source: Source, text: str) -> None:
     torch.manual_seed(0)
@@ -47,5 +45,19 @@ def test_operands_are_those_of_the_outputs(source: Source, text: str) -> None:
 
 
 def test_outputs_that_are_not_the_source_s() -> None:
-    with pytest.raises(ValueError, match="swiglu_backward has 3 outputs, and 1 are described"):
+    with pytest.raises(ValueError, match="silu_gate_backward has 3 outputs, and 1 are described"):
         bind_producer(SWIGLU_BACKWARD, [Output(None)])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_activations_are_autograd_s(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for between in ACTIVATIONS[name]:
+        product, backward = between
+        *inputs, dy = (torch.randn(ROWS, COLS, dtype=dtype) * 3 for _ in backward.inputs)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        (y,) = product.compute(*leaves)
+        *grads, again = backward.compute(*inputs, dy)
+        assert torch.equal(again, y)
+        assert all(map(torch.equal, grads, torch.autograd.grad(y, leaves, dy)))
