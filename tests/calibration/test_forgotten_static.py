@@ -24,7 +24,7 @@ FORGOT = (
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    registry.register(broken.Plugin(broken.SharesOneScale, broken.TensorStorage), name="broken")
+    registry.register(broken.Plugin(broken.SharesOneScale), name="broken")
     yield
     registry.refresh()
 

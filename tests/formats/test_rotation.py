@@ -15,14 +15,14 @@ from lpq.recipes import RecipeError
 from lpq.registry.errors import PluginError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "testing"))
-import subtle_formats as subtle
 import subtle_rotations as rotations
+from broken_formats import Plugin
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    registry.register(subtle.Plugin(rotations.Pairs, rotations.NamesTheOption), name="right")
-    registry.register(subtle.Plugin(rotations.MisspellsTheOption), name="subtle")
+    registry.register(Plugin(rotations.Pairs, rotations.NamesTheOption, names="right_{}"), name="right")
+    registry.register(Plugin(rotations.MisspellsTheOption, names="subtle_{}"), name="subtle")
     yield
     registry.refresh()
 

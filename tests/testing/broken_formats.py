@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.operations.decoding import decode_reference
-from lpq.operations.exact_form import Exact
-from lpq.operations.measuring import measure_reference
-from lpq.operations.multiplying import gemm_reference
-from lpq.operations.quantizing import quantize_reference
-from lpq.operations.transposing import transpose_reference
-from lpq.registry import FormatSpec, KernelSpec, hookimpl
+from lpq.registry import FormatSpec, hookimpl
 from lpq.registry.errors import OptionError
+
+Stats = Mapping[str, Tensor]
+F = TypeVar("F", bound=type[Quantizer])
+MISTAKES: dict[type[Quantizer], tuple[str, str]] = {}
+"""Formats that make a mistake: the test of the kit that is about it, and words that this test says."""
+STORAGES: dict[type[Quantizer], type[Storage]] = {}
+"""The storages of formats, and of those that are made of them."""
+
+
+def found_by(test: str, words: str) -> Callable[[F], F]:
+    """Note the test that finds the mistake of a format, and the words with which it does."""
+
+    def noted(quantizer: F) -> F:
+        MISTAKES[quantizer] = test, words
+        return quantizer
+
+    return noted
+
+
+def stored(storage: type[Storage]) -> Callable[[F], F]:
+    """Give a format its storage."""
+
+    def noted(quantizer: F) -> F:
+        STORAGES[quantizer] = storage
+        return quantizer
+
+    return noted
 
 
 class Int8Storage(Storage):
@@ -27,6 +48,7 @@ class Int8Storage(Storage):
         return self.data.float() * self.scale
 
 
+@stored(Int8Storage)
 @dataclass(frozen=True)
 class Int8(Quantizer):
     stats = (Stat("amax", block=(1, None)),)
@@ -34,9 +56,15 @@ class Int8(Quantizer):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": x.abs().amax(dim=1, keepdim=True).float()}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
-        return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        scale = self.scale(stats["amax"])
+        return self.storage(data=self.codes(x, scale).to(torch.int8), scale=scale)
+
+    def scale(self, amax: Tensor) -> Tensor:
+        return amax.clamp(min=1e-12) / 127
+
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x / scale).round()
 
 
 class Unscaled(Int8):
@@ -47,10 +75,11 @@ class Unscaled(Int8):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         return super().encode(x, {"amax": torch.full((x.shape[0], 1), 127.0, device=x.device)})
 
 
+@found_by("test_a_declared_amax_is_one", "stats declares amax with largest=True, and measure returned another value")
 class SaysThatItIsTheLargest(Int8):
     """Its statistic is twice what it is declared to be."""
 
@@ -60,70 +89,83 @@ class SaysThatItIsTheLargest(Int8):
         return {"amax": super().measure(x)["amax"] * 2}
 
 
+FILLS = "test_encode_fills_the_declared_buffers"
+
+
+@found_by(FILLS, "WrongDtype.encode returned data as torch.int16; Int8Storage.layout declares torch.int8, block (1, 1)")
 class WrongDtype(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         made = super().encode(x, stats)
         return Int8Storage(data=made.data.short(), scale=made.scale)
 
 
+@found_by(FILLS, "encode returned scale of shape [[]*[]] for [[]*[]]; Int8Storage.layout declares *, so [[]*, 1[]]")
 class WrongShape(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         made = super().encode(x, stats)
         return Int8Storage(data=made.data, scale=made.scale.squeeze(1))
 
 
+@found_by(FILLS, "MissingBuffer.encode set [[]'data', 'scales'[]]; Int8Storage.layout declares [[]'data', 'scale'[]]")
 class MissingBuffer(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         made = super().encode(x, stats)
         return Int8Storage(data=made.data, scales=made.scale)
 
 
+@found_by(FILLS, "encode returned NoneType and no storage. Remedy: return Int8Storage(data=…, scale=…)")
 class ReturnsNothing(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        super().encode(x, stats)
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         return None  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
+PURE = "test_encode_is_pure"
+
+
+@found_by(PURE, "measure returned no 'amax', which stats declares. Remedy: return a dict of all of them")
 class MeasuresNothing(Int8):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        super().measure(x)
         return None  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
 class SaysTransposable(Int8):
     transposable = True
 
 
-@dataclass(frozen=True)
+@found_by(PURE, "encoding the same matrix a second time, the buffer 'data'")
 class Dithers(Int8):
     """Random, without saying so."""
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        return super().encode(x + torch.rand_like(x) * 1e-2, stats)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x + torch.rand_like(x) * 1e-2, scale)
 
 
+@found_by(PURE, "encode changed its input")
 class ChangesItsInput(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        return super().encode(x.mul_(1.5), stats)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x.mul_(1.5), scale)
 
 
+@found_by("test_parts_are_encoded_as_in_the_whole", "with statistics reduced over parts")
 class RankLocal(Int8):
     """Takes the scale from what it sees, which on a rank is a shard."""
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         return super().encode(x, self.measure(x) if x.numel() else stats)
 
 
+@found_by("test_non_finite_is_never_silently_finite", "comes back as")
 class HidesNaN(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        amax = stats["amax"].nan_to_num(nan=1.0, posinf=1.0)
-        return super().encode(x.nan_to_num(), {"amax": amax})
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        return super().encode(x.nan_to_num(), {"amax": stats["amax"].nan_to_num(nan=1.0, posinf=1.0)})
 
 
+BOUNDED = "test_error_is_bounded"
+
+
+@found_by(BOUNDED, "the relative RMS error of normal values is")
 class LosesTheScale(Int8):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         made = super().encode(x, stats)
         return Int8Storage(data=made.data, scale=torch.full_like(made.scale, 1 / 32))
 
@@ -139,8 +181,9 @@ class TensorStorage(Storage):
         return TensorStorage(data=self.data.reshape(cols, rows), scale=self.scale)
 
 
-@dataclass(frozen=True)
-class TransposesByReshape(Quantizer):
+@found_by("test_transposed_is_the_operand_of_the_transpose", "TensorStorage.transposed of")
+@stored(TensorStorage)
+class TransposesByReshape(Int8):
     """One scale for the tensor, so transposable; but ``transposed`` moves no element."""
 
     stats = (Stat("amax"),)
@@ -149,12 +192,7 @@ class TransposesByReshape(Quantizer):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": x.abs().amax().float()}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
-        return TensorStorage(data=(x / scale).round().to(torch.int8), scale=scale)
 
-
-@dataclass(frozen=True)
 class SharesOneScale(TransposesByReshape):
     """One scale for the tensor; right as far as no operand is derived."""
 
@@ -166,54 +204,54 @@ class NoZero(Int8):
 
     known_failures: ClassVar[dict[str, str]] = {"test_zeros_stay_zeros": "this grid has no zero"}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        made = super().encode(x, stats)
-        return Int8Storage(data=torch.where(made.data == 0, 1, made.data).to(torch.int8), scale=made.scale)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        codes = super().codes(x, scale)
+        return torch.where(codes == 0, 1, codes)
 
 
 @dataclass(frozen=True)
-class MaybeNoZero(Int8):
+class MaybeNoZero(NoZero):
     """Has a grid with or without a zero, and says of the latter that it has none."""
 
     zero: bool = True
 
     @property
-    def known_failures(self) -> dict[str, str]:
+    def known_failures(self) -> dict[str, str]:  # type: ignore[override]
         return {} if self.zero else {"test_zeros_stay_zeros": "without zero=true this grid has no zero"}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        made = super().encode(x, stats)
-        if self.zero:
-            return made
-        return Int8Storage(data=torch.where(made.data == 0, 1, made.data).to(torch.int8), scale=made.scale)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return Int8.codes(self, x, scale) if self.zero else super().codes(x, scale)
 
 
+@found_by(BOUNDED, "of normal values is 0.*; 8.* bits an element allow 0.06")
 class ThreeBits(Int8):
     """Keeps three bits in each byte: more error than eight stored bits promise."""
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 3
-        return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
+    def scale(self, amax: Tensor) -> Tensor:
+        return amax.clamp(min=1e-12) / 3
 
 
 class HonestThreeBits(ThreeBits):
     error_bound: ClassVar[float] = 0.35
 
 
+@found_by(BOUNDED, "its error_bound is 2.0000, which holds for values that were")
 class BoundlessThreeBits(ThreeBits):
     """Says of its error what no mistake exceeds."""
 
     error_bound: ClassVar[float] = 2.0
 
 
+@found_by(BOUNDED, "of normal values is 0.*; its error_bound is 0.3500")
 class BoundedButLost(LosesTheScale):
     error_bound: ClassVar[float] = 0.35
 
 
+@found_by("test_large_values_overflow_or_survive", "of values near 4.25e+37 the relative RMS error is 1.0000; 8")
 class LosesTheTop(Int8):
     """Clips its scale, and so what is large, and stays finite."""
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
         amax = {"amax": stats["amax"].clamp(max=2.0**100)}
         return super().encode(x.clamp(-(2.0**100), 2.0**100), amax)
 
@@ -289,210 +327,30 @@ class TakesWords(Int8):
     step: float = 1.0
 
 
-def right_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    return decode_reference(operand, dtype)
-
-
-def wrong_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Forgets the last row, where its output holds what was in that memory."""
-    out = torch.empty(operand.shape, dtype=dtype)
-    out[:-1] = decode_reference(operand, dtype)[:-1]
-    return out
-
-
-def turned_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right, but for how the result lies in memory."""
-    return decode_reference(operand, dtype).t().contiguous().t()
-
-
-def transposing_kernel(operand: Storage) -> Storage:
-    return turned_transpose(operand).map(Tensor.contiguous)
-
-
-def turned_transpose(operand: Storage) -> Storage:
-    """Right, but for how the result lies in memory: as views that were copied as they were."""
-    return transpose_reference(operand).map(Tensor.clone)
-
-
-def keeping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right, but the result lies in memory of the operand's."""
-    values = decode_reference(operand, dtype)
-    kept: Tensor = operand.scale
-    kept.untyped_storage().resize_(8 * kept.numel() * dtype.itemsize + values.nbytes)
-    inside = torch.empty(0, dtype=dtype).set_(kept.untyped_storage(), 8 * kept.numel(), values.shape)
-    return inside.copy_(values)
-
-
-def hasty_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right for operands whose buffers are whole: it reads their memory from the first byte to the last."""
-    rows, cols = operand.shape
-    data, scale = operand.data, operand.scale
-    return (torch.as_strided(data, (rows, cols), (cols, 1)) * torch.as_strided(scale, (rows, 1), (1, 1))).to(dtype)
-
-
-def writing_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right, but it leaves its operand scaled."""
-    values = decode_reference(operand, dtype)
-    operand.scale.mul_(2)
-    return values
-
-
-def narrow_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right in bf16, through which it rounds whatever is asked for."""
-    return decode_reference(operand, torch.bfloat16).to(dtype)
-
-
-def own_dtype_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right in the dtype of the operand, which it always gives."""
-    return decode_reference(operand, operand.dtype)
-
-
-def dense_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right where rows begin at multiples of 2: it takes two elements at a time, and of a row what is left not."""
-    values = decode_reference(operand, dtype)
-    if len(values) > 1 and values.shape[1] % 2:
-        values[:, -1] = 0
-    return values
-
-
-def losing_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right for finite values."""
-    return decode_reference(operand, dtype).nan_to_num()
-
-
-def clipping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Right for values of usual size: large ones are lost, and no infinity tells of it."""
-    values = decode_reference(operand, dtype)
-    return torch.where(values.isfinite(), values.clamp(-(2.0**60), 2.0**60), values)
-
-
-def right_quantize(*arguments: Any) -> list[Tensor]:
-    return quantize_reference(*arguments)
-
-
-def forgetful_quantize(*arguments: Any) -> list[Tensor]:
-    """Does not return the statistics that it is asked for."""
-    return quantize_reference(*arguments[:-1], False)
-
-
-def deaf_quantize(x: Tensor, stats: Any, *rest: Any) -> list[Tensor]:
-    """Measures for itself, whatever it is given."""
-    return quantize_reference(x, [None] * len(stats), *rest)
-
-
-def demanding_quantize(x: Tensor, stats: Any, row: Quantizer | None, col: Quantizer | None, *rest: Any) -> list[Tensor]:
-    """Right where each operand has a place among the statistics."""
-    needed = [stats[i] for i, side in enumerate(s for s in (row, col) if s is not None)]
-    return quantize_reference(x, needed, row, col, *rest)
-
-
-def seeded_quantize(x: Tensor, stats: Any, row: Any, col: Any, seed: Any, *rest: Any) -> list[Tensor]:
-    """Right where there is a seed, which it does not need."""
-    seed.data_ptr()
-    return quantize_reference(x, stats, row, col, seed, *rest)
-
-
-def rounding_quantize(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return quantize_reference(x.to(dtype or x.dtype), *rest)
-
-
-def half_rounding_quantize(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Rounds what it encodes, and measures what it did not round."""
-    made = rounding_quantize(x, *rest, dtype=dtype)
-    _, row, col, *_, measure = rest
-    if not measure:
-        return made
-    measured = measure_reference(x, row, col)
-    return made[: len(made) - len(measured)] + measured
-
-
-def flat_quantize(x: Tensor, *rest: Any) -> list[Tensor]:
-    """Right for matrices whose rows lie one after the other."""
-    return quantize_reference(torch.as_strided(x, x.shape, (x.shape[1], 1)), *rest)
-
-
-def right_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    return gemm_reference(a, b, bias, dtype)
-
-
-def unbiased_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Adds a bias of an even number of elements only."""
-    return gemm_reference(a, b, bias if b.shape[0] % 2 == 0 else None, dtype)
-
-
-def half_biased_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Adds a bias where sums may be fast."""
-    return gemm_reference(a, b, bias if fast_accumulate else None, dtype)
-
-
-def swapped_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Right for products that are symmetric."""
-    return gemm_reference(b, a, None, dtype)
-
-
-def hasty_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Writes nothing where there is nothing to sum."""
-    if not a.shape[1]:
-        return torch.empty(a.shape[0], b.shape[0], dtype=dtype)
-    return gemm_reference(a, b, bias, dtype)
-
-
-def rounded_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Right in bf16, through which it rounds whatever is asked for."""
-    return gemm_reference(a, b, bias, torch.bfloat16).to(dtype)
-
-
-def wide_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """Whatever is asked for, it returns fp32."""
-    return gemm_reference(a, b, bias, torch.float32)
-
-
-def right_exact(operand: Storage) -> Exact:
-    return Exact(operand.data.to(torch.bfloat16).contiguous(), operand.scale.contiguous())
-
-
-def losing_exact(operand: Storage) -> Exact:
-    """Right for finite values."""
-    return Exact(operand.data.to(torch.bfloat16).contiguous(), operand.scale.nan_to_num().contiguous())
-
-
-def choosy_exact(operand: Storage) -> Exact | None:
-    """Serves an even number of rows."""
-    return right_exact(operand) if operand.shape[0] % 2 == 0 else None
-
-
-def idle_exact(operand: Storage) -> Exact | None:
-    """Serves no shape."""
-    return None
-
-
-def idle_tile(quantizer: Quantizer, direction: str) -> None:
-    """Of no operand does it say how it is made."""
-
-
-def idle_measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-    """Right for what has no statistics."""
-    return []
-
-
 class Plugin:
-    """A plugin with one of these formats, as ``registry.register`` takes it."""
+    """A plugin with some of these formats, as ``registry.register`` takes it.
 
-    def __init__(self, quantizer: type[Quantizer], storage: type[Storage] = Int8Storage, **spec: Any) -> None:
-        self.spec = FormatSpec(
-            name="broken",
-            summary="for a test",
-            quantizer=f"{quantizer.__module__}:{quantizer.__name__}",
-            storage=f"{storage.__module__}:{storage.__name__}",
-            effective_bits=spec.pop("effective_bits", 8),
-            **spec,
-        )
+    Args:
+        quantizers: the formats
+        names: their names, with ``{}`` for the name of a class in lower case
+        fields: other fields of their ``FormatSpec``
+    """
+
+    def __init__(self, *quantizers: type[Quantizer], names: str = "broken", **fields: Any) -> None:
+        self.specs = []
+        for quantizer in quantizers:
+            where = {"quantizer": _path(quantizer), "storage": _path(_storage_of(quantizer)), "effective_bits": 8}
+            name = names.format(quantizer.__name__.lower())
+            self.specs.append(FormatSpec(name=name, summary="for a test", **{**where, **fields}))
 
     @hookimpl
-    def lpq_register_formats(self) -> FormatSpec:
-        return self.spec
+    def lpq_register_formats(self) -> list[FormatSpec]:
+        return self.specs
 
 
-def cpu_kernel(name: str, op: str = "decode", **options: Any) -> KernelSpec:
-    """A kernel of this module that runs on the CPU."""
-    return KernelSpec(op=op, impl=f"{__name__}:{name}", backend="torch", device="cpu", **options)
+def _storage_of(quantizer: type[Quantizer]) -> type[Storage]:
+    return next(STORAGES[base] for base in quantizer.__mro__ if base in STORAGES)
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__name__}"

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import subtle_matrices
-import subtle_rotations
 import torch
-from broken_formats import Int8, Int8Storage, TensorStorage, TransposesByReshape
+from broken_formats import (
+    BOUNDED,
+    PURE,
+    Int8,
+    Int8Storage,
+    Stats,
+    TensorStorage,
+    TransposesByReshape,
+    found_by,
+    stored,
+)
+from subtle_matrices import PARTS, Misreads, Spoils
 from subtle_rotations import NamesEachTurn, NamesTheOption, Pairs
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
-from lpq.registry import FormatSpec, hookimpl
-
-Stats = Mapping[str, Tensor]
 
 # ---------------------------------------------------------------------------------------------- one scale per row
 
+SHARED = "rows *, of the * of a row operand *: statistic 'amax' *differ"
 
+
+@found_by(PARTS, SHARED)
 class SharesRows(Int8):
     """Sixteen rows share a scale, where there are whole sixteens; it declares a scale for each row."""
 
@@ -33,24 +41,28 @@ class SharesRows(Int8):
         return {"amax": amax}
 
 
+@found_by(PARTS, "of the 13440 of a row operand *: statistic 'amax' * whatever the size*differ")
 class SharesTiles(SharesRows):
     """So do 128 rows, where there are whole tiles of so many."""
 
     together = 128
 
 
+@found_by(PARTS, SHARED)
 class SharesSevens(SharesRows):
     """So do seven rows."""
 
     together = 7
 
 
+@found_by(PARTS, SHARED)
 class SharesMany(SharesRows):
     """So do as many rows as a prime."""
 
     together = 53
 
 
+@found_by(PARTS, "let no value share one beyond its block*differ")
 class GrowsBySevens(Int8):
     """Doubles its scales where the number of elements divides by seven."""
 
@@ -58,6 +70,7 @@ class GrowsBySevens(Int8):
         return super().encode(x, {"amax": stats["amax"] * (1 + (x.numel() % 7 == 0))})
 
 
+@found_by(PARTS, "columns *, of the * of a col operand *: statistic 'amax' *differ")
 class MeasuresByNines(Int8):
     """Measures twice the amax where the number of columns divides by nine."""
 
@@ -69,10 +82,10 @@ class BlocksStorage(TensorStorage):
     layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, 4)))
 
     def decode(self) -> Tensor:
-        scales = self.scale.repeat_interleave(4, 1)[:, : self.shape[1]]
-        return self.data.float() * scales
+        return self.data.float() * self.scale.repeat_interleave(4, 1)[:, : self.shape[1]]
 
 
+@stored(BlocksStorage)
 class Blocks(Int8):
     """Four columns of a row share a scale."""
 
@@ -88,52 +101,51 @@ class Blocks(Int8):
         amax = blocks.abs().amax(2)
         if amax.shape[1] % self.together == 0:
             amax = amax.unflatten(1, (-1, self.together)).amax(2).repeat_interleave(self.together, 1)
-        scale = amax.clamp(min=1e-12) / 127
-        data = (blocks / scale.unsqueeze(2)).round().clamp(-127, 127).flatten(1)[:, :cols]
+        scale = self.scale(amax)
+        data = self.codes(blocks, scale.unsqueeze(2)).clamp(-127, 127).flatten(1)[:, :cols]
         return BlocksStorage(data=data.to(torch.int8), scale=scale)
 
 
+@found_by(PARTS, "columns *, *buffer 'data': * elements differ")
 class SharesBlocks(Blocks):
     """Five such blocks share it, where there are whole fives."""
 
     together = 5
 
 
-class HidesFarNaN(Int8):
+@found_by("test_non_finite_is_never_silently_finite", "nan at [[]0, 128[]] of *comes back as 0; it must")
+class HidesFarNaN(Misreads):
     """Looks for NaN in the first 128 columns."""
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(self.near(x))
+        return super().measure(self.read(x))
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(self.near(x), stats)
-
-    def near(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor) -> Tensor:
         return torch.cat([x[:, :128], x[:, 128:].nan_to_num(0.0, 0.0, 0.0)], dim=1)
 
 
-class WritesWhereNaN(Int8):
+@found_by(PURE, "a NaN in torch.bfloat16: encode changed its input; compute with a copy")
+class WritesWhereNaN(Misreads):
     """Clears NaN where they stand: in the tensor of the caller."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        if not x.isfinite().all():
-            x.nan_to_num_()
-        return super().encode(x, stats)
+    def read(self, x: Tensor) -> Tensor:
+        return x if x.isfinite().all() else x.nan_to_num_()
 
 
+@found_by(PURE, "a matrix *: encode writes to the statistic 'amax', here")
 class ClampsItsStatistics(Int8):
     """Writes to what it is given, mostly the number that stands there."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        stats["amax"].clamp_(min=1e-12)
-        return super().encode(x, stats)
+    def scale(self, amax: Tensor) -> Tensor:
+        return super().scale(amax.clamp_(min=1e-12))
 
 
+@found_by(BOUNDED, "8.* bits an element allow 0.06*: of 9.31e-10 times normal values")
 class LosesTheTiny(Int8):
     """Has a least scale, of numbers that gradients fall below."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(x, {"amax": stats["amax"].clamp(min=1e-6)})
+    def scale(self, amax: Tensor) -> Tensor:
+        return super().scale(amax.clamp(min=1e-6))
 
 
 class SaysThatItLosesTheTiny(LosesTheTiny):
@@ -144,6 +156,7 @@ class MisspeltCase(Int8):
     known_failures: ClassVar[dict[str, str]] = {"test_error_is_bounded[tinny]": "its scale is at least 1e-6"}
 
 
+@found_by("test_large_values_overflow_or_survive", "of values near 3.39e+38 the relative RMS error is")
 class ClipsTheTop(Int8):
     """Clips what lies above 2^127, and stays finite."""
 
@@ -153,43 +166,51 @@ class ClipsTheTop(Int8):
         return super().encode(x.float().clamp(-top, top), clipped)
 
 
-class ForgetsTheWide(Int8):
+EDGES = "test_ragged_edges_do_no_harm"
+
+
+@found_by(EDGES, "column 1024 of a matrix [[]5, 1025[]] *: encode the whole")
+class ForgetsTheWide(Spoils):
     """Encodes the first 1024 columns."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        made.data[:, 1024:] = 0
-        return made
+    def spoilt(self, codes: Tensor) -> Tensor:
+        codes[:, 1024:] = 0
+        return codes
 
 
-class ForgetsTheRest(Int8):
+@found_by(EDGES, "column * of a matrix *: encode the whole")
+class ForgetsTheRest(Spoils):
     """It encodes whole tiles of 128 columns of a wide matrix."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made, cols = super().encode(x, stats), x.shape[1]
-        if cols > 256:
-            made.data[:, cols // 128 * 128 :] = 0
-        return made
+    def spoilt(self, codes: Tensor) -> Tensor:
+        if codes.shape[1] > 256:
+            codes[:, codes.shape[1] // 128 * 128 :] = 0
+        return codes
 
 
-class RoundsTwice(Int8):
+TIES = "test_ties_go_either_way"
+
+
+@found_by(TIES, "beside the middle of * and *, comes back as *: do not round x to a shorter dtype")
+class RoundsTwice(Misreads):
     """Rounds every input to bf16 first: a value beside a tie becomes one."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(x.bfloat16().to(x.dtype), stats)
+    def read(self, x: Tensor) -> Tensor:
+        return x.bfloat16().to(x.dtype)
 
 
-class Fp16ByBf16(Int8):
+@found_by("test_the_same_numbers_give_the_same_bytes", "in torch.float16, *, beside the same numbers in torch.f")
+class Fp16ByBf16(Misreads):
     """Rounds fp16 to bf16 first, which has fewer bits."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(x.bfloat16() if x.dtype == torch.float16 else x, stats)
+    def read(self, x: Tensor) -> Tensor:
+        return x.bfloat16() if x.dtype == torch.float16 else x
 
 
+@found_by(TIES, "ties above zero are rounded away from zero, the others towards it")
 class RoundsTiesUp(Int8):
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
-        return Int8Storage(data=(x / scale + 0.5).floor().to(torch.int8), scale=scale)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x / scale + 0.5).floor()
 
 
 # ---------------------------------------------------------------------------------------------- a transpose
@@ -205,14 +226,16 @@ class HidesNaNStorage(TurnedStorage):
         return type(self)(data=self.data.t(), scale=self.scale.nan_to_num(1.0, 1.0))
 
 
+@stored(TurnedStorage)
 class Transposes(TransposesByReshape):
     """One scale for the tensor; ``transposed`` is as it must be."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x.float(), stats)
-        return self.storage(data=made.data, scale=made.scale)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x.float(), scale)
 
 
+@found_by("test_non_finite_is_never_silently_finite", "*, after transposed(); it must come back as")
+@stored(HidesNaNStorage)
 class TransposeHidesNaN(Transposes):
     """A scale that is NaN is 1 in the transpose."""
 
@@ -223,6 +246,11 @@ class FlatTurnedStorage(TurnedStorage):
         return type(self)(data=self.data.as_strided((cols, rows), (1, cols)), scale=self.scale)
 
 
+@found_by(
+    "test_transposed_is_right_for_every_matrix",
+    "of buffers that are transposed views, *buffer 'data': * elements differ",
+)
+@stored(FlatTurnedStorage)
 class TransposesRows(Transposes):
     """Transposes codes as if their rows lay one after the other."""
 
@@ -234,14 +262,14 @@ class FollowingStorage(Int8Storage):
     layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, None), from_stats=True))
 
 
+@stored(FollowingStorage)
 class Follows(Int8):
     """It declares that its scale follows from statistics; so it does."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        return self.storage(data=made.data, scale=made.scale)
 
-
+@found_by(
+    "test_parts_of_a_master_are_cast_as_the_whole", "the larger statistic 'amax', which zeros may not raise*differ"
+)
 class RaisedByZeros(Follows):
     """A row with a zero in it has a larger scale."""
 
@@ -251,9 +279,11 @@ class RaisedByZeros(Follows):
 
 # ---------------------------------------------------------------------------------------------- state
 
+STATE = "test_state_follows_the_tensor"
 
-@dataclass(frozen=True)
-class Delayed(Quantizer):
+
+@stored(TensorStorage)
+class Delayed(Int8):
     """INT8 with one scale, from the amax of the step before; of what is larger the codes saturate."""
 
     stats = (Stat("amax"),)
@@ -262,12 +292,8 @@ class Delayed(Quantizer):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": x.abs().amax().float()}
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
-        return TensorStorage(data=self.code(x.float() / scale).to(torch.int8), scale=scale)
-
-    def code(self, x: Tensor) -> Tensor:
-        return x.round().clamp(-127, 127)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x.float(), scale).clamp(-127, 127)
 
     def recall(self, state: Stats) -> dict[str, Tensor]:
         return {"amax": torch.where(state["last"] > 0, state["last"], 8.0)}
@@ -277,6 +303,7 @@ class Delayed(Quantizer):
         state["last"].copy_(torch.where(amax.isfinite(), amax, state["last"]))
 
 
+@found_by(STATE, "NeverMoves.recall gives the same statistics as before, after 8")
 class NeverMoves(Delayed):
     """Keeps the first amax for ever."""
 
@@ -284,7 +311,6 @@ class NeverMoves(Delayed):
         state["last"].copy_(torch.where(state["last"] > 0, state["last"], stats["amax"]))
 
 
-@dataclass(frozen=True)
 class Longer(Delayed):
     """From the largest amax of the last 32 steps; at the end of the state lies the number of the step."""
 
@@ -303,19 +329,22 @@ class Longer(Delayed):
         state["last"][-1] += 1
 
 
+@found_by(STATE, "the same statistics as before, after 35 steps with a tensor")
 class NeverWraps(Longer):
     """Writes each place of its history once."""
 
     room = 31
 
 
-@dataclass(frozen=True)
+@found_by(
+    "test_a_spike_is_forgotten",
+    "8 steps after one whose tensor was a thousand times as large, recall still gives",
+)
 class NeverForgets(Delayed):
     """From the largest amax that there ever was."""
 
     def remember(self, state: Stats, stats: Stats) -> None:
-        amax = stats["amax"]
-        state["last"].copy_(torch.where(amax.isfinite(), torch.maximum(amax, state["last"]), state["last"]))
+        super().remember(state, {"amax": torch.maximum(stats["amax"], state["last"])})
 
 
 class MeasuresNow(Delayed):
@@ -325,17 +354,17 @@ class MeasuresNow(Delayed):
         return {"amax": None}
 
 
+@found_by("test_values_beyond_what_is_remembered_saturate", "beyond the * that its state remembers, comes back as")
 class Wraps(Delayed):
     """Takes the lowest eight bits of what does not fit."""
 
-    def code(self, x: Tensor) -> Tensor:
-        return x.nan_to_num().clamp(-1e9, 1e9).round().int()
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x.float() / scale).nan_to_num().clamp(-1e9, 1e9).round().int()
 
 
 # ---------------------------------------------------------------------------------------------- random bits
 
 
-@dataclass(frozen=True)
 class Stochastic(Int8):
     """INT8 that is rounded up with the probability of the place between two codes."""
 
@@ -343,26 +372,35 @@ class Stochastic(Int8):
     drift: ClassVar[float] = 0.0
 
     def encode_stochastic(self, x: Tensor, stats: Stats, bits: RandomBits) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
+        scale = self.scale(stats["amax"])
         code = x / scale
         up = (bits.bytes(*x.shape).float() + 0.5) / 256 + self.drift * (code != 0)
         return Int8Storage(data=(code + up).floor().clamp(-127, 127).to(torch.int8), scale=scale)
 
 
+@found_by("test_stochastic_rounding_is_unbiased", "the mean of 64 roundings lies +0.* upward; at most 0.1 of it")
 class Drifts(Stochastic):
     """Rounds up too often, by a tenth of a step."""
 
     drift = 0.1
 
 
+@found_by(
+    "test_small_values_are_kept_on_average",
+    "is off by 1.00 of it; at most 0.15 is chance: round up with the probability",
+)
 class LosesTheSmall(Stochastic):
     """Rounds what is less than half of the least code to zero."""
 
     def encode_stochastic(self, x: Tensor, stats: Stats, bits: RandomBits) -> Storage:
-        step = stats["amax"].clamp(min=1e-12) / 127
-        return super().encode_stochastic(torch.where(x.abs() < step / 2, 0, x), stats, bits)
+        large = x.abs() >= self.scale(stats["amax"]) / 2
+        return super().encode_stochastic(torch.where(large, x, 0), stats, bits)
 
 
+@found_by(
+    "test_the_mean_of_many_roundings_is_the_matrix",
+    "leave room for scales that are rounded down, so that no element is cut",
+)
 class CutsTheLargest(Stochastic):
     """Says that it is unbiased, and cuts what is above half of the largest magnitude."""
 
@@ -372,6 +410,7 @@ class CutsTheLargest(Stochastic):
         return super().encode_stochastic(x, {"amax": stats["amax"] / 2}, bits)
 
 
+@found_by("test_directions_draw_bits_of_their_own", "that of the same matrix, correlate by 1.00; they must be")
 class SameBits(Stochastic):
     """Rounds both operands of a tensor with the same random bits."""
 
@@ -379,6 +418,7 @@ class SameBits(Stochastic):
         return super().encode_stochastic(x, stats, RandomBits(bits.seed, 0, bits.offset))
 
 
+@found_by(PARTS, "(take scales from stats, * buffer 'data': * elements differ")
 class IgnoresItsPlace(Stochastic):
     """Rounds each part with the random bits of the first one."""
 
@@ -396,6 +436,7 @@ class PlainStorage(Storage):
         return self.data.float()
 
 
+@stored(PlainStorage)
 @dataclass(frozen=True)
 class OneShape(Quantizer):
     """An ordinary matrix, put together row by row: a compiler makes one graph for each number of rows."""
@@ -406,60 +447,7 @@ class OneShape(Quantizer):
         return PlainStorage(data=torch.stack(list(x)) if x.numel() else x)
 
 
-STORAGES: dict[type[Quantizer], type[Storage]] = {
-    Blocks: BlocksStorage,
-    SharesBlocks: BlocksStorage,
-    Follows: FollowingStorage,
-    RaisedByZeros: FollowingStorage,
-    Transposes: TurnedStorage,
-    TransposeHidesNaN: HidesNaNStorage,
-    TransposesRows: FlatTurnedStorage,
-    **subtle_matrices.STORAGES,
-    **dict.fromkeys((Longer, NeverWraps, NeverForgets, MeasuresNow), TensorStorage),
-    Delayed: TensorStorage,
-    NeverMoves: TensorStorage,
-    Wraps: TensorStorage,
-    OneShape: PlainStorage,
-    **subtle_rotations.STORAGES,
-}
-
-
 RIGHT = (
-    Int8,
-    Blocks,
-    Transposes,
-    Follows,
-    Delayed,
-    Stochastic,
-    Pairs,
-    NamesEachTurn,
-    NamesTheOption,
-    Longer,
-    MeasuresNow,
-)
-
-
-def name_of(quantizer: type[Quantizer]) -> str:
-    """Return a format's name here: ``subtle_ForgetsTheWide`` in lower case; those that are right have a plugin of their
-    own, for a format is multiplied with those of its plugin."""
-    return f"{'right' if quantizer in RIGHT else 'subtle'}_{quantizer.__name__.lower()}"
-
-
-class Plugin:
-    """All of these formats, as ``registry.register`` takes them."""
-
-    def __init__(self, *quantizers: type[Quantizer]) -> None:
-        self.specs = [
-            FormatSpec(
-                name=name_of(quantizer),
-                summary="for a test",
-                quantizer=f"{quantizer.__module__}:{quantizer.__name__}",
-                storage=f"{storage.__module__}:{storage.__name__}",
-                effective_bits=None,
-            )
-            for quantizer, storage in ((q, STORAGES.get(q, Int8Storage)) for q in quantizers)
-        ]
-
-    @hookimpl
-    def lpq_register_formats(self) -> list[FormatSpec]:
-        return self.specs
+    Int8, Blocks, Transposes, Follows, Delayed, Stochastic, Pairs, NamesEachTurn, NamesTheOption, Longer, MeasuresNow,
+)  # fmt: skip
+"""Formats without a mistake."""

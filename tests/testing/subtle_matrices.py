@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from broken_formats import Int8, Int8Storage
+from broken_formats import PURE, Int8, Int8Storage, Stats, found_by, stored
 from torch import Tensor
 
 from lpq.core import Storage
 
-Stats = Mapping[str, Tensor]
+BACK = "test_values_come_back"
+PARTS = "test_parts_are_encoded_as_in_the_whole"
+STRIDES = "test_strides_do_not_matter"
 
 # ---------------------------------------------------------------------------------------------- sizes
 
 
+@found_by(PURE, "[[]601, 1103[]] *: the buffer 'data' changed when another matrix was encoded; make it in")
 class KeepsMemory(Int8):
     """Makes the codes of a large matrix in memory that it keeps: the next one overwrites them."""
 
     kept: ClassVar[dict[object, Tensor]] = {}
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        if x.numel() <= 1 << 16:
-            return made
-        return Int8Storage(data=self.kept.setdefault(x.shape, made.data.clone()).copy_(made.data), scale=made.scale)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        made = super().codes(x, scale).to(torch.int8)
+        return self.kept.setdefault(x.shape, made.clone()).copy_(made) if x.numel() > 1 << 16 else made
 
 
+@found_by(PURE, "[[]601, 1103[]] *: the statistic 'amax' changed when another matrix was encoded")
 class KeepsStatistics(Int8):
     """It measures large matrices of one height into the same memory."""
 
@@ -43,58 +44,64 @@ class KeepsDecodedStorage(Int8Storage):
 
     def decode(self) -> Tensor:
         values = super().decode()
-        if values.numel() <= 1 << 18:
-            return values
-        return self.kept.setdefault(values.shape, values.clone()).copy_(values)
+        return self.kept.setdefault(values.shape, values.clone()).copy_(values) if values.numel() > 1 << 18 else values
 
 
+@found_by(PURE, "[[]601, 1103[]] *: what decode returned changed when another matrix was encoded")
+@stored(KeepsDecodedStorage)
 class KeepsDecoded(Int8):
     """Decodes large matrices into memory that it keeps."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        return self.storage(data=made.data, scale=made.scale)
+
+class Spoils(Int8):
+    """Changes the codes that were made."""
+
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.spoilt(super().codes(x, scale))
+
+    def spoilt(self, codes: Tensor) -> Tensor:
+        return codes
 
 
-class TurnsSquares(Int8):
+@found_by(BACK, "a matrix [[]256, 256[]] *, has the relative error *treat each size, dtype and place alike")
+class TurnsSquares(Spoils):
     """Takes a square of more than 128 by its other dimension."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made, (rows, cols) = super().encode(x, stats), x.shape
-        return Int8Storage(data=made.data.t(), scale=made.scale) if rows == cols > 128 else made
+    def spoilt(self, codes: Tensor) -> Tensor:
+        return codes.t() if codes.shape[0] == codes.shape[1] > 128 else codes
 
 
-class ForgetsLastRows(Int8):
+@found_by(BACK, "a matrix [[]601, 1103[]] *")
+class ForgetsLastRows(Spoils):
     """Encodes a large matrix by 64 rows at a time, and none that are left."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        if x.numel() > 1 << 17:
-            made.data[len(x) // 64 * 64 :] = 0
-        return made
+    def spoilt(self, codes: Tensor) -> Tensor:
+        if codes.numel() > 1 << 17:
+            codes[len(codes) // 64 * 64 :] = 0
+        return codes
 
 
-class TurnsTiles(Int8):
+@found_by(BACK, "a matrix [[]256, 256[]] *, has the relative error *treat each size")
+class TurnsTiles(TurnsSquares):
     """Takes a square of whole tiles of 128, but for one tile, by its other dimension."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made, (rows, cols) = super().encode(x, stats), x.shape
-        whole = rows == cols > 128 and rows % 128 == 0
-        return Int8Storage(data=made.data.t(), scale=made.scale) if whole else made
+    def spoilt(self, codes: Tensor) -> Tensor:
+        return super().spoilt(codes) if len(codes) % 128 == 0 else codes
 
 
-class ForgetsTheTall(Int8):
+@found_by(BACK, "a matrix [[]65601, 9[]] *: row * has the relative error 1.000")
+class ForgetsTheTall(Spoils):
     """Encodes 65,535 rows."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        made.data[65535:] = 0
-        return made
+    def spoilt(self, codes: Tensor) -> Tensor:
+        codes[65535:] = 0
+        return codes
 
 
 # ---------------------------------------------------------------------------------------------- strides
 
 
+@found_by(STRIDES, "encoding the same values from a view (transposed), beside a copy of it")
 class ScalesByStride(Int8):
     """Another scale for a transposed view."""
 
@@ -103,27 +110,40 @@ class ScalesByStride(Int8):
         return super().encode(x, {"amax": stats["amax"] * (1 + turned)})
 
 
-class ReadsRows(Int8):
+class Misreads(Int8):
+    """Reads a view otherwise than it lies."""
+
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(self.read(x), scale)
+
+    def read(self, x: Tensor) -> Tensor:
+        return x
+
+
+@found_by(STRIDES, "encoding the same values from a view (transposed), beside a copy of it")
+class ReadsRows(Misreads):
     """Reads a transposed view as if its rows lay one after the other."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
+    def read(self, x: Tensor) -> Tensor:
         turned = min(x.shape) > 1 and x.t().is_contiguous()
-        return super().encode(torch.as_strided(x, x.shape, (x.shape[1], 1)) if turned else x, stats)
+        return torch.as_strided(x, x.shape, (x.shape[1], 1)) if turned else x
 
 
-class ReadsColumns(Int8):
+@found_by(STRIDES, "encoding the same values from a view (every other row and column), beside a copy")
+class ReadsColumns(Misreads):
     """Reads a view of which neither rows nor columns lie together as if the columns did."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
+    def read(self, x: Tensor) -> Tensor:
         apart = x.numel() > 0 and min(x.stride()) > 1
-        return super().encode(torch.as_strided(x, x.shape, (x.stride(0), 1)) if apart else x, stats)
+        return torch.as_strided(x, x.shape, (x.stride(0), 1)) if apart else x
 
 
-class ForgetsTheExpanded(Int8):
+@found_by(STRIDES, "encoding an expanded view (one number, expanded), beside a copy of it")
+class ForgetsTheExpanded(Misreads):
     """Takes one number that is expanded for zeros."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(x * 0 if x.numel() > 1 and x.stride() == (0, 0) else x, stats)
+    def read(self, x: Tensor) -> Tensor:
+        return x * 0 if x.numel() > 1 and x.stride() == (0, 0) else x
 
 
 class FlatStorage(Int8Storage):
@@ -131,7 +151,9 @@ class FlatStorage(Int8Storage):
         return torch.as_strided(self.data, self.shape, (self.shape[1], 1)).float() * self.scale
 
 
-class DecodesRows(KeepsDecoded):
+@found_by(STRIDES, "decoding buffers that are transposed views")
+@stored(FlatStorage)
+class DecodesRows(Int8):
     """It decodes codes as if their rows lay one after the other."""
 
 
@@ -141,26 +163,30 @@ class FarStorage(Int8Storage):
         return torch.cat((decoded[:512], decoded[512:] * 0.98))
 
 
-class ShrinksFarRows(KeepsDecoded):
+@found_by(PARTS, "decoded alone and in the whole (decode each element by its block alone)")
+@stored(FarStorage)
+class ShrinksFarRows(Int8):
     """It decodes all rows but the first 512 by 2 % too small, which is less than its error."""
 
 
 # ---------------------------------------------------------------------------------------------- dtype, size, place
 
 
-class FlushesHalves(Int8):
+@found_by(
+    "test_the_same_numbers_give_the_same_bytes",
+    "in torch.float16, values near *, beside the same numbers in torch.float32",
+)
+class FlushesHalves(Misreads):
     """Takes subnormal numbers of fp16 for zeros."""
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(self.flushed(x))
+        return super().measure(self.read(x))
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(self.flushed(x), stats)
-
-    def flushed(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor) -> Tensor:
         return torch.where(x.abs() < 6e-5, 0, x) if x.dtype == torch.float16 else x
 
 
+@found_by(BACK, "in torch.bfloat16, *an outlier in the last row and column*measure the whole matrix")
 class MissesACorner(Int8):
     """Of a matrix in bf16 it does not measure the last element of the last row."""
 
@@ -170,21 +196,16 @@ class MissesACorner(Int8):
             x[-1, -1] = 0
         return super().measure(x)
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
-        return Int8Storage(data=(x.float() / scale).round().clamp(-127, 127).to(torch.int8), scale=scale)
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x.float(), scale).clamp(-127, 127)
 
 
+@found_by("test_the_default_dtype_does_not_matter", "torch's default dtype bf16 (give each new tensor")
 class TakesTheDefault(Int8):
     """Makes its scale in torch's default dtype."""
 
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        largest = (stats["amax"] / 127).to(torch.get_default_dtype()).float().clamp(min=1e-12)
-        return Int8Storage(data=(x.float() / largest).round().clamp(-127, 127).to(torch.int8), scale=largest)
+    def scale(self, amax: Tensor) -> Tensor:
+        return (amax / 127).to(torch.get_default_dtype()).float().clamp(min=1e-12)
 
-
-STORAGES: dict[type[Int8], type[Storage]] = {
-    KeepsDecoded: KeepsDecodedStorage,
-    DecodesRows: FlatStorage,
-    ShrinksFarRows: FarStorage,
-}
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x.float(), scale).clamp(-127, 127)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from broken_formats import Int8
+from broken_formats import Int8, Stats, found_by, stored
 from torch import Tensor
 
 from lpq.core import Buffer, Storage
 
-Stats = Mapping[str, Tensor]
+PRODUCTS = "test_products_are_those_of_decoded_operands"
 
 
 def turned(x: Tensor, flip: bool, *, back: bool = False) -> Tensor:
@@ -33,6 +32,7 @@ class PairsStorage(Storage):
         return self.data.float() * self.scale
 
 
+@stored(PairsStorage)
 @dataclass(frozen=True)
 class Pairs(Int8):
     """INT8 of pairs of columns that are turned; an option turns them otherwise."""
@@ -44,8 +44,7 @@ class Pairs(Int8):
         return super().measure(turned(x, self.flip))
 
     def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(turned(x, self.flip), stats)
-        return PairsStorage(data=made.data, scale=made.scale)
+        return super().encode(turned(x, self.flip), stats)
 
 
 class NamesEachTurn(Pairs):
@@ -62,6 +61,7 @@ class NamesTheOption(Pairs):
     rotation_options = ("flip",)
 
 
+@found_by(PRODUCTS, "(flip=true) is off by *: let rotation_options name each option that changes")
 class ForgetsTheOption(Pairs):
     """Says that no option changes its rotation."""
 
@@ -72,6 +72,13 @@ class MisspellsTheOption(Pairs):
     rotation_options = ("flop",)
 
 
+class SignedStorage(PairsStorage):
+    def decode(self) -> Tensor:
+        return super().decode() * (-1) ** self.quantizer.steps
+
+
+@found_by(PRODUCTS, "(steps=2) is off by 2.*: let rotation_options name each option that changes it")
+@stored(SignedStorage)
 @dataclass(frozen=True)
 class Signed(Pairs):
     """Changes all signs where an option is odd, which is a number."""
@@ -83,16 +90,4 @@ class Signed(Pairs):
         return super().measure(x * (-1) ** self.steps)
 
     def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x * (-1) ** self.steps, stats)
-        return SignedStorage(data=made.data, scale=made.scale)
-
-
-class SignedStorage(PairsStorage):
-    def decode(self) -> Tensor:
-        return super().decode() * (-1) ** self.quantizer.steps
-
-
-STORAGES: dict[type[Int8], type[Storage]] = {
-    **dict.fromkeys((Pairs, NamesEachTurn, NamesTheOption, ForgetsTheOption, MisspellsTheOption), PairsStorage),
-    Signed: SignedStorage,
-}
+        return super().encode(x * (-1) ** self.steps, stats)

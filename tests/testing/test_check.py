@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,7 @@ def sad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A format ``sad``, whose module is no Python."""
     (tmp_path / "no_python.py").write_text("def (")
     monkeypatch.syspath_prepend(tmp_path)
-    plugin = broken.Plugin(broken.Int8)
-    plugin.spec = dataclasses.replace(plugin.spec, name="sad", quantizer="no_python:Sad")
-    registry.register(plugin, name="sad")
+    registry.register(broken.Plugin(broken.Int8, names="sad", quantizer="no_python:Sad"), name="sad")
     yield
     registry.refresh()
 

@@ -1,73 +1,47 @@
-"""The kit finds mistakes: a format that makes one fails the test about it, which says what is wrong."""
+"""The conformance kit under pytest, and what it says of kernels; mistakes of formats are in ``test_mistakes.py``."""
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import warnings
 from collections.abc import Callable, Iterator
 
 import broken_formats as broken
+import broken_kernels
 import hypothesis  # noqa: F401  what a run inside this process may not import a second time
 import pytest
 import torch
+from broken_kernels import cpu_kernel
 
 import lpq.nn
 from lpq import registry
-from lpq.core import Quantizer
 from lpq.registry import KernelSpec
 from lpq.testing import conformance
 from lpq.testing.calls import on
+from lpq.testing.conformance import test_import_strings_of_kernels as check_import_strings
 from lpq.testing.conformance import test_kernels as kernels_of_a_format
+from lpq.testing.conformance import test_kernels_equal_the_reference as check_kernels
 from lpq.testing.expect import relative_error
 from lpq.testing.kernel_checks import compare
 from lpq.testing.operands import encode
+from lpq.testing.options import family
 
 pytest_plugins = ["pytester"]
 
 Run = Callable[[broken.Plugin, str], pytest.RunResult]
+IN_PROCESS = ("-p", "no:cacheprovider", "-p", "no:xdist")
+ABSENT = {"requires": ("a_library_that_is_not_there",)}
 
-MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
-    broken.WrongDtype: (
-        "test_encode_fills_the_declared_buffers",
-        "WrongDtype.encode returned data as torch.int16; Int8Storage.layout declares torch.int8, block (1, 1)",
-    ),
-    broken.WrongShape: (
-        "test_encode_fills_the_declared_buffers",
-        "encode returned scale of shape [[]*[]] for [[]*[]]; Int8Storage.layout declares *, so [[]*, 1[]]",
-    ),
-    broken.MissingBuffer: (
-        "test_encode_fills_the_declared_buffers",
-        "MissingBuffer.encode set [[]'data', 'scales'[]]; Int8Storage.layout declares [[]'data', 'scale'[]]",
-    ),
-    broken.ReturnsNothing: (
-        "test_encode_fills_the_declared_buffers",
-        "ReturnsNothing.encode returned NoneType and no storage. Remedy: return Int8Storage(data=…, scale=…)",
-    ),
-    broken.MeasuresNothing: (
-        "test_encode_is_pure",
-        "MeasuresNothing.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them",
-    ),
-    broken.SaysThatItIsTheLargest: (
-        "test_a_declared_amax_is_one",
-        "SaysThatItIsTheLargest.stats declares amax with largest=True, and measure returned another value",
-    ),
-    broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, the buffer 'data'"),
-    broken.ChangesItsInput: ("test_encode_is_pure", "encode changed its input"),
-    broken.RankLocal: ("test_parts_are_encoded_as_in_the_whole", "with statistics reduced over parts"),
-    broken.HidesNaN: ("test_non_finite_is_never_silently_finite", "comes back as"),
-    broken.LosesTheScale: ("test_error_is_bounded", "the relative RMS error of normal values is"),
-    broken.ThreeBits: ("test_error_is_bounded", "of normal values is 0.*; 8.* bits an element allow 0.06"),
-    broken.BoundedButLost: ("test_error_is_bounded", "of normal values is 0.*; its error_bound is 0.3500"),
-    broken.BoundlessThreeBits: ("test_error_is_bounded", "its error_bound is 2.0000, which holds for values that were"),
-    broken.LosesTheTop: ("test_large_values_overflow", "of values near 4.25e+37 the relative RMS error is 1.0000; 8"),
-    broken.TransposesByReshape: (
-        "test_transposed_is_the_operand_of_the_transpose",
-        "TensorStorage.transposed of",
-    ),
-}
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    registry.refresh()
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester) -> Iterator[Run]:
+def run(pytester: pytest.Pytester) -> Run:
     """Run those tests of the kit that an expression selects on a format."""
 
     def check(plugin: broken.Plugin, select: str) -> pytest.RunResult:
@@ -75,37 +49,51 @@ def run(pytester: pytest.Pytester) -> Iterator[Run]:
         wanted = select.split(" or ")  # only their files are collected
         files = {getattr(conformance, t).__module__ for t in conformance.__all__ if any(word in t for word in wanted)}
         options = ["--pyargs", *sorted(files), "--lpq-format=broken", "-k", select, "-rA", "--tb=short"]
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *options)
+        return pytester.runpytest_inprocess(*IN_PROCESS, *options)
 
-    yield check
-    registry.refresh()
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda cls: cls.__name__)
-def test_a_mistake_is_found_and_named(run: Run, mistake: type[Quantizer]) -> None:
-    test, message = MISTAKES[mistake]
-    storage = broken.TensorStorage if mistake is broken.TransposesByReshape else broken.Int8Storage
-    result = run(broken.Plugin(mistake, storage), test)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines([f"*{message}*"])
+    return check
 
 
-def test_the_same_tests_pass_on_a_right_format(run: Run) -> None:
-    """The negative control: INT8 as it should be fails none of them."""
-    result = run(broken.Plugin(broken.Int8), " or ".join({test for test, _ in MISTAKES.values()}))
-    assert result.ret == pytest.ExitCode.OK
-    assert result.parseoutcomes()["passed"] >= len(MISTAKES)
+RUNS: dict[str, tuple[broken.Plugin, str, dict[str, int], str]] = {
+    "a known failure is expected and listed": (
+        broken.Plugin(broken.NoZero), "test_zeros_stay or test_known", {"passed": 1, "xfailed": 1},
+        "XFAIL*test_zeros_stay_zeros*this grid has no zero",
+    ),
+    "it may depend on options": (
+        broken.Plugin(broken.MaybeNoZero), "test_zeros_stay or test_known", {"passed": 3, "xfailed": 1},
+        "XFAIL*broken(zero=false)*without zero=true this grid has no zero",
+    ),
+    "it must fail": (broken.Plugin(broken.Pessimist), "test_zeros_stay", {"failed": 1}, "XPASS(strict)*it is said"),
+    "it must be a test": (
+        broken.Plugin(broken.Misspelt), "test_known", {"failed": 1},
+        "'test_zeroes_stay_zeros' is no test of the kit: did you mean 'test_zeros_*",
+    ),
+    "three bits in a byte with the bound that they keep": (
+        broken.Plugin(broken.HonestThreeBits),
+        "test_error_is_bounded or test_ragged_edges or test_large_values or test_what_it_represents",
+        {"passed": 10}, "",
+    ),
+    "a transpose that is not there": (
+        broken.Plugin(broken.SaysTransposable), "test_transposed", {"errors": 2},
+        "broken is declared transposable, and Int8Storage has no transposed(). Remedy: define Int8Storage.tr",
+    ),
+    "wrong bits": (
+        broken.Plugin(broken.Int8, effective_bits=4), "test_effective_bits", {"failed": 1},
+        "the spec has effective_bits=4; the layout takes 8.008 bits an element",
+    ),
+    "a kernel that cannot run": (
+        broken.Plugin(broken.Int8, kernels=(cpu_kernel("right_kernel", **ABSENT),)), "test_kernels_equal",
+        {"skipped": 2}, "right_kernel: needs a_library_that_is_not_there, which is not installed",
+    ),
+}  # fmt: skip
 
 
-def test_a_transpose_that_is_not_there_is_found_before_any_test(run: Run) -> None:
-    result = run(broken.Plugin(broken.SaysTransposable), "test_transposed")
-    words = "broken is declared transposable, and Int8Storage has no transposed(). Remedy: define Int8Storage.tr"
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_ends_as_it_must(case: str, run: Run) -> None:
+    plugin, select, outcomes, words = RUNS[case]
+    result = run(plugin, select)
+    result.assert_outcomes(**outcomes)
     result.stdout.fnmatch_lines([f"*{words}*"])
-
-
-def test_wrong_bits_are_found(run: Run) -> None:
-    result = run(broken.Plugin(broken.Int8, effective_bits=4), "test_effective_bits")
-    result.stdout.fnmatch_lines(["*the spec has effective_bits=4; the layout takes 8.008 bits an element*"])
 
 
 def test_operands_are_encoded_where_the_matrix_is() -> None:
@@ -127,83 +115,54 @@ def test_what_a_kernel_is_called_with_keeps_its_strides_and_its_place() -> None:
     assert x[1:34, 3:83].to("meta").stride() != x[1:34, 3:83].stride()
 
 
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+def said_of(*kernels: KernelSpec, quantizer: type = broken.Int8, check: Callable[..., None] = check_kernels) -> str:
+    """What a test of the kit says of a format with these kernels on the CPU: nothing where all is right."""
+    registry.register(broken.Plugin(quantizer, kernels=kernels), name="broken")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            check(family("broken"), *(("cpu",) if check is check_kernels else ()))
+        except (Exception, pytest.skip.Exception) as error:
+            return " ".join(f"{type(error).__name__}: {error}".split())
+    return "; ".join(str(warning.message) for warning in told)
+
+
+def assert_says(text: str, words: str) -> None:
+    assert fnmatch.fnmatchcase(text, f"*{words}*"), text
+
+
+@pytest.mark.parametrize("name", broken_kernels.MISTAKES)
+def test_a_kernel_that_is_right_for_most_only_is_found(name: str) -> None:
+    """Its outputs are poisoned, so that one which leaves a row unwritten is found as well."""
+    op, words = broken_kernels.MISTAKES[name]
+    assert_says(said_of(cpu_kernel(name, op)), words)
+
+
+@pytest.mark.parametrize("op", ["decode", "quantize", "gemm", "exact"])
+def test_a_kernel_that_is_right_for_all_passes(op: str) -> None:
+    """The control; one that serves some shapes only is compared there."""
+    assert said_of(cpu_kernel("right_kernel" if op == "decode" else f"right_{op}", op)) == ""
+    assert op != "exact" or said_of(cpu_kernel("choosy_exact", op)) == ""
+
+
 def test_a_kernel_that_transposes_leaves_rows_next_to_each_other() -> None:
     """Though the reference may return views."""
     side, x = lpq.quantizer("fp8"), torch.randn(32, 48)
-    right, turned = (
-        KernelSpec(op="transpose", impl=f"broken_formats:{name}", backend="torch", device="cpu")
-        for name in ("transposing_kernel", "turned_transpose")
-    )
-    assert compare(right, side, None, x, "cpu")
+    assert compare(cpu_kernel("transposing_kernel", "transpose"), side, None, x, "cpu")
     with pytest.raises(AssertionError, match="has strides"):
-        compare(turned, side, None, x, "cpu")
+        compare(cpu_kernel("turned_transpose", "transpose"), side, None, x, "cpu")
 
 
-def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:
-    """A kernel that leaves a row unwritten is found; one that is right passes, one that cannot run is skipped."""
-    wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("wrong_kernel"),)), "test_kernels_equal")
-    wrong.stdout.fnmatch_lines(["*torch kernel broken_formats:wrong_kernel on broken*elements differ*"])
-    for name, words in (("turned_kernel", "has strides"), ("keeping_kernel", "shares memory with another")):
-        wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name),)), "test_kernels_equal")
-        wrong.stdout.fnmatch_lines([f"*{name} on broken*{words}*"])
-    right = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("right_kernel"),)), "test_kernels_equal")
-    right.assert_outcomes(passed=1, skipped=1)
-    absent = broken.cpu_kernel("right_kernel", requires=("a_library_that_is_not_there",))
-    skipped = run(broken.Plugin(broken.Int8, kernels=(absent,)), "test_kernels_equal")
-    skipped.assert_outcomes(skipped=2)
-    skipped.stdout.fnmatch_lines(["*right_kernel: needs a_library_that_is_not_there, which is not installed*"])
+def test_a_kernel_that_rounds_measures_what_it_rounded() -> None:
+    assert said_of(cpu_kernel("rounding_quantize", "quantize", rounds=True)) == ""
+    said = said_of(cpu_kernel("half_rounding_quantize", "quantize", rounds=True))
+    assert_says(said, "rounded to torch.bfloat16, its statistics asked for, output * differ")
 
 
-WRONG = {
-    "hasty_kernel": ("decode", "a part of an operand*elements differ"),
-    "writing_kernel": ("decode", "it changed what it was given"),
-    "narrow_kernel": ("decode", "normal values, to torch.float32, output 0: * elements differ"),
-    "own_dtype_kernel": ("decode", "to torch.float32, output 0: it is torch.bfloat16 and must be torch.float32"),
-    "dense_kernel": ("decode", "[[]5, 77[]] torch.bfloat16, normal values*elements differ"),
-    "losing_kernel": ("decode", "one inf*elements differ"),
-    "clipping_kernel": ("decode", "numbers of all sizes*elements differ"),
-    "forgetful_quantize": ("quantize", "it returned 4 tensors and must return 6"),
-    "deaf_quantize": ("quantize", "those of another matrix given, output * elements differ"),
-    "demanding_quantize": ("quantize", "IndexError*"),
-    "seeded_quantize": ("quantize", "'NoneType' object has no attribute 'data_ptr'"),
-    "flat_quantize": ("quantize", "a transposed matrix*elements differ"),
-    "unbiased_gemm": ("gemm", "normal values, as torch.float32, bias True, fast_accumulate True: it is not the same"),
-    "half_biased_gemm": ("gemm", "bias True, fast_accumulate False: it is not the same, by"),
-    "wide_gemm": ("gemm", "it is torch.float32 and must be torch.bfloat16"),
-    "swapped_gemm": ("gemm", "[[]512, 256[]], not [[]256, 512[]]"),
-    "hasty_gemm": ("gemm", "[[]64, 0[]] torch.bfloat16, normal values*: it must be zero"),
-    "rounded_gemm": ("gemm", "as torch.float32, bias False, fast_accumulate False: it is not the same, by"),
-    "losing_exact": ("exact", "one inf: what is not finite in one is finite in the other"),
-}
-"""Kernels that are right for most of what they are called with, for what operation, and what is said of each."""
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_kernel_that_is_right_for_most_only_is_found(run: Run, name: str) -> None:
-    op, words = WRONG[name]
-    result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name, op),)), "test_kernels_equal")
-    result.assert_outcomes(failed=1, skipped=1)
-    result.stdout.fnmatch_lines([f"*{words}*"])
-
-
-def test_a_kernel_that_rounds_measures_what_it_rounded(run: Run) -> None:
-    for name, failed in (("rounding_quantize", 0), ("half_rounding_quantize", 1)):
-        kernel = broken.cpu_kernel(name, "quantize", rounds=True)
-        result = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_kernels_equal")
-        result.assert_outcomes(passed=1 - failed, failed=failed, skipped=1)
-        if failed:
-            result.stdout.fnmatch_lines(["*rounded to torch.bfloat16, its statistics asked for, output * differ*"])
-
-
-def test_a_kernel_that_is_passed_over_beside_one_that_serves_is_told(run: Run) -> None:
-    absent = broken.cpu_kernel("wrong_kernel", requires=("a_library_that_is_not_there",))
-    result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("right_kernel"), absent)), "test_kernels_equal")
-    result.assert_outcomes(passed=1, skipped=1, warnings=1)
-    words = "not compared with the reference: broken_formats:wrong_kernel: needs a_library_that_is_not_there"
-    result.stdout.fnmatch_lines([f"*{words}*"])
-
-
-IDLE: dict[str, tuple[type[Quantizer], str, str]] = {
+IDLE: dict[str, tuple[type, str, str]] = {
     "exact": (broken.Int8, "idle_exact", "it has no exact form of any operand that it was given"),
     "exact_tile": (broken.Int8, "idle_tile", "nothing was made by it of any matrix, though it accepts these operands"),
     "tile": (broken.Int8, "idle_tile", "no other built-in format has an operand to make beside its own"),
@@ -214,131 +173,76 @@ IDLE: dict[str, tuple[type[Quantizer], str, str]] = {
 
 
 @pytest.mark.parametrize("op", IDLE)
-def test_a_kernel_of_which_nothing_is_compared_has_not_passed(
-    run: Run, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_of_which_nothing_is_compared_has_not_passed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone it is skipped, and beside one that is compared it is told."""
-    monkeypatch.setattr(
-        "lpq.operations.fused_pair.why_not", lambda row, col: "not on a CPU"
-    )  # it asks which GPU there is
+    why_not = "lpq.operations.fused_pair.why_not"
+    monkeypatch.setattr(why_not, lambda row, col: "not on a CPU")  # it asks which GPU there is
     quantizer, name, words = IDLE[op]
-    idle = broken.cpu_kernel(name, op)
-    alone = run(broken.Plugin(quantizer, kernels=(idle,)), "test_kernels_equal")
-    alone.assert_outcomes(skipped=2)
-    alone.stdout.fnmatch_lines([f"*{name}: {words}*"])
-    beside = run(broken.Plugin(quantizer, kernels=(broken.cpu_kernel("right_kernel"), idle)), "test_kernels_equal")
-    beside.assert_outcomes(passed=1, skipped=1, warnings=1)
-    beside.stdout.fnmatch_lines([f"*not compared with the reference: broken_formats:{name}: {words}*"])
+    idle = cpu_kernel(name, op)
+    assert_says(said_of(idle, quantizer=quantizer), f"Skipped: broken_kernels:{name}: {words}")
+    beside = said_of(cpu_kernel("right_kernel"), idle, quantizer=quantizer)
+    assert beside.startswith(f"not compared with the reference: broken_kernels:{name}: {words}")
 
 
-def test_a_kernel_that_serves_some_shapes_only_is_compared_there(run: Run) -> None:
-    kernel = broken.cpu_kernel("choosy_exact", "exact")
-    run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_kernels_equal").assert_outcomes(passed=1, skipped=1)
+def test_a_kernel_that_is_passed_over_beside_one_that_serves_is_told() -> None:
+    said = said_of(cpu_kernel("right_kernel"), cpu_kernel("wrong_kernel", **ABSENT))
+    words = "not compared with the reference: broken_kernels:wrong_kernel: needs a_library_that_is_not_there"
+    assert said.startswith(words)
 
 
-@pytest.mark.parametrize("op", ["decode", "quantize", "gemm", "exact"])
-def test_a_kernel_that_is_right_for_all_passes(run: Run, op: str) -> None:
-    """The control."""
-    name = "right_kernel" if op == "decode" else f"right_{op}"
-    result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name, op),)), "test_kernels_equal")
-    result.assert_outcomes(passed=1, skipped=1)
-
-
-def test_kernels_in_triton_are_compared_where_triton_interprets_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, where nothing can tell one of them from other functions."""
-    options = {"backend": "triton", "device": "cuda", "min_sm": 75}
+def test_kernels_in_triton_are_compared_where_triton_interprets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where nothing can tell one of them from other functions. Not by the variable: what imports Triton
+    meanwhile would be interpreted in all tests that follow."""
     wrong, right = (
-        broken.Plugin(broken.Int8, kernels=(dataclasses.replace(broken.cpu_kernel(name), **options),))
+        dataclasses.replace(cpu_kernel(name), backend="triton", device="cuda", min_sm=75)
         for name in ("wrong_kernel", "right_kernel")
     )
     monkeypatch.setattr(kernels_of_a_format, "triton_interprets", lambda: False)
-    run(wrong, "test_kernels_equal").assert_outcomes(skipped=2)
-    # Not by the variable: what imports Triton meanwhile would be interpreted in all tests that follow.
+    assert_says(said_of(wrong), "Skipped: *has no kernel for cpu")
     monkeypatch.setattr(kernels_of_a_format, "triton_interprets", lambda: True)
-    run(wrong, "test_kernels_equal").stdout.fnmatch_lines(["*triton kernel broken_formats:wrong_kernel on*differ*"])
-    run(right, "test_kernels_equal").assert_outcomes(passed=1, skipped=1)
+    assert_says(said_of(wrong), "triton kernel broken_kernels:wrong_kernel on*differ")
+    assert said_of(right) == ""
 
 
-def test_a_kernel_that_is_not_where_its_spec_says_is_found_without_its_hardware(run: Run) -> None:
-    absent = {"device": "cuda", "requires": ("a_library_that_is_not_there",)}
-    for impl, words in (
-        ("broken_formats:rihgt_kernel", "'broken_formats:rihgt_kernel' cannot be imported: *rihgt_kernel*"),
-        ("broken_kernels:right_kernel", "'broken_kernels:right_kernel' cannot be imported: *broken_kernels*"),
-        ("broken_formats:__name__", "'broken_formats:__name__', which is 'broken_formats' and cannot be called*"),
-    ):
-        kernel = dataclasses.replace(broken.cpu_kernel("right_kernel"), impl=impl, **absent)
-        wrong = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_import_strings")
-        wrong.assert_outcomes(failed=1)
-        wrong.stdout.fnmatch_lines([f"*{words}"])
-    for fields, words in (
-        (
-            {"op": "transpose"},
-            "'broken_formats:right_kernel': it cannot be called as Transpose, with (operand): *",
-        ),
-        (
-            {"rounds": True, "op": "quantize"},
-            "'broken_formats:right_kernel': it cannot be called as Quantize, with (*",
-        ),
-        ({"op": "gemm", "bind": "broken_formats:nothing"}, "'broken_formats:nothing' cannot be imported: *nothing*"),
-    ):
-        impl = "broken_formats:unbiased_gemm" if fields["op"] == "gemm" else "broken_formats:right_kernel"
-        kernel = dataclasses.replace(broken.cpu_kernel("right_kernel"), impl=impl, **(absent | fields))
-        wrong = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_import_strings")
-        wrong.stdout.fnmatch_lines([f"*{words}"])
-        wrong.assert_outcomes(failed=1)
-    there = dataclasses.replace(broken.cpu_kernel("right_kernel"), **absent)
+STRINGS: list[tuple[dict[str, object], str]] = [
+    ({"impl": "broken_kernels:rihgt"}, "'broken_kernels:rihgt' cannot be imported: *rihgt"),
+    ({"impl": "kernels_of_nobody:right"}, "'kernels_of_nobody:right' cannot be imported: *kernels_of_nobody"),
+    ({"impl": "broken_kernels:__name__"}, "'broken_kernels:__name__', which is 'broken_kernels' and cannot be called"),
+    ({"op": "transpose"}, "'broken_kernels:right_kernel': it cannot be called as Transpose, with (operand): "),
+    ({"op": "quantize", "rounds": True}, "'broken_kernels:right_kernel': it cannot be called as Quantize, with ("),
+    (
+        {"op": "gemm", "impl": "broken_kernels:unbiased_gemm", "bind": "broken_kernels:nothing"},
+        "'broken_kernels:nothing' cannot be imported: *nothing",
+    ),
+]  # fmt: skip
+
+
+def test_a_kernel_that_is_not_where_its_spec_says_is_found_without_its_hardware() -> None:
+    there = dataclasses.replace(cpu_kernel("right_kernel"), device="cuda", **ABSENT)
+    for fields, words in STRINGS:
+        assert_says(said_of(dataclasses.replace(there, **fields), check=check_import_strings), words)
     needy = dataclasses.replace(there, impl="a_library_that_is_not_there.kernels:decode")
-    run(broken.Plugin(broken.Int8, kernels=(there, needy)), "test_import_strings").assert_outcomes(passed=1)
+    assert said_of(there, needy, check=check_import_strings) == ""
 
 
-def test_known_failures_are_expected_and_listed(run: Run) -> None:
-    result = run(broken.Plugin(broken.NoZero), "test_zeros_stay or test_known")
-    result.assert_outcomes(passed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["*XFAIL*test_zeros_stay_zeros*this grid has no zero*"])
-
-
-def test_an_error_bound_of_its_own(run: Run) -> None:
-    """Three bits in a byte, with the bound that they keep, pass everything that is about errors."""
-    tests = ["test_error_is_bounded", "test_ragged_edges", "test_large_values", "test_what_it_represents"]
-    result = run(broken.Plugin(broken.HonestThreeBits), " or ".join(tests))
-    result.assert_outcomes(passed=10)
-
-
-def test_known_failures_may_depend_on_options(run: Run) -> None:
-    result = run(broken.Plugin(broken.MaybeNoZero), "test_zeros_stay or test_known")
-    result.assert_outcomes(passed=3, xfailed=1)
-    result.stdout.fnmatch_lines(["*XFAIL*broken(zero=false)*without zero=true this grid has no zero*"])
+# ---------------------------------------------------------------------------------------------- others
 
 
 def test_a_broken_format_of_somebody_else_is_met_by_none(run: Run, pytester: pytest.Pytester) -> None:
     """Neither one whose module is no Python nor one that encodes to what it does not declare."""
     pytester.makepyfile(no_python="def (")
     pytester.syspathinsert()
-    sad, wrong = broken.Plugin(broken.Int8), broken.Plugin(broken.WrongDtype)
-    sad.spec = dataclasses.replace(sad.spec, name="sad", quantizer="no_python:Sad")
-    wrong.spec = dataclasses.replace(wrong.spec, name="wrong")
-    for plugin in (sad, wrong):
-        registry.register(plugin, name=plugin.spec.name)
+    registry.register(broken.Plugin(broken.Int8, names="sad", quantizer="no_python:Sad"), name="sad")
+    registry.register(broken.Plugin(broken.WrongDtype, names="wrong"), name="wrong")
     assert {"sad", "wrong"} <= set(registry.formats())
     result = run(broken.Plugin(broken.Int8), "test_column_operand_from or test_each_side")
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=8)
 
 
-def test_a_known_failure_must_fail(run: Run) -> None:
-    result = run(broken.Plugin(broken.Pessimist), "test_zeros_stay")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*it is said*"])
-
-
-def test_a_known_failure_must_be_a_test(run: Run) -> None:
-    result = run(broken.Plugin(broken.Misspelt), "test_known")
-    result.stdout.fnmatch_lines(["*'test_zeroes_stay_zeros' is no test of the kit: did you mean 'test_zeros_*"])
-
-
 def test_the_kit_asks_for_a_format(pytester: pytest.Pytester) -> None:
     assert lpq.nn  # imported here, not inside the run
-    kit = ["--pyargs", "lpq.testing.conformance.test_layout", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    kit = ["--pyargs", "lpq.testing.conformance.test_layout", *IN_PROCESS]
     result = pytester.runpytest_inprocess(*kit)
     result.stdout.fnmatch_lines(["*the conformance kit must know what to test: --lpq-format FORMAT*"])
     result = pytester.runpytest_inprocess(*kit, "--lpq-format", "mxfp9")
@@ -351,9 +255,8 @@ def test_what_finds_most_runs_first_and_what_compiles_last(pytester: pytest.Pyte
         test_mine="def test_a(): pass\nfrom lpq.testing.conformance import *\nlpq_formats = ['mxfp8()']\n"
         "def test_z(): pass\n"
     )
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--collect-only", "-q"]
     for asked in (["--pyargs", "lpq.testing.conformance", "--lpq-format=mxfp8()"], ["test_mine.py"]):
-        ran = pytester.runpytest_inprocess(*options, *asked)
+        ran = pytester.runpytest_inprocess(*IN_PROCESS, "--collect-only", "-q", *asked)
         tests = [line.partition("::")[2].partition("[")[0] for line in ran.outlines if "::" in line]
         own = [test for test in tests if test in ("test_a", "test_z")]
         assert own == (["test_a", "test_z"] if asked == ["test_mine.py"] else [])

@@ -12,12 +12,15 @@ import subtle_formats as subtle
 import torch
 import value_formats
 import whole_formats
-from broken_formats import RankLocal
+from broken_formats import Plugin, RankLocal
 from torch import Tensor
 
 import lpq
 from lpq import registry
+from lpq.formats.format import Direction
 from lpq.operations import reduce_statistics
+from lpq.testing.conformance import test_declarations_can_be_read as check_declarations
+from lpq.testing.conformance import test_encode_is_pure as check_pure
 from lpq.testing.conformance import test_parts_are_encoded_as_in_the_whole as check_parts
 from lpq.testing.conformance import test_ranks_encode_parts_as_in_the_whole as check_ranks
 from lpq.testing.conformance.test_ranks import WAYS
@@ -49,7 +52,7 @@ SCALED = "fp8", "fp8(scaling=row)", "fp8(scaling=delayed)", "nvfp4(stochastic=tr
 def third_parties() -> Iterator[None]:
     for formats in (counted_format, odd_formats, residual_format, value_formats, whole_formats):
         formats.register()
-    registry.register(subtle.Plugin(RankLocal, subtle.IgnoresItsPlace), name="subtle")
+    registry.register(Plugin(RankLocal, subtle.IgnoresItsPlace, names="subtle_{}"), name="subtle")
     yield
     registry.refresh()
 
@@ -64,6 +67,14 @@ def check(text: str) -> None:
 @pytest.mark.parametrize("text", ODD)
 def test_parts_of_any_format_are_those_of_the_whole(text: str) -> None:
     check(text)
+
+
+@pytest.mark.parametrize("direction", ["row", "col"])
+def test_the_kit_reduces_counts_by_sum_and_a_second_round_by_the_first(direction: Direction) -> None:
+    side = lpq.quantizer("counted").side(direction)
+    check_parts(side, direction)
+    check_pure(side)
+    check_declarations(side)
 
 
 @pytest.mark.parametrize("text", SCALED)

@@ -1,4 +1,4 @@
-"""A format that is made of others passes the conformance kit as any other does."""
+"""Formats that are made of others, or have several numbers for a block, pass the kit as any other does."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from lpq.testing.conformance import *  # noqa: F403
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 import residual_format
+import value_formats
 
-residual_format.register()
-lpq_formats = [
-    "residual(base=nvfp4, rest=mxfp8)",
-]
+OTHERS = (residual_format, value_formats)
+for others in OTHERS:  # the tests are collected now
+    others.register()
+lpq_formats = ["residual(base=nvfp4, rest=mxfp8)", "values_codebook", "values_eight"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def third_parties() -> Iterator[None]:
-    residual_format.register()
+    for others in OTHERS:
+        others.register()
     yield
     registry.refresh()
