@@ -72,6 +72,20 @@ def with_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], No
     return apply
 
 
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    """Write a part of one layer anew."""
+    return with_tensors(lambda t: t.update({f"{UP}.{name}": change(t[f"{UP}.{name}"])}))
+
+
+def coded(tensor: Tensor, at: int, code: int) -> Tensor:
+    tensor.view(torch.uint8).view(-1)[at] = code
+    return tensor
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return with_tensors(lambda t: t.pop(name))
+
+
 def with_config(**entries: Any) -> Callable[[Path], None]:
     """Edit the description of the layout."""
     return with_json("config.json", lambda c: c["quantization_config"].update(entries))
@@ -105,6 +119,11 @@ def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
     return with_text(edited)
 
 
+def said(**entries: Any) -> Callable[[Path], None]:
+    """Edit what the file says of one weight."""
+    return with_header(lambda header: header[f"{UP}.weight"].update(entries))
+
+
 def truncated(path: Path) -> None:
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[:-100])
@@ -133,8 +152,9 @@ def first(index: Any) -> str:
     return str(next(iter(index["weight_map"])))
 
 
-def elsewhere(to: str) -> Callable[[Any], object]:
-    return lambda index: index["weight_map"].update({first(index): to})
+def elsewhere(to: str) -> Callable[[Path], None]:
+    """Let the index refer to another file."""
+    return with_json(INDEX, lambda index: index["weight_map"].update({first(index): to}))
 
 
 def with_large_header(path: Path) -> None:
@@ -144,227 +164,124 @@ def with_large_header(path: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 ONE = r"model\.safetensors"
+CUT = rf"{ONE} is no safetensors, was cut off or changed: "
+UNKNOWN = "no format that is installed has weights as in its group_0"
 FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "truncated": ("one", truncated, rf"{ONE} is no safetensors, was cut off or changed: .*not fully covered"),
-    "empty": (
-        "one",
-        lambda p: (p / "model.safetensors").write_bytes(b""),
-        rf"{ONE} is no safetensors, was cut off or changed: .*too small",
-    ),
+    "truncated": ("one", truncated, rf"{CUT}.*not fully covered"),
+    "empty": ("one", lambda p: (p / "model.safetensors").write_bytes(b""), rf"{CUT}.*too small"),
     "no file": ("one", lambda p: (p / "model.safetensors").unlink(), rf"neither {ONE} nor {ONE}\.index\.json"),
-    "more behind": (
-        "one",
-        lambda p: (p / "model.safetensors").open("ab").write(b"more"),
-        rf"{ONE} is no safetensors, was cut off or changed: .*not fully covered",
-    ),
+    "more behind": ("one", lambda p: (p / "model.safetensors").open("ab").write(b"more"), rf"{CUT}.*not fully covered"),
     "pickle": ("one", pickled, rf"{ONE}: it is a pickle.* are not read"),
     "torch.save": ("one", saved_by_torch, rf"{ONE}: it is a pickle, as torch\.save writes them"),
     "only a .bin": ("one", only_a_bin, r"pytorch_model\.bin is a pickle, which can run code"),
-    "header": (
-        "one",
-        with_header(lambda h: h[f"{UP}.weight"].update(shape=[128, 128])),
-        rf"{ONE} is no safetensors, was cut off or changed: .*invalid shape, data type, or offset",
-    ),
-    "overlap": (
-        "one",
-        with_header(lambda h: h[f"{UP}.weight"].update(data_offsets=[0, 32768])),
-        rf"{ONE} is no safetensors, was cut off or changed: .*invalid offset for tensor",
-    ),
-    "negative": (
-        "one",
-        with_header(lambda h: h[f"{UP}.weight"].update(data_offsets=[-5, 32763])),
-        rf"{ONE} is no safetensors, was cut off or changed: .*invalid value: integer `-5`",
-    ),
-    "dtype": (
-        "one",
-        with_header(lambda h: h[f"{UP}.weight"].update(dtype="F8_E4M3FNUZ")),
-        rf"{ONE}: '{UP}\.weight' is of dtype 'F8_E4M3FNUZ', which is none",
-    ),
-    "no dtype": (
-        "one",
-        with_header(lambda h: h[f"{UP}.weight"].update(dtype="F3")),
-        rf"{ONE} is no safetensors, was cut off or changed: .*unknown variant `F3`",
-    ),
+    "header": ("one", said(shape=[128, 128]), rf"{CUT}.*invalid shape, data type, or offset"),
+    "overlap": ("one", said(data_offsets=[0, 32768]), rf"{CUT}.*invalid offset for tensor"),
+    "negative": ("one", said(data_offsets=[-5, 32763]), rf"{CUT}.*invalid value: integer `-5`"),
+    "dtype": ("one", said(dtype="F8_E4M3FNUZ"), rf"{ONE}: '{UP}\.weight' is of dtype 'F8_E4M3FNUZ', which is none"),
+    "no dtype": ("one", said(dtype="F3"), rf"{CUT}.*unknown variant `F3`"),
     "a name twice": (
-        "one",
-        with_text(lambda text: re.sub(rb'("[^"]*":\{"dtype"[^}]*\})', rb"\1,\1", text, count=1)),
-        rf"{ONE} is no safetensors, was cut off or changed: its header has a name twice",
+        "one", with_text(lambda text: re.sub(rb'("[^"]*":\{"dtype"[^}]*\})', rb"\1,\1", text, count=1)),
+        rf"{CUT}its header has a name twice",
     ),
-    "deep": (
-        "one",
-        with_text(lambda text: b'{"a":' * 10**5 + text + b"}" * 10**5),
-        rf"{ONE} is no safetensors, was cut off or changed: .*recursion limit",
-    ),
+    "deep": ("one", with_text(lambda text: b'{"a":' * 10**5 + text + b"}" * 10**5), rf"{CUT}.*recursion limit"),
     "missing scale": (
-        "one",
-        with_tensors(lambda t: t.pop(f"{UP}.weight_scale")),
+        "one", without(f"{UP}.weight_scale"),
         rf"{UP} has weight, input_scale and lacks weight_scale|{UP} has .* lacks weight_scale",
     ),
-    "missing input scale": (
-        "one",
-        with_tensors(lambda t: t.pop(f"{UP}.input_scale")),
-        rf"{UP} has .* lacks input_scale",
-    ),
-    "missing weight": ("nvfp4", with_tensors(lambda t: t.pop(f"{UP}.weight")), rf"{UP} has .* lacks weight"),
-    "missing norm": (
-        "one",
-        with_tensors(lambda t: t.pop("blocks.0.norm.weight")),
-        r"have nothing for .*: blocks\.0\.norm\.w",
-    ),
+    "missing input scale": ("one", without(f"{UP}.input_scale"), rf"{UP} has .* lacks input_scale"),
+    "missing weight": ("nvfp4", without(f"{UP}.weight"), rf"{UP} has .* lacks weight"),
+    "missing norm": ("one", without("blocks.0.norm.weight"), r"have nothing for .*: blocks\.0\.norm\.w"),
     "unknown tensor": (
-        "one",
-        with_tensors(lambda t: t.update({f"{UP}.zero_point": torch.ones(1)})),
+        "one", with_tensors(lambda t: t.update({f"{UP}.zero_point": torch.ones(1)})),
         rf"has no place: {UP}\.zero_point",
     ),
     "shape of a weight": (
-        "one",
-        with_tensors(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][:128]})),
+        "one", changed("weight", lambda t: t[:128]),
         rf"{UP}\.weight has shape \[128, 128\], and for a weight of 256x128 it is \[256, 128\]",
     ),
     "shape of scales": (
-        "nvfp4",
-        with_tensors(lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].t().contiguous()})),
+        "nvfp4", changed("weight_scale", lambda t: t.t().contiguous()),
         rf"{UP}\.weight_scale has shape \[8, 256\], and for a weight of 256x128 it is \[256, 8\]",
     ),
     "dtype of scales": (
-        "nvfp4",
-        with_tensors(lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].float()})),
+        "nvfp4", changed("weight_scale", Tensor.float),
         rf"{UP}\.weight_scale is torch\.float32, and NVFP4 has torch\.float8_e4m3fn there",
     ),
     "scale of zero": (
-        "one",
-        with_tensors(lambda t: t[f"{UP}.weight_scale"].zero_()),
-        rf"{UP}\.weight_scale is \[0\.0\], and engines divide",
+        "one", changed("weight_scale", Tensor.zero_), rf"{UP}\.weight_scale is \[0\.0\], and engines divide",
     ),
     "scale of NaN": (
-        "nvfp4",
-        with_tensors(lambda t: t[f"{UP}.weight_scale_2"].fill_(torch.nan)),
-        rf"{UP}\.weight_scale_2 has values that",
+        "nvfp4", changed("weight_scale_2", lambda t: t.fill_(torch.nan)), rf"{UP}\.weight_scale_2 has values that",
     ),
     "exponent of NaN": (
-        "mxfp8",
-        with_tensors(lambda t: t[f"{UP}.weight_scale"].view(-1)[5].fill_(255)),
+        "mxfp8", changed("weight_scale", lambda t: coded(t, 5, 255)),
         rf"{UP}\.weight_scale has values that are not finite",
     ),
     "code of NaN": (
-        "mxfp8",
-        with_tensors(lambda t: t[f"{UP}.weight"].view(torch.uint8).view(-1)[7].fill_(0xFF)),
-        rf"{UP}\.weight has values that are not finite",
+        "mxfp8", changed("weight", lambda t: coded(t, 7, 255)), rf"{UP}\.weight has values that are not finite",
     ),
     "shape of a norm": (
-        "one",
-        with_tensors(lambda t: t.update({"blocks.0.norm.weight": torch.ones(3)})),
+        "one", with_tensors(lambda t: t.update({"blocks.0.norm.weight": torch.ones(3)})),
         r"norm\.weight has shape \[3\]",
     ),
     "codes that nobody announced": (
-        "one",
-        with_json("config.json", lambda c: c["quantization_config"].update(ignore=["lm_head", UP])),
+        "one", with_config(ignore=["lm_head", UP]),
         rf"{UP}\.weight is torch\.float8_e4m3fn and not quantized in the files, and torch\.float32 in the model: cast",
     ),
     "method": (
-        "one",
-        with_json("config.json", lambda c: c["quantization_config"].update(quant_method="modelop")),
+        "one", with_config(quant_method="modelop"),
         "quant_method is 'modelop', and no layout .* did you mean 'modelopt'",
     ),
     "no method": ("one", with_json("config.json", lambda c: c.clear()), "a model in high precision"),
     "bits": (
-        "one",
-        with_json(
-            "config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=3)
-        ),
-        "no format that is installed has weights as in its group_0",
+        "one", with_group(weights={"num_bits": 3, "type": "float", "strategy": "tensor", "symmetric": True}), UNKNOWN,
     ),
     "rotated": (
-        "one",
-        with_config(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
+        "one", with_config(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
         r"its transform_config is .*R1.* weights were rotated",
     ),
     "sparse": ("one", with_config(sparsity_config={"format": "sparse-24-bitmask"}), "its weights are sparse"),
     "outputs": ("one", with_group(output_activations={"num_bits": 8}), "engines encode the outputs of its group_0"),
     "format": ("one", with_group(format="mxfp8-quantized"), "the format of its group_0 is 'mxfp8-quantized', and FP8"),
     "zero points": (
-        "one",
-        with_group(weights={"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": False}),
-        "no format that is installed has weights as in its group_0",
+        "one", with_group(weights={"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": False}), UNKNOWN,
     ),
     "no targets": ("one", with_group(targets=["LlamaAttention"]), "no tensor of the files is one of theirs"),
     "ignored text": ("one", with_config(ignore="lm_head"), "it ignores 'lm_head', which is no list"),
     "scales below 0": (
-        "nvfp4",
-        with_tensors(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8).bitwise_or_(128)),
+        "nvfp4", changed("weight_scale", lambda t: (t.view(torch.uint8) | 128).view(t.dtype)),
         rf"{UP}\.weight_scale has scales below 0",
     ),
     "fmt": ("block", with_config(fmt="e5m2"), "its fmt is 'e5m2', and lpq reads 'e4m3' there"),
     "fp4": ("block", with_config(expert_dtype="fp4"), "its expert_dtype is 'fp4', and lpq reads 'fp8' there"),
     "tables": ("block", with_config(modules_to_convert=["embed"]), r"its modules_to_convert is \['embed'\], and lpq"),
     "scale_fmt": ("block", with_config(scale_fmt="e5m10"), "no format that is installed has .*'scale_fmt': 'e5m10'"),
-    "no groups": (
-        "one",
-        with_json("config.json", lambda c: c["quantization_config"].update(config_groups=[])),
-        "its config_groups are",
-    ),
-    "bad pattern": (
-        "one",
-        with_json("config.json", lambda c: c["quantization_config"].update(ignore=["re:["])),
-        r"'\[' is no pattern of layers that lpq reads: unterminated",
-    ),
-    "no pattern": (
-        "one",
-        with_json("config.json", lambda c: c["quantization_config"].update(ignore=[3])),
-        "are no names or patterns",
-    ),
+    "no groups": ("one", with_config(config_groups=[]), "its config_groups are"),
+    "bad pattern": ("one", with_config(ignore=["re:["]), r"'\[' is no pattern of layers that lpq reads: unterminated"),
+    "no pattern": ("one", with_config(ignore=[3]), "are no names or patterns"),
     "large header": ("one", with_large_header, rf"{ONE}: its header has 17825792 bytes, and at most 16777216 are read"),
     "large config": (
-        "one",
-        lambda p: os.truncate(p / "config.json", 65 << 20),
+        "one", lambda p: os.truncate(p / "config.json", 65 << 20),
         r"config\.json cannot be read: .*it has more than 64 MiB",
     ),
-    "algorithm": (
-        "nvfp4",
-        with_json("config.json", lambda c: c["quantization_config"].update(quant_algo="INT4")),
-        "quant_algo='INT4'",
-    ),
-    "block": (
-        "block",
-        with_json("config.json", lambda c: c["quantization_config"].update(weight_block_size=[1, 64])),
-        r"no format that is installed has .*64",
-    ),
+    "algorithm": ("nvfp4", with_config(quant_algo="INT4"), "quant_algo='INT4'"),
+    "block": ("block", with_config(weight_block_size=[1, 64]), r"no format that is installed has .*64"),
     "config": ("one", lambda p: (p / "config.json").write_text("{"), r"config\.json cannot be read"),
     "config that nests": (
-        "one",
-        lambda p: (p / "config.json").write_text("[" * 100_000),
-        r"config\.json cannot be read: .*recursion",
+        "one", lambda p: (p / "config.json").write_text("[" * 100_000), r"config\.json cannot be read: .*recursion",
     ),
     "config of a list": ("one", lambda p: (p / "config.json").write_text("[]"), r"config\.json is \[\], and no table"),
     "no config": ("one", lambda p: (p / "config.json").unlink(), r"it has no config\.json"),
-    "outside": (
-        "many",
-        with_json(INDEX, elsewhere("../model.safetensors")),
-        r"refers to '\.\./model\.safetensors', which is not",
-    ),
-    "absolute": ("many", with_json(INDEX, elsewhere("/etc/passwd")), "refers to '/etc/passwd', which is not the name"),
-    "index to a pickle": (
-        "many",
-        with_json(INDEX, elsewhere("model.bin")),
-        r"refers to 'model\.bin', which is no safetensors",
-    ),
-    "index to nothing": (
-        "many",
-        with_json(INDEX, elsewhere("model-9.safetensors")),
-        r"model-9\.safetensors, .* is missing",
-    ),
-    "index to another": (
-        "many",
-        with_json(INDEX, elsewhere("model-00002-of-00009.safetensors")),
-        r"is missing|is not in model-00002-of",
-    ),
+    "outside": ("many", elsewhere("../model.safetensors"), r"refers to '\.\./model\.safetensors', which is not"),
+    "absolute": ("many", elsewhere("/etc/passwd"), "refers to '/etc/passwd', which is not the name"),
+    "index to a pickle": ("many", elsewhere("model.bin"), r"refers to 'model\.bin', which is no safetensors"),
+    "index to nothing": ("many", elsewhere("model-9.safetensors"), r"model-9\.safetensors, .* is missing"),
+    "index to another": ("many", elsewhere("model-00002-of-00009.safetensors"), r"is missing|is not in model-00002-of"),
     "not in the index": (
-        "many",
-        with_json(INDEX, lambda i: i["weight_map"].pop(first(i))),
-        "which .*index.json does not list",
+        "many", with_json(INDEX, lambda i: i["weight_map"].pop(first(i))), "which .*index.json does not list",
     ),
     "no map": ("many", with_json(INDEX, lambda i: i.update(weight_map=[])), "has no weight_map"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
