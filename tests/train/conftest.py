@@ -16,8 +16,7 @@ from lpq.train import TrainConfig, report
 with suppress(ImportError):
     import matplotlib.font_manager  # noqa: F401  (on a new machine it starts a process, as no unmarked test may)
 
-# The helpers for several processes, and for files that were written to do harm.
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("distributed", "checkpoint")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
 
 
 @pytest.fixture

@@ -173,18 +173,6 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
     assert all(content.startswith(kept) for content in seen)
 
 
-def test_a_truncated_checkpoint_is_refused_and_the_previous_one_resumed(tiny: MakeConfig, console: Console) -> None:
-    config = tiny("run", baseline=False)
-    whole = run(config, console)
-    (newest,) = (whole.directory / "recipe" / "step-00000006").glob("*.distcp")
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    resumed = run(replace(config, resume=True), console)
-    assert "step-00000006 is refused: " in shown(console)
-    assert "it is truncated or was changed" in shown(console)
-    assert "resumed after step 4" in shown(console)
-    assert resumed.outcomes[0].losses == whole.outcomes[0].losses
-
-
 def test_a_run_does_not_go_on_with_another_text_or_policy(
     tiny: MakeConfig, text: Path, policy: str, console: Console
 ) -> None:
