@@ -134,13 +134,10 @@ def no_model() -> int:
         (("--model", "test_noise:takes_one"), "test_noise:takes_one cannot be called without arguments: missing a req"),
         (("--model", "test_noise:no_model"), "test_noise:no_model returns a int, and no torch.nn.Module"),
         (("--model", "test_noise:math"), "test_noise:math is of type module, and no function that makes the model"),
-        (
-            ("--data", "wide.pt"),
-            "the model does not take a batch of --data wide.pt: ValueError: layer 0, lpq",
-        ),
+        (("--data", "wide.pt"), "the model does not take a batch of --data wide.pt: ValueError: layer 0, lpq"),
         (("--data", "words.pt"), "a batch is a str without a tensor"),
     ],
-)
+)  # fmt: skip
 def test_the_command_refuses_in_words(
     options: tuple[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -32,10 +32,9 @@ ROWS, COLS = 512, 96
 POLICY = {
     "rules": [
         {"match": ["plain"], "recipe": "skip"},
-        {"match": "*", "until": 0.5, "recipe": "fp8(scaling=delayed, history=4)"},
-        {"match": "*", "recipe": "mxfp8()"},
-    ]
-}
+        {"match": "*", "until": 0.5, "recipe": "fp8(scaling=delayed, history=4)"}, {"match": "*", "recipe": "mxfp8()"},
+    ],
+}  # fmt: skip
 STEPS = 10
 CHANGED = 5
 """The step from which the policy has the other recipe."""

@@ -108,9 +108,7 @@ PROGRAMS: dict[str, Callable[[str], bytes]] = {
     "a function": lambda marker: b"cposix\nmkdir\n" + value((marker,)) + b"R",
     "a function, by INST": lambda marker: b"(" + value(marker) + b"iposix\nmkdir\n",
     "a function, by OBJ": lambda marker: b"(cposix\nmkdir\n" + value(marker) + b"o",
-    "a function, by STACK_GLOBAL": lambda marker: (
-        value("posix") + value("mkdir") + b"\x93" + value((marker,)) + b"R"
-    ),
+    "a function, by STACK_GLOBAL": lambda marker: (value("posix") + value("mkdir") + b"\x93" + value((marker,)) + b"R"),
     "a name with dots": lambda marker: b"ctorch\nserialization.os.mkdir\n" + value((marker,)) + b"R",
     "getattr": lambda marker: (
         b"cbuiltins\ngetattr\n" + b"(" + named(Metadata) + value("__init__") + b"tR" + value((marker,)) + b"R"

@@ -50,8 +50,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     (plain, lambda: plain(dtype=torch.bfloat16), r"0.weight was saved in torch.float32 and is torch.bfloat16"),
     (plain, lambda: plain(bias=False), "it has tensors for which the model has no place: 0.bias"),
     (
-        lambda: nn.Sequential(*plain(32), *stored("mxfp8")),
-        lambda: plain(32),
+        lambda: nn.Sequential(*plain(32), *stored("mxfp8")), lambda: plain(32),
         r"the model has no place: 1\.bias, 1\.weight\. Make the model as it was",
     ),
     (lambda: plain(bias=False), plain, "it has nothing for these tensors of the model: 0.bias"),
@@ -60,7 +59,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     (lambda: plain(dtype=torch.float64), lambda: stored("mxfp8"), "0.weight was saved in torch.float64, and no format"),
     (lambda: nn.Linear(32, 64), lambda: Counted(32, 64), r"states of modules: _extra_state\. Make the model"),
     (lambda: Counted(32, 64), lambda: nn.Linear(32, 64), r"has no place: _extra_state\. Make the model of"),
-]
+]  # fmt: skip
 
 
 def test_a_state_that_is_a_tensor_is_imported(tmp_path: Path) -> None:

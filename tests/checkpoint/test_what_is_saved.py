@@ -54,11 +54,10 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
 
 DELAYED_THEN_BLOCKS = {
     "rules": [
-        {"match": "2", "until": 0.4, "recipe": "skip"},
-        {"match": "*", "until": 0.6, "recipe": "fp8-delayed"},
+        {"match": "2", "until": 0.4, "recipe": "skip"}, {"match": "*", "until": 0.6, "recipe": "fp8-delayed"},
         {"match": "*", "recipe": "mxfp8()"},
-    ]
-}
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

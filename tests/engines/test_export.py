@@ -234,9 +234,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "none": (None, {"layout": "modelopt"}, "no layer has a quantized weight"),
     "leave": ("mxfp8", {"layout": "modelopt", "leave": ["nothing"]}, "leave has nothing, and the model has no"),
     "amax": ("mxfp8", {"layout": "modelopt", "input_amax": {"x": 1.0}}, "input_amax has x, and the model has no"),
-    "random": (
-        "x=bf16, w=nvfp4(stochastic=true), dy=bf16", {"layout": "modelopt"}, "which rounds stochastically",
-    ),
+    "random": ("x=bf16, w=nvfp4(stochastic=true), dy=bf16", {"layout": "modelopt"}, "which rounds stochastically"),
     "base": ("mxfp8", {"layout": "modelopt", "base": "nowhere"}, "base='nowhere' is no directory"),
 }  # fmt: skip
 

@@ -22,13 +22,12 @@ WRITES: dict[str, tuple[Callable[[Any], Sequence[Any]], str]] = {
         r"writes up\.weight as torch\.uint8 \[64, 64\], and parts declares torch\.float8_e4m3fn \[64, 64\]",
     ),
     "shape": (
-        lambda s: (s.data, s.scale[1:]),
-        r"weight_scale as torch\.uint8 \[63, 2\], and parts declares .*\[64, 2\]",
+        lambda s: (s.data, s.scale[1:]), r"weight_scale as torch\.uint8 \[63, 2\], and parts declares .*\[64, 2\]",
     ),
     "none": (lambda s: (s.data, None), r"writes up\.weight_scale as NoneType"),
     "fewer": (lambda s: (s.data,), r"writes 1 tensor, and parts declares 2"),
     "more": (lambda s: (s.data, s.scale, s.scale), r"writes 3 tensors, and parts declares 2"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", WRITES)

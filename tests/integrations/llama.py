@@ -16,11 +16,8 @@ from lpq.optim import MasterWeights
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
 STEPS = 6
 TWO_STAGES = {
-    "rules": [
-        {"match": "*_proj", "recipe": "fp8-delayed", "until": 0.5},
-        {"match": "*_proj", "recipe": "mxfp8"},
-    ]
-}
+    "rules": [{"match": "*_proj", "recipe": "fp8-delayed", "until": 0.5}, {"match": "*_proj", "recipe": "mxfp8"}],
+}  # fmt: skip
 """The second stage begins at step 3 of 6."""
 
 

@@ -87,13 +87,12 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_saved_without_the_callback(
     ("policy", "options", "words"),
     [
         (
-            "mxfp8",
-            {},
+            "mxfp8", {},
             r"go on from this checkpoint: .* another policy than the model's(?s:.*)policy \(as it stands above\)",
         ),
         (TWO_STAGES, {"max_steps": STEPS + 2}, f"for {STEPS + 2} steps"),
     ],
-)
+)  # fmt: skip
 def test_another_policy_or_another_length_is_refused(
     policy: Any, options: dict[str, Any], words: str, run: tuple[Any, Path], tmp_path: Path
 ) -> None:
