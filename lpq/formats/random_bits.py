@@ -37,18 +37,6 @@ def _high(product: Tensor) -> Tensor:
     return (product >> 32).bitwise_and_(MASK)
 
 
-def bytes_at(seeds: Tensor, direction: int, place: tuple[Tensor, Tensor], rows: int, cols: int) -> Tensor:
-    """One random byte for each element of many matrices ``[rows, cols]``. Each matrix has a seed and the place of its
-    first element in the whole operand; the column of that place is a multiple of ``GROUP``."""
-    groups, device = -(-cols // GROUP), seeds.device
-    group = (place[1] // GROUP)[:, None, None] + torch.arange(groups, device=device)
-    row = place[0][:, None, None] + torch.arange(rows, device=device)[:, None]
-    key = (seeds & MASK)[:, None, None], ((seeds >> 32) & MASK)[:, None, None]
-    words = philox((group, row, torch.full_like(key[0], direction), torch.zeros_like(key[0])), key)
-    drawn = torch.stack([word.int() for word in words], dim=-1).view(torch.uint8)
-    return drawn.view(len(seeds), rows, groups * GROUP)[:, :, :cols]
-
-
 @dataclass(frozen=True, eq=False)
 class RandomBits:
     """The random bits of one operand, or of a shard of it."""

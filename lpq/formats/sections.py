@@ -100,32 +100,6 @@ def transposed(matrix: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- groups
 
 
-class Grouped(NamedTuple):
-    """An operand of rows in groups."""
-
-    quantizer: Quantizer
-    tensors: Sequence[Tensor]
-    shape: tuple[int, int]
-    """The shape of the matrix of all rows, those behind the last group included."""
-    dtype: torch.dtype
-    dim: int
-    """The dimension along which the groups lie."""
-    decoded: bool = False
-    """Whether it exists decoded only, for a product: a matrix in bf16, in the basis in which the operand is stored,
-    with the groups at their places in the operand."""
-
-    def matrix(self, group: int, start: int, stop: int, at: int) -> Storage:
-        """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""
-        side, dim = self.quantizer, self.dim
-        shape = [*self.shape]
-        shape[dim] = stop - start
-        rows, cols = shape
-        pieces = [piece(b, t, group, at, rows, cols, dim) for b, t in zip(side.layout, self.tensors, strict=True)]
-        if not side.plain:
-            pieces = [b.laid(t) for b, t in zip(side.layout, pieces, strict=True)]
-        return side.storage.wrap(pieces, side, (rows, cols), self.dtype)
-
-
 def unit(side: Quantizer, dim: int) -> int:
     """Each group is padded in an operand to a multiple of this number of rows (0) or columns (1)."""
     if side.plain:

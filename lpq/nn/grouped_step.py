@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
-from lpq.formats.layout import for_dtype
 from lpq.formats.sections import Sections, why_not_row_by_row
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
@@ -17,7 +16,6 @@ from lpq.nn.step import Shapes, Step
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import Encoded, Multiply, Product
-from lpq.operations.decoding import decode
 from lpq.operations.encoder import BindEncoder, Encoder, Wanted, in_two_steps, operands_of
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
@@ -82,20 +80,16 @@ class Groups(NamedTuple):
 def _of_row_operand(wanted: Wanted) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
-    side, of_col, dtype = wanted.quantizer.side("row"), wanted.quantizer.side("col"), wanted.dtype
     row, col = operands_of(wanted._replace(row=True, col=True))
-    values = wanted._replace(quantizer=of_col, row=False, col=True, dtype=torch.float32, exact=(False, False))
-    encode_values = in_groups.bind(values).encode
+    assert row is not None
+    count, column = len(row.quantizer.layout) + 1, in_groups.bind_column(wanted, row)
 
     def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
         buffers, kept = row_given(x.operand("row").tensors(), offs, seeds)
         return buffers, kept if wanted.col else (), ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        buffers, (offs, *seeds) = kept[: len(side.layout)], kept[len(side.layout) :]
-        decoded = decode(side.storage.wrap(buffers, side, wanted.shape, dtype), torch.float32)
-        made = encode_values(decoded, None, seeds[0] if seeds else None, offs)[1]
-        return *for_dtype(of_col.layout, made[:-1], dtype), offs  # it stands for the rows, not for the decoded values
+        return column(kept[:count], None, kept[count] if len(kept) > count else None)
 
     return Encoder(row, col, encode, later)
 

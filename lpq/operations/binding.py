@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from lpq import registry
 from lpq.formats.format import Storage
-from lpq.formats.sections import Grouped, Sections
+from lpq.formats.sections import Sections, piece
 from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.exact_form import Form, Multiplicand
@@ -75,32 +75,45 @@ given. The device is the current one."""
 
 
 class Operand(NamedTuple):
-    """An operand, without its buffers."""
+    """An operand. A bound step passes its buffers beside it, since they differ in each pass."""
 
     quantizer: Any
     """A quantizer of the format that binds."""
     shape: tuple[int, ...]
-    """The shape of a matrix, or of a stack."""
+    """The shape of a matrix, or of a stack; of groups, the shape of the matrix of all rows, those behind the last group
+    included."""
     dtype: torch.dtype
     form: Form | None = None
-    """The exact form in place of codes; None: it is encoded."""
+    """The exact form in place of codes; None: it is encoded. Groups have the matrix alone, at their places in the
+    operand."""
     sections: Sections | None = None
     """How it is divided; None: it is one matrix."""
     dim: int = 0
     """The dimension along which groups lie, if there are groups."""
+    tensors: Sequence[Tensor] = ()
+    """The buffers of rows in groups, where a function is given the operand with them."""
 
     def over(self, tensors: Sequence[Tensor]) -> Storage:
         """The operand that has these buffers."""
-        quantizer, shape, dtype, form, _, _ = self
+        quantizer, shape, dtype, form = self[:4]
         if form is None:
             storage: Storage = quantizer.storage.wrap(tensors, quantizer, shape, dtype)
             return storage
         return Multiplicand.over(tensors, form.constant, quantizer, shape, dtype)
 
-    def grouped(self, tensors: Sequence[Tensor]) -> Grouped:
-        """The operand of rows in groups that has these buffers. The last tensor has the ends of the groups."""
-        rows, cols = self.shape
-        return Grouped(self.quantizer, tensors[:-1], (rows, cols), self.dtype, self.dim, self.form is not None)
+    def grouped(self, tensors: Sequence[Tensor]) -> Operand:
+        """The operand of rows in groups with these buffers. The last tensor has the ends of the groups."""
+        return self._replace(tensors=tensors[:-1])
+
+    def group(self, number: int, start: int, stop: int, at: int) -> Storage:
+        """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""
+        side, dim = self.quantizer, self.dim
+        rows, cols = (stop - start, self.shape[1]) if dim == 0 else (self.shape[0], stop - start)
+        pieces = [piece(b, t, number, at, rows, cols, dim) for b, t in zip(side.layout, self.tensors, strict=True)]
+        if not side.plain:
+            pieces = [b.laid(t) for b, t in zip(side.layout, pieces, strict=True)]
+        storage: Storage = side.storage.wrap(pieces, side, (rows, cols), self.dtype)
+        return storage
 
 
 class Product(NamedTuple):

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Storage, check_there
-from lpq.formats.sections import Grouped, Sections, bounds, is_stack, matrices, starts, unit
+from lpq.formats.sections import Sections, bounds, is_stack, matrices, starts, unit
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, groups
 from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
 from lpq.operations.group_choice import choice_of
-from lpq.operations.groups import without_the_host
+from lpq.operations.groups import tell_of_waiting
 from lpq.operations.multiplying import gemm
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define
-from lpq.operations.sectioned import DECODED
 
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """``run(a, b)`` of the buffers of two operands, to bf16; what belongs to no group has any values."""
@@ -31,12 +30,15 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 def bind(p: Product) -> Multiply:
     """Bind a product of groups."""
     columns, (*_, wide, deep), at_once = bool(p.a.dim), p.b.shape, sections_of(p).at_once
+    reference = multiply_columns_reference if columns else multiply_rows_reference
     why = group_tiles.why_not_multiplied(*((p.a.shape[0], wide) if columns else (wide, deep))) if at_once else None
     run = (_by_kernel(p) or group_tiles.bind_product(p)) if at_once else None
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        if run is None or (why is not None and not without_the_host(why)):
-            return _reference(p, left, right, bias)
+        if run is None or why is not None:
+            if why is not None:
+                tell_of_waiting(why)
+            return reference(p, left, right, bias)
         made, offs = run(left, right), left[-1]
         if columns:
             return group_tiles.of_groups(made, offs, p.dtype)
@@ -79,22 +81,15 @@ def _by_kernel(p: Product) -> Run | None:
     return run
 
 
-def _reference(p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    a, b, how = p.a.grouped(left), p.b, (p.dtype, p.fast_accumulate)
-    if a.dim:
-        return multiply_columns_reference(a, b.grouped(right), left[-1], *how)
-    return multiply_rows_reference(a, b.over(right), left[-1], bias, *how)
-
-
 _bound = registry.cached_few(lambda p, kernels: bind(p))
 
 
 def multiply_groups(
-    a: Grouped, b: Storage | Grouped, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+    a: Operand, b: Storage | Operand, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
     """Multiply the rows of each group by its matrix of a stack, or the columns of each group of two operands."""
     p = _product(a, b, offs, dtype, fast_accumulate)
-    return _run(p, a.tensors, b.tensors if isinstance(b, Grouped) else b.tensors(), offs, bias)
+    return _run(p, a.tensors, b.tensors if isinstance(b, Operand) else b.tensors(), offs, bias)
 
 
 def _run(p: Product, a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,13 +98,11 @@ def _run(p: Product, a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, bia
         return multiply([*a, offs], [*b, offs] if p.a.dim else b, bias)
 
 
-def _product(a: Grouped, b: Storage | Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Product:
+def _product(a: Operand, b: Storage | Operand, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Product:
     """Describe the product of these operands."""
     how = groups_of(offs)
     left, right = (
-        Operand(o.quantizer, o.shape, o.dtype, DECODED if o.decoded else None, how, o.dim)
-        if isinstance(o, Grouped) else operand_like(o)
-        for o in (a, b)
+        o._replace(sections=how, tensors=()) if isinstance(o, Operand) else operand_like(o) for o in (a, b)
     )  # fmt: skip
     return Product(left, right, dtype, offs.device, fast_accumulate, dispatched=True)
 
@@ -129,43 +122,44 @@ def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | Non
     """Make the ``impl`` of a ``grouped_gemm`` that binds. The bound functions of the last few shapes are kept."""
     bound = registry.cached_few(lambda p, kernels: bind(p))
 
-    def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
+    def grouped_gemm(a: Operand, b: Storage | Operand, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
         """Multiply the rows of each group of ``a`` by its matrix of the stack ``b``, or the columns of each group of
         both. Return None where the kernel does not take such sizes."""
         run: Run | None = bound(_product(a, b, offs, torch.bfloat16, fast_accumulate), kernels_allowed())
         if run is None:
             return None
-        return run([*a.tensors, offs], [*b.tensors, offs] if isinstance(b, Grouped) else b.tensors())
+        return run([*a.tensors, offs], [*b.tensors, offs] if isinstance(b, Operand) else b.tensors())
 
     return grouped_gemm
 
 
 def multiply_rows_reference(
-    a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
-) -> Tensor:
+    p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:  # fmt: skip
     """As separate products."""
-    rows, ends = a.shape[0], read(offs, a.shape[0])
-    out = a.tensors[0].new_zeros((rows, b.shape[1]), dtype=dtype)
+    a, stack = p.a.grouped(left), p.b.over(right)
+    ends = read(left[-1], a.shape[0])
+    out = left[0].new_zeros((a.shape[0], stack.shape[1]), dtype=p.dtype)
     begins = starts(ends, unit(a.quantizer, 0))
-    for group, (matrix, (start, stop)) in enumerate(zip(matrices(b), bounds(ends), strict=True)):
+    for group, (matrix, (start, stop)) in enumerate(zip(matrices(stack), bounds(ends), strict=True)):
         if stop > start:
-            left = a.matrix(group, start, stop, begins[group])
-            added = None if bias is None else bias[group]
-            out[start:stop] = gemm(left, matrix, bias=added, dtype=dtype, fast_accumulate=fast_accumulate)
+            rows, added = a.group(group, start, stop, begins[group]), None if bias is None else bias[group]
+            out[start:stop] = gemm(rows, matrix, bias=added, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
     return out
 
 
 def multiply_columns_reference(
-    a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool
-) -> Tensor:
+    p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:  # fmt: skip
     """As separate products."""
-    ends = read(offs, a.shape[1])
-    out = a.tensors[0].new_zeros((len(ends), a.shape[0], b.shape[0]), dtype=dtype)
-    left, right = (starts(ends, unit(operand.quantizer, 1)) for operand in (a, b))
+    both = p.a.grouped(left), p.b.grouped(right)
+    ends = read(left[-1], p.a.shape[1])
+    out = left[0].new_zeros((len(ends), p.a.shape[0], p.b.shape[0]), dtype=p.dtype)
+    begins = [starts(ends, unit(operand.quantizer, 1)) for operand in both]
     for group, (start, stop) in enumerate(bounds(ends)):
         if stop > start:
-            first, second = a.matrix(group, start, stop, left[group]), b.matrix(group, start, stop, right[group])
-            out[group] = gemm(first, second, dtype=dtype, fast_accumulate=fast_accumulate)
+            a, b = (operand.group(group, start, stop, at[group]) for operand, at in zip(both, begins, strict=True))
+            out[group] = gemm(a, b, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
     return out
 
 

@@ -1,142 +1,32 @@
-"""Rows in groups on a device, encoded and multiplied all at once: the host does not read the offsets. By contract, a
-shard that is encoded with the statistics of the whole is a part of the encoded whole. So the rows are laid out in
-*tiles*. Each tile belongs to one group and has the smallest number of rows that may be encoded as a shard. Tiles are
-encoded as shards of their group, all by one run of the format's own code, and statistics are reduced over the tiles of
-each group as they are over ranks. Where no statistic spans several tiles, the tiles are one matrix, which kernels
-encode. Products multiply decoded operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero
-in the results: torch's grouped product leaves whatever lies there.
+"""Products of rows in groups on a device, in bf16 and all at once: the host does not read the offsets. Operands are
+decoded first. A column operand, in which groups are padded, and an operand with a value for all rows of a group are
+decoded in *tiles*: pieces of one group each, of the smallest number of rows that may be a shard. Rows of no group, and
+the matrices of empty groups, are set to zero in the results: torch's grouped product leaves whatever lies there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+from torch.overrides import TorchFunctionMode
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.layout import Buffer, Covering, for_dtype
-from lpq.formats.random_bits import RandomBits, bytes_at
-from lpq.formats.sections import Grouped, capacity, matrices, unit
+from lpq.formats.layout import Buffer, Covering
+from lpq.formats.sections import capacity, matrices, unit
 from lpq.kernels import choose
 from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
 from lpq.operations.binding import Operand, Product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
-from lpq.operations.format_calls import encoded_by
-from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantized
-from lpq.operations.sides import shared
-from lpq.operations.states import State, recall
-from lpq.operations.vmapped import vmapped
+from lpq.torch_private.dispatch import reaching_transforms
 
 ALIGNED = 8
 """torch's grouped product takes rows of multiples of 16 bytes, which is this number of bf16 elements."""
-
-
-class Tiles(NamedTuple):
-    """Where the rows of each tile lie. Behind those that hold rows come empty ones, one for each group."""
-
-    group: Tensor
-    """The group of each tile, ``[count]``; behind the last group, their number."""
-    place: Tensor
-    """Where in its group each begins, ``[count]``."""
-    row: Tensor
-    """The rows that it holds, ``[count, unit]``."""
-    valid: Tensor
-    """Whether there is such a row in its group, ``[count, unit]``."""
-    begins: Tensor
-    """Where each group begins among the rows, ``[groups]``; ``padded``: and in an operand."""
-    padded: Tensor
-    ends: Tensor
-
-
-def tiles(offs: Tensor, rows: int, unit: int) -> Tiles:
-    """Tiles of ``unit`` rows."""
-    ends = offs.long()
-    groups = len(ends)
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    sizes = (ends - begins + unit - 1) // unit * unit
-    last = sizes.cumsum(0)
-    at = torch.arange(capacity(rows, groups, unit) // unit, device=offs.device) * unit
-    group = torch.searchsorted(last, at, right=True)
-    own = group.clamp(max=groups - 1)
-    group, own = (torch.cat([of, torch.arange(groups, device=offs.device)]) for of in (group, own))
-    place = torch.cat([at, last]) - (last - sizes)[own]
-    place[len(at) :] = 0
-    row = (begins[own] + place)[:, None] + torch.arange(unit, device=offs.device)
-    valid = (row < ends[own][:, None]) & (group < groups)[:, None]
-    valid[len(at) :] = False
-    return Tiles(group, place, row, valid, begins, last - sizes, ends)
-
-
-# ---------------------------------------------------------------------------------------------- encoding
-
-
-def encode(
-    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
-    state: State | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """The buffers of the wanted operands, the row operand's first; ``state``: static statistics of each group."""
-
-    def known(of_row: Quantizer | None, of_col: Quantizer | None) -> Sequence[Tensor | None]:
-        return () if state is None else recall(quantizer, of_row, of_col, state)
-
-    out: list[Tensor] = []
-    of_row, of_col = quantizer.side("row"), quantizer.side("col")
-    if row:
-        out += _side(of_row, x, offs, 0, seeds, known(of_row, None))
-    if not col:
-        return out
-    if quantizer.col_source == "original":
-        return out + _side(of_col, x, offs, 1, seeds, known(None, of_col), follows=row and shared(of_row, of_col))
-    rows, cols = x.shape
-    tensors = out if row else _side(of_row, x, offs, 0, seeds, known(of_row, None))
-    decoded = dense(Grouped(of_row, tensors, (rows, cols), x.dtype, 0), offs, torch.float32, rotated=False)
-    if of_col.plain:
-        derived: Sequence[Tensor] = encoded_by(of_col, decoded.t(), {}, None).tensors()
-    else:
-        derived = _side(of_col, decoded, offs, 1, seeds, known(None, of_col))
-    return out + for_dtype(of_col.layout, derived, x.dtype)
-
-
-def _side(
-    side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | None, known: Sequence[Tensor | None],
-    follows: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """The buffers of one operand; ``known``: the statistics of groups that are not measured. ``follows``: it is the
-    transpose of the row operand, and so has its random bits."""
-    t = tiles(offs, len(x), unit(side, dim))
-    count = len(t.group) - len(offs)
-    seeds = seeds if side.stochastic else None
-    if seeds is None and not spans(side, dim):
-        whole_rows = t.row.shape[1] == 1  # each row is a tile in place; rows of no group are not read
-        flat = x if whole_rows else _gathered(x, t, count).flatten(0, 1)
-        return [*(quantized(flat, None, side, None)[0] if dim == 0 else quantized(flat, None, None, side)[1])]
-    given = _gathered(x, t, len(t.group))
-    if dim == 1:
-        given = given.transpose(1, 2)
-    stats = vmapped(lambda m: measure_reference(m, side, None), given) if side.stats else []
-    stats = [
-        _of_groups(s, t.group, len(offs)) if d.block[dim] is None else s for s, d in zip(stats, side.stats, strict=True)
-    ]
-    own = t.group.clamp(max=len(offs) - 1)
-    stats = [s if k is None else k[own] for s, k in zip(stats, known or [None] * len(stats), strict=True)]
-    drawn = []
-    if seeds is not None and follows:
-        drawn = [_bits(seeds, t, 0, given.shape[:0:-1]).transpose(1, 2)]
-    elif seeds is not None:
-        drawn = [_bits(seeds, t, dim, given.shape[1:])]
-
-    def one(m: Tensor, *rest: Tensor) -> list[Tensor]:
-        named = dict(zip((s.name for s in side.stats), rest, strict=False))
-        return encoded_by(side, m, named, _Drawn(rest[-1], dim) if drawn else None).tensors()
-
-    made_of_tiles = vmapped(one, given, *stats, *drawn)
-    return [_assembled(b, v, count, dim) for b, v in zip(side.layout, made_of_tiles, strict=True)]
 
 
 def spans(side: Quantizer, dim: int) -> bool:
@@ -145,89 +35,85 @@ def spans(side: Quantizer, dim: int) -> bool:
     return any(covering.block[dim] is None for covering in declared)
 
 
-def _gathered(x: Tensor, t: Tiles, count: int) -> Tensor:
-    """The rows of the first tiles, ``[count, unit, cols]``, zero where there is none."""
-    row, valid = t.row[:count], t.valid[:count, :, None]
-    if not len(x):
-        return x.new_zeros((*row.shape, x.shape[1]))
-    return torch.where(valid, x[row.clamp(max=len(x) - 1)], x.new_zeros(()))
-
-
-def _of_groups(stat: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The largest of each group's tiles, for each tile. Non-negative floats order as their bits do, NaN above all."""
-    bits = stat.contiguous().view(torch.int32)
-    index = group.view(-1, *[1] * (bits.dim() - 1)).expand_as(bits)
-    largest = bits.new_zeros((groups + 1, *bits.shape[1:])).scatter_reduce_(0, index, bits, "amax")
-    return largest[group].view(torch.float32)
-
-
-class _Drawn(RandomBits):
-    """Random bits of a tile that are drawn already."""
-
-    def __init__(self, drawn: Tensor, direction: int) -> None:
-        super().__init__(drawn, direction)
-
-    def bytes(self, rows: int, cols: int) -> Tensor:
-        return self.seed[:rows, :cols]
-
-
-def _bits(seeds: Tensor, t: Tiles, dim: int, shape: torch.Size) -> Tensor:
-    """The random bits of all tiles, by the places of their elements in their groups."""
-    of_tile = seeds[t.group.clamp(max=len(seeds) - 1)]
-    row, col = (t.place, torch.zeros_like(t.place)) if dim == 0 else (torch.zeros_like(t.place), t.place)
-    return bytes_at(of_tile, dim, (row, col), shape[0], shape[1])
-
-
-def _assembled(buffer: Buffer, made: Tensor, count: int, dim: int) -> Tensor:
-    """A buffer of the operand, of the buffers of its tiles."""
-    if buffer.block == (None, None):
-        return made[count:]
-    if buffer.block[dim] is None:
-        return made[count:].select(1 + dim, 0) if dim == 0 else made[count:].select(2, 0).transpose(0, 1).contiguous()
-    whole = made[:count].flatten(0, 1) if dim == 0 else made[:count].movedim(0, 1).flatten(1, 2)
-    return whole.contiguous()  # a kernel may leave tiles column by column, which the products do not take
-
-
 # ---------------------------------------------------------------------------------------------- decoding
 
 
-def dense(a: Grouped, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Tensor:
+def dense(a: Operand, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Tensor:
     """The rows that an operand stands for, ``[rows, cols]``; rows of no group have arbitrary values. ``rotated``:
     columns of a row operand are left in the basis in which they are stored; in a column operand, rows are."""
-    rows, side = a.shape[a.dim], a.quantizer
-    if a.decoded and a.dim == 0:
+    rows, side, step = a.shape[a.dim], a.quantizer, unit(a.quantizer, a.dim)
+    if a.form is not None and a.dim == 0:
         return a.tensors[0]
     if side.plain:
         values = a.tensors[0] if a.dim == 0 else a.tensors[0].t()
         return values.to(dtype).contiguous()
-    if a.dim == 0 and unit(side, 0) == 1 and not spans(side, 0) and not rotated:  # each row where it lies
+    if a.dim == 0 and step == 1 and not spans(side, 0) and not rotated:  # each row where it lies
         return decode(side.storage.wrap(a.tensors, side, a.shape, a.dtype), dtype)
-    t = tiles(offs, rows, unit(side, a.dim))
-    values = _decoded(a, t, dtype, rotated)
-    ends, index = t.ends, torch.arange(rows, device=offs.device)
+    ends = offs.long()
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    sizes = (ends - begins + step - 1) // step * step
+    last = sizes.cumsum(0)
+    values = _decoded(a, last, step, dtype, rotated)
+    index = torch.arange(rows, device=offs.device)
     group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
-    at = (t.padded[group] + index - t.begins[group]).clamp(max=max(len(values) - 1, 0))
+    at = ((last - sizes)[group] + index - begins[group]).clamp(max=max(len(values) - 1, 0))
     return values[at] if len(values) else values.new_zeros((rows, values.shape[1]))
 
 
-def _decoded(a: Grouped, t: Tiles, dtype: torch.dtype, rotated: bool) -> Tensor:
-    """The rows of all tiles one behind the other."""
-    side, dim, count = a.quantizer, a.dim, len(t.group) - len(t.ends)
-    size = t.row.shape[1]
-    if not spans(side, dim) and not rotated:
-        whole = (count * size, a.shape[1]) if dim == 0 else (a.shape[0], count * size)
-        values = decode(side.storage.wrap(a.tensors, side, whole, a.dtype), dtype)
+def _decoded(a: Operand, last: Tensor, step: int, dtype: torch.dtype, rotated: bool) -> Tensor:
+    """The rows of all tiles one behind the other; ``last``: where each group ends in the operand."""
+    side, dim = a.quantizer, a.dim
+    size = capacity(a.shape[dim], len(last), step)
+
+    def storage(height: int, buffers: Sequence[Tensor]) -> Storage:
+        shape = (height, a.shape[1]) if dim == 0 else (a.shape[0], height)
+        made: Storage = side.storage.wrap(buffers, side, shape, a.dtype)
+        return made
+
+    if not spans(side, dim):
+        whole = storage(size, a.tensors)
+        values = whole.decode_rotated().to(dtype) if rotated else decode(whole, dtype)
         return values if dim == 0 else values.t()
-    shape = (size, a.shape[1]) if dim == 0 else (a.shape[0], size)
-    own = t.group[:count].clamp(max=len(t.ends) - 1)
+
+    def one(*each: Tensor) -> Tensor:
+        tile = storage(step, each)
+        return (tile.decode_rotated() if rotated else tile.decode()).to(dtype)
+
+    count = size // step
+    group = torch.searchsorted(last, torch.arange(count, device=last.device) * step, right=True)
+    own = group.clamp(max=len(last) - 1)
     buffers = [_of_tiles(b, v, own, count, dim) for b, v in zip(side.layout, a.tensors, strict=True)]
-
-    def one(*each: Tensor) -> list[Tensor]:
-        storage = side.storage.wrap(each, side, shape, a.dtype)
-        return [(storage.decode_rotated() if rotated else storage.decode()).to(dtype)]
-
-    (values,) = vmapped(one, *buffers)
+    with _Batchable(), reaching_transforms():
+        values = torch.vmap(one)(*buffers)
     return values.flatten(0, 1) if dim == 0 else values.transpose(1, 2).flatten(0, 1)
+
+
+class _Batchable(TorchFunctionMode):
+    """A mode in which ``torch.vmap`` runs functions with ``out=``, and ``x.view(dtype)``, which it runs by itself from
+    torch 2.13 on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.view and isinstance(args[-1], torch.dtype):
+            return _Reinterpreted.apply(*args)  # type: ignore[no-untyped-call]
+        others = {**(kwargs or {})}
+        out = others.pop("out", None)
+        return func(*args, **others) if out is None else out.copy_(func(*args, **others))
+
+
+class _Reinterpreted(torch.autograd.Function):
+    """``x.view(dtype)``."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """There is no backward."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return x.movedim(in_dims[0], 0).view(dtype), 0
 
 
 def _of_tiles(buffer: Buffer, tensor: Tensor, own: Tensor, count: int, dim: int) -> Tensor:
@@ -262,7 +148,7 @@ def why_not_multiplied(rows: int, cols: int) -> str | None:
     return None
 
 
-def multiply_rows(a: Grouped, b: Storage, offs: Tensor) -> Tensor:
+def multiply_rows(a: Operand, b: Storage, offs: Tensor) -> Tensor:
     """Multiply the rows of each group by its matrix, in bf16; ordinary matrices in the dtype that they have in
     common."""
     if a.quantizer.plain and b.quantizer.plain:
@@ -287,7 +173,7 @@ def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dty
     return torch.where((row < offs[-1])[:, None], product, product.new_zeros(()))
 
 
-def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
+def multiply_columns(a: Operand, b: Operand, offs: Tensor) -> Tensor:
     """Multiply, for each group, its columns of both operands, likewise."""
     common = torch.bfloat16
     if a.quantizer.plain and b.quantizer.plain:

@@ -1,13 +1,13 @@
 """Encoding of tensors in sections, which are groups of rows or stacks of matrices; each section is encoded by itself.
 
-The references compute a group at a time, as separate layers do with separate tensors. They read the offsets on the
-host; ``group_tiles`` has a GPU compute all groups at once. ``offs`` is where each group ends, int32, on the device of
-the rows; its values grow, and rows behind the last one belong to no group.
+The reference computes a group at a time, as separate layers do with separate tensors. It reads the offsets on the
+host; kernels (``sectioned``) encode all groups at once. ``offs`` is where each group ends, int32, on the device of the
+rows; its values grow, and rows behind the last one belong to no group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,18 +15,27 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.formats.layout import as_bytes, row_major
-from lpq.formats.sections import Grouped, Sections, bounds, grid, piece, starts, unit
+from lpq.formats.layout import for_dtype, row_major
+from lpq.formats.sections import Sections, bounds, grid, piece, starts, unit
 from lpq.kernels.table import kernels_allowed
-from lpq.operations import group_tiles, sectioned
-from lpq.operations.binding import Encoded, Encoding, on_device
-from lpq.operations.encoder import Encoder, Known, Wanted, operands_of, sides_of
+from lpq.operations import sectioned
+from lpq.operations.binding import Encoded, Encoding, Operand, on_device
+from lpq.operations.encoder import (
+    Encoder,
+    Known,
+    Wanted,
+    first_of,
+    is_made_of_row,
+    operands_of,
+    second_of,
+    sides_of,
+)
 from lpq.operations.encoder import through_operators as each_matrix
+from lpq.operations.group_tiles import dense
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.quantizing import quantized
 from lpq.operations.states import State, state_names
-from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
 Encode = Callable[..., Encoded]
@@ -39,9 +48,11 @@ def bind(wanted: Wanted, *, watched: bool = False, dispatched: bool = False) -> 
     """Bind the encoding of sections into the wanted operands: each section has the bytes that it has when encoded
     alone. An operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a
     mode. ``dispatched``: as in ``Encoding``."""
-    sides = sides_of(wanted)
-    plain_row, plain_col = (side if side is not None and side.plain else None for side in sides)
-    if wanted.quantizer.col_source == "row":
+    sections, made_of_row = wanted.sections, is_made_of_row(wanted)
+    if made_of_row and not watched and sections is not None and sections.at_once and not sections.stack:
+        return _made_of_row(wanted, dispatched)
+    plain_row, plain_col = (side if side is not None and side.plain else None for side in sides_of(wanted))
+    if made_of_row:
         plain_col = None
     rest = wanted._replace(row=wanted.row and plain_row is None, col=wanted.col and plain_col is None)
     exact, run = _bind(rest, watched, dispatched) if rest.row or rest.col else ((False, False), None)
@@ -55,6 +66,35 @@ def bind(wanted: Wanted, *, watched: bool = False, dispatched: bool = False) -> 
         return row if plain_row is None else (*of_row, *offs), col if plain_col is None else (*of_col, *offs), found
 
     return Encoder(*operands, encode)
+
+
+def _made_of_row(wanted: Wanted, dispatched: bool) -> Encoder:
+    """Bind the encoding of groups whose column operand is made of the row operand."""
+    first = bind(first_of(wanted), dispatched=dispatched)
+    assert first.row is not None
+    row, column = first.row, bind_column(wanted, first.row, dispatched)
+
+    def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        buffers, _, found = first.encode(x, known, seeds, *offs)
+        return buffers if wanted.row else (), column(buffers, known, seeds), found
+
+    return Encoder(row if wanted.row else None, operands_of(wanted)[1], encode, derived=True)
+
+
+def bind_column(
+    wanted: Wanted, row: Operand, dispatched: bool = False
+) -> Callable[[Sequence[Tensor], Known, Tensor | None], Sequence[Tensor]]:
+    """``column(buffers, known, seeds)``: make the buffers of the column operand of rows in groups of the buffers of
+    their row operand."""
+    encoder, layout = bind(second_of(wanted), dispatched=dispatched), wanted.quantizer.side("col").layout
+
+    def column(buffers: Sequence[Tensor], known: Known, seeds: Tensor | None) -> Sequence[Tensor]:
+        offs = buffers[-1]
+        decoded = dense(row.grouped(buffers), offs, torch.float32, rotated=False)
+        made = encoder.encode(decoded, known, seeds, offs)[1]
+        return *for_dtype(layout, made[:-1], wanted.dtype), offs  # it stands for the rows, not for the decoded values
+
+    return column
 
 
 through_operators = partial(bind, watched=True)
@@ -81,7 +121,7 @@ def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, 
         (wanted.row, wanted.col) if wanted.given else (), wanted.measures, exact=wanted.exact, dispatched=dispatched,
         sections=sections,
     )  # fmt: skip
-    kernels = sectioned.bind_any(wanted.quantizer, e, wanted.remembers)
+    kernels = None if is_made_of_row(wanted) else sectioned.bind_any(wanted.quantizer, e, wanted.remembers)
     if kernels is None or (watched and True not in kernels[1]):
         return (False, False), by_itself
     run, exact = kernels
@@ -100,10 +140,13 @@ def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, 
 
 
 def _of_groups(wanted: Wanted, watched: bool) -> Encode:
+    """Encode a group at a time, or by the operator that encodes groups."""
     quantizer, row, col, sections = wanted.quantizer, wanted.row, wanted.col, wanted.sections
     at = len(quantizer.side("row").layout) if row else 0
-    at_once = not watched and sections is not None and sections.at_once
-    why = _why_not(quantizer, row, col) if at_once else None
+    why = None
+    if sections is not None and sections.at_once and not watched:
+        sides = dict.fromkeys(str(side) for side in sides_of(wanted) if side is not None)
+        why = f"no kernel encodes groups as {' and '.join(sides)}"
     names, layouts = state_names(quantizer), layout_hash(quantizer.side("row").text, quantizer.side("col").text)
 
     def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
@@ -111,8 +154,9 @@ def _of_groups(wanted: Wanted, watched: bool) -> Encode:
             values = [] if state is None else [state[name] for name in names]
             out = torch.ops.lpq.encode_groups(x, offs, quantizer.text, row, col, seeds, values, layouts)
         else:
-            encodes = group_tiles.encode if at_once and without_the_host(why) else encode_groups_reference
-            out = encodes(x, offs, quantizer, row, col, seeds, state)
+            if why is not None:
+                tell_of_waiting(why)
+            out = encode_groups_reference(x, offs, wanted, seeds, state)
         return (*out[:at], offs) if row else (), (*out[at:], offs) if col else (), ()
 
     return encode
@@ -128,7 +172,7 @@ def encode_groups(
     seeds: Tensor | None = None,
     state: State | None = None,
     dispatched: bool = False,
-) -> tuple[Grouped | None, Grouped | None]:
+) -> tuple[Operand | None, Operand | None]:
     """Encode the rows ``x`` in groups; ``seeds`` and ``state`` are as in ``Encode``."""
     rows, cols = x.shape
     sections = Sections(len(offs), False, at_once(x, offs))
@@ -145,13 +189,12 @@ _of_each_group = registry.cached_few(each_matrix)
 
 
 def encode_groups_reference(
-    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
-    state: State | None = None,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor, offs: Tensor, wanted: Wanted, seeds: Tensor | None, state: State | None = None
+) -> list[Tensor]:
     """The buffers of the wanted operands, the row operand's first, made group by group."""
-    rows, cols = x.shape
-    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None)
-    ends, out, encoder = read(offs, rows), _empty(x, len(offs), quantizer, row, col), _of_each_group(wanted)
+    (rows, cols), remembers, knows_size = wanted.shape, state is not None, is_made_of_row(wanted)
+    wanted = wanted._replace(sections=None, remembers=remembers, given=(), measures=False, exact=(False, False))
+    ends, out, encoder = read(offs, rows), _empty(x, len(offs), wanted), _of_each_group(wanted)
     for tensor in out:
         tensor.zero_()
     sides = [
@@ -160,7 +203,7 @@ def encode_groups_reference(
     for group, (start, stop) in enumerate(bounds(ends)):
         seed, high = None if seeds is None else seeds[group], stop - start
         own = None if state is None else {name: values[group] for name, values in state.items()}
-        if quantizer.col_source == "row":  # then it has to know the size
+        if knows_size:
             encoder = _of_each_group(wanted._replace(shape=(high, cols)))
         made, rest = encoder.encode(x[start:stop], own, seed), iter(out)
         for side, dim, begins in sides:
@@ -170,15 +213,15 @@ def encode_groups_reference(
     return out
 
 
-def _empty(x: Tensor, groups: int, quantizer: Quantizer, row: bool, col: bool) -> list[Tensor]:
-    rows, cols = x.shape
+def _empty(x: Tensor, groups: int, wanted: Wanted) -> list[Tensor]:
+    rows, cols = wanted.shape
     out: list[Tensor] = []
-    for wanted, side, dim, shape in (
-        (row, quantizer.side("row"), 0, (rows, cols)),
-        (col, quantizer.side("col"), 1, (cols, rows)),
-    ):
-        for buffer in side.layout if wanted else ():
-            size = grid(buffer, *shape, groups, dim, unit(side, dim))
+    for dim, side in enumerate(sides_of(wanted)):
+        if side is None:
+            continue
+        shape, step = (rows, cols) if dim == 0 else (cols, rows), unit(side, dim)
+        for buffer in side.layout:
+            size = grid(buffer, *shape, groups, dim, step)
             out.append(x.new_empty(size, dtype=buffer.dtype or x.dtype))
     return out
 
@@ -188,46 +231,9 @@ def at_once(x: Tensor, offs: Tensor) -> bool:
     return x.is_cuda and len(offs) > 0
 
 
-def _why_not(quantizer: Quantizer, row: bool, col: bool) -> str | None:
-    """Why groups cannot be encoded at once; None if they can."""
-    why = _why_no_tiles(quantizer.side("row").text, 0) if row or quantizer.col_source == "row" else None
-    return _why_no_tiles(quantizer.side("col").text, 1) if why is None and col else why
-
-
-@registry.cached
-def _why_no_tiles(text: str, dim: int) -> str | None:
-    """As ``_why_not``, for one operand. One comparison on a CPU decides: ``torch.vmap`` may not run the format, or the
-    format may give a ragged edge other bytes than rows that are padded with zeros."""
-    side: Quantizer = registry.quantizer(text)
-    if side.plain:
-        return None
-    if (why := side.why_no_parts(dim)) is not None:
-        return why
-    if group_tiles.spans(side, dim) and any(stat.reduce != "max" or stat.round > 1 for stat in side.stats):
-        return f"{side} counts, or measures a second time, and that is not done for groups at once"
-    x = torch.randn(29, 40, generator=torch.Generator().manual_seed(0))
-    offs, seeds = torch.tensor([5, 5, 26], dtype=torch.int32), torch.arange(3)
-    row, col = dim == 0, dim == 1
-    try:
-        found = group_tiles.encode(x, offs, side, row, col, seeds)
-    except Exception as error:
-        return f"torch.vmap cannot run what {side} does: {words(error)}"
-    wanted, shape = encode_groups_reference(x, offs, side, row, col, seeds), (29, 40) if row else (40, 29)
-    both = [Grouped(side, tensors, shape, x.dtype, dim) for tensors in (found, wanted)]
-    begins = starts(offs.tolist(), unit(side, dim))
-    for group, (start, stop) in enumerate(bounds(offs.tolist())):
-        first, second = (g.matrix(group, start, stop, begins[group]).tensors() for g in both)
-        if any(not torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(first, second, strict=True)):
-            return f"{side} gives rows that are padded with zeros other bytes"
-    return None
-
-
-def without_the_host(why_not: str | None) -> bool:
-    """Whether a device computes all groups by itself. If not, the host reads the offsets, and a warning gives the
-    reason."""
-    if why_not is not None:
-        warn(f"a group at a time, for which the host waits for the device: {why_not}")
-    return why_not is None
+def tell_of_waiting(why: str) -> None:
+    """Warn that the host reads the offsets, where a device might compute all groups by itself."""
+    warn(f"a group at a time, for which the host waits for the device: {why}")
 
 
 def _encode(
@@ -244,7 +250,8 @@ def _encode_fake(
     x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
     layouts: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    return _empty(x, offs.shape[0], registry.quantizer(quantizer), row, col)
+    rows, cols = x.shape
+    return _empty(x, offs.shape[0], Wanted(registry.quantizer(quantizer), (rows, cols), x.dtype, x.device, row, col))
 
 
 define(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction, Quantizer, Storage
-from lpq.formats.sections import Grouped
 from lpq.operations.binding import Encode, EncodeSeveral, Encoding, Multiply, Operand, Product, Transposes
 from lpq.operations.binding import Transpose as BoundTranspose
 from lpq.operations.decoding import decode_reference
@@ -156,7 +155,7 @@ class GroupedGemm(Protocol):
     """A kernel for ``grouped_gemm``; see ``lpq.operations.group_products``."""
 
     def __call__(
-        self, a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool, /
+        self, a: Operand, b: Storage | Operand, offs: Tensor, fast_accumulate: bool, /
     ) -> Tensor | None:  # fmt: skip
         """Return the products of groups in bf16; None: the kernel does not take these sizes."""
 

@@ -13,9 +13,10 @@ from torch import Tensor
 import lpq
 from lpq import registry
 from lpq.formats.format import Storage
-from lpq.formats.sections import Grouped, bounds, matrices, starts, unit
+from lpq.formats.sections import bounds, matrices, starts, unit
 from lpq.kernels.table import why_not
 from lpq.operations import group_tiles
+from lpq.operations.binding import Operand
 from lpq.operations.decoding import decode
 from lpq.operations.groups import encode_groups
 from lpq.registry import KernelSpec
@@ -48,7 +49,7 @@ def product_of(impl: str, a: str, b: str) -> Product:
     return found
 
 
-def poisoned(product: Product, a: Grouped, b: Grouped | Storage, offs: Tensor, fast: bool = False) -> Tensor:
+def poisoned(product: Product, a: Operand, b: Operand | Storage, offs: Tensor, fast: bool = False) -> Tensor:
     """The product, in memory that holds NaN before."""
     sizes = product(a, b, offs, fast)
     assert sizes is not None
@@ -98,7 +99,7 @@ def test_products_are_those_of_what_is_decoded(
     begins = starts(offs.tolist(), unit(first.side("row"), 0))
     for i, ((start, stop), matrix) in enumerate(zip(bounds(offs.tolist()), matrices(stack.row), strict=True)):
         if stop > start:
-            compare(made[start:stop], x_row.matrix(i, start, stop, begins[i]), matrix)
+            compare(made[start:stop], x_row.group(i, start, stop, begins[i]), matrix)
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "128x128" not in pair[1]], ids=" ".join)
@@ -125,7 +126,7 @@ def test_products_of_columns_are_those_of_what_is_decoded(
     begins = starts(offs.tolist(), unit(a.quantizer, 1))
     for i, (start, stop) in enumerate(bounds(offs.tolist())):
         if stop > start:
-            compare(made[i], *(operand.matrix(i, start, stop, begins[i]) for operand in (a, b)))
+            compare(made[i], *(operand.group(i, start, stop, begins[i]) for operand in (a, b)))
 
 
 @pytest.mark.parametrize("fast", [False, True])

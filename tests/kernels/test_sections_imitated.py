@@ -17,11 +17,12 @@ from lpq import registry
 from lpq.core import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.layout import row_major
-from lpq.formats.sections import Grouped, Sections, bounds, matrices, starts, unit
+from lpq.formats.sections import Sections, bounds, matrices, starts, unit
 from lpq.kernels import sections, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import groups, sectioned
-from lpq.operations.binding import Encoding
+from lpq.operations.binding import Encoding, Operand
+from lpq.operations.encoder import Wanted
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.quantizing import quantize
 from lpq.operations.states import recall
@@ -120,12 +121,13 @@ def check_groups(
     for dim, side in enumerate(sides):
         if side is None:
             continue
-        wanted = groups.encode_groups_reference(x, offs, side, dim == 0, dim == 1, seeds, states[dim] or None)
+        alone = Wanted(side, (len(x), cols), dtype, x.device, dim == 0, dim == 1)
+        wanted = groups.encode_groups_reference(x, offs, alone, seeds, states[dim] or None)
         shape, at = (len(x), cols) if dim == 0 else (cols, len(x)), starts(offs.tolist(), unit(side, dim))
         for i, (start, stop) in enumerate(bounds(offs.tolist())):
-            one = Grouped(side, wanted, shape, dtype, dim).matrix(i, start, stop, at[i])
+            one = Operand(side, shape, dtype, dim=dim, tensors=wanted).group(i, start, stop, at[i])
             if not decoded[dim]:
-                other = Grouped(side, found[dim], shape, dtype, dim).matrix(i, start, stop, at[i])
+                other = Operand(side, shape, dtype, dim=dim, tensors=found[dim]).group(i, start, stop, at[i])
                 assert all(map(same_bytes, other.tensors(), one.tensors())), (side, dim, i)
                 continue
             values = decoded_by(one)

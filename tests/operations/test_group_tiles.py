@@ -1,24 +1,21 @@
-"""All groups at once, as a GPU does it, on a CPU: the bytes of a group at a time, and its products in bf16."""
+"""All groups at once, as a GPU does it, on a CPU: values of a group at a time, and its products in bf16."""
 
 from __future__ import annotations
 
-import counted_format
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
-from lpq import registry
-from lpq.formats.layout import row_major
-from lpq.formats.sections import Grouped, bounds, starts, unit
+from lpq.formats.sections import bounds, starts, unit
 from lpq.nn import GroupedLinear
 from lpq.operations import group_tiles, groups
+from lpq.operations.encoder import Wanted
 from lpq.testing.options import family
 
+WAITS = pytest.mark.filterwarnings("ignore:a group at a time, for which the host waits")
 EVERY = [q for name in ("fp8", "mxfp8", "nvfp4", "hybrid") for q in family(name).quantizers if not q.new_state()]
 STATIC = ("fp8(static=true)", "nvfp4(rht=true, static=true)", "hybrid(row=fp8(static=true), col=mxfp8)")
 EVERY += [lpq.quantizer(text) for text in STATIC]
@@ -34,51 +31,45 @@ def rows(counts: list[int], behind: int = 3) -> tuple[Tensor, Tensor]:
     return x, torch.tensor(counts).cumsum(0, dtype=torch.int32)
 
 
-def pieces(side: lpq.Quantizer, tensors: list[Tensor], x: Tensor, offs: Tensor, dim: int) -> list[Tensor]:
-    """The bytes that each group has."""
-    shape = (x.shape[0], COLS) if dim == 0 else (COLS, x.shape[0])
-    grouped, ends = Grouped(side, tensors, shape, x.dtype, dim), offs.tolist()
-    at = starts(ends, unit(side, dim))
-    found = [t for i, (a, b) in enumerate(bounds(ends)) for t in grouped.matrix(i, a, b, at[i]).tensors()]
-    return [row_major(t).view(-1).view(torch.uint8) for t in found]
-
-
-def check(quantizer: lpq.Quantizer, counts: list[int]) -> None:
+@pytest.mark.parametrize("quantizer", EVERY, ids=str)
+def test_rows_are_decoded_as_a_group_at_a_time(quantizer: lpq.Quantizer) -> None:
+    """Also where a value is of all rows of a group, and in the basis in which row operands are stored."""
+    counts = [5, 0, 33, 16]
     x, offs = rows(counts)
     state = {n: 2.0 * 3.0 ** torch.arange(len(counts)) for n in quantizer.new_state()} or None
-    row, col = (not quantizer.side(d).plain or quantizer.col_source == "row" for d in ("row", "col"))
-    seeds = torch.arange(len(counts)) - 1
-    made = [
-        encode(x, offs, quantizer, row, col, seeds, state)
-        for encode in (groups.encode_groups_reference, group_tiles.encode)
-    ]
-    if state is not None:
-        dynamic = group_tiles.encode(x, offs, quantizer.frozen(static=False), row, col, seeds)
-        assert not all(torch.equal(row_major(a), row_major(b)) for a, b in zip(made[1], dynamic, strict=True))
-    assert [t.shape for t in made[0]] == [t.shape for t in made[1]]
-    at = 0
-    for wanted, direction, dim in ((row, "row", 0), (col, "col", 1)):
-        if wanted:
-            side = quantizer.side(direction)
-            end = at + len(side.layout)
-            first, second = (pieces(side, tensors[at:end], x, offs, dim) for tensors in made)
-            assert equal(first, second), (quantizer, direction)
-            at = end
+    both = groups.encode_groups(quantizer, x, offs, row=True, col=True, seeds=torch.arange(len(counts)), state=state)
+    for operand in both:
+        assert operand is not None
+        begins, dim = starts(offs.tolist(), unit(operand.quantizer, operand.dim)), operand.dim
+        for rotated in (False, True)[: 1 + (dim == 0 and not operand.quantizer.plain)]:
+            found = group_tiles.dense(operand, offs, torch.float32, rotated=rotated)
+            for i, (start, stop) in enumerate(bounds(offs.tolist())):
+                one = operand.group(i, start, stop, begins[i])
+                values = one.decode_rotated() if rotated else one.decode()
+                wanted = values if dim == 0 else values.t()
+                assert torch.equal(found[start:stop], wanted.contiguous()), (quantizer, dim, rotated, i)
 
 
-@pytest.mark.parametrize("quantizer", EVERY, ids=str)
-def test_tiles_have_the_bytes_of_the_reference(quantizer: lpq.Quantizer) -> None:
-    assert groups._why_not(quantizer, row=True, col=True) is None
-    check(quantizer, [5, 0, 33, 16])
+@WAITS
+@pytest.mark.parametrize("quantizer", [q for q in EVERY if q.col_source == "row"], ids=str)
+def test_columns_are_made_of_rows_that_are_decoded_at_once(
+    quantizer: lpq.Quantizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, offs = rows([5, 0, 33, 16], behind=0)
+    seeds = torch.arange(4)
+    wanted = Wanted(quantizer, (len(x), COLS), x.dtype, x.device)
+    reference = groups.encode_groups_reference(x, offs, wanted, seeds)
+    monkeypatch.setattr(groups, "at_once", lambda *_: True)
+    made = groups.encode_groups(quantizer, x, offs, row=True, col=True, seeds=seeds)
+    assert equal([t for operand in made if operand is not None for t in operand.tensors], reference)
+    other = groups.encode_groups(quantizer.side("row"), x, offs, row=True, col=True, seeds=seeds)
+    assert made[1] is not None
+    assert other[1] is not None
+    if quantizer.side("row") == quantizer.side("col"):
+        assert not equal(made[1].tensors, other[1].tensors), "they are made of the rows"
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from([0, 0, 1, 15, 16, 17, 128, 130]), min_size=1, max_size=4))
-@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=block)", "nvfp4(rht=true, stochastic=true)"])
-def test_any_counts(text: str, counts: list[int]) -> None:
-    check(lpq.quantizer(text), counts)
-
-
+@WAITS
 @pytest.mark.parametrize(
     "recipe",
     ["bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd"],
@@ -110,6 +101,7 @@ def test_a_layer_computes_the_same_up_to_sums(recipe: str, monkeypatch: pytest.M
         assert any(not torch.equal(a, b) for a, b in zip(usual, at_once, strict=True)), "the other way was taken"
 
 
+@WAITS
 def test_what_cannot_be_done_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "at_once", lambda *_: True)
     module = GroupedLinear(2, COLS, 20, recipe="mxfp8")
@@ -120,6 +112,7 @@ def test_what_cannot_be_done_at_once_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(y, module(x, offs))
 
 
+@WAITS
 @pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
 def test_where_a_mode_watches_groups_are_encoded_at_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under selective activation checkpointing, and where operations are counted."""
@@ -144,17 +137,14 @@ def test_a_recipe_of_none_multiplies_in_its_own_precision(monkeypatch: pytest.Mo
     torch.testing.assert_close(module(x, offs), torch.cat(linear))
 
 
-def test_a_format_that_counts_is_encoded_a_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted_format.register()
-    try:
-        quantizer = lpq.quantizer("counted")
-        x, offs = rows([5, 9], behind=0)
-        usual, _ = groups.encode_groups(quantizer, x, offs, row=True, col=True)
-        monkeypatch.setattr(groups, "at_once", lambda *_: True)
-        with pytest.warns(UserWarning, match="the host waits for the device: counted counts"):
-            found, _ = groups.encode_groups(quantizer, x, offs, row=True, col=True)
-        assert usual is not None
-        assert found is not None
-        assert equal(usual.tensors, found.tensors)
-    finally:
-        registry.refresh()
+def test_a_format_that_no_kernel_encodes_in_groups_is_encoded_a_group_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, offs = rows([5, 9], behind=0)
+    usual, _ = groups.encode_groups(lpq.quantizer("fp8"), x, offs, row=True, col=False)
+    monkeypatch.setattr(groups, "at_once", lambda *_: True)
+    with pytest.warns(UserWarning, match="the host waits for the device: no kernel encodes groups as fp8"):
+        found, _ = groups.encode_groups(lpq.quantizer("fp8"), x, offs, row=True, col=False)
+    assert usual is not None
+    assert found is not None
+    assert equal(usual.tensors, found.tensors)

@@ -55,7 +55,7 @@ def test_a_group_is_encoded_by_itself(quantizer: Quantizer) -> None:
                 alone = encode_operands(used, x[start:stop], seed=seeds[group], state=own(state, group))
                 expected = there(getattr(alone, direction), "an operand")
                 what = f"{used}: the {direction} operand of group {group} of {list(COUNTS)} rows"
-                same_operand(grouped.matrix(group, start, stop, begins[group]), expected, what)
+                same_operand(grouped.group(group, start, stop, begins[group]), expected, what)
 
 
 @STATELESS

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.formats.sections import Grouped, unit
+from lpq.formats.sections import unit
+from lpq.operations.binding import Operand
 from lpq.operations.group_tiles import padded_ends
 from lpq.torch_private.operators import scaled_grouped_matmul
 from lpq_fp8.quantizer import FP8Quantizer
@@ -31,11 +32,11 @@ def why_not(*quantizers: FP8Quantizer) -> str | None:
     return None
 
 
-def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
+def grouped_gemm(a: Operand, b: Storage | Operand, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
     """Multiply the rows of each group of ``a`` by its matrix of the stack ``b``, or the columns of each group of both.
     Return None where torch does not take such sizes."""
     rows = a.shape[a.dim]
-    if isinstance(b, Grouped):
+    if isinstance(b, Operand):
         return _columns(a, b, offs, fast_accumulate)
     groups, cols, inner = b.shape
     if cols % ALIGNED or inner % ALIGNED:
@@ -55,7 +56,7 @@ def _of_rows(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
     return scale[group.clamp_(max=len(offs) - 1)]
 
 
-def _columns(a: Grouped, b: Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
+def _columns(a: Operand, b: Operand, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
     """Multiply the columns of each group; groups begin and end at multiples of the padding."""
     if a.shape[0] % ALIGNED or b.shape[0] % ALIGNED:
         return None
