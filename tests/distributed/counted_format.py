@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from plugin import Plugin
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, StateBuffer, Storage
 from lpq.formats.blocks import block_amax
-from lpq.registry import FormatSpec, hookimpl
 
 FEW = 0.02
 """The part of the elements that are clipped at most."""
-
-
-def register() -> None:
-    """Make the format known in this process, as a plugin that is not packaged."""
-    registry.register(sys.modules[__name__], name="counted")
-
-
-@hookimpl
-def lpq_register_formats() -> list[FormatSpec]:
-    def spec(name: str, kind: str) -> FormatSpec:
-        storage = f"{__name__}:CountedStorage"
-        return FormatSpec(
-            name=name, summary="int8, clipped where few are larger", quantizer=f"{__name__}:{kind}", storage=storage,
-            effective_bits=None,
-        )  # fmt: skip
-
-    kinds = {"counted": "CountedQuantizer", "counted_once": "Once", "counted_kept": "Kept"}
-    kinds |= {"counted_floats": "Floats", "counted_signed": "Signed", "counted_below": "Below"}
-    return [spec(name, kind) for name, kind in kinds.items()]
 
 
 @dataclass(frozen=True)
@@ -113,3 +92,14 @@ class Signed(CountedQuantizer):
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         none = torch.zeros((), dtype=torch.int64, device=x.device)
         return super().encode(x, {**stats, "above": none, "nonzero": none - 1})
+
+
+KINDS = {"once": "Once", "kept": "Kept", "floats": "Floats", "signed": "Signed", "below": "Below"}
+register = Plugin(
+    __name__,
+    "counted",
+    {
+        "counted": "CountedQuantizer CountedStorage",
+        **{f"counted_{name}": f"{kind} CountedStorage" for name, kind in KINDS.items()},
+    },
+).register

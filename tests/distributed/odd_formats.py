@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from plugin import Plugin
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
-from lpq.registry import FormatSpec, hookimpl
 
 NAMES = ("odd_own", "odd_zero", "odd_tall", "odd_levels", "odd_python", "odd_mixed")
-
-
-def register() -> None:
-    """Make these formats known in this process, as a plugin that is not packaged."""
-    registry.register(sys.modules[__name__], name="odd")
-
-
-@hookimpl
-def lpq_register_formats() -> list[FormatSpec]:
-    def classes(name: str) -> tuple[str, str]:
-        title = name.removeprefix("odd_").title()
-        return f"{__name__}:{title}Quantizer", f"{__name__}:{title}Storage"
-
-    return [
-        FormatSpec(name=n, summary=n, quantizer=classes(n)[0], storage=classes(n)[1], effective_bits=None)
-        for n in NAMES
-    ]
 
 
 def _nibbles(code: Tensor) -> Tensor:
@@ -178,3 +159,7 @@ class MixedQuantizer(Quantizer):
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> MixedStorage:
         scale = stats["amax"].clamp(min=1e-30) / 127
         return MixedStorage(data=(self._stored(x) / scale).round().to(torch.int8), scale=scale)
+
+
+CLASSES = {name: name.removeprefix("odd_").title() for name in NAMES}
+register = Plugin(__name__, "odd", {n: f"{kind}Quantizer {kind}Storage" for n, kind in CLASSES.items()}).register

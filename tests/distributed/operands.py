@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support.comparing import copy_bytes
+from support.comparing import copy_bytes, equal_states
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import lpq
 from lpq.core import QuantizedTensor, encode_operands
@@ -104,3 +104,29 @@ def gathered(model: nn.Module, x: Tensor) -> dict[tuple[str, str], dict[str, Ten
     with watched(model, sees):
         model(x.clone().requires_grad_()).float().square().mean().backward()
     return found
+
+
+State = dict[str, Tensor] | None
+
+
+def memories(net: Side) -> list[State]:
+    """Each layer's memory of its weight, before it moves."""
+    states = [layer.weight_state() for layer in net.layers]  # type: ignore[operator]
+    return [{name: tensor.clone() for name, tensor in state.items()} if state else None for state in states]
+
+
+def check_gathered(
+    net: Side, quantizers: Sequence[str], wholes: Sequence[Tensor], states: Sequence[State], x: Tensor
+) -> None:
+    """The gathered weights of one forward and backward have the bytes of quantizing whole weights."""
+    found = gathered(net, x)
+    assert len(found) == 2 * len(quantizers)
+    for i, (text, whole, state) in enumerate(zip(quantizers, wholes, states, strict=True)):
+        for when, direction in (("forward", "row"), ("backward", "col")):
+            assert equal_states(found[f"layers.{i}", when], expected(text, whole, direction, state)), (text, when)
+
+
+def as_shard_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Cut a tensor as a parameter is."""
+    assert isinstance(parameter, DTensor)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

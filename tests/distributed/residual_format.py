@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, cast
 
+from plugin import Plugin
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.formats import parts
 from lpq.formats.format import Direction
-from lpq.registry import FormatSpec, hookimpl
-
-
-def register() -> None:
-    """Make the format known in this process, as a plugin that is not packaged."""
-    registry.register(sys.modules[__name__], name="residual")
-
-
-@hookimpl
-def lpq_register_formats() -> FormatSpec:
-    classes = f"{__name__}:Residual"
-    summary = "what one quantizer leaves, by another"
-    return FormatSpec(
-        name="residual",
-        summary=summary,
-        quantizer=f"{classes}Quantizer",
-        storage=f"{classes}Storage",
-        effective_bits=None,
-    )
 
 
 class ResidualStorage(Storage):
@@ -96,3 +76,6 @@ class ResidualQuantizer(Quantizer):
         base = parts.encode(self.base, x, parts.taken("base", stats))
         rest = parts.encode(self.rest, x.float() - base.decode())
         return self.storage(**parts.joined(base=base.buffers(), rest=rest.buffers()))
+
+
+register = Plugin(__name__, "residual", {"residual": "ResidualQuantizer ResidualStorage"}).register

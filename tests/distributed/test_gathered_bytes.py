@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import counted_format
+import odd_formats
 import pytest
+import residual_format
 import torch
+import torch.distributed as dist
+import value_formats
+import whole_formats
 from hybrids import FEW, MIXED
-from operands import Side, expected, gathered, side, value
-from ranks import fully_shard, spawn
-from support.comparing import equal_states
+from operands import Side, as_shard_of, check_gathered, expected, memories, side, value
+from ranks import fully_shard, on_ranks
+from support.comparing import copy_bytes, equal_states
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import distribute_tensor
 
 import lpq
+from lpq import checkpoint
 from lpq.core import QuantizedTensor
 
 ROWS, COLS = 512, 90
@@ -31,60 +40,61 @@ DERIVED = [
     if "delayed" not in b
 ]
 KINDS = ["fp8", "fp8(scaling=delayed, history=4)", "fp8(scaling=row)", "mxfp8", "nvfp4(block=16x16)", "mxfp4"]
-PIECES = {1: [KINDS], 2: [FORMATS + DERIVED, FEW], 4: [KINDS]}
+COMPOSITE = [
+    "residual(base=nvfp4, rest=mxfp8)",
+    "residual(base=fp8, rest=fp8(scaling=block, block=1x128))",
+    "residual(base=hybrid(row=mxfp8, col=nvfp4), rest=identity(dtype=bf16))",
+]
+OTHERS = [*COMPOSITE, *value_formats.NAMES, whole_formats.STRIDED, "odd_own", "odd_zero", "odd_tall", "odd_levels"]
+"""Made of others; with several numbers for each block; with strides of their own; with codes of several elements."""
+PIECES = {1: [KINDS], 2: [FORMATS + DERIVED, FEW, OTHERS], 4: [KINDS]}
 """By the number of ranks, so many weights FSDP2 gathers together. Two ranks try every format and hybrids of them: what
 they are does not depend on the number of ranks."""
 
 
-def _sharded(quantizers: list[str], weights: str, seed: int, **options: Any) -> tuple[Side, list[Tensor]]:
+def _register() -> None:
+    for formats in (counted_format, odd_formats, residual_format, value_formats, whole_formats):
+        formats.register()
+
+
+def _sharded(quantizers: Sequence[str], weights: str, seed: int, **options: Any) -> tuple[Any, list[Tensor]]:
     values = [value(ROWS, COLS, seed + i) for i in range(len(quantizers))]
-    net = side(quantizers, values, weights)
-    fully_shard(net, **options)
+    net = fully_shard(side(quantizers, values, weights), **options)
+    notes = [entry.note for entry in lpq.report(net).weights]
+    assert all(note.startswith(("gathered as ", "stored and gathered as ")) for note in notes), notes
     return net, values
-
-
-def _check(net: Side, quantizers: list[str], values: list[Tensor], states: list[Any], x: Tensor) -> None:
-    """One forward and backward: all its bytes."""
-    found = gathered(net, x)
-    assert len(found) == 2 * len(quantizers)
-    for i, (text, whole, state) in enumerate(zip(quantizers, values, states, strict=True)):
-        for when, direction in (("forward", "row"), ("backward", "col")):
-            assert equal_states(found[f"layers.{i}", when], expected(text, whole, direction, state)), (text, when)
-
-
-def _states(net: Side) -> list[Any]:
-    """Each layer's memory of its weight, before it moves."""
-    states = [layer.weight_state() for layer in net.layers]
-    return [{name: tensor.clone() for name, tensor in state.items()} if state else None for state in states]
 
 
 def _high_precision(quantizers: list[str], seed: int, x: Tensor, dtype: torch.dtype, **options: Any) -> None:
     """As initialised, and after an optimizer's step."""
     net, values = _sharded(quantizers, "high_precision", seed, **options)
-    assert all(entry.note.startswith("gathered as ") for entry in lpq.report(net).weights)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    _check(net, quantizers, [v.to(dtype) for v in values], _states(net), x)
+    check_gathered(net, quantizers, [v.to(dtype) for v in values], memories(net), x)
     optimizer.step()
     before, values = values, [layer.weight.full_tensor().detach().clone() for layer in net.layers]
     assert not any(torch.equal(a, b) for a, b in zip(before, values, strict=True))
-    _check(net, quantizers, [v.to(dtype) for v in values], _states(net), x)
+    check_gathered(net, quantizers, [v.to(dtype) for v in values], memories(net), x)
 
 
-def _quantized(quantizers: list[str], seed: int, x: Tensor, **options: Any) -> None:
+def _quantized(quantizers: list[str], seed: int, x: Tensor, **options: Any) -> tuple[Side, list[Tensor]]:
     """As converted, and after the sharded weights were written to."""
     net, values = _sharded(quantizers, "quantized", seed, **options)
     nothing = [None] * len(values)
     assert all(isinstance(layer.weight._local_tensor, QuantizedTensor) for layer in net.layers)
-    _check(net, quantizers, values, nothing, x)
+    check_gathered(net, quantizers, values, nothing, x)
     written = [value(ROWS, COLS, 1000 + seed + i) for i in range(len(values))]
     with torch.no_grad():
         for layer, new in zip(net.layers, written, strict=True):
-            mesh, placements = layer.weight.device_mesh, layer.weight.placements
-            layer.weight.copy_(distribute_tensor(new, mesh, placements, src_data_rank=None))
-    _check(net, quantizers, written, nothing, x)
+            layer.weight.copy_(as_shard_of(layer.weight, new))
+    check_gathered(net, quantizers, written, nothing, x)
+    return net, written
 
 
-def _every_one(rank: int, ranks: int) -> None:
+@pytest.mark.usefixtures("mxfp4")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@on_ranks()
+def test_bytes(rank: int, ranks: int, tmp_path: Path) -> None:
+    _register()
     x = torch.randn(32, COLS, generator=torch.Generator().manual_seed(rank))
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for number, quantizers in enumerate(PIECES[ranks]):
@@ -92,9 +102,30 @@ def _every_one(rank: int, ranks: int) -> None:
         _high_precision(quantizers, seed, x, torch.float32)
         if number == 0 and ranks == 2:
             _high_precision(quantizers, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
-        _quantized(quantizers, seed, x, reshard_after_forward=number != 1)
+        net, written = _quantized(quantizers, seed, x, reshard_after_forward=number != 1)
+        if quantizers is OTHERS:  # a checkpoint has them, for shards and for one process
+            checkpoint.save(net, tmp_path / "saved")
+            other, values = _sharded(quantizers, "quantized", 77)
+            checkpoint.load(other, tmp_path / "saved")
+            check_gathered(other, quantizers, written, [None] * len(written), x)
+            alone = side(quantizers, values, "quantized")
+            checkpoint.load(alone, tmp_path / "saved")
+            for text, layer, whole in zip(quantizers, alone.layers, written, strict=True):
+                for direction, operand in layer.weight.operands:  # type: ignore[union-attr]
+                    found = {name: copy_bytes(buffer) for name, buffer in operand.buffers().items()}  # type: ignore[union-attr]
+                    assert equal_states(found, expected(text, whole, direction)), (text, direction)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bytes(mxfp4: None, ranks: int) -> None:
-    spawn(_every_one, ranks, ranks)
+@on_ranks(2)
+def test_a_part_that_would_be_measured_later_keeps_a_weight_whole(rank: int) -> None:
+    """The amax of what is left would take a second round: no shard has it."""
+    _register()
+    text = "residual(base=nvfp4, rest=fp8)"
+    words = f"of an operand of {text} must not be cut"
+    net = fully_shard(side([text], [value(256, 96)], "high_precision", ranks=2))
+    assert [words in entry.note for entry in lpq.report(net).weights] == [True]
+    x = value(128, 96)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        lpq.quantizer(text).quantize(x, amax_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="a shard of 80 rows cuts the blocks of 32 rows that residual"):
+        lpq.quantizer(COMPOSITE[0]).quantize(x[:80], amax_group=dist.group.WORLD)

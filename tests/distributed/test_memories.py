@@ -1,39 +1,46 @@
-"""Delayed scaling on several ranks: after a step all remember the largest of what each has seen."""
+"""Delayed scaling on several ranks: after a step all remember the largest of what each has seen; replicas of
+DistributedDataParallel remember their own, or say why they would not; and layers may share what they remember."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import fully_shard, spawn
+from ranks import fully_shard, mesh_of, of_all, on_ranks
+from support.comparing import equal, equal_states
+from support.encoding_norm import Block
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import lpq
+from lpq.distributed.shard import plain
 from lpq.observe.collectives import collectives
 
 
-def _net(tied: bool = False, **how: Any) -> nn.Module:
+def _net(recipe: str = "fp8-delayed", tied: bool = False, **how: Any) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32))
     if tied:
         net[2].weight = net[0].weight
-    return lpq.convert(net, "fp8-delayed", **how)
+    return lpq.convert(net, recipe, **how)
+
+
+def _batch(rank: int, number: int) -> Tensor:
+    """Those of rank 1 are larger: what rank 0 remembers would clamp them."""
+    return torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * number + rank)) * 4**rank
 
 
 def _agree(net: nn.Module) -> bool:
     mine = [buffer for name, buffer in net.named_buffers() if "history" in name]
     assert mine
     assert all(buffer.any() for buffer in mine)
-    found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, mine)
+    found = of_all(mine)
     largest = [torch.stack(each).amax(0) for each in zip(*found, strict=True)]
-    return all(torch.equal(a, b) for own in found for a, b in zip(own, largest, strict=True))
+    return all(equal(own, largest) for own in found)
 
 
 def _replicated(net: nn.Module) -> nn.Module:
@@ -41,12 +48,12 @@ def _replicated(net: nn.Module) -> nn.Module:
 
 
 def _hybrid(net: nn.Module) -> nn.Module:
-    return fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))  # type: ignore[no-any-return]
+    return fully_shard(net, mesh=mesh_of("replicate", "shard"))  # type: ignore[no-any-return]
 
 
-def _frozen(net: nn.Module) -> nn.Module:
+def _frozen(net: Any) -> nn.Module:
     """As the layers beside adapters are."""
-    net[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    net[0].weight.requires_grad_(False)
     return fully_shard(net)  # type: ignore[no-any-return]
 
 
@@ -55,13 +62,22 @@ def _tied(net: nn.Module) -> nn.Module:
     return fully_shard(net)  # type: ignore[no-any-return]
 
 
-def _after_each_step(rank: int, weights: Any, prepare: Callable[[nn.Module], nn.Module]) -> None:
-    net = prepare(_net(prepare is _tied, weights=weights))
+@pytest.mark.parametrize(
+    ("ranks", "weights", "prepare"),
+    [
+        (2, None, fully_shard), (2, None, _frozen), (2, None, _replicated), (4, None, _hybrid),
+        (2, "high_precision", fully_shard), (2, "high_precision", _frozen), (2, "high_precision", _tied),
+    ],
+)  # fmt: skip
+@on_ranks()
+def test_ranks_remember_the_same_after_each_step(
+    rank: int, ranks: int, weights: Any, prepare: Callable[[nn.Module], nn.Module]
+) -> None:
+    net = prepare(_net(tied=prepare is _tied, weights=weights))
     optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     for number in range(3):
         for _ in range(2):  # micro-batches
-            x = torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * number + rank)).requires_grad_()
-            net(x).square().mean().backward()
+            net(_batch(rank, number).requires_grad_()).square().mean().backward()
         assert not _agree(net)
         with collectives() as seen:
             optimizer.step()
@@ -70,16 +86,62 @@ def _after_each_step(rank: int, weights: Any, prepare: Callable[[nn.Module], nn.
         assert _agree(net)
 
 
+@on_ranks(2)
+def test_replicas_that_would_not_remember_their_own(rank: int) -> None:
+    for recipe in ("fp8-current", "x=fp8(), w=fp8(scaling=delayed), dy=fp8()"):  # the weight's is the same on all ranks
+        DistributedDataParallel(_net(recipe))(_batch(rank, 0)).sum().backward()
+    for compiled in (False, True):
+        net = _net()
+        if compiled:
+            net.compile(backend="aot_eager")
+        with pytest.raises(RuntimeError, match=r"layer 0, lpq.nn.Linear\(32, 32\): .*broadcast_buffers=False"):
+            DistributedDataParallel(net)(_batch(rank, 0))
+    alone = _net()
+    net = _replicated(copy.deepcopy(alone))
+    for step in range(3):
+        got, expected = net(_batch(rank, step)), alone(_batch(rank, step))
+        assert torch.equal(got, expected), step
+        for y in (got, expected):
+            y.sum().backward()
+    assert alone[0].x_amax_history.max() > 0
+
+
+# ---------------------------------------------------------------------------------- layers that share a history
+
+
+def _layers_apart(net: Any) -> nn.Module:
+    """The input of each layer passes through hooks of FSDP2."""
+    for layer in net.layers:
+        fully_shard(layer)
+    return fully_shard(net)  # type: ignore[no-any-return]
+
+
+def _trained(rank: int, fused: bool, weights: Any, prepare: Callable[[nn.Module], nn.Module]) -> Any:
+    own: Any = lpq.convert(Block(fused), "fp8-delayed", include="all", weights=weights)
+    net = prepare(own)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    found: list[Any] = []
+    for number in range(3):
+        for _ in range(2):  # micro-batches
+            x = (_batch(rank, number) * (1 + number)).requires_grad_()
+            y = net(x)
+            y.square().mean().backward()
+            found += [y.detach(), x.grad]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [layer.x_amax_history.clone() for layer in own.layers]
+    q, k, v = (layer.x_amax_history for layer in own.layers)
+    assert (q is k is v) == fused
+    return found, {name: plain(value) for name, value in net.state_dict().items()}
+
+
 @pytest.mark.parametrize(
-    ("weights", "prepare"),
-    [
-        (None, fully_shard), (None, _frozen), (None, _replicated),
-        ("high_precision", fully_shard), ("high_precision", _frozen), ("high_precision", _tied),
-    ],
-)  # fmt: skip
-def test_ranks_remember_the_same_after_each_step(weights: Any, prepare: Callable[[nn.Module], nn.Module]) -> None:
-    spawn(_after_each_step, 2, weights, prepare)
-
-
-def test_replicas_of_shards_do_so_too() -> None:
-    spawn(_after_each_step, 4, None, _hybrid)
+    ("weights", "prepare"), [(None, fully_shard), ("high_precision", _layers_apart), (None, _replicated)]
+)
+@on_ranks(2)
+def test_layers_with_one_history_compute_what_they_compute_with_their_own(
+    rank: int, weights: Any, prepare: Callable[[nn.Module], nn.Module]
+) -> None:
+    fused, apart = (_trained(rank, fused, weights, prepare) for fused in (True, False))
+    assert equal(fused[0], apart[0])
+    assert equal_states(fused[1], apart[1])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import fully_shard, on_ranks, spawn
-from sharded import How, batch, built
+from ranks import fully_shard, on_ranks
+from sharded import SMALL, How, batch, built
 from support.comparing import equal
 from torch import Tensor, nn
 
@@ -21,16 +21,16 @@ DELAYED = [
 ]
 
 
-def _outgrown(recipe: str, weights: str | None) -> nn.Sequential:
+def _outgrown(recipe: str, weights: Any) -> Any:
     """A layer whose weight is larger than what it remembers."""
     torch.manual_seed(0)
-    net = lpq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, weights=weights)
-    fully_shard(net[0])  # type: ignore[index]
+    net: Any = lpq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe, weights=weights)
+    fully_shard(net[0])
     fully_shard(net)
     net(_input(1)).sum().backward()
     with torch.no_grad():
-        net[0].weight.mul_(3.0)  # type: ignore[index]
-    return net  # type: ignore[return-value]
+        net[0].weight.mul_(3.0)
+    return net
 
 
 def _input(number: int) -> Tensor:
@@ -71,36 +71,19 @@ def test_backward_encodes_with_what_forward_recalled(rank: int) -> None:
                 a, b = _input(2), _input(3)
                 order(_outgrown(recipe, weights), a, b)
                 found.append((a.grad, b.grad))
-            for one, other in zip(*found, strict=True):
-                assert (one is None) == (other is None)
-                assert one is None or torch.equal(one, other), (recipe, order)
+            assert equal(*found), (recipe, order)
             seen.append(found[0][1])
         if recipe != "fp8-delayed":  # negative control: a memory that moved makes a difference
-            assert not torch.equal(seen[0], seen[1]), recipe
+            assert not equal(*([gradient] for gradient in seen[:2])), recipe
 
 
-def _evaluated_first(rank: int) -> None:
-    for recipe in ("mxfp8", "fp8-current", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"):
-        for weights in ("high_precision", "quantized"):
-            _trained_after(recipe, weights)
-            if dist.get_world_size() == 1:  # FSDP2 itself cannot do it with ordinary parameters, which blocks have
-                continue
-            how = How(recipe, weights=weights, width=64, inner=128, reshard=recipe != "mxfp8")
-            net, expected = built(how), built(how)
-            for number in range(2):
-                with torch.inference_mode():
-                    seen = net(batch(number, how))
-                with torch.no_grad():
-                    assert torch.equal(seen, expected(batch(number, how))), (recipe, weights, number)
-
-
-def _trained_after(recipe: str, weights: str) -> None:
+def _trained_after(recipe: str, weights: Any) -> None:
     """Ordinary parameters could not be trained after that, with FSDP2 alone either."""
     grads = []
     for evaluated in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-        fully_shard(lpq.convert(net, recipe, weights=weights))  # type: ignore[arg-type]
+        fully_shard(lpq.convert(net, recipe, weights=weights))
         for number in range(2):
             with torch.inference_mode() if evaluated else torch.no_grad():
                 net(_input(number))
@@ -111,5 +94,17 @@ def _trained_after(recipe: str, weights: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_forward_may_be_in_inference_mode(ranks: int) -> None:
-    spawn(_evaluated_first, ranks)
+@on_ranks()
+def test_the_first_forward_may_be_in_inference_mode(rank: int, ranks: int) -> None:
+    for recipe in ("mxfp8", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"):
+        for weights in ("high_precision", "quantized"):
+            _trained_after(recipe, weights)
+            if ranks == 1:  # FSDP2 itself cannot do it with ordinary parameters, which blocks have
+                continue
+            how = How(recipe, weights=weights, reshard=recipe != "mxfp8", **SMALL)
+            net, expected = built(how), built(how)
+            for number in range(2):
+                with torch.inference_mode():
+                    seen = net(batch(number, how))
+                with torch.no_grad():
+                    assert torch.equal(seen, expected(batch(number, how))), (recipe, weights, number)

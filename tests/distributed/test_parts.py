@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from ranks import fully_shard, on_ranks
-from sharded import enough, model, whole
+from sharded import SMALL, How, backward, batch, model, optimizer_for, same_weights
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import lpq
 from lpq.observe import Collective, collectives
-from lpq.optim import MasterWeights
 
-RECIPES = ["fp8-current", "fp8-delayed", "x=mxfp8(), w=nvfp4(), dy=mxfp8()"]
 Sharding = Callable[[nn.Sequential], Any]
-
-
-def _whole_only(net: nn.Sequential) -> None:
-    fully_shard(net)
 
 
 def _each_block_and_the_whole(net: nn.Sequential) -> None:
@@ -37,20 +31,22 @@ def _each_block(net: nn.Sequential) -> None:
         fully_shard(block)
 
 
-def _run(
-    recipe: str, weights: str, shard: Sharding, convert: Callable[..., Any]
-) -> tuple[list[float], nn.Sequential, list[list[Collective]]]:
-    net = model(64, 128)
-    convert(net, recipe, weights)
+def _in_parts(net: nn.Sequential, recipe: str, weights: Any) -> None:
+    for part in (net[0].up, net[0].down, *net[1:]):
+        lpq.convert(part, recipe, weights=weights)
+
+
+def _run(how: How, shard: Sharding, parts: bool) -> tuple[list[float], nn.Sequential, list[list[Collective]]]:
+    net = model(how.width, how.inner)
+    if parts:
+        _in_parts(net, how.recipe, how.weights)
+    else:
+        lpq.convert(net, how.recipe, weights=how.weights)
     shard(net)
-    optimizer: Optimizer = AdamW(net.parameters(), lr=1e-2)
-    optimizer = MasterWeights(optimizer) if weights == "quantized" else optimizer
+    optimizer = optimizer_for(how, net)
     losses, updates = [], []
-    for number in range(enough(recipe)):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
-        loss = (net(x) - x.roll(1, 0)).square().mean()
-        loss.backward()
-        losses.append(loss.item())
+    for number in range(2):
+        losses.append(backward(net, batch(number, how)))
         with collectives() as seen:
             optimizer.step()
         optimizer.zero_grad()
@@ -58,31 +54,24 @@ def _run(
     return losses, net, updates
 
 
-def _at_once(net: nn.Sequential, recipe: str, weights: Any) -> None:
-    lpq.convert(net, recipe, weights=weights)
-
-
-def _in_parts(net: nn.Sequential, recipe: str, weights: Any) -> None:
-    lpq.convert(net[0].up, recipe, weights=weights)
-    lpq.convert(net[0].down, recipe, weights=weights)
-    for block in net[1:]:
-        lpq.convert(block, recipe, weights=weights)
-
-
+@pytest.mark.parametrize(
+    ("recipe", "weights", "shard"),
+    [
+        ("fp8-current", "high_precision", fully_shard), ("fp8-delayed", "quantized", fully_shard),
+        ("fp8-delayed", "high_precision", _each_block_and_the_whole), ("fp8-current", "quantized", _each_block),
+        ("x=mxfp8(), w=nvfp4(), dy=mxfp8()", "high_precision", _each_block),
+    ],
+)  # fmt: skip
 @on_ranks(2)
-def test_as_converted_at_once(rank: int) -> None:
-    """With every two of these that go together."""
-    ways = itertools.product(RECIPES, (_whole_only, _each_block_and_the_whole, _each_block))
-    for (recipe, shard), weights in zip(ways, itertools.cycle(("high_precision", "quantized"))):
-        about = (recipe, weights, shard.__name__)
-        losses, a, expected = _run(recipe, weights, shard, _at_once)
-        found, b, seen = _run(recipe, weights, shard, _in_parts)
-        assert losses == found, about
-        assert len(set(losses)) == len(losses)
-        assert seen == expected, about
-        assert [c.kind for c in seen[-1]] == ["all_reduce"], about
-        for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-            assert torch.equal(whole(p.detach()), whole(q.detach())), (about, name)
+def test_as_converted_at_once(rank: int, recipe: str, weights: str, shard: Sharding) -> None:
+    how = How(recipe, weights, masters=True, **SMALL)
+    losses, a, expected = _run(how, shard, parts=False)
+    found, b, seen = _run(how, shard, parts=True)
+    assert losses == found
+    assert len(set(losses)) == len(losses)
+    assert seen == expected
+    assert [c.kind for c in seen[-1]] == ["all_reduce"]
+    same_weights(a, b)
 
 
 @on_ranks(2)
@@ -104,23 +93,15 @@ def test_the_report_has_all_parts(rank: int) -> None:
     assert notes == {e.name[2:]: e.note for e in found.weights[1:]}
     lpq.convert(net, "mxfp8")  # all of it, in one call
     assert [e.name for e in lpq.report(net).converted] == [f"{i}.{name}" for i in range(3) for name in ("up", "down")]
-
-
-@on_ranks(2)
-def test_columns_are_said_of_a_part(rank: int) -> None:
-    """Facts that FSDP2 has of the weights of a part hold in the whole."""
-    net = model(64, 128)
+    net = model(64, 128)  # facts that FSDP2 has of the weights of a part hold in the whole
     lpq.convert(net[0], "fp8-current", weights="high_precision")
     fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
-    assert all("it is sharded by" in entry.note for entry in lpq.report(net[0]).weights)
-    assert len(lpq.report(net[0]).weights) == 2
+    assert ["it is sharded by" in entry.note for entry in lpq.report(net[0]).weights] == [True] * 2
 
 
 @on_ranks(2)
 def test_two_models_of_one_optimizer(rank: int) -> None:
-    nets = [lpq.convert(model(64, 128), "fp8-current", weights="high_precision") for _ in range(2)]
-    for net in nets:
-        fully_shard(net)
+    nets = [fully_shard(lpq.convert(model(64, 128), "fp8-current", weights="high_precision")) for _ in range(2)]
     optimizer = AdamW([p for net in nets for p in net.parameters()])
     other = AdamW(nets[1].parameters())
     for net in nets:
@@ -131,54 +112,43 @@ def test_two_models_of_one_optimizer(rank: int) -> None:
         assert seen == [Collective("all_reduce", 4 * weights)]
 
 
-def _reductions(net: nn.Module) -> list[Collective]:
-    """Of one forward, which gathers every weight."""
+def _measured(net: nn.Module) -> list[int]:
+    """How many weights each reduction of one forward is of, which gathers every weight."""
     with collectives() as seen:
         net(torch.randn(32, 64))
     assert "all_gather" in {c.kind for c in seen}
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [c for c in seen if c.kind == "all_reduce"]
+    return [c.bytes // 4 for c in seen if c.kind == "all_reduce"]
 
 
 @on_ranks(2)
 def test_one_reduction_at_the_first_forward(rank: int) -> None:
     """Of all parts of one model, and of nothing else; whatever mixture of ways they were prepared in."""
-    for shard in (_whole_only, _each_block_and_the_whole):
+    for shard in (fully_shard, _each_block_and_the_whole):
         net, other = model(64, 128), model(64, 128)
         for part in (*net, other):
             lpq.convert(part, "fp8-current", weights="high_precision")
         assert len({id(layer.model.fsdp) for block in net for layer in (block.up, block.down)}) == 2
         for one in (net, other):
             shard(one)
-        assert _reductions(net) == [Collective("all_reduce", 4 * 4)]
-        assert _reductions(net) == []
+        assert [_measured(net), _measured(net)] == [[4], []]
         assert other[0].up.gather.unit is None, "the other model is not touched"
         with torch.no_grad():
             for parameter in net.parameters():  # as loading a checkpoint does
                 parameter.mul_(2)
-        assert _reductions(net) == [Collective("all_reduce", 4 * 4)]
-        assert _reductions(net) == []
-        assert _reductions(other) == [Collective("all_reduce", 4 * 4)]
+        assert [_measured(net), _measured(net), _measured(other)] == [[4], [], [4]]
         with torch.no_grad():
             net[1].up.weight.mul_(2)
-        assert _reductions(net) == [Collective("all_reduce", 4)], "only what was written to"
+        assert _measured(net) == [1], "only what was written to"
     net = model(64, 128, blocks=3)
     lpq.convert(net[0], "fp8-current", weights="quantized")
     lpq.convert(net[1].up, "fp8-current", weights="high_precision")
     lpq.convert(net[2].down, "fp8-current", weights="high_precision")
     fully_shard(net)
-    assert _reductions(net) == [Collective("all_reduce", 4 * 2)]
-    assert _reductions(net) == []
-
-
-@on_ranks(2)
-def test_parts_without_a_common_root(rank: int) -> None:
-    """Each is a model of its own to FSDP2, and is measured when it is gathered."""
-    net = model(64, 128)
-    for block in net:
-        lpq.convert(block, "fp8-current", weights="high_precision")
+    assert [_measured(net), _measured(net)] == [[2], []]
+    net = model(64, 128)  # parts without a common root: each is measured when it is gathered
+    _in_parts(net, "fp8-current", "high_precision")
     _each_block(net)
-    assert _reductions(net) == [Collective("all_reduce", 4 * 2)] * 2
-    assert _reductions(net) == []
+    assert [_measured(net), _measured(net)] == [[2, 2], []]

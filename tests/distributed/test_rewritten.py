@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from operands import Side, expected, gathered, side, value
+import torch.distributed as dist
+from operands import as_shard_of, check_gathered, expected, gathered, memories, side, value
 from ranks import fully_shard, on_ranks
 from support.comparing import equal_states
-from torch.distributed.tensor import distribute_tensor
+from torch import Tensor
 
 from lpq.observe import collectives
 
@@ -20,103 +22,89 @@ QUANTIZERS = [
 FACTOR = 100
 
 
-def _scaled(net: Side) -> None:
-    with torch.no_grad():
-        for layer in net.layers:
-            layer.weight.mul_(FACTOR)
+def _weights(net: Any) -> list[Any]:
+    return [layer.weight for layer in net.layers]
 
 
-def _copied(net: Side) -> None:
-    with torch.no_grad():
-        for layer in net.layers:
-            layer.weight.copy_(layer.weight * FACTOR)
+def _of_each(write: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Write to each weight by itself."""
+
+    @torch.no_grad()
+    def write_all(net: Any) -> None:
+        for weight in _weights(net):
+            write(weight)
+
+    return write_all
 
 
-def _data_copied(net: Side) -> None:
-    for layer in net.layers:
-        layer.weight.data.copy_(layer.weight.detach() * FACTOR)
-
-
-def _a_part_of_the_local_tensor(net: Side) -> None:
-    for layer in net.layers:
-        layer.weight.detach().to_local()[-1].mul_(FACTOR)
-
-
-def _many_at_once(net: Side) -> None:
-    torch._foreach_mul_([layer.weight.detach() for layer in net.layers], FACTOR)
-
-
-def _state(net: Side) -> dict[str, Any]:
+def _state(net: Any) -> dict[str, Any]:
     return {name: t * FACTOR if name.endswith(".weight") else t for name, t in net.state_dict().items()}
 
 
-def _loaded(net: Side) -> None:
-    net.load_state_dict(_state(net))
-
-
-def _assigned(net: Side) -> None:
-    net.load_state_dict(_state(net), assign=True)
-
-
-def _read_into_its_state_dict(net: Side) -> None:
+def _read_into_its_state_dict(net: Any) -> None:
     """As PyTorch's distributed checkpoints do it."""
     for name, tensor in net.state_dict().items():
         if name.endswith(".weight"):
             tensor.to_local().copy_(tensor.to_local() * FACTOR)
 
 
-@torch.compile(backend="aot_eager")
-def _multiply(weights: list[torch.Tensor]) -> None:
-    for weight in weights:
-        weight.mul_(FACTOR)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile on one rank what both do."""
+    return torch.compile(function, backend="aot_eager") if dist.get_rank() == 0 else function
 
 
-def _compiled(net: Side) -> None:
-    with torch.no_grad():
-        _multiply([layer.weight for layer in net.layers])
+@torch.no_grad()
+def _in_a_graph(net: Any) -> None:
+    def multiply(weights: list[Tensor]) -> None:
+        for weight in weights:
+            weight.mul_(FACTOR)
+
+    _compiled(multiply)(_weights(net))
 
 
-def _a_compiled_step(net: Side) -> None:
-    optimizer = torch.optim.SGD([layer.weight for layer in net.layers], lr=0.5)
-    for layer in net.layers:
-        layer.weight.grad = torch.full_like(layer.weight, -3.0)
-    torch.compile(optimizer.step, backend="aot_eager")()
+def _a_compiled_step(net: Any) -> None:
+    optimizer = torch.optim.SGD(_weights(net), lr=0.5)
+    for weight in _weights(net):
+        weight.grad = torch.full_like(weight, -3.0)
+    _compiled(optimizer.step)()
     optimizer.zero_grad()
 
 
-WAYS = (
-    _scaled, _copied, _data_copied, _a_part_of_the_local_tensor, _many_at_once, _loaded, _assigned,
-    _read_into_its_state_dict, _compiled, _a_compiled_step,
-)  # fmt: skip
+WAYS: dict[str, Callable[[Any], object]] = {
+    "scaled": _of_each(lambda weight: weight.mul_(FACTOR)),
+    "copied": _of_each(lambda weight: weight.copy_(weight * FACTOR)),
+    "data copied": _of_each(lambda weight: weight.data.copy_(weight.detach() * FACTOR)),
+    "a part of the local tensor": _of_each(lambda weight: weight.detach().to_local()[-1].mul_(FACTOR)),
+    "many at once": lambda net: torch._foreach_mul_([weight.detach() for weight in _weights(net)], FACTOR),
+    "loaded": lambda net: net.load_state_dict(_state(net)),
+    "assigned": lambda net: net.load_state_dict(_state(net), assign=True),
+    "read into its state dict": _read_into_its_state_dict,
+    "in a graph": _in_a_graph,
+    "a compiled step": _a_compiled_step,
+}
 
 
 @on_ranks(2)
 def test_measured_again(rank: int) -> None:
     x = torch.randn(32, COLS)
-    for way in WAYS:
-        net = side(QUANTIZERS, [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))], "high_precision")
-        fully_shard(net)
+    for name, way in WAYS.items():
+        net = fully_shard(side(QUANTIZERS, [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))], "high_precision"))
         gathered(net, x)
         torch.optim.SGD(net.parameters(), lr=1e-3).step()
-        before = [layer.weight.full_tensor().detach().clone() for layer in net.layers]
+        before = [weight.full_tensor().detach().clone() for weight in _weights(net)]
         way(net)
-        whole = [layer.weight.full_tensor().detach() for layer in net.layers]
-        assert not any(torch.equal(a, b) for a, b in zip(before, whole, strict=True)), way
-        states = [layer.weight_state() for layer in net.layers]
-        states = [{name: t.clone() for name, t in state.items()} if state else None for state in states]
+        wholes, states = [weight.full_tensor().detach() for weight in _weights(net)], memories(net)
+        assert not any(torch.equal(a, b) for a, b in zip(before, wholes, strict=True)), name
         with collectives() as seen:
-            found = gathered(net, x)
+            check_gathered(net, QUANTIZERS, wholes, states, x)
         # after the step of an optimizer, a compiled one too, that was done
-        assert [c.kind for c in seen].count("all_reduce") == (way is not _a_compiled_step), way
-        for i, text in enumerate(QUANTIZERS):
-            for when, direction in (("forward", "row"), ("backward", "col")):
-                right = expected(text, whole[i], direction, states[i])
-                assert equal_states(found[f"layers.{i}", when], right), (way, text, when)
-                if not states[i]:
-                    assert not equal_states(right, expected(text, before[i], direction))
+        assert [c.kind for c in seen].count("all_reduce") == (name != "a compiled step"), name
+        for text, state, *both in zip(QUANTIZERS, states, wholes, before, strict=True):
+            for direction in () if state else ("row", "col"):
+                assert not equal_states(*(expected(text, whole, direction) for whole in both)), (name, text)
         with collectives() as seen:
             gathered(net, x)
-        assert "all_reduce" not in [c.kind for c in seen], way
+        assert "all_reduce" not in [c.kind for c in seen], name
 
 
 @on_ranks(2)
@@ -124,20 +112,9 @@ def test_begun_on_meta(rank: int) -> None:
     """Shards that had no data are given it, in place or by others in their place."""
     for assign in (False, True):
         values = [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))]
-        net = side(QUANTIZERS, [v.to("meta") for v in values], "high_precision")
-        fully_shard(net)
+        net = fully_shard(side(QUANTIZERS, [v.to("meta") for v in values], "high_precision"))
         assert net.layers[0].weight.is_meta
         net.to_empty(device="cpu")
-        given = {}
-        for i, v in enumerate(values):
-            weight = net.layers[i].weight
-            given[f"layers.{i}.weight"] = distribute_tensor(
-                v, weight.device_mesh, weight.placements, src_data_rank=None
-            )
-        net.load_state_dict(given, assign=assign)
-        states = [{name: t.clone() for name, t in (layer.weight_state() or {}).items()} for layer in net.layers]
-        found = gathered(net, torch.randn(32, COLS))
-        for i, text in enumerate(QUANTIZERS):
-            for when, direction in (("forward", "row"), ("backward", "col")):
-                right = expected(text, values[i], direction, states[i] or None)
-                assert equal_states(found[f"layers.{i}", when], right), (assign, text, when)
+        shards = {f"layers.{i}.weight": as_shard_of(net.layers[i].weight, v) for i, v in enumerate(values)}
+        net.load_state_dict(shards, assign=assign)
+        check_gathered(net, QUANTIZERS, values, memories(net), torch.randn(32, COLS))

@@ -1,22 +1,25 @@
-"""Under FSDP2 too, layers that are given the same tensor encode it once, and what is kept for backward is what their
-recipe says."""
+"""Under FSDP2 too, layers that are given the same tensor encode it once, swiglu as one function is its three layers one
+after the other, to the bit, and what is kept for backward is what the recipe says."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import fully_shard, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lpq
+from lpq.nn import SwiGLU
 from lpq.nn.linear import Layer
 from lpq.nn.siblings import SharedInputs
 from lpq.optim import MasterWeights
@@ -25,89 +28,133 @@ sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from counting import encodings
 
 ROWS, WIDTH = 16, 64
-OF_X = (ROWS, WIDTH)
+OF_X, OF_W = (ROWS, WIDTH), (2 * WIDTH, WIDTH)
 
 
-class Block(nn.Module):
+class Product(nn.Module):
     """As attention and a gated pair, with no more than they share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
         self.q, self.k = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
         self.out = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        y: Tensor = x + self.out(self.q(normed) * self.k(normed))
+        y: Tensor = self.out(self.q(x) * self.k(x))
         return y
 
 
-def _trained(weights: Any, apart: bool, recipe: str = "mxfp8", kept: list[Tensor] | None = None) -> list[Tensor]:
-    """Take two steps; ``kept`` gets the ordinary tensors that the second one's forward keeps for backward."""
+class Gated(nn.Module):
+    """A block that ``lpq.fuse`` finds, and that ``convert`` leaves if it is not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(self.norm(x))
+        self.is_fused = "FusedMLP" in type(y.grad_fn).__name__
+        return x + y
+
+
+def _sharded(make: Callable[[], nn.Module], recipe: str, weights: Any, unit: bool = False, **how: Any) -> Any:
     torch.manual_seed(0)
-    net = nn.Sequential(Block(), Block())
-    lpq.convert(net, recipe, weights=weights)
-    for module in net.modules() if apart else ():
-        if isinstance(module, Layer):
-            module.join(replace(module.model, inputs=SharedInputs()))
+    net: Any = lpq.convert(nn.Sequential(*(Block(make()) for _ in range(2))), recipe, weights=weights, **how)
     for block in net:
+        if unit:
+            fully_shard(block.inner)
         fully_shard(block)
-    fully_shard(net)
+    return fully_shard(net)
+
+
+def _trained(net: Any, weights: Any, kept: list[Tensor] | None = None) -> list[Tensor]:
+    """Take three steps; ``kept`` gets the ordinary tensors that the last one's forward keeps for backward."""
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = MasterWeights(optimizer, keep=False) if weights == "quantized" else optimizer
     found = []
-    for step in range(2):
+    for step in range(3):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)  # of random bits
         y = net(x) if kept is None else _noting(net, x, kept)
         y.square().mean().backward()
         found += [y.detach(), *(p.grad.to_local() for p in net.parameters() if isinstance(p.grad, DTensor))]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return [*found, *(b.clone() for _, b in net.named_buffers(remove_duplicate=False))]  # norms share histories
+
+
+# ---------------------------------------------------------------------------------- siblings
 
 
 def _noting(net: nn.Module, x: Tensor, kept: list[Tensor]) -> Tensor:
     kept.clear()
-
-    def pack(saved: Tensor) -> Tensor:
-        kept.append(saved)
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         y: Tensor = net(x)
-    assert _memories(kept, torch.float32, (2 * WIDTH, WIDTH)) in ({0}, set())
+    assert _memories(kept, torch.float32, OF_W) in ({0}, set())
     return y
 
 
-def _memories(kept: list[Tensor], dtype: torch.dtype, *shapes: tuple[int, int]) -> set[int]:
-    """The bytes that tensors of these shapes have now."""
-    return {t.untyped_storage().nbytes() for t in kept if t.dtype == dtype and tuple(t.shape) in shapes}
+def _memories(kept: list[Tensor], dtype: torch.dtype, shape: tuple[int, int]) -> set[int]:
+    """The bytes that tensors of this shape have now."""
+    return {t.untyped_storage().nbytes() for t in kept if t.dtype == dtype and tuple(t.shape) == shape}
 
 
 @on_ranks(2)
 def test_a_gathered_weight_that_is_kept_takes_no_memory_meanwhile(rank: int) -> None:
     """FSDP2 frees it after forward, and gathers it again for backward. Its encoded form would stay."""
     recipe, kept = "fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8", list[Tensor]()
-    usual = _trained(None, apart=False, recipe=recipe, kept=kept)
-    elements = _memories(kept, torch.float8_e4m3fn, (WIDTH, 2 * WIDTH))
-    assert elements == {2 * WIDTH * WIDTH}
-    found = _trained(None, apart=False, recipe=f"{recipe}, w.save=weight", kept=kept)
-    assert equal(usual, found)
-    weights = [t for t in kept if t.shape == (2 * WIDTH, WIDTH)]
-    assert len(weights) == 4
+    usual = _trained(_sharded(Product, recipe, None), None, kept)
+    assert _memories(kept, torch.float8_e4m3fn, OF_W[::-1]) == {2 * WIDTH * WIDTH}
+    assert equal(usual, _trained(_sharded(Product, f"{recipe}, w.save=weight", None), None, kept))
+    assert sum(t.shape == OF_W for t in kept) == 4
 
 
 @on_ranks(2)
 def test_siblings_encode_once(rank: int) -> None:
     for weights in (None, "high_precision", "quantized"):
-        with pytest.MonkeyPatch.context() as patch:
-            seen = encodings(patch)
-            found = []
-            for apart in (False, True):
-                found.append(_trained(weights, apart))
-                counts = Counter(w.shape for w in seen if w.dtype == torch.float32 and w.col)
-                dys = counts[OF_X] - (8 if apart else 4)  # that of out has the shape of an input
-                assert dys == 4, (weights, apart, counts)
-                seen.clear()
+        found = []
+        for apart in (False, True):
+            net = _sharded(Product, "mxfp8", weights)
+            for module in net.modules() if apart else ():
+                if isinstance(module, Layer):
+                    module.join(replace(module.model, inputs=SharedInputs()))
+            with pytest.MonkeyPatch.context() as patch:
+                seen = encodings(patch)
+                found.append(_trained(net, weights))
+            counts = Counter(w.shape for w in seen if w.dtype == torch.float32 and w.col)
+            dys = counts[OF_X] - (12 if apart else 6)  # that of out has the shape of an input
+            assert dys == 6, (weights, apart, counts)
         assert equal(*found), weights
+
+
+# ---------------------------------------------------------------------------------- swiglu
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights", "others"),
+    [
+        ("fp8-current", None, False), ("fp8-delayed", "high_precision", False), ("nvfp4", "high_precision", False),
+        ("mxfp8", "quantized", False),
+        # another library's block, which is a unit
+        ("fp8-current", None, True), ("fp8-current", "high_precision", True),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_swiglu(rank: int, recipe: str, weights: Any, others: bool) -> None:
+    found, make = [], Gated if others else lambda: SwiGLU(WIDTH, 2 * WIDTH)
+    for fused in (True, False):
+        net = _sharded(make if fused else Gated, recipe, weights, others, fuse=fused)
+        found.append(_trained(net, weights))
+        assert net[0].is_fused == fused
+    assert equal(*found)

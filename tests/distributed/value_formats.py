@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
+from plugin import Plugin
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
 from lpq.formats.elements import pack_nibbles, unpack_nibbles
 from lpq.formats.layout import Block
-from lpq.registry import FormatSpec, hookimpl
 
 NAMES = ("values_codebook", "values_codebook(block=1x32)", "values_codebook(block=tensor)", "values_eight")
 BLOCKS: dict[str, Block] = {"256x32": (256, 32), "1x32": (1, 32), "tensor": (None, None)}
 LEAST = 1e-30
-
-
-def register() -> None:
-    """Make these formats known in this process, as a plugin that is not packaged."""
-    registry.register(sys.modules[__name__], name="values")
-
-
-@hookimpl
-def lpq_register_formats() -> list[FormatSpec]:
-    def spec(title: str, bits: float) -> FormatSpec:
-        quantizer, storage = f"{__name__}:{title}Quantizer", f"{__name__}:{title}Storage"
-        name = f"values_{title.lower()}"
-        return FormatSpec(name=name, summary=name, quantizer=quantizer, storage=storage, effective_bits=bits)
-
-    return [spec("Codebook", 4 + 16 * 16 / (256 * 32)), spec("Eight", 3 + 32 / 32)]
 
 
 def _levels(amax: Tensor) -> Tensor:
@@ -128,3 +111,8 @@ class EightQuantizer(Quantizer):
         eights = pad_blocks(code, (1, 8)).unflatten(1, (-1, 8))
         word = (eights << torch.arange(0, 24, 3, dtype=torch.int32, device=code.device)).sum(-1, dtype=torch.int32)
         return EightStorage(data=torch.stack([word >> by & 255 for by in (0, 8, 16)], -1).to(torch.uint8), scale=scale)
+
+
+CLASSES = {name: f"{name.title()}Quantizer {name.title()}Storage" for name in ("codebook", "eight")}
+BITS = {"values_codebook": 4 + 16 * 16 / (256 * 32), "values_eight": 3 + 32 / 32}
+register = Plugin(__name__, "values", {f"values_{name}": kinds for name, kinds in CLASSES.items()}, BITS).register

@@ -3,35 +3,18 @@ must be finite."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from plugin import Plugin
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.formats.blocks import block_amax, expand_blocks, scale_blocks
-from lpq.registry import FormatSpec, hookimpl
 
 NAMES = ("whole_outlier", "whole_outlier(told=true)", "whole_codebook", "whole_mixed")
 STRIDED = "whole_strided"
-
-
-def register() -> None:
-    """Make these formats known in this process, as a plugin that is not packaged."""
-    registry.register(sys.modules[__name__], name="whole")
-
-
-@hookimpl
-def lpq_register_formats() -> list[FormatSpec]:
-    def spec(name: str) -> FormatSpec:
-        classes = f"{__name__}:{name.removeprefix('whole_').title()}"
-        quantizer, storage = f"{classes}Quantizer", f"{classes}Storage"
-        return FormatSpec(name=name, summary=name, quantizer=quantizer, storage=storage, effective_bits=None)
-
-    return [spec(name) for name in (*NAMES, STRIDED) if "(" not in name]
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:
@@ -144,3 +127,7 @@ class StridedQuantizer(Quantizer):
         table = torch.stack([amax, amax / 127], -1)
         data = scale_blocks(x, 127 / amax, (64, 64)).round().to(torch.int8)
         return StridedStorage(data=data, scale=table[..., 1])
+
+
+CLASSES = {name: name.removeprefix("whole_").title() for name in (*NAMES, STRIDED) if "(" not in name}
+register = Plugin(__name__, "whole", {n: f"{kind}Quantizer {kind}Storage" for n, kind in CLASSES.items()}).register

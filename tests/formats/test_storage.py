@@ -98,6 +98,10 @@ def test_whether_two_buffers_are_the_same_is_asked_of_any_order() -> None:
 def test_one_value_has_no_order() -> None:
     with pytest.raises(ValueError, match="buffer 'amax' is one value"):
         Buffer("amax", torch.float32, block=(None, None), column_major=True)
+    with pytest.raises(ValueError, match="'data' has 3 values for each block: it cannot be column_major"):
+        Buffer("data", torch.uint8, values=3, column_major=True)
+    with pytest.raises(ValueError, match="'data' has values=0: say how many each block has, 1 or more"):
+        Buffer("data", torch.uint8, values=0)
 
 
 def test_a_buffer_that_lies_right_is_not_copied() -> None:
