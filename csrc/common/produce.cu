@@ -27,6 +27,7 @@
 typedef LPQ_SOURCE Computed;
 constexpr int MATRICES = Computed::MATRICES, OUTPUTS = Computed::OUTPUTS, OF_ROW = Computed::OF_ROW, OF_COL = Computed::OF_COL;
 constexpr int STAGED = MATRICES > OUTPUTS ? MATRICES : OUTPUTS;
+constexpr int HALVES_MADE = OUTPUTS > Computed::HALVES ? Computed::HALVES : 0;
 
 struct Inputs {
     const void* of[MATRICES + OF_ROW + OF_COL];
@@ -60,8 +61,11 @@ struct Elements {
     __device__ __forceinline__ bool inside(int i) const { return WHOLE || (i < t.high && t.wide); }
 
     __device__ __forceinline__ const Element* at(int k, int i) const {
-        return (const Element*)in.of[k] + (t.row + i) * t.cols + t.col;
+        return (const Element*)in.of[k] + place(i, k < Computed::HALVES);
     }
+
+    // The place of a thread's row in a matrix, or in half of one.
+    __device__ __forceinline__ i64 place(int i, bool half) const { return (t.row + i) * (half ? 2 * t.cols : t.cols) + t.col; }
 
     // The words of row i of each input matrix become the words of row i of each output. Outside of the matrix they are zero.
     __device__ __forceinline__ void compute(int i, u32 (&w)[STAGED][WORDS]) const {
@@ -185,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE ? AT_ONCE : 1) pro
             const uint4 v = make_uint4(w[k][0], w[k][1], w[k][2], w[k][3]);
             lines[k][i][threadIdx.x] = v;
             if (out.value(k) && elements.inside(i))
-                stream((Element*)out.value(k) + (t.row + i) * t.cols + t.col, v);
+                stream((Element*)out.value(k) + elements.place(i, k < HALVES_MADE), v);
         }
     }
     encode_outputs(t, out, lines, beyond);

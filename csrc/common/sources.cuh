@@ -6,7 +6,8 @@
 //   MATRICES   how many matrices it reads, which are as large as the outputs and have their dtype,
 //   OF_ROW     how many vectors with a number for each row, in fp32,
 //   OF_COL     how many with a number for each column, in the dtype of the matrices,
-//   OUTPUTS    how many matrices it makes, and
+//   OUTPUTS    how many matrices it makes,
+//   HALVES     how many of the first matrices, read and made, are halves of one that is twice as wide, and
 //   compute(x, of_row, of_col, y)
 // which makes an element of each output of an element of each matrix, and of the numbers of its row and its column. All are
 // given as fp32; what it makes is rounded afterwards.
@@ -17,7 +18,7 @@ static_assert(PER_WORD == 2, "sources are computed for 16-bit floats");
 
 template <int MATRICES_, int OUTPUTS_, int OF_ROW_ = 0, int OF_COL_ = 0>
 struct Computing {
-    static constexpr int MATRICES = MATRICES_, OUTPUTS = OUTPUTS_, OF_ROW = OF_ROW_, OF_COL = OF_COL_;
+    static constexpr int MATRICES = MATRICES_, OUTPUTS = OUTPUTS_, OF_ROW = OF_ROW_, OF_COL = OF_COL_, HALVES = 0;
 };
 
 namespace sources {
@@ -126,6 +127,12 @@ struct GatedBackward : Computing<3, 3> {
         y[1] = dy * active;
         y[2] = active * up;
     }
+};
+
+// The same where gate and up, and their gradients, are halves of one matrix.
+template <class Gated>
+struct Halves : Gated {
+    static constexpr int HALVES = 2;
 };
 
 // x; the factor of its row -> the normalized element times the weight of its column.

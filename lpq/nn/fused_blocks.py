@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from lpq.nn.adopted_norms import adopt, norm_of, release
 from lpq.nn.first_argument import check_model
 from lpq.nn.followed_norms import followers
-from lpq.nn.fused_experts import FusedExperts
+from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
 from lpq.nn.fused_mlp import SwiGLU, mlp, why_apart
+from lpq.nn.halves import activate
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
@@ -33,7 +34,7 @@ FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
 ONE_FUNCTION = "its layers are one function, with encoded operands between them"
 ENCODES = "it encodes its output, once, for the layers that take it"
-EXPERTS = "experts, whose rows lie in groups, have no fused form"
+ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 HOOKED = "hooks are called with its activation"
 REPLACED = "its forward was replaced on the object"
@@ -43,11 +44,13 @@ class BlockParts(NamedTuple):
     """The children of a block, by name."""
 
     before: tuple[str, ...]
-    """Gate and up, or up alone."""
+    """Gate and up, or up alone, or one layer whose outputs are gate and up."""
     down: str
     activation: str
     behind: str | None
     """A dropout of what the last layer returns; None: there is none."""
+    halves: bool
+    """Whether one layer makes gate and up."""
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
 
@@ -68,8 +71,9 @@ class FusedBlock(nn.Module):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
             return super().forward(*args, **kwargs)  # of the class before
         *before, down = layers_of(self)
-        y = mlp(args[0], before, down, ACTIVATIONS[self.lpq_parts.activation])
-        behind = self.lpq_parts.behind
+        activation, behind, halves, _ = self.lpq_parts[2:]
+        act = ACTIVATIONS[activation]
+        y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act)
         return y if behind is None else self.lpq_parts.children[behind](y)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -84,7 +88,7 @@ def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
 
 def _why_changed(block: FusedBlock) -> str | None:
     """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
-    before, down, _, behind, children = block.lpq_parts
+    before, down, _, behind, _, children = block.lpq_parts
     names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
@@ -126,6 +130,8 @@ def fuse(model: nn.Module) -> nn.Module:
         raise ValueError("the model was not converted: call lpq.convert(model, …) before lpq.fuse(model)")
     model.__dict__[FUSED] = True
     for module in list(model.modules()):
+        if isinstance(module, FusedExperts):
+            module.gate = _gate(module)
         if isinstance(module, FusedBlock) and _why_changed(module) is not None:
             _release(module)
         parts = find_parts(module)
@@ -154,6 +160,8 @@ def unfuse(model: nn.Module) -> nn.Module:
     check_model(model)
     for module in list(model.modules()):
         module.__dict__.pop(FUSED, None)
+        if isinstance(module, FusedExperts):
+            vars(module).pop("gate", None)
         if isinstance(module, FusedBlock):
             _release(module)
         if isinstance(module, EncodingNorm) and module.places:
@@ -188,14 +196,21 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
         if (found := _activation(module, before, down)) is not None:
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, found[1])):
                 return HOOKED
-            return BlockParts((*before,), down, *found, dict(module._modules))  # type: ignore[arg-type]
+            halves = _makes_halves([children[name] for name in before], children[down])
+            return BlockParts((*before,), down, *found, halves, dict(module._modules))  # type: ignore[arg-type]
     return OTHER if orders else None
 
 
 def _fit(*layers: Any) -> bool:
     """Whether layers have the sizes of gate, if there is one, up and down."""
     *before, down = layers
-    return all((up.in_features, up.out_features) == (down.out_features, down.in_features) for up in before)
+    outputs = down.in_features * (2 if _makes_halves(before, down) else 1)
+    return all((up.in_features, up.out_features) == (down.out_features, outputs) for up in before)
+
+
+def _makes_halves(before: Sequence[Any], down: Any) -> bool:
+    """Whether one layer makes gate and up."""
+    return len(before) == 1 and before[0].out_features == 2 * down.in_features
 
 
 def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
@@ -203,8 +218,11 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     fused: list[Entry] = []
     apart: list[Entry] = []
     for name, module, reason in _blocks(model):
-        kind = module.lpq_base.__name__ if isinstance(module, FusedBlock) else type(module).__name__
-        note = ENCODES if isinstance(module, EncodingNorm) else ONE_FUNCTION
+        kind, note = type(module).__name__, ONE_FUNCTION
+        if isinstance(module, FusedBlock):
+            kind, note = module.lpq_base.__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
+        elif isinstance(module, EncodingNorm | FusedExperts):
+            note = ENCODES if isinstance(module, EncodingNorm) else ONE_KERNEL
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
 
@@ -219,7 +237,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         if FUSED in vars(module):
             looked_at.append(f"{name}." if name else "")
         if isinstance(module, FusedBlock):
-            yield name, module, _why_changed(module) or why_apart(layers_of(module)[:-1], layers_of(module)[-1])
+            *before, down = layers_of(module)
+            yield name, module, _why_changed(module) or (None if module.lpq_parts.halves else why_apart(before, down))
         elif isinstance(module, SwiGLU) and type(module).forward is SwiGLU.forward:
             yield name, module, why_apart((module.gate_proj, module.up_proj), module.down_proj)
         elif isinstance(module, EncodingNorm) and module.consumers:
@@ -230,7 +249,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         elif id(module) in why:
             yield name, module, why[id(module)]
         elif isinstance(module, FusedExperts):
-            yield name, module, EXPERTS
+            yield name, module, why_as_before(module)
         elif isinstance(parts := find_parts(module), str):
             yield name, module, parts
         else:
@@ -263,8 +282,10 @@ class _Functions(TorchFunctionMode):
 def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[str, str | None] | None:
     """The activation with which the forward of a block is ``mlp``, and the name of the dropout behind; None if its
     forward is something else."""
-    drawn = torch.Generator().manual_seed(0)
-    x, y, dropped, *outputs = (torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(len(before) + 3))
+    x, y, dropped, *outputs = _numbers(len(before) + 3)
+    if _makes_halves([module._modules[name] for name in before], module._modules[down]):
+        (gate, up) = _numbers(2)
+        outputs = [torch.cat([gate, up], -1)]
     layers = {name: _StandIn(t) for name, t in zip((*before, down), (*outputs, y), strict=True)}
     dropouts = {name: _StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
     like: Any = object.__new__(type(module))  # without an __init__, and without a write to the block
@@ -282,13 +303,35 @@ def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[st
         return None
     if behind is not None and given[-1][0] is not y:
         return None
+    activation = _named(given[len(before)][0], functions.count, outputs)
+    return None if activation is None else (activation, behind)
+
+
+def _gate(experts: FusedExperts) -> Gate | None:
+    """The activation of experts; None if it is another one."""
+    halves = torch.cat(_numbers(2), -1)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), _Functions() as functions:
+            rows = activated(experts, halves)
+    except Exception:  # other code's, which may raise anything on such an input
+        return None
+    name = _named(rows, functions.count, [halves])
+    return None if name is None else Gate(name, dict(experts._modules))  # type: ignore[arg-type]
+
+
+def _named(given: Any, count: int, outputs: Sequence[Tensor]) -> str | None:
+    """The name of the activation of these outputs of layers, which so many functions computed."""
+    if not isinstance(given, Tensor):
+        return None
     for name, activation in ACTIVATIONS.items():
-        with _Functions() as own_functions:
-            expected = activation.compute(*outputs)
-        if functions.count == own_functions.count and _same(given[len(before)][0], expected):
-            return name, behind
+        with _Functions() as functions:
+            inputs = outputs if outputs[0].shape == given.shape else outputs[0].chunk(2, dim=-1)
+            expected = activation.compute(*inputs)
+        if count == functions.count and torch.equal(given, expected):
+            return name
     return None
 
 
-def _same(given: Any, expected: Tensor) -> bool:
-    return isinstance(given, Tensor) and torch.equal(given, expected)
+def _numbers(count: int) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(count)]

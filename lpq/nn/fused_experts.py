@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lpq.nn.grouped_linear import GroupedLayer
+from lpq.nn.halves import activate
 from lpq.nn.quantizer_state import Memory
 from lpq.nn.read_past import Weight
+from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
+from lpq.torch_private.hooks import has_hooks
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import RowExchange
@@ -30,6 +33,14 @@ DENSE = (("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"),)
 """Classes, each as a module and a name in it, whose experts each get rows for all tokens, one expert's rows after
 another's, and whose weights are transposed. They are looked up, not imported."""
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
+
+
+class Gate(NamedTuple):
+    """How experts compute their activation, as ``lpq.fuse`` has found out."""
+
+    activation: str
+    children: dict[str, nn.Module]
+    """The modules of the experts, as they were."""
 
 
 class FusedExperts(GroupedLayer):
@@ -45,6 +56,8 @@ class FusedExperts(GroupedLayer):
     """Whether each expert is given rows for all tokens."""
     expert_exchange: RowExchange | None = None
     """How rows come from the other ranks, and results go back, if these have some of the experts."""
+    gate: Gate | None = None
+    """The activation, which one kernel computes; None: the class before computes it."""
     routes_tokens: ClassVar[bool] = True
     """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
@@ -123,13 +136,33 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     """
     tokens, chosen = top_k_index.shape
     index, order = top_k_index.reshape(-1).sort(stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     each = torch.arange(experts.num_experts, device=index.device, dtype=index.dtype)
     ends = torch.searchsorted(index, each, right=True, out_int32=True)
-    rows = _over_ranks(experts, hidden_states[order // chosen], ends)
+    to_experts: Any = Moved.apply
+    rows = _over_ranks(experts, to_experts(hidden_states, order // chosen, back), ends)
     weighted = rows * top_k_weights.reshape(-1)[order].unsqueeze(1)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    y: Tensor = weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+    y: Tensor = to_experts(weighted, back, order).view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
     return y
+
+
+class Moved(torch.autograd.Function):
+    """Rows in another order, in which each is once, or equally often. Autograd's gradient of an index sorts the index
+    and adds row by row, where the inverse order is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        """``index``: the row that goes to each place; ``back``: the places to which the first row went, then those of
+        the second."""
+        ctx.save_for_backward(back)
+        ctx.count = len(back) // max(len(x), 1)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        each = dy.index_select(0, back)
+        return each if ctx.count == 1 else each.view(-1, ctx.count, *dy.shape[1:]).sum(1), None, None
 
 
 def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
@@ -152,10 +185,31 @@ def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
 def _multiply(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the results of this rank's experts for their rows."""
     rows = experts.multiply(UP[0] if experts.dense or experts.has_gate else UP[1], rows, ends)
-    if experts.dense:
-        gate, up = rows.chunk(2, dim=-1)
-        rows = up * experts.act_fn(gate)
+    gate: Gate | None = experts.gate
+    if gate is not None and not torch.compiler.is_compiling() and why_as_before(experts) is None:
+        rows = activate(rows, ACTIVATIONS[gate.activation])
     else:
-        rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+        rows = activated(experts, rows)
     rows = experts.multiply(DOWN, rows, ends)
     return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
+
+
+def activated(experts: Any, rows: Tensor) -> Tensor:
+    """Return what goes into the second product, as the class before computes it."""
+    if experts.dense:
+        gate, up = rows.chunk(2, dim=-1)
+        return up * experts.act_fn(gate)  # type: ignore[no-any-return]
+    return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)  # type: ignore[no-any-return]
+
+
+def why_as_before(experts: FusedExperts) -> str | None:
+    """Why the class before computes the activation; None if a kernel does."""
+    if experts.gate is None:
+        return "its activation is not act(gate) * up of two halves, with a SiLU, GELU or ReLU"
+    if experts.recipe is None:
+        return "it has no recipe"
+    if experts.gate.children != experts._modules:
+        return "its activation is another module since: call lpq.fuse again"
+    if any(has_hooks(m) for m in experts.gate.children.values()):
+        return "hooks are called with its activation"
+    return None

@@ -54,6 +54,10 @@ Run = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor | None]], Sequence[Te
 """``run(inputs, stats, seeds)``, with the given statistics and the seed of each output."""
 
 
+Values = Callable[..., Tensor]
+"""``values(*inputs)``: what a source makes of them, as one matrix."""
+
+
 def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel computes a source's matrices of this kind; None: one does."""
     if not source.struct:
@@ -288,6 +292,28 @@ def bind(
             out.append(Produced(row, col, [s for m in made for s in m.measured], value))
         launch(*at, *parameters)
         return out
+
+    return run
+
+
+def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Values:
+    """Bind the first outputs of a gated source, encoded in no format. Gate and up, and in backward their gradients, are
+    halves of one matrix, of which ``shape`` is one half."""
+    made = max(source.outputs - 1, 1)
+    if why_not(source, shape, dtype, device) is not None:
+        return lambda halves, *others: torch.cat(source.compute(*halves.chunk(2, dim=1), *others)[:made], 1)
+    of_halves = source._replace(struct=f"sources::Halves<{source.struct}>")
+    kernels = _Kernels(of_halves, shape, dtype, device.index or 0, SQUARE)
+    launch = kernels.bind_run([(NOTHING, NOTHING)] * source.outputs, False)
+    rows, cols = shape
+    empty, memory, half = allocator(device), fresh((rows, made * cols), dtype), cols * dtype.itemsize
+
+    def run(halves: Tensor, *others: Tensor) -> Tensor:
+        halves, *others = (aligned(x) for x in (halves, *others))  # type: ignore[assignment]
+        y, at = empty(*memory), halves.data_ptr()
+        values = [y.data_ptr() + i * half for i in range(made)] + [0] * (source.outputs - made)
+        launch(at, at + half, *(x.data_ptr() for x in others), *(p for value in values for p in (0, 0, value)))
+        return y
 
     return run
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.comparing import equal
-from torch import Tensor
+from torch import Tensor, nn
 
 import lpq
 from lpq.nn import SwiGLU
@@ -70,3 +73,72 @@ def test_a_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(y, model(x))
+
+
+class Halves(nn.Module):
+    """A block in which one layer makes gate and up, as in Phi-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(256, 1024, device="cuda", dtype=torch.bfloat16)
+        self.down_proj = nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        y: Tensor = self.down_proj(up * F.silu(gate))
+        return y
+
+
+class Ungated(nn.Module):
+    """A block without a gate, with biases."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up = nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16)
+        self.down, self.act = nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+class NewGelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "block", [Halves, lambda: Ungated(nn.ReLU()), lambda: Ungated(nn.GELU()), lambda: Ungated(NewGelu())]
+)
+def test_other_blocks(recipe: str, block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = lpq.convert(block(), recipe, include="all")
+    fused, found = lpq.fuse(copy.deepcopy(plain)), []
+    assert len(lpq.report(fused).fused) == 1
+    x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16)
+    for model in (fused, plain):
+        y = model(x)
+        y.float().square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+def test_experts(recipe: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, num_local_experts=4,
+    )  # fmt: skip
+    plain = lpq.convert(transformers.MixtralForCausalLM(config).cuda().bfloat16(), recipe)
+    fused = copy.deepcopy(plain)
+    tokens, found = torch.randint(0, 64, (2, 96), device="cuda"), []
+    lpq.fuse(fused.model.layers[0].mlp)  # without the norms, whose rows are added in another order on a GPU
+    assert [entry.name for entry in lpq.report(fused).fused] == ["model.layers.0.mlp.experts"]
+    for model in (fused, plain):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert equal(*found)

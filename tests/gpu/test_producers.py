@@ -177,3 +177,13 @@ def test_inputs_that_do_not_fit() -> None:
     for wrong in (x.float(), x[:32]):
         with pytest.raises(ValueError, match=r"silu_gate: input 1 has .* and not 4096 in torch.bfloat16"):
             producer.produce([x, wrong], [None], [None])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_halves_of_one_matrix(name: str) -> None:
+    gated = ACTIVATIONS[name].gated
+    gate, up, dy = inputs_of(gated.backward, (133, 264), torch.bfloat16)
+    halves = torch.cat([gate, up], 1)
+    for source, inputs, count in ((gated.product, (halves,), 1), (gated.backward, (halves, dy), 2)):
+        made = produced_tiles.bind_halves(source, (133, 264), torch.bfloat16, halves.device)(*inputs)
+        assert_same([made], [torch.cat(source.compute(gate, up, *inputs[1:])[:count], 1)], source.name)

@@ -111,3 +111,16 @@ def test_an_activation_alone(name: str) -> None:
     product, backward = ACTIVATIONS[name].alone
     check(product, ["mxfp8"], (37, 136), torch.bfloat16)
     check(backward, ["mxfp8"] * 2, (37, 136), torch.bfloat16)
+
+
+def test_halves_of_one_matrix(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
+    monkeypatch.setattr(produced_tiles, "why_not", lambda *args: None)
+    torch.manual_seed(0)
+    gate, up, dy = (torch.randn(37, 136, dtype=torch.bfloat16) for _ in range(3))
+    halves = torch.cat([gate, up], 1)
+    for source, inputs, count in ((SWIGLU, (halves,), 1), (SWIGLU_BACKWARD, (halves, dy), 2)):
+        with Poisoned():  # type: ignore[no-untyped-call]
+            made = produced_tiles.bind_halves(source, (37, 136), torch.bfloat16, CPU)(*inputs)
+        expected = torch.cat(source.compute(gate, up, *inputs[1:])[:count], 1)
+        torch.testing.assert_close(made, expected, rtol=2**-6, atol=1e-6)
+    assert launched == ["produce"] * 2
