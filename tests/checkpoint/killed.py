@@ -1,10 +1,12 @@
-"""For each moment of a save, a process that is killed (SIGKILL) at it."""
+"""Models of one value, what a damaged file has, and, for each moment of a save, a process that is killed at it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from lpq import checkpoint
+from lpq.checkpoint import CheckpointWarning
 from lpq.files import disk
 
 MOMENTS = {
@@ -31,6 +34,42 @@ def model(value: float) -> nn.Module:
         for parameter in net.parameters():
             parameter.fill_(value)
     return net
+
+
+def value(net: nn.Module) -> float:
+    """The one value of all parameters."""
+    (found,) = {v for p in net.parameters() for v in p.detach().flatten().tolist()}
+    return float(found)
+
+
+def loaded(path: Path) -> float:
+    checkpoint.load(net := model(0.0), path)
+    return value(net)
+
+
+def saved(directory: Path, *steps: int) -> list[Path]:
+    """Save models of which each has its step as its value."""
+    return [checkpoint.save(model(float(step)), directory, step=step) for step in steps]
+
+
+def step(number: int) -> str:
+    return f"step-{number:08d}"
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+@contextlib.contextmanager
+def untold() -> Iterator[None]:
+    """Let any warning of a checkpoint fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        yield
 
 
 def die_in(function: Callable[..., Any], call: int) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import Net, model_differences, optimizer_differences, optimizer_of, shard
-from ranks import spawn
+from ranks import all_say, spawn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,15 +49,6 @@ def test_ranks_have_one_model_if_its_tensors_join_them(meshes: Any, words: str |
             check_one_model(found, ranks)
 
 
-def _refused(group: dist.ProcessGroup | None, function: Callable[[], object], words: str) -> None:
-    """All ranks of the group raise the same."""
-    with pytest.raises(CheckpointError, match=words) as raised:
-        function()
-    found: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(found, str(raised.value), group=group)
-    assert len(set(found)) == 1, found
-
-
 def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module], **group: Any) -> None:
     """Their tensors have the same names, and one model would be made of both."""
     net = make(1)
@@ -71,7 +62,7 @@ def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module], **group
         lambda: lpq.export(net, folder / "mixed.pt", layout="lpq", **group),
         lambda: checkpoint.import_file(net, folder / "whole.pt", **group),
     ):
-        _refused(None, function, words)
+        all_say(function, words)
     assert not (folder / "mixed").exists()
     assert not (folder / "mixed.pt").exists()
 
@@ -85,7 +76,7 @@ def _each_by_itself(
     truth = Net(seed, 64, SMALL)
     checkpoint.save(net, own, optimizer, step=1, process_group=group)
     words = r"training talks over process_group, and would while it is written: pass one that is for this alone"
-    _refused(group, lambda: checkpoint.save_async(net, own, optimizer, step=2, process_group=group), words)
+    all_say(lambda: checkpoint.save_async(net, own, optimizer, step=2, process_group=group), words, group)
     saving = checkpoint.save_async(net, own, optimizer, step=2, process_group=writers)
     checkpoint.save(net, own, optimizer, step=3, process_group=writers)  # which waits for the other one
     assert saving.wait() == own / "step-00000002"
@@ -111,14 +102,12 @@ def _within_the_pair(rank: int, folder: Path, group: dist.ProcessGroup, mesh: De
             lambda: checkpoint.save_async(net, folder / "given", given, process_group=group),  # noqa: B023
             lambda: checkpoint.load(net, folder / "1", given, process_group=group),  # noqa: B023
         ):
-            _refused(group, function, words)
+            all_say(function, words, group)
     stepped = optimizer_of(net, 1)
     if rank == 2:
         stepped.state.clear()
-    _refused(
-        group, lambda: checkpoint.save(net, folder / "given", stepped, process_group=group),
-        r"different tensors.*: rank 1 has \[optimizer\.state.*, and rank 2 has \[none\]",
-    )  # fmt: skip
+    words = r"different tensors.*: rank 1 has \[optimizer\.state.*, and rank 2 has \[none\]"
+    all_say(lambda: checkpoint.save(net, folder / "given", stepped, process_group=group), words, group)
     assert not (folder / "given").exists()
 
     def full(path: Path) -> str:
@@ -153,7 +142,7 @@ def _all(rank: int, folder: Path) -> None:
             checkpoint.save(nn.Linear(2, 2), folder / "1", process_group=groups[1])
     if rank == 1:
         words = re.escape("a tensor lies over the ranks [1, 2], and those that were called together are [1]")
-        _refused(lone, lambda: checkpoint.save(shard(Net(1, 64, SMALL), mesh), folder, process_group=lone), words)
+        all_say(lambda: checkpoint.save(shard(Net(1, 64, SMALL), mesh), folder, process_group=lone), words, lone)
 
 
 def test_three_ranks(tmp_path: Path) -> None:

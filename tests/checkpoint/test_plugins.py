@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forking import python
 from torch import nn
 
 import lpq
@@ -128,7 +127,9 @@ def test_in_a_process_that_never_had_it(acme: Acme, tmp_path: Path) -> None:
     """And any reader of DCP gets the bytes without it."""
     checkpoint.save(net := stored(), tmp_path / "stored")
     torch.save(net[0].weight.col.data, tmp_path / "data.pt")
-    code = f"""
+    acme.remove()
+    ended = python(
+        textwrap.dedent(f"""
         import torch
         import torch.distributed.checkpoint as dcp
         from torch import nn
@@ -138,12 +139,10 @@ def test_in_a_process_that_never_had_it(acme: Acme, tmp_path: Path) -> None:
         dcp.load({{"model.0.weight.col.data": data}}, checkpoint_id={str(tmp_path / "stored")!r})
         assert torch.equal(data, torch.load({str(tmp_path / "data.pt")!r}))
         try:
-            checkpoint.load({str(tmp_path / "stored")!r}, nn.Sequential(nn.Linear(32, 64)))
+            checkpoint.load(nn.Sequential(nn.Linear(32, 64)), {str(tmp_path / "stored")!r})
         except checkpoint.MissingPlugin as error:
             print(error)
-    """
-    env = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, env=env, timeout=60
+    """)
     )
-    assert "came with plugin acme (acme-formats 1.2) and is not installed here: pip install acme-formats" in done.stdout
+    assert ended.status == 0, ended.err
+    assert "came with plugin acme (acme-formats 1.2) and is not installed here: pip install acme-formats" in ended.out

@@ -9,51 +9,23 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import model
-from torch import nn
+from killed import loaded, model, names, saved, step, truncate, untold
 
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
 from lpq.files import claim, disk
 
-
-def value(net: nn.Module) -> float:
-    """The one value of all parameters."""
-    (found,) = {v for p in net.parameters() for v in p.detach().flatten().tolist()}
-    return float(found)
-
-
-def loaded(path: Path) -> float:
-    checkpoint.load(net := model(0.0), path)
-    return value(net)
-
-
-def names(path: Path) -> list[str]:
-    return sorted(p.name for p in path.iterdir())
-
-
-def step(number: int) -> str:
-    return f"step-{number:08d}"
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
 # ------------------------------------------------------------------------------ which is loaded
 
 
 def test_after_a_run_went_back_what_was_written_last_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in (10, 20, 30):
-        checkpoint.save(model(float(number)), tmp_path, step=number)
+    saved(tmp_path, 10, 20, 30)
     monkeypatch.setattr(time, "time_ns", lambda: 5)  # a clock that was put back, too
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
+    with untold():
         assert loaded(tmp_path) == 30.0
     checkpoint.save(model(21.0), tmp_path, step=20)
     words = rf"{step(20)} is loaded, which was written last: {step(30)} beside it is of a later step"
@@ -68,14 +40,12 @@ def test_after_a_run_went_back_what_was_written_last_is_loaded(tmp_path: Path, m
     with pytest.warns(CheckpointWarning, match=rf"{step(20)} is refused"):
         assert loaded(tmp_path) == 30.0
     checkpoint.save(model(40.0), tmp_path, step=40)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
+    with untold():
         assert loaded(tmp_path) == 40.0
 
 
 def test_checkpoints_that_do_not_tell_when_they_were_written_go_by_their_steps(tmp_path: Path) -> None:
-    for number in (20, 10):
-        path = checkpoint.save(model(float(number)), tmp_path, step=number)
+    for path in saved(tmp_path, 20, 10):
         said = json.loads((path / "manifest.json").read_text())
         del said["written"]
         (path / "manifest.json").write_text(json.dumps(said))
@@ -89,8 +59,7 @@ def test_checkpoints_that_do_not_tell_when_they_were_written_go_by_their_steps(t
 
 
 def test_only_whole_ones_are_counted(tmp_path: Path) -> None:
-    for number in (10, 20, 30):
-        checkpoint.save(model(float(number)), tmp_path, step=number)
+    saved(tmp_path, 10, 20, 30)
     truncate(tmp_path / step(20) / "__0_0.distcp")
     (tmp_path / step(30) / "manifest.json").unlink()
     with pytest.warns(CheckpointWarning, match=rf"leaves in .* no manifest\.json of lpq's: {step(30)}"):
@@ -209,8 +178,7 @@ def test_a_save_that_failed_and_was_not_waited_for_is_told(tmp_path: Path) -> No
         CheckpointWarning, match=rf"{step(2)} could not be saved.*disk is full.*nobody called Saving\.wait"
     ):
         checkpoint.save(model(3.0), tmp_path, step=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
+    with untold():
         assert loaded(tmp_path / step(3)) == 3.0  # and it was saved
         with pytest.raises(CheckpointError):
             failed(tmp_path, 4).wait()

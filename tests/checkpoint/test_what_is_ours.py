@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from killed import model
+from killed import loaded, model, names
 from torch import nn
 
 import lpq
@@ -81,7 +81,7 @@ def test_a_link_is_written_to_where_it_points(tmp_path: Path, write: Callable[[P
     write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "elsewhere").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "link"]
+    assert names(tmp_path) == ["elsewhere", "link"]
 
 
 def test_what_could_not_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,8 @@ def test_what_lies_in_a_checkpoint_that_is_replaced_stays_there(tmp_path: Path) 
     with pytest.warns(CheckpointWarning, match=r"but for what lpq did not write: .*own/notes\.txt, .*own/tokenizer"):
         checkpoint.save(model(2.0), own)
     assert tree(own) == sorted([*ours, "notes.txt", "tokenizer/notes.txt"])
-    assert [path.name for path in tmp_path.iterdir()] == ["own"]
-    checkpoint.load(net := model(0.0), own)
-    assert float(next(net.parameters()).detach().max()) == 2.0
+    assert names(tmp_path) == ["own"]
+    assert loaded(own) == 2.0
 
 
 def test_what_lies_in_a_checkpoint_that_is_removed_stays_there(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_removal_that_ends_half_way_goes_on(tmp_path: Path) -> None:
     first = checkpoint.save(model(1.0), tmp_path, step=1)
     (first / "extra.pt").unlink()
     checkpoint.save(model(2.0), tmp_path, step=2, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_a_manifest_that_names_files_elsewhere_removes_none(tmp_path: Path) -> None:
@@ -157,26 +156,26 @@ def test_checkpoints_of_other_programs_stay(tmp_path: Path) -> None:
     notes(tmp_path / "step-00000007.partial")
     before = tree(tmp_path)
     with pytest.warns(CheckpointWarning, match=r"keep=2 leaves .*: step-00000007\.partial, step-500, step-1000"):
-        saved = checkpoint.save(model(1.0), tmp_path, step=1001, keep=2)
+        last = checkpoint.save(model(1.0), tmp_path, step=1001, keep=2)
     assert {*before} < {*tree(tmp_path)}
     with pytest.raises(CheckpointError, match="is no checkpoint that could be replaced"):
         checkpoint.save(model(1.0), tmp_path / "step-500")
-    assert checkpoint.load(model(0.0), saved).step == 1001
+    assert checkpoint.load(model(0.0), last).step == 1001
 
 
 def test_what_was_there_is_back_where_a_save_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = checkpoint.save(model(1.0), tmp_path / "a")
+    there = checkpoint.save(model(1.0), tmp_path / "a")
     before = tree(tmp_path)
 
     def fails(*_: object) -> None:
-        assert not saved.exists()
+        assert not there.exists()
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(writing.Claim, "publish", fails)
     with pytest.raises(CheckpointError, match=r"and those before it are as they were: .*Input/output"):
-        checkpoint.save(model(2.0), saved)
+        checkpoint.save(model(2.0), there)
     assert tree(tmp_path) == before
 
 
@@ -186,8 +185,7 @@ def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path / "saved")
     checkpoint.save(model(1.0), ".")
     for path in (".", "../saved", "../saved/../saved/."):
-        checkpoint.load(net := model(0.0), path)
-        assert float(next(net.parameters()).detach().max()) == 1.0
+        assert loaded(Path(path)) == 1.0
         assert checkpoint.info(path).step is None
     assert Path.cwd() == tmp_path / "saved"
     with pytest.raises(CheckpointError, match="is the current directory"):

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import Net, model_differences, shard
-from ranks import spawn
+from ranks import all_say, mesh_of, spawn
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
@@ -23,14 +22,6 @@ from lpq.distributed import meeting
 from lpq.registry.errors import LpqError
 
 SMALL = {"tensor": "fp8", "mx": "mxfp8"}
-
-
-def _all_say(function: Callable[[], object], words: str) -> None:
-    with pytest.raises(LpqError, match=words) as raised:
-        function()
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, str(raised.value))
-    assert len(set(found)) == 1, found
 
 
 def _layers() -> Any:
@@ -133,8 +124,8 @@ def _a_group_acts_together(rank: int, folder: Path) -> None:
 
 
 def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
-    net: Any = shard(Net(1, 64, SMALL), init_device_mesh("cpu", (2,)))
-    layers: Any = shard(_layers(), init_device_mesh("cpu", (2,)))
+    net: Any = shard(Net(1, 64, SMALL), mesh_of())
+    layers: Any = shard(_layers(), mesh_of())
     batches = [torch.ones(2, 64)]
     bad = rank == 1
     path: Any = 3 if bad else folder / "net"
@@ -154,7 +145,7 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
         (lambda: lpq.calibrate(layers, batches, state=path), "rank 1: state must be str or Path, got int"),
         (lambda: lpq.calibrate(layers, batches, siblings=[("a", "b")] if bad else [("0", "1")]), r"rank 1: siblings"),
     ):
-        _all_say(function, words)
+        all_say(function, words)
     assert not [*folder.iterdir()]
 
 

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from killed import MOMENTS, kill_in_every_moment, model
+from killed import MOMENTS, kill_in_every_moment, loaded, model, names, saved, truncate, untold, value
 from ranks import processes
-from torch import nn
 
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError, CheckpointWarning, NoCheckpoint
 from lpq.files import claim, disk
-
-
-def value(net: nn.Module) -> float:
-    """The one value of all parameters."""
-    (found,) = {v for p in net.parameters() for v in p.detach().flatten().tolist()}
-    return float(found)
-
-
-def saved(directory: Path, *steps: int) -> list[Path]:
-    return [checkpoint.save(model(float(step)), directory, step=step) for step in steps]
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
 
 
 def flip(path: Path) -> None:
@@ -67,7 +51,7 @@ def test_a_link_to_a_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -
     saved(tmp_path / "run", 2)
     with pytest.warns(CheckpointWarning, match="leaves in .* what is a link.*: step-00000001"):
         checkpoint.save(model(3.0), tmp_path / "run", step=3, keep=1)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [archived.name, "step-00000003"]
+    assert names(tmp_path / "run") == [archived.name, "step-00000003"]
     assert checkpoint.load(model(0.0), archived).step == 1
 
 
@@ -98,13 +82,11 @@ def test_damage_is_found_before_anything_is_loaded(
     assert len(info.refused) == 1
 
 
-@pytest.mark.filterwarnings("error::lpq.checkpoint.CheckpointWarning")
 def test_what_is_whole_is_loaded_without_a_word(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 100_000_000)
-    net = model(0.0)
-    assert checkpoint.load(net, tmp_path).step == 100_000_000
-    assert value(net) == 100_000_000.0
-    assert checkpoint.load(net, tmp_path / "step-00000010").refused == ()
+    with untold():
+        assert loaded(tmp_path) == 100_000_000.0
+        assert checkpoint.load(model(0.0), tmp_path / "step-00000010").refused == ()
 
 
 def test_when_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
@@ -175,17 +157,14 @@ def _previous_one_serves(run: Path, step: int) -> None:
     assert [p.name for p in sorted(run.iterdir()) if p.name.endswith(f"{step}")] == [f"step-{step:08d}"]
     assert not list(run.glob("*.partial"))
     assert not list(run.glob("*.replaced"))
-    checkpoint.load(net, run)
-    assert value(net) == 3.0
+    assert loaded(run) == 3.0
 
 
 def test_one_takes_the_place_of_another(tmp_path: Path) -> None:
     for number in (1.0, 2.0):
         assert checkpoint.save(model(number), tmp_path / "latest") == tmp_path / "latest"
-    net = model(0.0)
-    assert checkpoint.load(net, tmp_path / "latest").step is None
-    assert value(net) == 2.0
-    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
+    assert loaded(tmp_path / "latest") == 2.0
+    assert names(tmp_path) == ["latest"]
 
 
 def test_so_many_are_kept(tmp_path: Path) -> None:
@@ -196,11 +175,10 @@ def test_so_many_are_kept(tmp_path: Path) -> None:
     words = "run went back to step-00000025, and keep=2 will remove .* at the next save: step-00000030"
     with pytest.warns(CheckpointWarning, match=words):
         checkpoint.save(model(25.0), tmp_path, step=25, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-000000{n}" for n in (20, 25, 30))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
+    assert names(tmp_path) == ["notes", *(f"step-000000{n}" for n in (20, 25, 30))]
+    with untold():
         checkpoint.save(model(27.0), tmp_path, step=27, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-00000025", "step-00000027"]
+    assert names(tmp_path) == ["notes", "step-00000025", "step-00000027"]
 
 
 def test_a_disk_that_takes_nothing_is_an_error_in_words(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import inspect
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,8 @@ import torch.multiprocessing as mp
 from pool import PATIENCE, Pool, context
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lpq.registry.errors import LpqError
 
 T = TypeVar("T")
 SOON = 30
@@ -116,13 +119,29 @@ def of_all(value: T, group: Any = None) -> list[T]:
     return found
 
 
-def agreed(work: Callable[[], Any], errors: Any = (ValueError, RuntimeError, TypeError)) -> list[str]:
-    """The errors of all ranks, every one of which raises, soon."""
+def agreed(
+    work: Callable[[], Any], errors: Any = (ValueError, RuntimeError, TypeError), group: Any = None
+) -> list[str]:
+    """The errors of all ranks of a group, every one of which raises, soon."""
     start = time.monotonic()
     with pytest.raises(errors) as raised:
         work()
     assert time.monotonic() - start < SOON
-    return of_all(f"{type(raised.value).__name__}: {raised.value}")
+    return of_all(f"{type(raised.value).__name__}: {raised.value}", group)
+
+
+def each_says(work: Callable[[], Any], words: str, group: Any = None) -> list[str]:
+    """The errors of lpq of all ranks of a group, in each of which are these words."""
+    said = agreed(work, LpqError, group)
+    assert all(re.search(words, one) for one in said), said
+    return said
+
+
+def all_say(work: Callable[[], Any], words: str, group: Any = None) -> str:
+    """The one error of lpq that all ranks of a group raise, in which are these words."""
+    said = each_says(work, words, group)
+    assert len({*said}) == 1, said
+    return said[0]
 
 
 def processes(function: Callable[..., None], ranks: int, *args: Any, join: bool = True) -> Any:
