@@ -154,69 +154,6 @@ def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 
-def scheme(kind: str) -> tuple[dict[str, Any], str]:
-    bits: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
-    if kind in ("tensor", "channel", "block"):
-        blocks = {"block_structure": [128, 128]} if kind == "block" else {}
-        return {"weights": {**bits, "strategy": kind, **blocks}}, "naive-quantized"
-    if kind == "mxfp4":
-        return {
-            "weights": {**bits, "num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
-        }, "mxfp4-pack-quantized"
-    if kind == "mxfp8":
-        return {
-            "weights": {**bits, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
-        }, "mxfp8-quantized"
-    return {
-        "weights": {
-            **bits,
-            "num_bits": 4,
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "scale_dtype": "torch.float8_e4m3fn",
-        },
-    }, "nvfp4-pack-quantized"
-
-
-@pytest.mark.parametrize("kind", ["tensor", "channel", "block", "mxfp8", "mxfp4", "nvfp4"])
-def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -> None:
-    """Its codes and scales, which it chose by itself; and they are exported as they came."""
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-    said, format = scheme(kind)
-    parsed = QuantizationScheme.model_validate({"targets": ["Linear"], **said})
-    torch.manual_seed(3)
-    weight = torch.randn(64, 64)
-    state: dict[str, Tensor] = {"weight": weight}
-    size = {"channel": 64, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(kind)
-    groups = weight.view(64, -1, size) if size else weight.view(*([1] if kind == "tensor" else [1, 1]), -1)
-    if kind == "nvfp4":
-        state["weight_global_scale"] = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
-    upper = state.get("weight_global_scale")
-    state["weight_scale"], _ = calculate_qparams(groups.amin(-1), groups.amax(-1), parsed.weights, upper)
-    compressor = BaseCompressor.get_value_from_registry(format)
-    packed = compressor.compress(state, parsed)
-    theirs = compressor.decompress(dict(packed), parsed)["weight"].float()
-    found = {f"0.{name}": tensor.contiguous() for name, tensor in packed.items()} | {"0.bias": torch.zeros(64)}
-    group = {"targets": ["Linear"], "format": format, **said}
-    described = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"g": group}, "ignore": []}
-    by_others(tmp_path / "theirs", found, described)
-    read: Any = lpq.load_quantized(nn.Sequential(nn.Linear(64, 64)), tmp_path / "theirs")
-    ours = read[0].weight.dequantize(torch.float32)
-    assert torch.allclose(ours, weight, atol=0.6)
-    if kind == "nvfp4":
-        assert torch.allclose(ours, theirs, rtol=2**-8, atol=0)  # it decompresses to bf16
-    else:
-        assert torch.equal(ours, theirs)
-    again = dict(lpq.export.stream(read, "compressed-tensors"))
-    wide = kind in ("tensor", "channel", "block")
-    found = {n: t.float().view(again[n].shape) if n == "0.weight_scale" and wide else t for n, t in found.items()}
-    assert equal_states(found, again)
-
-
 def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -> None:
     """As other programs keep them."""
     weight = torch.randn(32, 64).to(torch.float8_e4m3fn)
