@@ -311,26 +311,6 @@ def test_a_folder_in_which_compiled_kernels_cannot_be_kept_is_told(
     assert code_cache.why_unkept() == f"{tmp_path}/file/cache cannot be reached (Permission denied)"
 
 
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [
-        ("meta", "it holds no numbers, so that nothing runs there"),
-        ("vulkan", "torch cannot use it here: "),
-        ("cuda:99", "torch sees "),
-        ("gpu", "no such device"),
-    ],
-)
-@pytest.mark.parametrize("command", [("doctor",), ("explain", "nvfp4")])
-def test_a_device_that_runs_nothing_is_refused(
-    lpq: Callable, command: tuple[str, ...], device: str, words: str
-) -> None:
-    ended = lpq(*command, "--device", device)
-    assert ended.status == 1 + (device in ("meta", "gpu"))
-    assert f"--device {device}: {words}" in ended.err
-    assert ended.err.count("\n") == 1
-    assert ended.out == ""
-
-
 def test_explain_names_operands_and_quantizers(lpq: Callable) -> None:
     ended = lpq("explain", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "--device", "cpu", "--json")
     found = json.loads(ended.out)

@@ -38,34 +38,77 @@ def test_version(lpq: Callable) -> None:
     assert lpq("--version").out.strip() == f"lpq {metadata.version('lpq')}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("explain", "mxfp9"), 2, ("mxfp9", "mxfp8")),
-        (("explain", "nvfp4(blok=16x16)"), 2, ("blok", "block")),
-        (("explain", "nvfp4(block="), 2, ("nvfp4(block=", "^")),
-        (("explain", "fprop=mxfp8"), 1, ("dgrad", "wgrad")),
-        (("explain", "nowhere.toml"), 1, ("nowhere.toml",)),
-        (("explain", "mxfp8", "--device", "banana"), 2, ("banana", "cpu")),
-        (("explain", "fprop=mxfp9, dgrad=nvfp4, wgrad=bf16"), 2, ("fprop", "mxfp9", "mxfp8")),
-        (("memory", "tiny", "--recipe", "mxfp9"), 2, ("mxfp9", "mxfp8")),
-        (("train", "--recipe", "mxfp9", "--steps", "1"), 2, ("mxfp9", "mxfp8")),
-        (("train", "--weights", "quantised", "--steps", "1"), 2, ("quantised", "did you mean 'quantized'?")),
-        (("train", "--device", "banana", "--steps", "1"), 2, ("banana", "cpu")),
-        (("train", "--steps", "0"), 2, ("steps = 0", "at least 1")),
-        (("check", "mxfp9"), 2, ("mxfp9", "mxfp8")),
-        (("check", "nvfp4(blok=16x16)"), 2, ("blok", "block")),
-        (("doctor", "--device", "cuda:97"), 1, ("cuda:97",)),
-        (("new-plugin", "Not-A-Name"), 1, ("Not-A-Name", "lower-case")),
-    ],
-)
-def test_an_error_is_words(arguments: tuple[str, ...], status: int, words: tuple[str, ...], lpq: Callable) -> None:
+NOWHERE = "there is no recipe and no format"
+WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
+    (("explain", "mxfp9"), 2, (NOWHERE, "mxfp9", "mxfp8")),
+    (("explain", "nvfp4(blok=16x16)"), 2, ("nvfp4 has no option 'blok': did you mean 'block'?",)),
+    (("explain", "nvfp4(block="), 2, ("nvfp4(block=", "^")),
+    (("explain", "fprop=mxfp8"), 1, ("nothing is said of dgrad and wgrad",)),
+    (("explain", "nowhere.toml"), 1, ("nowhere.toml cannot be read",)),
+    (("explain", "foo=1"), 2, ("unknown key 'foo'",)),
+    (("explain", "wgard=mxfp8, fprop=bf16"), 2, ("unknown key 'wgard': did you mean 'wgrad'",)),
+    (("explain", "*=mxfp8"), 2, ()),
+    (("explain", "x" * 300), 2, (NOWHERE,)),
+    (("explain", "hybrid(row=" * 3000), 2, ("a recipe or a quantizer has at most",)),
+    (("explain", "fprop=mxfp9, dgrad=nvfp4, wgrad=bf16"), 2, (f"fprop: {NOWHERE} 'mxfp9'", "mxfp8")),
+    (("memory", "tiny", "--recipe", "mxfp9"), 2, (f"lpq: {NOWHERE} 'mxfp9' here: did you mean",)),
+    (("memory", "tiny", "--recipe", "nvfp4(blok=16x16)"), 2, ("lpq: nvfp4 has no option 'blok': did you mean",)),
+    (("memory", "tiny", "--recipe", "fprop=mxfp9, dgrad=nvfp4, wgrad=bf16"), 2, (f"lpq: fprop: {NOWHERE} 'mxfp9'",)),
+    (("memory", "tiny", "--recipe", "fprop=mxfp8"), 1, ("lpq: nothing is said of dgrad and wgrad",)),
+    (("memory", "tiny", "--recipe", "nowhere.toml"), 1, ("lpq: nowhere.toml cannot be read",)),
+    (("memory", "llama-3-7b"), 2, ("there is no shape 'llama-3-7b': did you mean 'llama-3-70b' or 'llama-3-8b'?",
+                                   "lpq.observe.memory counts your model")),
+    (("train", "--recipe", "mxfp9", "--steps", "1"), 2, ("mxfp9", "mxfp8")),
+    (("train", "--weights", "quantised", "--steps", "1"), 2, ("weights = 'quantised'", "did you mean 'quantized'?")),
+    (("train", "--device", "banana", "--steps", "1"), 2, ("banana", "cpu")),
+    (("train", "--steps", "0"), 2, ("steps = 0", "at least 1")),
+    (("check", "mxfp9"), 2, ("did you mean 'mxfp8'",)),
+    (("check", "mxfp8", "nvfp5"), 2, ("did you mean 'nvfp4'",)),
+    (("check", "nvfp4(block=16x16"), 2, ("expected ',' or ')'",)),
+    (("check", "mxfp8(foo=1)"), 2, ("mxfp8 has no option 'foo'",)),
+    (("check", "x" * 300), 2, ("there is no format",)),
+    (("doctor", "x" * 300), 2, ("there is no format",)),
+    *(
+        ((*command, "--device", device), 1 + (device in ("meta", "gpu")), (f"--device {device}: {words}",))
+        for command in (("doctor",), ("explain", "nvfp4"))
+        for device, words in (
+            ("meta", "it holds no numbers, so that nothing runs there"), ("vulkan", "torch cannot use it here: "),
+            ("cuda:99", "torch sees "), ("gpu", "no such device"),
+        )
+    ),
+    (("new-plugin", "x" * 300), 1, ("cannot be the name of a format: use lower-case letters",)),
+    *(
+        (("new-plugin", name), 1, (words,))
+        for name, words in {
+            "2bit": "use lower-case letters, digits and _, a letter first",
+            "my-format": "use lower-case letters, digits and _, a letter first",
+            "Int8": "use lower-case letters, digits and _, a letter first",
+            "lpq_int8": "lpq_: lpq new-plugin int8 makes lpq-int8",
+            "lpq-int8": "lpq-: lpq new-plugin int8 makes lpq-int8",
+            "lpq_2": "lpq_: lpq new-plugin NAME makes lpq-NAME",
+            "none": "in a quantizer string it means None",
+            "mxfp8": "'mxfp8' is taken by plugin mxfp8 (lpq ",
+            "bf16": "'bf16' is taken by plugin bf16 (lpq ",
+        }.items()
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), WRONG)
+def test_an_error_is_words(
+    arguments: tuple[str, ...], status: int, words: tuple[str, ...], lpq: Callable, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Said once, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
     ended = lpq(*arguments)
-    assert ended.status == status
-    assert ended.out == ""
+    assert (ended.status, ended.out) == (status, ""), ended.err
     assert ended.err.startswith("lpq: ")
+    assert len(ended.err) < 2500
     for word in words:
         assert word in ended.err
+        assert len(word) < 20 or ended.err.count(word) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plugin_whose_recipe_names_nothing_is_not_the_users_mistake(lpq: Callable, install: Callable) -> None:

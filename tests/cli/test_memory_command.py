@@ -39,33 +39,6 @@ def test_every_shape_can_be_asked_for(shape: str, lpq: Callable) -> None:
     assert lpq("memory", shape, "--recipe", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "--ranks", "64").status == 0
 
 
-def test_a_shape_that_is_not_known_is_refused(lpq: Callable) -> None:
-    ended = lpq("memory", "llama-3-7b")
-    assert ended.status == 2
-    assert "there is no shape 'llama-3-7b': did you mean 'llama-3-70b' or 'llama-3-8b'?" in ended.err
-    assert "lpq.observe.memory counts your model" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("recipe", "status", "words"),
-    [
-        ("mxfp9", 2, "lpq: there is no recipe and no format 'mxfp9' here: did you mean"),
-        ("nvfp4(blok=16x16)", 2, "lpq: nvfp4 has no option 'blok': did you mean 'block'?"),
-        ("fprop=mxfp9, dgrad=nvfp4, wgrad=bf16", 2, "lpq: fprop: there is no recipe and no format 'mxfp9' here"),
-        ("fprop=mxfp8", 1, "lpq: nothing is said of dgrad and wgrad"),
-        ("nowhere.toml", 1, "lpq: nowhere.toml cannot be read"),
-    ],
-)
-def test_a_recipe_that_cannot_be_made_is_refused_as_elsewhere(
-    recipe: str, status: int, words: str, lpq: Callable
-) -> None:
-    """As ``lpq explain`` does it: the rule that the command makes of the recipe is nobody's concern."""
-    ended = lpq("memory", "tiny", "--recipe", recipe)
-    assert (ended.status, ended.out) == (status, "")
-    assert ended.err.startswith(words)
-    assert lpq("explain", recipe).status == status
-
-
 def test_a_policy_is_no_recipe(tmp_path: Path, lpq: Callable) -> None:
     (tmp_path / "policy.toml").write_text('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"\n')
     ended = lpq("memory", "tiny", "--recipe", str(tmp_path / "policy.toml"))

@@ -17,34 +17,6 @@ from lpq.__main__ import COMMANDS
 from lpq.train.loop import say
 from lpq.train.report import plain
 
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("explain", "foo=1"), 2, "lpq: unknown key 'foo'"),
-        (("explain", "wgard=mxfp8, fprop=bf16"), 2, "unknown key 'wgard': did you mean 'wgrad'"),
-        (("explain", "*=mxfp8"), 2, ""),
-        (("explain", "fprop=mxfp9, dgrad=bf16, wgrad=bf16"), 2, "fprop: there is no recipe and no format 'mxfp9'"),
-        (("explain", "x" * 300), 2, "there is no recipe and no format"),
-        (("explain", "hybrid(row=" * 3000), 2, "a recipe or a quantizer has at most"),
-        (("doctor", "x" * 300), 2, "there is no format"),
-        (("check", "x" * 300), 2, "there is no format"),
-        (("new-plugin", "x" * 300), 1, "cannot be the name of a format: use lower-case letters"),
-        (("explain", "fprop=mxfp8"), 1, "nothing is said of dgrad and wgrad"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
-)
-def test_names_that_do_not_exist_end_with_2(
-    arguments: tuple[str, ...], status: int, words: str, lpq: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ended = lpq(*arguments)
-    assert ended.status == status, ended.err
-    assert words in ended.err
-    assert len(ended.err) < 2500
-    assert not list(tmp_path.iterdir())
-
-
 HOSTILE = """
 from lpq.registry import RecipeSpec, hookimpl
 
@@ -117,8 +89,6 @@ def test_every_command_ends_with_2_for_a_name_that_is_not_there(command: str, lp
         (("export", "run", "out", "--leave", "nope"), "leave has nope, and the model has no quantized layer"),
         (("export", "run", "out", "--dtype", "nope"), "there is no dtype 'nope'"),
         (("calibrate", "run", "out", "--data", "run/batches.pt", "--model", "nope:f"), "--model: 'nope:f' cannot be"),
-        (("memory", "--recipe", "nope"), "there is no recipe and no format 'nope'"),
-        (("train", "--weights", "nope"), "weights = 'nope'"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )

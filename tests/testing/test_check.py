@@ -53,26 +53,13 @@ def test_pytests_status_is_its_own(ended: pytest.ExitCode, monkeypatch: pytest.M
     assert (before, select) == ("-k", "no_test_is_called_so")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["mxfp9"], 2, "did you mean 'mxfp8'"),
-        (["nvfp4(block=16x16"], 2, "expected ',' or ')'"),
-        (["mxfp8", "nvfp5"], 2, "did you mean 'nvfp4'"),
-        (["mxfp8(foo=1)"], 2, "mxfp8 has no option 'foo'"),
-        (["sad"], 1, "importing no_python:Sad raised SyntaxError"),
-    ],
-)
-def test_what_is_not_there_is_said(
-    arguments: list[str], status: int, words: str, sad: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_format_that_cannot_be_used_is_said(sad: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, and before any test is collected."""
-    with pytest.raises(SystemExit) as ended:
-        main(["check", *arguments])
-    assert ended.value.code == status
+    with pytest.raises(SystemExit, match="1"):
+        main(["check", "sad"])
     said = capsys.readouterr()
-    assert said.err.count(words) == 1
     assert said.err.startswith("lpq: ")
+    assert said.err.count("importing no_python:Sad raised SyntaxError") == 1
     assert said.out == ""
 
 

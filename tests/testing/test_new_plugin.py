@@ -53,30 +53,6 @@ def test_the_name_is_everywhere() -> None:
     assert not [path for path, text in files.items() if "NAME" in text]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("2bit", "use lower-case letters, digits and _, a letter first"),
-        ("lpq_int8", "lpq_: lpq new-plugin int8 makes lpq-int8"),
-        ("lpq-int8", "lpq-: lpq new-plugin int8 makes lpq-int8"),
-        ("lpq_2", "lpq_: lpq new-plugin NAME makes lpq-NAME"),
-        ("my-format", "use lower-case letters, digits and _, a letter first"),
-        ("Int8", "use lower-case letters, digits and _, a letter first"),
-        ("none", "in a quantizer string it means None"),
-        ("mxfp8", "'mxfp8' is taken by plugin mxfp8 (lpq "),
-        ("bf16", "'bf16' is taken by plugin bf16 (lpq "),
-    ],
-)
-def test_bad_names_are_refused_in_words(
-    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["new-plugin", name, "--dir", str(tmp_path)])
-    assert ended.value.code == 1
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lpq-mine").mkdir()
     with pytest.raises(SystemExit):
