@@ -25,7 +25,14 @@ def sad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_format_is_checked_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the settings of a project that one stands in nor its tests come into it, and no file is left."""
+    """Neither the settings of a project that one stands in nor its tests come into it, nor a plugin of pytest that
+    happens to be there, and no file is left."""
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nbroken = broken_for_pytest\n")
+    (tmp_path / "broken_for_pytest.py").write_text("raise RuntimeError('this is broken')\n")
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "test_mine.py").write_text("def test_mine(): assert False\n")
     for folder in (tmp_path, tmp_path / "tests"):
