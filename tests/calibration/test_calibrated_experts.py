@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import data, statics
 from support.comparing import equal_states
+from support.hugging_face import small
 from support.small_models import experts_apart
 from torch import Tensor, nn
 
@@ -66,7 +67,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize(
     ("recipe", "method"),
-    [("fp8-current", "percentile"), ("x=nvfp4(rht=true), w=nvfp4(block=16x16), dy=nvfp4(rht=true)", "mse")],
+    [("fp8-current", "percentile"), ("x=nvfp4(rht=true), w=nvfp4(block=16x16), dy=nvfp4(rht=true)", "four_over_six")],
 )
 def test_experts_in_stacks_are_calibrated_as_separate_layers(recipe: str, method: Any) -> None:
     """The same scales, codes, outputs and gradients; an expert without tokens is named. Control: dynamic ones."""
@@ -107,14 +108,9 @@ def test_experts_in_stacks_are_calibrated_as_separate_layers(recipe: str, method
 @pytest.mark.parametrize("name", ["GroupedLinear", "Mixtral"])
 def test_a_batch_that_fails_leaves_no_measurement_of_noise_behind(name: str) -> None:
     if name == "Mixtral":
-        transformers: Any = pytest.importorskip(
-            "transformers", reason="needs transformers, which `make install` brings"
-        )
-        sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+        model = lpq.convert(small(name), "fp8-current")
     else:
-        model = Model(Stacks)
-    lpq.convert(model, "fp8-current")
+        model = lpq.convert(Model(Stacks), "fp8-current")
 
     def fail(model: nn.Module, batch: object) -> None:
         raise ValueError("no forward")
@@ -154,13 +150,7 @@ def test_a_stack_that_is_stored_quantized_keeps_its_codes() -> None:
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_experts_of_hugging_face_models(name: str) -> None:
     """Each expert's matrices have the scales of what they are given, and are separate static layers to the bit."""
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        intermediate_size=64, num_experts_per_tok=2, num_local_experts=COUNT,
-    )  # fmt: skip
-    model = lpq.convert(getattr(transformers, f"{name}ForCausalLM")(config), "fp8-current")
+    model = lpq.convert(small(name), "fp8-current")
     experts = model.get_submodule("model.layers.0.mlp.experts")
     tokens = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     given: dict[tuple[str, int], list[Tensor]] = {}
@@ -197,7 +187,7 @@ def test_experts_of_hugging_face_models(name: str) -> None:
     model.train()(tokens[0]).logits.square().sum().backward()
     half = copy.deepcopy(model).to(torch.bfloat16).get_submodule("model.layers.0.mlp.experts")
     assert equal_states({name: getattr(half, name) for name in kept}, kept)
-    again = lpq.convert(getattr(transformers, f"{name}ForCausalLM")(config), model.__dict__["lpq_conversion"].policy)
+    again = lpq.convert(small(name), model.__dict__["lpq_conversion"].policy)
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens[0]).logits, model.eval()(tokens[0]).logits)

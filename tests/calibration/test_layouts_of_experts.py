@@ -13,6 +13,7 @@ from layouts import BATCHES, RECIPES, differs_on_some_rank, exported, laid_out, 
 from models import Attention, data, statics
 from ranks import on_one, on_ranks, spawn
 from support.comparing import equal_states
+from support.hugging_face import small
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -126,18 +127,8 @@ def _bytes_of(file: Path) -> list[tuple[str, Tensor]]:
 
 def _fused_experts(rank: int) -> None:
     """Those of a Hugging Face model, which routes tokens itself."""
-    import transformers
-
-    def made() -> Any:
-        torch.manual_seed(0)
-        config = transformers.MixtralConfig(
-            vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=32, intermediate_size=64, num_experts_per_tok=2, num_local_experts=4,
-        )  # fmt: skip
-        return lpq.convert(transformers.MixtralForCausalLM(config), "fp8-current")
-
     batches = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(BATCHES)]
-    expected, net = made(), made()
+    expected, net = (lpq.convert(small("Mixtral"), "fp8-current") for _ in range(2))
     lpq.calibrate(expected, batches, method="percentile", process_group=of_one())
     experts = net.get_submodule("model.layers.0.mlp.experts")
     parallelize_module(experts, init_device_mesh("cpu", (4,)), ExpertParallel())

@@ -12,6 +12,7 @@ import tiny
 import torch
 from ranks import fully_shard, spawn
 from support.comparing import equal_states
+from support.hugging_face import small
 from support.small_models import experts_apart
 from tiny import tensors
 from torch import Tensor, nn
@@ -144,16 +145,8 @@ def test_experts_of_several_ranks_are_exported_as_of_one(ranks: int, by_fsdp: bo
 # ---------------------------------------------------------------------------------------------- Hugging Face's
 
 
-def fused(name: str, **sizes: int) -> Any:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
-    torch.manual_seed(0)
-    small: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 128, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    count = {"num_experts": COUNT} if name == "Qwen3Moe" else {"num_local_experts": COUNT}
-    config = getattr(transformers, f"{name}Config")(**{**small, **count, **sizes})
-    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+def fused(name: str, **sizes: Any) -> Any:
+    return small(name, torch.bfloat16, **{"hidden": 128, "inner": 128, "experts": COUNT, **sizes})
 
 
 POLICY = {"rules": [{"match": ["*mlp.gate", "lm_head"], "recipe": None}, {"match": "*"}]}
@@ -171,8 +164,7 @@ def test_transformers_reads_the_experts_that_lpq_decodes(name: str, recipe: str,
     """By the names that it has in files, from which it fuses them again."""
     import transformers
 
-    sizes = {"moe_intermediate_size": 128} if name == "Qwen3Moe" else {}
-    model = lpq.convert(fused(name, **sizes), policy(recipe))
+    model = lpq.convert(fused(name), policy(recipe))
     assert not lpq.export(model, tmp_path / "x", layout="fp8-block").notes
     one = "mlp.experts.2.up_proj" if name == "Qwen3Moe" else "block_sparse_moe.experts.2.w3"
     assert f"model.layers.0.{one}.weight_scale_inv" in tensors(tmp_path / "x")
@@ -190,8 +182,7 @@ def test_transformers_reads_the_experts_that_lpq_decodes(name: str, recipe: str,
 @pytest.mark.parametrize(("name", "recipe"), [("Qwen3Moe", "fp8-block"), ("Mixtral", "nvfp4"), ("Mixtral", "mxfp8")])
 def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path: Path) -> None:
     """Calibrated or not, and written again with the same bytes; in evaluation the imported model computes the same."""
-    sizes = {"moe_intermediate_size": 128} if name == "Qwen3Moe" else {}
-    model = lpq.convert(fused(name, **sizes), policy(recipe)).eval()
+    model = lpq.convert(fused(name), policy(recipe)).eval()
     tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     if recipe == "nvfp4":
         lpq.calibrate(model, [tokens])
@@ -201,12 +192,12 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
     router = "model.layers.0.block_sparse_moe.gate" if name == "Mixtral" else "model.layers.0.mlp.gate"
     assert f"{router}.weight" in expected
     assert router in tiny.config(tmp_path / "x")["ignore"]
-    read = lpq.load_quantized(fused(name, **sizes), tmp_path / "x").eval()
+    read = lpq.load_quantized(fused(name), tmp_path / "x").eval()
     lpq.export(read, tmp_path / "y", layout=LAYOUT)
     assert equal_states(tensors(tmp_path / "y"), expected)
     with torch.no_grad():
         assert torch.equal(read(tokens).logits, model(tokens).logits)
-    decoded = lpq.load_quantized(fused(name, **sizes), tmp_path / "x", weights=None)
+    decoded = lpq.load_quantized(fused(name), tmp_path / "x", weights=None)
     key = "model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(decoded.get_parameter(key), read.get_parameter(key).dequantize())
     changed = {**expected}
@@ -215,7 +206,7 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
     safetensors: Any = pytest.importorskip("safetensors.torch")
     safetensors.save_file(changed, tmp_path / "x" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks .*scale"):
-        lpq.load_quantized(fused(name, **sizes), tmp_path / "x")
+        lpq.load_quantized(fused(name), tmp_path / "x")
 
 
 def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_said(tmp_path: Path) -> None:
@@ -244,16 +235,6 @@ def test_the_record_says_that_transformers_does_not_read_experts_in_a_layout(tmp
     assert not any("experts" in note for note in lpq.export(own, tmp_path / "y", layout=LAYOUT).notes)
 
 
-def llama4() -> Any:
-    transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
-    torch.manual_seed(0)
-    config = transformers.Llama4TextConfig(
-        hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, vocab_size=64, num_local_experts=2, interleave_moe_layer_step=1,
-    )  # fmt: skip
-    return transformers.Llama4ForCausalLM(config).to(torch.bfloat16)
-
-
 CHECKPOINTS = [
     ("Qwen3Moe", "mxfp8", 16), ("Qwen3Moe", "nvfp4", 16), ("Mixtral", "fp8-block", 16), ("GptOss", "nvfp4", 4),
     ("Llama4", "mxfp8", 7),
@@ -266,8 +247,8 @@ def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
     name: str, recipe: str, count: int, tmp_path: Path
 ) -> None:
     """The same tensors, layers and notes; those of an imported model, whose stacks are stored quantized, as well."""
-    sizes = {"moe_intermediate_size": 128} if name == "Qwen3Moe" else {}
-    model = lpq.convert(llama4() if name == "Llama4" else fused(name, **sizes), policy(recipe))
+    sizes = {"hidden": 64, "inner": 64, "experts": 2} if name == "Llama4" else {}
+    model = lpq.convert(fused(name, **sizes), policy(recipe))
     if recipe == "nvfp4":
         lpq.calibrate(model, [torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))])
     models = {"x": model}
@@ -276,7 +257,7 @@ def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
     (tmp_path / "base" / "config.json").write_text('{"architectures": ["Mine"], "dtype": "bfloat16"}')
     assert sum(map(len, made.layers.values())) == count
     if name in ("Qwen3Moe", "Mixtral"):
-        models["stored"] = lpq.load_quantized(fused(name, **sizes), tmp_path / "x")
+        models["stored"] = lpq.load_quantized(fused(name), tmp_path / "x")
         stored: Any = models["stored"].get_parameter("model.layers.0.mlp.experts.down_proj")
         assert isinstance(stored, lpq.QuantizedTensor)
     for key, one in models.items():

@@ -88,7 +88,7 @@ def test_the_record_says_what_transformers_cannot_compute_with_and_what_helps(
         with torch.no_grad():
             return read(torch.zeros(1, 4, dtype=torch.long)).logits
 
-    model = lpq.convert(llama(dtype, hidden_size=width), recipe)
+    model = lpq.convert(llama(dtype, width), recipe)
     made = lpq.export(model, tmp_path / "x", layout=COMPRESSED)
     (note,) = [note for note in made.notes if words in note]
     assert "layers (model.layers.0.self_attn.q_proj, " in note

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from support.hugging_face import small
 from torch import Tensor, nn
 
 import lpq
@@ -105,16 +106,9 @@ class Net(nn.Module):
         return y
 
 
-def llama(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def llama(dtype: torch.dtype = torch.bfloat16, hidden: int = 128, **options: Any) -> Any:
     """The same weights each time."""
-    import transformers
-
-    torch.manual_seed(0)
-    small = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": False,
-    }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**small, **options})).to(dtype)
+    return small("Llama", dtype, hidden=hidden, inner=256, **options)
 
 
 def layers(model: nn.Module) -> dict[str, Any]:

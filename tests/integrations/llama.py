@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hugging_face import small
 from torch import Tensor, nn
 
 import lpq
@@ -37,12 +38,7 @@ class RoundedAdamW(MasterWeights):
 
 def llama(seed: int = 0) -> Any:
     """The same weights each time."""
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
-        max_position_embeddings=32, tie_word_embeddings=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return small("Llama", seed=seed)
 
 
 def converted(policy: Any = "mxfp8", *, steps: Any = "later", **options: Any) -> Any:
