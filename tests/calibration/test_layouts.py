@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import BATCHES, FEW, RECIPES, differs_on_some_rank, exported, laid_out, of_one
+from layouts import BATCHES, FEW, RECIPES, differs_on_some_rank, exported, laid_out, of_one, whole_statics
 from models import data, layers, model, statics
 from ranks import on_one, on_ranks, spawn
 from support.comparing import equal_states
@@ -56,49 +56,6 @@ FSDP = [(1, None), (4, None), (2, None), (4, "high_precision")]
 """Ranks over which a model is sharded, and how its weights are stored."""
 
 
-def _resharded(rank: int, folder: str) -> None:
-    """4 → 2 → 4 by checkpoints, calibrated anew or not. Control: without the reduction scales are others."""
-    net = sharded("nvfp4", 4)
-    lpq.calibrate(net, data(BATCHES)[rank::4])
-    expected, static = exported(net), statics(net)
-    policy = net.__dict__["lpq_conversion"].policy
-    for step, ranks in enumerate((2, 4)):
-        lpq.checkpoint.save(net, Path(folder) / str(step))
-        net = sharded(policy, ranks)
-        lpq.checkpoint.load(net, Path(folder) / str(step))
-        assert equal_states(statics(net), static)
-        assert equal_states(exported(net), expected), ranks
-        if ranks == 2:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(reducing.Together, "combine", lambda self, packed, how: packed)
-                lpq.calibrate(net, data(BATCHES)[rank::4])
-            assert differs_on_some_rank(net, static)
-            lpq.calibrate(net, data(BATCHES)[rank::4])
-            assert equal_states(exported(net), expected)
-
-
-def _reshared(rank: int, folder: str) -> None:
-    """Tensor parallelism over 4 → 2 → 4 ranks by checkpoints, calibrated anew or not. Control: layers multiplied in
-    parts while statistics are collected give others."""
-    net = parallel(lpq.convert(model(experts=1), "nvfp4"), 1, 4)
-    lpq.calibrate(net, data(FEW))
-    expected, static = exported(net), statics(net)
-    policy = net.__dict__["lpq_conversion"].policy
-    for step, tp in enumerate((2, 4)):
-        lpq.checkpoint.save(net, Path(folder) / str(step))
-        net = parallel(lpq.convert(model(experts=1), policy), 4 // tp, tp, fsdp=tp == 2)
-        lpq.checkpoint.load(net, Path(folder) / str(step))
-        assert equal_states({name: local_part(value) for name, value in statics(net).items()}, static), tp
-        assert equal_states(exported(net), expected), tp
-        if tp == 2:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Team, "whole", lambda self: nullcontext())
-                lpq.calibrate(net, data(FEW)[rank // tp :: 4 // tp])
-            assert differs_on_some_rank(net, static)
-            lpq.calibrate(net, data(FEW)[rank // tp :: 4 // tp])
-            assert equal_states(exported(net), expected)
-
-
 def _a_state_goes_on_in_another_layout(rank: int, folder: str) -> None:
     file = Path(folder) / "state.pt"
     expected = alone("fp8-current", "percentile")
@@ -128,6 +85,42 @@ def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = Fa
         if fsdp:
             fully_shard(block, mesh=mesh["dp"])
     return fully_shard(net, mesh=mesh["dp"]) if fsdp else net
+
+
+LAYOUTS: dict[str, tuple[Any, Any, Any]] = {
+    "fsdp": (
+        sharded, lambda rank, ranks: data(BATCHES)[rank::4],
+        (reducing.Together, "combine", lambda self, packed, how: packed),
+    ),
+    "tp": (
+        lambda recipe, ranks: parallel(lpq.convert(model(experts=1), recipe), 4 // ranks, ranks, fsdp=ranks == 2),
+        lambda rank, ranks: data(FEW)[rank // ranks :: 4 // ranks], (Team, "whole", lambda self: nullcontext()),
+    ),
+}  # fmt: skip
+"""A model over so many of 4 ranks, the batches of a rank, and what calibration may not do without: the reduction; that
+layers are multiplied whole while statistics are collected."""
+
+
+def _laid_out_again(rank: int, folder: Path, layout: str) -> None:
+    """4 → 2 → 4 by checkpoints, calibrated anew or not. Control: without what it needs scales are others."""
+    over, batches, needed = LAYOUTS[layout]
+    net = over("nvfp4", 4)
+    lpq.calibrate(net, batches(rank, 4))
+    expected, static = exported(net), whole_statics(net)
+    policy = net.__dict__["lpq_conversion"].policy
+    for step, ranks in enumerate((2, 4)):
+        lpq.checkpoint.save(net, folder / str(step))
+        net = over(policy, ranks)
+        lpq.checkpoint.load(net, folder / str(step))
+        assert equal_states(whole_statics(net), static), ranks
+        assert equal_states(exported(net), expected), ranks
+        if ranks == 2:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(*needed)
+                lpq.calibrate(net, batches(rank, 2))
+            assert differs_on_some_rank(net, static)
+            lpq.calibrate(net, batches(rank, 2))
+            assert equal_states(exported(net), expected)
 
 
 TP = [(2, 2, False, False), (1, 4, True, False), (2, 2, False, True)]
@@ -179,12 +172,9 @@ def test_without_the_reduction_layouts_differ(rank: int) -> None:
         assert not all(found), left_out
 
 
-def test_resharding_changes_no_byte(tmp_path: Path) -> None:
-    spawn(_resharded, 4, str(tmp_path))
-
-
-def test_sharing_out_over_other_ranks_changes_no_byte(tmp_path: Path) -> None:
-    spawn(_reshared, 4, str(tmp_path))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_layout_changes_no_byte(layout: str, tmp_path: Path) -> None:
+    spawn(_laid_out_again, 4, tmp_path, layout)
 
 
 def test_a_state_goes_on_in_another_layout(tmp_path: Path) -> None:

@@ -96,10 +96,19 @@ def test_adapters_beside_weights_are_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@torch.no_grad()
+def moved(model: Any, x: Tensor) -> Tensor:
+    """Move the adapters of a model away from zero; return what it computes then."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.1)
+    y: Tensor = model(x)
+    return y
+
+
 def test_merged_models_are_exported(tmp_path: Path) -> None:
-    model, _, _ = trained(tmp_path / "base", True)
-    with torch.no_grad():
-        expected = model(X)
+    model = adapted(tmp_path / "base", True)
+    expected = moved(model, X)
     lpq.export(model.merge_and_unload(), tmp_path / "merged", layout="compressed-tensors")
     with torch.no_grad():
         assert torch.equal(lpq.load_quantized(mlp().bfloat16(), tmp_path / "merged")(X), expected)
@@ -110,11 +119,8 @@ def test_a_base_in_high_precision_keeps_them_too() -> None:
     model = merge_aware(
         peft.get_peft_model(lpq.convert(mlp(), "fp8-current"), peft.LoraConfig(r=4, target_modules=["up", "down"]))
     )
+    expected = moved(model, X.float())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-        expected = model(X.float())
         assert torch.equal(model.merge_and_unload()(X.float()), expected)
 
 
