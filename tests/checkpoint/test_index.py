@@ -59,16 +59,6 @@ def refused(path: Path, words: str) -> None:
     assert [dict(vars(cls)) for cls in CLASSES] == before
 
 
-def test_what_is_kept_beside_tensors_is_refused_in_words_of_ours(path: Path) -> None:
-    """torch's own advise to load the file unsafely."""
-    put(path, "extra.pt", opcodes.saved_evil(path / "ran"))
-    for read in (lambda: checkpoint.load(model(0.0), path), lambda: checkpoint.info(path)):
-        with pytest.raises(CheckpointError, match=r"its extra\.pt: it .* something else than tensors and") as caught:
-            read()
-        assert "weights_only" not in str(caught.value)
-    assert not (path / "ran").exists()
-
-
 # ------------------------------------------------------------------------------ opcodes
 
 
@@ -96,7 +86,7 @@ def test_an_index_that_changes_between_two_readings(rank: int, path: Path) -> No
 
 STATE = fields(state_dict_metadata=b"}", storage_data=b"}")
 ENTRY = attributes(__class__=named(metadata.TensorStorageMetadata))
-PROGRAMS: dict[str, Callable[[str], bytes]] = {
+PROGRAMS: dict[str, Callable[..., bytes]] = {
     "a state for a class": lambda _: changed(Metadata, __setstate__=named(Metadata)) + made(Metadata, STATE),
     "a dict for a class": lambda _: named(Metadata) + fields(__setstate__=named(Metadata)) + b"b",
     "a class for an instance": lambda _: made(Metadata, attributes(__class__=named(metadata.StorageMeta))),
@@ -116,6 +106,10 @@ PROGRAMS: dict[str, Callable[[str], bytes]] = {
     "a name of Python 2": lambda marker: b"c__builtin__\napply\n" + value((os.mkdir, (marker,))) + b"R",
     "a persistent name": lambda marker: value(marker) + b"Q",
     "an extension": lambda _: b"\x82\x01",
+    **{
+        f"the attribute {name}": lambda _, of=of, name=name: value(Evil(getattr, of, name))
+        for of, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__subclasses__"))
+    },
     "nothing": lambda _: b"",
     "no pickle": lambda _: b"PK\x03\x04",
     "a hole": lambda _: b"h\x07",
@@ -129,14 +123,6 @@ def test_no_opcode_does_anything(path: Path, tmp_path: Path) -> None:
         put(path, ".metadata", b"\x80\x04" + program(str(marker)) + opcodes.END)
         refused(path, r"its index \(\.metadata\) is refused: ")
         assert not marker.exists(), name
-
-
-@pytest.mark.parametrize(
-    ("of", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__subclasses__")]
-)
-def test_no_attribute_is_taken(of: Any, name: str, path: Path) -> None:
-    put(path, ".metadata", pickle.dumps(Evil(getattr, of, name)))
-    refused(path, "something else where an index has a Metadata")
 
 
 def test_an_index_that_would_run_code_is_refused(path: Path, tmp_path: Path) -> None:

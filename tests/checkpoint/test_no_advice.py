@@ -33,10 +33,17 @@ def content() -> bytes:
     return file.getvalue()
 
 
+def edited(folder: Path) -> Path:
+    put(path := checkpoint.save(model(), folder / "saved"), "extra.pt", content())
+    return path
+
+
 def loaded(folder: Path) -> object:
-    path = checkpoint.save(model(), folder / "saved")
-    put(path, "extra.pt", content())
-    return checkpoint.load(model(), path)
+    return checkpoint.load(model(), edited(folder))
+
+
+def known(folder: Path) -> object:
+    return checkpoint.info(edited(folder))
 
 
 def imported(folder: Path) -> object:
@@ -57,7 +64,7 @@ def advice(error: BaseException) -> bool:
     return "`weights_only`" in "".join(traceback.format_exception(error))
 
 
-@pytest.mark.parametrize("way", [loaded, imported, calibrated, saved])
+@pytest.mark.parametrize("way", [loaded, known, imported, calibrated, saved])
 def test_it_is_not_passed_on(way: Callable[[Path], object], tmp_path: Path) -> None:
     with pytest.raises(UnpicklingError) as control:
         torch.load(io.BytesIO(content()), weights_only=True)

@@ -6,7 +6,6 @@ The values stay what they were, to the bit, and so does the run that goes on fro
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from killed import untold
 from ranks import fully_shard, spawn
 from sharded import How, built, step
 from support.comparing import as_bytes, equal
@@ -73,6 +73,11 @@ def values(net: nn.Module) -> dict[str, Tensor]:
     return {name: getattr(p, "held", p) for name, p in found.items()}
 
 
+def codes(weight: Any) -> list[Tensor]:
+    """The bytes of a stored weight as they are now."""
+    return [as_bytes(buffer).clone() for _, operand in weight.operands for buffer in operand.tensors()]
+
+
 def masters(net: nn.Module, optimizer: MasterWeights) -> dict[str, Tensor]:
     return {name: local(optimizer.masters[p]) for name, p in net.named_parameters() if name in WEIGHTS}
 
@@ -81,6 +86,11 @@ def moments(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """All state but the masters, in the order of the parameters."""
     state = optimizer.state_dict()["state"].values()
     return [(name, local(t)) for of_one in state for name, t in of_one.items() if name != "master"]
+
+
+def same_moments(one: Optimizer, other: Optimizer) -> bool:
+    (found, a), (expected, b) = (zip(*moments(optimizer), strict=True) for optimizer in (one, other))
+    return found == expected and equal(a, b)
 
 
 def hold(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -108,8 +118,7 @@ def encoded(net: nn.Module, of: dict[str, Tensor]) -> None:
 
 
 def quietly(path: Path, net: nn.Module, optimizer: Optimizer | None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
+    with untold():
         checkpoint.load(net, path, optimizer)
 
 
@@ -131,9 +140,7 @@ def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
         encoded(stored, saved)
         decoded = {name: value.dequantize() for name, value in values(stored).items()}
         assert not any(torch.equal(decoded[name], saved[name]) for name in WEIGHTS), "or it would not matter"
-        found, expected = moments(resumed), moments(optimizer)
-        assert [name for name, _ in found] == [name for name, _ in expected]
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+        assert same_moments(resumed, optimizer)
 
     fresh = made(recipe, "quantized", shard)
     alone = MasterWeights(adam(fresh))
@@ -163,9 +170,7 @@ def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
     quietly(folder / "masters", net, resumed)
     hold(values(net), kept)
     assert all("master" not in state for state in resumed.state.values())
-    found, expected = moments(resumed), moments(optimizer)
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+    assert same_moments(resumed, optimizer)
 
     plain = made(recipe, None, shard)
     quietly(folder / "masters", plain, None)
@@ -177,7 +182,7 @@ def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
 def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
     stored, optimizer = trained(recipe, "quantized", shard)
     checkpoint.save(stored, folder / "dropped", optimizer)
-    before = {n: [as_bytes(b).clone() for _, s in w.operands for b in s.tensors()] for n, w in values(stored).items()}
+    before = {name: codes(weight) for name, weight in values(stored).items()}
     net = made(recipe, "quantized", shard)
     ordinary = MasterWeights(adam(net), keep=False)
     with pytest.warns(CheckpointWarning) as told:
@@ -186,10 +191,8 @@ def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
     assert f"the fp32 masters of 4 weights are left out ({', '.join(WEIGHTS)})" in line
     assert "wrap it in lpq.optim.MasterWeights before loading" in line
     for name, weight in values(net).items():
-        now = [as_bytes(b) for _, s in weight.operands for b in s.tensors()]
-        assert equal(now, before[name]), name
-    found, expected = moments(ordinary), moments(optimizer)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+        assert equal(codes(weight), before[name]), name
+    assert same_moments(ordinary, optimizer)
     assert all("master" not in state for state in ordinary.state.values())
     goes_on(net, ordinary, shard)
     quietly(folder / "dropped", made(recipe, "quantized", shard), None)  # for evaluation: nobody wants masters
@@ -205,9 +208,7 @@ def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
     optimizer = MasterWeights(adam(net))
     quietly(folder / "plain", net, optimizer)
     hold(masters(net, optimizer), {name: w.dequantize(torch.float32) for name, w in values(stored).items()})
-    found, expected = moments(optimizer), moments(ordinary)
-    assert found
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+    assert same_moments(optimizer, ordinary)
     goes_on(net, optimizer, shard)
 
 
@@ -434,8 +435,7 @@ def test_a_step_without_gradients_changes_nothing(recipe: str) -> None:
     weight = net[0].weight
 
     def everything() -> list[Tensor]:
-        kept = [b for _, storage in weight.operands for b in storage.tensors()]
-        return [as_bytes(t).clone() for t in (*kept, optimizer.masters[weight], net[0].bias)]
+        return [*codes(weight), *(as_bytes(t).clone() for t in (optimizer.masters[weight], net[0].bias))]
 
     before, state = everything(), copy.deepcopy(moments(optimizer))
     versions = weight._version, weight.row.data._version
@@ -453,10 +453,10 @@ def test_only_weights_with_a_gradient_are_encoded() -> None:
     torch.manual_seed(0)
     net = lpq.convert(nn.ModuleList(nn.Linear(64, 32) for _ in range(2)), RECIPES[1], weights="quantized")
     optimizer = MasterWeights(AdamW(net.parameters(), weight_decay=0.5))
-    before = [[as_bytes(b).clone() for _, s in m.weight.operands for b in s.tensors()] for m in net]
+    before = [codes(layer.weight) for layer in net]
     net[0](torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
-    after = [[as_bytes(b) for _, s in m.weight.operands for b in s.tensors()] for m in net]
+    after = [codes(layer.weight) for layer in net]
     assert not equal(after[0], before[0])
     assert equal(after[1], before[1])
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import typer
+from typer.testing import CliRunner
 
-from lpq.train import TrainConfig, TrainError, resolve, runs
+from lpq.train import Stopped, TrainConfig, TrainError, gpu_size, machine, resolve, runs
+from lpq.train.commands import train as command
 from lpq.train.errors import TrainOptionError
 
 
@@ -150,3 +154,105 @@ def test_a_directory_that_cannot_be_is_refused_in_words(out: str, tmp_path: Path
 def test_numbers_that_are_too_large_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(TrainOptionError, match="it must be less than 9223372036854775808"):
         TrainConfig(**options)
+
+
+# ---------------------------------------------------------------------------------------------- command
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command("train")(command.train)
+    return app
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    configs: list[TrainConfig] = []
+    monkeypatch.setattr(command, "run", configs.append)
+    return configs
+
+
+def test_every_option_reaches_the_configuration(app: typer.Typer, ran: list[TrainConfig]) -> None:
+    said: dict[str, Any] = {
+        "recipe": "nvfp4", "baseline": False, "steps": 11, "batch": 3, "seq": 24, "lr": 0.5, "seed": 4,
+        "layers": 1, "heads": 1, "width": 16, "data": ("a", "b"), "device": "cpu", "compile": True, "threads": 2,
+        "out": "o", "checkpoint_every": 0, "weights": "quantized", "full": True,
+    }  # fmt: skip
+    assert {f.name for f in fields(TrainConfig)} == {*said, "policy", "resume"}
+    arguments = []
+    for name, value in said.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                arguments += [f"--{flag}", str(item)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert ran == [TrainConfig(**said)]
+
+
+def test_what_is_not_given_comes_from_the_file(app: typer.Typer, ran: list[TrainConfig], tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('steps = 5\nbaseline = false\nseed = 3\ndevice = "cpu"\n')
+    CliRunner().invoke(app, ["--config", str(file), "--seed", "0"], catch_exceptions=False)
+    assert ran == [TrainConfig(device="cpu", steps=5, baseline=False, seed=0)]
+
+
+def test_a_stopped_run_exits_as_the_signal_does(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(config: TrainConfig) -> None:
+        raise Stopped("stopped after step 3", 15)
+
+    monkeypatch.setattr(command, "run", run)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 143
+    assert "stopped after step 3" in result.output
+
+
+# ---------------------------------------------------------------------------------------------- gpu size
+
+
+CPU = {"device": "cpu"}
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let PyTorch report one GPU of some compute capability."""
+
+    def make(found: tuple[int, int], cuda: str | None = "13.0") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return make
+
+
+def test_the_size_is_the_gpus_where_none_is_named(capability: Any) -> None:
+    capability((9, 0))
+    found = resolve({})
+    assert (found.recipe, found.width, found.layers, found.seq * found.batch) == ("fp8-current", 4096, 2, 8192)
+    assert "4096 wide" in str(gpu_size.note(found, torch.device("cuda")))
+    assert resolve({"recipe": "mxfp8"}).recipe == "mxfp8"
+    assert resolve({"recipe": "mxfp8"}).width == 4096
+    assert resolve({"policy": "p.toml"}) == TrainConfig(policy="p.toml", **gpu_size.SIZE, **gpu_size.BESIDE)
+    assert resolve({"checkpoint_every": 7}).checkpoint_every == 7
+
+
+def test_one_option_of_the_size_keeps_all_of_it(capability: Any) -> None:
+    capability((8, 9))
+    found = resolve({"width": 256})
+    assert found == TrainConfig(recipe="fp8-current", width=256)
+    assert "from a width of about 4096" in str(gpu_size.note(found, torch.device("cuda")))
+
+
+def test_elsewhere_nothing_changes(capability: Any) -> None:
+    capability((9, 0))
+    assert resolve(CPU) == TrainConfig(**CPU)
+    assert gpu_size.note(TrainConfig(**CPU), torch.device("cpu")) is None
+    capability((8, 0))
+    assert resolve({}) == TrainConfig()
+    assert "save no time" in str(gpu_size.note(TrainConfig(), torch.device("cuda")))
+    capability((9, 4), cuda=None)  # what AMD's GPUs report
+    assert not machine.multiplies_fp8(torch.device("cuda"))

@@ -1,0 +1,84 @@
+"""What pages say in tables and in quotations is what the library does and says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from snippets import ROOT
+
+import lpq
+from lpq import registry
+from lpq.cli.memory import WAYS, counted
+from lpq.cli.shapes import SHAPES
+from lpq.distributed.shardability import operand_bytes
+from lpq.formats.sections import why_not_row_by_row
+
+STORED = [("stored quantized", recipe) for recipe in ("fp8-current", "mxfp8", "nvfp4")]
+COLUMNS = [("bf16", "nvfp4"), ("gathered quantized", "nvfp4"), *STORED]
+ROWS = {
+    "weights of a rank": lambda m: m.weights,
+    "fp32 masters": lambda m: m.masters,
+    "moments": lambda m: m.moments,
+    "gradients": lambda m: m.gradients,
+    "all of these": lambda m: m.total,
+    "gathered in a step, of all ranks": lambda m: m.forward + m.backward,
+}
+
+
+def test_the_numbers_are_those_of_the_command() -> None:
+    found = [counted(SHAPES["llama-3-8b"], lpq.recipe(recipe), WAYS[way], 8) for way, recipe in COLUMNS]
+    page = (ROOT / "docs" / "memory.md").read_text()
+    for title, number in ROWS.items():
+        (row,) = re.findall(rf"^\| {title} \|(.*)\|$", page, re.MULTILINE)
+        assert [cell.strip() for cell in row.split("|")] == [f"{number(m) / 2**30:.2f}" for m in found], title
+
+
+# ---------------------------------------------------------------------------------------------- dispatch table
+
+
+FEATURES = 4096
+
+
+def test_it_is_what_formats_declare() -> None:
+    """So it is for the column operand of each, made of the row operand."""
+    section = (ROOT / "docs" / "moe.md").read_text().partition("### Rows that travel encoded")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (\S+) \| ?(.*?) ?\|$", section, re.MULTILINE)
+    assert len(rows) == 8
+    for text, share, why in rows:
+        quantizer = lpq.quantizer(f"hybrid(row={text}, col=identity, col_source=row)")
+        reason = why_not_row_by_row(quantizer)
+        bytes_sent = operand_bytes(quantizer, FEATURES, FEATURES, torch.bfloat16, True, False)
+        assert why == (reason or ""), text
+        assert share == (f"{bytes_sent / (2 * FEATURES**2):.2f}" if reason is None else "no"), text
+
+
+def test_no_recipe_with_a_name_makes_column_operands_of_row_operands() -> None:
+    for name in registry.recipes():
+        recipe = lpq.recipe(name)
+        assert why_not_row_by_row(recipe.x) is not None, name
+        assert why_not_row_by_row(recipe.dy) is not None, name
+
+
+# ---------------------------------------------------------------------------------------------- troubleshooting
+
+
+REMEDIES = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+QUOTED = [words for row in REMEDIES for words in re.findall(r"`([^`]{10,})`", row) if " " in words]
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    """The library's text, with literals that follow each other as one."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "lpq").rglob("*.py")))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_something_is_quoted() -> None:
+    assert len(QUOTED) > 12
+
+
+@pytest.mark.parametrize("words", QUOTED)
+def test_the_words_are_those_of_the_library(words: str, source: str) -> None:
+    assert words in source
