@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m benchmarks parallel          two layers that GPUs
 torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama under FSDP2
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
+python -m benchmarks.after_step                             what an optimizer could save that leaves operands behind
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
 python -m benchmarks show [PART ...]                        print stored results; needs no GPU

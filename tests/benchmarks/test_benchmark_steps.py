@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks, spawn
 from torch import nn
 
-from benchmarks import contenders, group_choice, grouped, huggingface, parallel, profiles, stack
+from benchmarks import after_step, contenders, group_choice, grouped, huggingface, parallel, profiles, stack
 from benchmarks.contenders import Contender, of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
@@ -236,6 +236,22 @@ def test_the_constants_of_groups_follow_from_times() -> None:
     assert tried[2].endswith(f"÷ bf16 {(512 + 100) / 1024:.2f}")
     assert saved.startswith(f"SAVED = {(512 - 100) / 1024:.2g}  ")
     assert encoding.startswith("ENCODING = 5  ")
+
+
+def test_an_optimizer_could_save_the_search_for_amaxes_and_a_read() -> None:
+    """A GPU is imitated that searches for 3 ms, reads or writes all weights in 2, and encodes in 5."""
+
+    def clock(steps: dict[str, Step], effort: Effort) -> dict[str, Timing]:
+        for step in steps.values():
+            step()
+        of = {"AdamW": 14, "copy": 4, "mxfp8": 5}
+        taken = {name: of.get(name, 5 if "given" in name else 8) * 1e-3 for name in steps}
+        return {name: Timing(*3 * [time]) for name, time in taken.items()}
+
+    first, *others = after_step.lines(Decoder(layers=1, hidden=128), Effort(), CPU, clock)
+    assert first == "AdamW 14.00 ms, a read of all weights 2.00 ms"
+    assert others[0] == "fp8-current: encodings 8.00 ms; given amaxes save 3.00, operands 5.00"
+    assert others[1] == "mxfp8: encodings 5.00 ms; given amaxes save 0.00, operands 2.00"
 
 
 def _pair(rank: int) -> None:

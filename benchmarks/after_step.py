@@ -1,0 +1,91 @@
+"""The most that an optimizer could save which leaves encoded weights behind, or the amaxes that they need.
+
+python -m benchmarks.after_step
+
+A step of the optimizer reads and writes all weights, and the next step of training reads them again to encode them.
+Here are the times of AdamW's step and of the encodings, of all layers of Hugging Face's Llama of 1B weights. Amaxes
+that are given save the search for them. Operands that are given save one more read, which takes half the time of a
+copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import lpq
+from benchmarks import environment
+from benchmarks.shapes import Decoder
+from benchmarks.timing import QUICK, Effort, Step, Timing, on_gpu
+from lpq.operations.encoder import Wanted, bind_encoder
+from lpq.operations.sides import declared
+
+FORMATS = {"fp8-current": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4(block=16x16)"}
+"""Recipes, and the format of their weights."""
+Clock = Callable[[dict[str, Step], Effort], dict[str, Timing]]
+
+
+def weights(shape: Decoder, device: torch.device) -> list[Tensor]:
+    """The weights of all layers, in bf16."""
+    hidden, shared = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    sizes = [(hidden, hidden), (shared, hidden), (shared, hidden), (hidden, hidden)]
+    sizes += [(shape.ffn, hidden), (shape.ffn, hidden), (hidden, shape.ffn)]
+    return [torch.randn(size, device=device).bfloat16() for _ in range(shape.layers) for size in sizes]
+
+
+def steps(everyone: list[Tensor]) -> dict[str, Step]:
+    """AdamW's step, a copy, and the encodings of these weights without and with their statistics."""
+    held = [w.clone().requires_grad_() for w in everyone]
+    for w in held:
+        w.grad = torch.full_like(w, 1e-4)
+    optimizer = torch.optim.AdamW(held, lr=1e-5, fused=everyone[0].is_cuda)
+    into = [torch.empty_like(w) for w in everyone]
+    found: dict[str, Step] = {"AdamW": optimizer.step, "copy": lambda: torch._foreach_copy_(into, everyone)}
+    for recipe, text in FORMATS.items():
+        found[recipe] = _encodings(text, everyone, given=False)
+        found[f"{recipe}, given"] = _encodings(text, everyone, given=True)
+    return found
+
+
+def _encodings(text: str, everyone: list[Tensor], given: bool) -> Step:
+    """Encode all weights, as layers do; ``given``: with statistics that were measured before."""
+    quantizer, bound = lpq.quantizer(text), {}
+    count = len(declared(quantizer.side("row"), quantizer.side("col"))) if given else 0
+    known = {}
+    for w in everyone:
+        rows, cols = w.shape
+        wanted = Wanted(quantizer, (rows, cols), w.dtype, w.device, given=(True,) * count)
+        bound[w.shape] = bind_encoder(wanted).encode
+        if count:
+            apart = bind_encoder(wanted._replace(apart=True)).measure
+            assert apart is not None
+            known[w] = apart(w)
+    return lambda: [bound[w.shape](w, known.get(w), None) for w in everyone]
+
+
+def lines(shape: Decoder, effort: Effort, device: torch.device, clock: Clock) -> Iterator[str]:
+    """Yield the times, and what would be saved."""
+    taken = {name: timing.median * 1e3 for name, timing in clock(steps(weights(shape, device)), effort).items()}
+    read = taken["copy"] / 2
+    yield f"AdamW {taken['AdamW']:.2f} ms, a read of all weights {read:.2f} ms"
+    for recipe in FORMATS:
+        whole, saved = taken[recipe], taken[recipe] - taken[f"{recipe}, given"]
+        yield f"{recipe}: encodings {whole:.2f} ms; given amaxes save {saved:.2f}, operands {saved + read:.2f}"
+
+
+def main() -> int:
+    """Print them; the exit status is 2 where nothing can be measured."""
+    if (lack := environment.lacking(1)) is not None:
+        print(f"benchmarks: {lack}", file=sys.stderr)
+        return 2
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for line in lines(Decoder(), QUICK, torch.device("cuda"), on_gpu):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
