@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 
 Meshes = frozenset[tuple[int, ...]]
 """For each mesh of a model, the ranks over which its tensors lie."""
 ALIKE = "Build and convert the model alike on all ranks, and have them read the same file"
 
 
-def check_alike(place: str, meshes: Meshes, optimizers: Sequence[str], ranks: Ranks) -> None:
+def check_alike(place: str, meshes: Meshes, optimizers: Sequence[str], ranks: CheckpointRanks) -> None:
     """Raise on all ranks unless they save or load at one place, one model, with optimizers of the same kinds."""
     ranks.equal(
         [place], "the ranks were given different paths", "Pass the same path on all ranks, one that all ranks can read"
@@ -21,7 +21,7 @@ def check_alike(place: str, meshes: Meshes, optimizers: Sequence[str], ranks: Ra
     ranks.equal(optimizers, "the ranks were given different optimizers", "Pass the same on all ranks", "no optimizer")
 
 
-def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
+def check_one_model(found: Sequence[Meshes], ranks: CheckpointRanks) -> None:
     """Refuse ranks that have separate models, whose tensors would be mixed because they have the same names.
 
     Ranks have one model if its meshes connect them all, directly or through other ranks.

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.registry.warning import warn
 
 
@@ -22,7 +22,7 @@ class Saving:
         self,
         path: Path,
         future: Future[Any],
-        ranks: Ranks,
+        ranks: CheckpointRanks,
         group: dist.ProcessGroup | None,
         release: Callable[[], None],
     ) -> None:
@@ -83,11 +83,11 @@ def unheard() -> tuple[str, ...]:
     return tuple(failed.values())
 
 
-def ranks_of(group: dist.ProcessGroup | None, shared: bool, does: str, *, first: bool = False) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None, shared: bool, does: str, *, first: bool = False) -> CheckpointRanks:
     """The ranks that act together (``Ranks.of``), once no save in the background uses that group any more."""
     if group is not None:
         wait([saving._future for saving in [*_UNHEARD] if saving._ranks.group is group])
-    return Ranks.of(group, shared, does, first=first)
+    return CheckpointRanks.of(group, shared, does, first=first)
 
 
 @atexit.register

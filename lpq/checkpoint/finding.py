@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.files.disk import PARTIAL
 from lpq.files.manifest import MANIFEST, PICKLE, UNFINISHED, Manifest, read_manifest
 from lpq.registry.showing import listed
@@ -40,7 +40,7 @@ class Found:
     """Why this checkpoint is taken though others are of later steps, in words; empty if no other is of a later step."""
 
 
-def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
+def find(path: Path, ranks: CheckpointRanks, *, thorough: bool = True) -> Found:
     """Find the checkpoint at ``path``, or, of the run there, the last one written that is whole.
 
     Not ``thorough``: the sizes of all files are compared, and the digests of the small ones only.
@@ -144,7 +144,7 @@ def _others(path: Path) -> str:
     return listed([found.name for _, ending, found in steps_in(path.parent) if not ending and found.name != path.name])
 
 
-def _why_not(path: Path, manifest: Manifest, ranks: Ranks, thorough: bool) -> str | None:
+def _why_not(path: Path, manifest: Manifest, ranks: CheckpointRanks, thorough: bool) -> str | None:
     """Why a checkpoint must not be loaded, or None if it is whole."""
     share = sorted(manifest.files)[ranks.rank :: ranks.size]
     faults = ranks.all(lambda: [f for name in share if (f := manifest.fault(path, name, thorough=thorough))])

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.distributed import ranks
+from lpq.distributed.ranks import Ranks
 
 
-class Ranks(ranks.Ranks):
+class CheckpointRanks(Ranks):
     """The ranks of a group, or of the default one; an error on any rank is a ``CheckpointError`` on all."""
 
     error = CheckpointError

@@ -21,7 +21,7 @@ from lpq.checkpoint.finding import REPLACED, step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
-from lpq.checkpoint.ranks import Ranks, quiet
+from lpq.checkpoint.ranks import CheckpointRanks, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import Writer
 from lpq.files.claim import Claim
@@ -149,7 +149,7 @@ def _prepare(
     step: int | None,
     extra: Any,
     keep: int | None,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
 ) -> tuple[dict[str, dict[str, Tensor]], Writer]:
     """Collect the data to save, and make sure that all ranks save the same checkpoint."""
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
@@ -169,7 +169,7 @@ def _prepare(
     return content.state, Writer(where, content.small, keep, claim)
 
 
-def _collected(model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: Ranks) -> _Content:
+def _collected(model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: CheckpointRanks) -> _Content:
     seen = Model(model)
     tensors, module_extra = seen.state()
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
@@ -217,7 +217,7 @@ def _check_place(target: Path, step: int | None) -> None:
         )
 
 
-def _check_talk(model: Model, ranks: Ranks) -> None:
+def _check_talk(model: Model, ranks: CheckpointRanks) -> None:
     """Make sure that the ranks can talk on the CPU while they write, and that training does not in the same group."""
     if not dist.is_gloo_available():
         raise CheckpointError("save_async needs gloo, which this PyTorch was built without: use lpq.checkpoint.save")

@@ -23,7 +23,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.files.claim import whole_file
 from lpq.files.disk import place
@@ -119,7 +119,9 @@ def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], desc
         torch.save({"model": model, "lpq": description.data()}, path)
 
 
-def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
+def _prepare(
+    source: Path, seen: Model, ranks: CheckpointRanks
+) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
     """Find everything that can be wrong, before anything is written."""
     content = _opened(source, ranks)
     ours = "lpq" in content and not isinstance(content["lpq"], Tensor)  # a model's own tensor may have that name
@@ -146,7 +148,7 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
     return description, available, extra, found
 
 
-def _opened(source: Path, ranks: Ranks) -> dict[str, Any]:
+def _opened(source: Path, ranks: CheckpointRanks) -> dict[str, Any]:
     """Return the content of a file. Every rank compares the checksums of a share of it."""
     if source.is_dir():
         raise CheckpointError("it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it")

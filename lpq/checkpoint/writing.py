@@ -22,7 +22,7 @@ from torch.futures import Future
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
 from lpq.checkpoint.index import as_json
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.files import disk
 from lpq.files.claim import LOCK, Claim, left_behind
 from lpq.files.disk import PARTIAL
@@ -66,7 +66,7 @@ class Writer(FileSystemWriter):
             done: Future[list[WriteResult]] = Future()
             done.set_result(_Written(results, self._entries(names)))
         except Exception as error:  # an error that cannot be pickled would never reach the other ranks
-            raise Ranks.as_error(error) from error
+            raise CheckpointRanks.as_error(error) from error
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -81,7 +81,7 @@ class Writer(FileSystemWriter):
             disk.write(self._partial / MANIFEST, self._manifest(entries))
             self._publish()
         except Exception as error:
-            raise Ranks.as_error(error) from error
+            raise CheckpointRanks.as_error(error) from error
 
     def _entries(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         paths = {name: self._partial / name for name in sorted(names)}

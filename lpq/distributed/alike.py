@@ -35,7 +35,7 @@ DIFFER = "the ranks do not have the same model"
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
-class Stages(Protocol):
+class PolicySteps(Protocol):
     """The steps of a policy, as far as ranks compare them."""
 
     step: int
@@ -59,7 +59,7 @@ class Comparison:
         """Whether this rank keeps a recipe that it was to change without the others."""
         self.sets: list[Ranks] = []
         """The sets of ranks that share a part of the model."""
-        self._stages: list[Stages] = []
+        self._stages: list[PolicySteps] = []
         self._about = ""
         self._waited, self._looked = 0.0, 0.0
         """How long this rank has waited in vain, and when it looked last, in seconds."""

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+
+
+class SharedLayer(Protocol):
+    """A layer, as far as ranks change it together."""
+
+    @property
+    def title(self) -> str:
+        """The name of the layer in messages."""
+
+    def shared_weight(self) -> Tensor:
+        """The weight, as ranks share it."""
 
 
 def is_converted(module: nn.Module) -> bool:

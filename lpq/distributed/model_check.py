@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.distributed import meeting
-from lpq.distributed.converted import converted
+from lpq.distributed.converted import SharedLayer, converted
 from lpq.distributed.optimizer_steps import Watcher
 from lpq.torch_private.distributed import active_replica
 
@@ -34,14 +34,6 @@ FREE = ("cpu",)
 """Devices that the host need not wait for."""
 MOST = 1024
 """The number of different inputs that are remembered."""
-
-
-class Layer(Protocol):
-    """The properties of a layer that ranks compare."""
-
-    @property
-    def title(self) -> str:
-        """The name of the layer in messages."""
 
 
 class PassInput(NamedTuple):
@@ -149,7 +141,7 @@ class ModelCheck(Watcher):
             self._passes.compare(model)
 
     def before_pass(
-        self, layer: Layer, input: Tensor, mesh: DeviceMesh, trains: bool, encoded: str | None = None
+        self, layer: SharedLayer, input: Tensor, mesh: DeviceMesh, trains: bool, encoded: str | None = None
     ) -> None:
         """Raise on all ranks of a mesh unless they have the same model, and call this layer with equal inputs;
         ``trains``: whether its weight does; ``encoded``: how the input is encoded, if it arrives so.

@@ -23,7 +23,7 @@ from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.several_matrices import Measuring
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
-from lpq.distributed.weight_gather import Gather, Layer, measure_all, stale
+from lpq.distributed.weight_gather import Gather, GatheredLayer, measure_all, stale
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
@@ -81,7 +81,7 @@ class Gathering(Watcher):
         found: list[Gather] = []
         for module, site in fsdp.sites(around, "weight").items():
             if (gathering := _gathering_of(module)) is not None:
-                gather = cast("Layer", module).gather
+                gather = cast("GatheredLayer", module).gather
                 assert gather is not None
                 if module not in gathering._gathers:
                     gather.shard_by(site, gathering, module in checkpointed)

@@ -10,31 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from lpq.distributed import meeting
 from lpq.distributed.alike import REMEDY, Comparison
+from lpq.distributed.converted import SharedLayer
 from lpq.distributed.ranks import Ranks, sharing
 from lpq.registry.warning import warn
 from lpq.torch_private.distributed import is_imitated
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lpq.recipes import Recipe
-
-
-class SharedLayer(Protocol):
-    """A layer, as far as ranks change it together."""
-
-    @property
-    def title(self) -> str:
-        """The name of the layer in messages."""
-
-    def shared_weight(self) -> Tensor:
-        """The weight, as ranks share it."""
 
 
 L = TypeVar("L", bound=SharedLayer)

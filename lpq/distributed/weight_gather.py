@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Layer(Protocol):
+class GatheredLayer(Protocol):
     """A layer, as far as the gather of its weight reads it."""
 
     weight: Tensor
@@ -58,7 +58,7 @@ class Layer(Protocol):
         """The statistics of the weight that the quantizer remembers across steps."""
 
 
-class Model(Protocol):
+class GatheredModel(Protocol):
     """The model of a weight, as far as a gather reads it."""
 
     comparison: Comparison
@@ -91,7 +91,7 @@ class Load(Protocol):
         """Make the whole weights of what arrived."""
 
 
-class Unit(Protocol):
+class GatheringUnit(Protocol):
     """The weights that FSDP2 gathers together, as a weight sees its unit."""
 
     gathers: Sequence[Gather]
@@ -144,12 +144,12 @@ class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
     site: fsdp.Site
-    model: Model
+    model: GatheredModel
 
-    def __init__(self, layer: Layer, rounded: bool = False) -> None:
+    def __init__(self, layer: GatheredLayer, rounded: bool = False) -> None:
         self.layer, self.rounded = layer, rounded
         """Whether ``lpq.convert`` stored the weight quantized, and dropped the values that it had."""
-        self.unit: Unit | None = None
+        self.unit: GatheringUnit | None = None
         """The weights that FSDP2 gathers together with it, itself among them."""
         self.stats: list[Tensor | None] = []
         """Statistics of the whole weight that reach beyond a shard or are remembered, in the order of ``declared``."""
@@ -169,7 +169,7 @@ class Gather:
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
 
-    def shard_by(self, site: fsdp.Site, model: Model, checkpointed: bool) -> None:
+    def shard_by(self, site: fsdp.Site, model: GatheredModel, checkpointed: bool) -> None:
         """Take the place at which FSDP2 shards the weight; ``checkpointed``: whether the layer runs again in
         backward."""
         self.site, self.model, self.runs_again, self._checkpointed = site, model, checkpointed, checkpointed

@@ -61,7 +61,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One tensor of a model."""
 
     name: str
@@ -120,7 +120,7 @@ class Entry:
         return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
 
 
-def check_fixed(entry: Entry) -> None:
+def check_fixed(entry: FileEntry) -> None:
     """Refuse a weight whose codes in training are not fixed: stochastic rounding draws others at each step."""
     if entry.stored is None and entry.side.stochastic:
         raise CheckpointError(

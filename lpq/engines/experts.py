@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lpq.engines.entries import Entry, Memories, Multiplied, Pieces
+from lpq.engines.entries import FileEntry, Memories, Multiplied, Pieces
 from lpq.nn.expert_stacks import Names, stacks_in_files
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
@@ -77,7 +77,7 @@ def notes_of(stacks: Stacks) -> Iterable[str]:
         )
 
 
-def split(entry: Entry, stacks: Stacks, imported: Mapping[str, Tensor]) -> list[Entry] | None:
+def split(entry: FileEntry, stacks: Stacks, imported: Mapping[str, Tensor]) -> list[FileEntry] | None:
     """Return the tensors for engines of a stack or of its biases; None if the entry is neither.
 
     ``imported``: the amaxes of inputs that layers came with.
@@ -91,7 +91,7 @@ def split(entry: Entry, stacks: Stacks, imported: Mapping[str, Tensor]) -> list[
     return None
 
 
-def _matrices(stack: Stack, whole: Entry, imported: Mapping[str, Tensor]) -> Iterator[Entry]:
+def _matrices(stack: Stack, whole: FileEntry, imported: Mapping[str, Tensor]) -> Iterator[FileEntry]:
     """Yield the matrices of a stack ``[experts, rows, columns]``."""
     assert stack.recipe is not None
     _, rows, cols = whole.shape
@@ -108,7 +108,7 @@ def _matrices(stack: Stack, whole: Entry, imported: Mapping[str, Tensor]) -> Ite
             )  # fmt: skip
 
 
-def _biases(stack: Stack, whole: Entry) -> Iterator[Entry]:
+def _biases(stack: Stack, whole: FileEntry) -> Iterator[FileEntry]:
     """Yield the biases of a stack, ``[experts, rows]``."""
     held = _Held(whole.gather)
     for number, (layer,) in enumerate(stack.names):

@@ -17,10 +17,10 @@ from lpq.checkpoint.agreeing import ALIKE, Meshes, check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.model import Model, is_shared
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.single import write_file
 from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
-from lpq.engines.entries import Entry
+from lpq.engines.entries import FileEntry
 from lpq.engines.experts import Stacks, are_fused, notes_of, stacks
 from lpq.engines.layouts import layout_named
 from lpq.engines.models import entries, shared_layers, unquantized
@@ -188,7 +188,7 @@ class Export:
 class _Source:
     """Where tensors come from."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[FileEntry]
     linear: Callable[[set[str]], Iterator[str]]
     model: nn.Module | None
     notes: tuple[str, ...] = ()
@@ -203,7 +203,7 @@ def _planned(
     leave: Sequence[str],
     siblings: Siblings,
     shard_bytes: int,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
 ) -> tuple[ExportPlan, _Source]:
     """The tensors of the files, the same ones on all ranks, and where they come from."""
 
@@ -244,7 +244,7 @@ def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
         raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
 
 
-def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks, layout: str) -> _Source:
+def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: CheckpointRanks, layout: str) -> _Source:
     if isinstance(model, str | Path):
         saved = SavedCheckpoint(place(model, "model"), ranks)
         notes = _notes(saved.stacks, saved.shared_layers(), layout)
@@ -271,7 +271,7 @@ def _notes(stacks: Stacks, shared: Sequence[str], layout: str) -> tuple[str, ...
     return (*notes_of(stacks), *(tied if shared else ()), *([limit] if limit is not None else []))
 
 
-def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
+def _check_ranks(model: nn.Module | str | Path, ranks: CheckpointRanks) -> None:
     def meshes() -> Meshes:
         if not isinstance(model, nn.Module | str | Path):
             raise CheckpointError(
@@ -294,7 +294,7 @@ def _config(
     return found
 
 
-def _write(plan: ExportPlan, directory: Directory | None, ranks: Ranks, siblings: Siblings) -> None:
+def _write(plan: ExportPlan, directory: Directory | None, ranks: CheckpointRanks, siblings: Siblings) -> None:
     """Gather each tensor on all ranks, and write it on the first, which goes on gathering where that fails: else the
     others would wait for it."""
     failed: list[Exception] = []

@@ -16,7 +16,7 @@ from lpq import registry
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.tensors import touched
 from lpq.engines.intended import Intended, recipe_of, stored_side
 from lpq.engines.loading_experts import by_module, held_stacks, make_static, operand_of, static_key, store_quantized
@@ -66,7 +66,7 @@ def load_quantized(
             there. ``"high_precision"`` or ``None``: weights get the decoded values, in their own dtype.
     """
     path = place(path)
-    with Ranks(alone=True).error_context(f"{path} cannot be loaded"):
+    with CheckpointRanks(alone=True).error_context(f"{path} cannot be loaded"):
         files = Files(path)
         found = files.quantized()
         if not found:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import here, parts, whole
-from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stacks, is_quantized, left_modules, split, states_of
 from lpq.nn import Layer
 from lpq.nn.expert_stacks import renamed
@@ -25,7 +25,7 @@ RECORD = "lpq_input_amax"
 """Where a model that was imported keeps the amax of the inputs of its layers, by name, for the next export."""
 
 
-def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Entry]:
+def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[FileEntry]:
     """The parameters and persistent buffers of a model, each once, without states of quantizers. ``dtype``: the dtype
     in which it computes; None: the dtype in which FSDP2 gathers, or else the dtype of its weights.
     """
@@ -36,7 +36,7 @@ def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Ent
     known = model.module.__dict__.get(RECORD, {})
     apart = memories.keys() | {f"{PREFIX}{name}" for name, stack in stacks.items() if stack.is_split}
     in_files = renamed(model.module, [key.removeprefix(PREFIX) for key in state if key not in apart])
-    found: dict[int, list[Entry]] = {}
+    found: dict[int, list[FileEntry]] = {}
     for key, tensor in state.items():
         name = key.removeprefix(PREFIX)
         if name in aliases or key in memories:
@@ -46,7 +46,7 @@ def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Ent
         stored = _stored(name, local)
         kept = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
         kept = kept if local.is_floating_point() else local.dtype
-        entry = Entry(name, tuple(tensor.shape), kept, partial(_gather, key, tensor), used, stored)
+        entry = FileEntry(name, tuple(tensor.shape), kept, partial(_gather, key, tensor), used, stored)
         parts_of_stack = None if shared else split(entry, stacks, known)
         if parts_of_stack is not None:
             found[id(tensor)] = parts_of_stack

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
-from lpq.engines.entries import Entry, Pieces, check_fixed
+from lpq.engines.entries import FileEntry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, parts_of, schemes_for
 from lpq.engines.siblings import Siblings, check_alike
 from lpq.files.safetensors import Shown
@@ -24,7 +24,7 @@ from lpq.registry.showing import brief, listed, number
 class Assigned:
     """A tensor of a model with its place in a layout."""
 
-    entry: Entry
+    entry: FileEntry
     scheme: Scheme | None = None
     """None: it is written in high precision."""
     inputs: Inputs | None = None
@@ -113,7 +113,7 @@ class ExportPlan:
 
 
 def planned(
-    entries: Sequence[Entry],
+    entries: Sequence[FileEntry],
     layout: str,
     linear: Callable[[set[str]], Iterable[str]],
     input_amax: Mapping[str, Tensor | float] | None,
@@ -170,7 +170,7 @@ def _check_names(layers: set[str], input_amax: Mapping[str, Tensor | float] | No
 
 
 def _assigned(
-    entry: Entry, layout: str, input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]
+    entry: FileEntry, layout: str, input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]
 ) -> Assigned:
     layer = entry.layer
     if layer is None or any(fnmatchcase(layer.name, pattern) for pattern in leave):
@@ -210,7 +210,7 @@ def _assigned(
     return Assigned(entry, scheme, inputs, amax)
 
 
-def _amax_of(entry: Entry, given: Mapping[str, Tensor | float] | None) -> Tensor | None:
+def _amax_of(entry: FileEntry, given: Mapping[str, Tensor | float] | None) -> Tensor | None:
     assert entry.layer is not None
     found = entry.layer.known_amax() if given is None else given.get(entry.layer.name)
     return None if found is None else torch.as_tensor(found, dtype=torch.float32).detach().cpu().reshape(())

@@ -16,9 +16,9 @@ from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import read
 from lpq.checkpoint.model import PREFIX
-from lpq.checkpoint.ranks import Ranks, quiet
+from lpq.checkpoint.ranks import CheckpointRanks, quiet
 from lpq.checkpoint.reading import Reader
-from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stack, Stacks, is_quantized, left_modules, split
 from lpq.nn.expert_stacks import numbered
 from lpq.nn.fused_experts import DOWN, UP
@@ -28,7 +28,7 @@ from lpq.recipes import Recipe
 class SavedCheckpoint:
     """A checkpoint, or the whole one of a run that was written last."""
 
-    def __init__(self, path: Path, ranks: Ranks) -> None:
+    def __init__(self, path: Path, ranks: CheckpointRanks) -> None:
         """All ranks call it, and find the same one."""
         found = find(path, ranks)
         self._description = read(found)[0].description
@@ -37,10 +37,10 @@ class SavedCheckpoint:
         self._saved = self._reader.saved()
         self.stacks = self._found_stacks()
 
-    def entries(self, dtype: torch.dtype | None) -> list[Entry]:
+    def entries(self, dtype: torch.dtype | None) -> list[FileEntry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
         description = self._description
-        made: list[Entry] = []
+        made: list[FileEntry] = []
         for name in self._names():
             quantized = description.quantized.get(name)
             if quantized is not None:
@@ -53,7 +53,7 @@ class SavedCheckpoint:
                 shape, own, stored = self._shape(name), self._saved[name][1], None
             kept = dtype if dtype is not None and own.is_floating_point else own
             gather, own_name = partial(self._gather, name, stored), name.removeprefix(PREFIX)
-            entry = Entry(own_name, shape, kept, gather, self._layer(name), stored)
+            entry = FileEntry(own_name, shape, kept, gather, self._layer(name), stored)
             plain = entry if entry.layer is not None else replace(entry, name=self._in_files(own_name))
             made += split(replace(entry, layer=None), self.stacks, {}) or [plain]
         return made

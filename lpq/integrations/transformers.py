@@ -20,7 +20,7 @@ from lpq.files.disk import place
 from lpq.integrations.decoded import attach
 from lpq.nn import replan, set_step
 from lpq.nn.first_argument import check_model
-from lpq.nn.quantizer_state import memories
+from lpq.nn.plan import memories
 from lpq.optim import MasterWeights
 from lpq.optim.unwrap import unwrapped
 from lpq.registry.showing import listed

@@ -17,8 +17,7 @@ from lpq.nn.fused_experts import adopt as adopt_experts
 from lpq.nn.fused_experts import holds_experts, is_transposed, stacks
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
-from lpq.nn.plan import Plan
-from lpq.nn.quantizer_state import check_names
+from lpq.nn.plan import Plan, check_names
 from lpq.nn.reports import Entry
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed

@@ -36,7 +36,7 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
     The column operand is there only with ``needs_dw``: it serves no other product. ``by_own``: the layer's own state
     encoded it.
     """
-    if not by_own and any(memory.tensor == "x" for memory in plan.memories):
+    if not by_own and "x" in plan.remembered:
         raise ValueError(
             f"{title}: the input is encoded already, and its recipe, with x={plan.x}, remembers statistics of inputs "
             "across steps, which did not encode it: pass the tensor before it is encoded"
@@ -73,7 +73,7 @@ def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
 
 def why_no_gradient(plan: Plan) -> str | None:
     """Why the gradient of the output of a layer may not arrive encoded; None if it may."""
-    if any(memory.tensor == "dy" for memory in plan.memories):
+    if "dy" in plan.remembered:
         return f"its recipe, with dy={plan.dy}, remembers statistics of gradients across steps"
     if rounds_stochastically(plan.dy):
         return f"its recipe, with dy={plan.dy}, rounds gradients with random bits, which each pass draws"

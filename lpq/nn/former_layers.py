@@ -27,7 +27,7 @@ def as_now(layer: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     if "gather" in state:
         now["gather"] = None
     if fsdp is not None:
-        from lpq.distributed.weight_gather import Gather, Layer
+        from lpq.distributed.weight_gather import Gather, GatheredLayer
 
-        now["gather"] = Gather(cast(Layer, layer), rounded)
+        now["gather"] = Gather(cast(GatheredLayer, layer), rounded)
     return now

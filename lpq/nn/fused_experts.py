@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.halves import activate
-from lpq.nn.quantizer_state import Memory
+from lpq.nn.plan import LayerBuffer
 from lpq.nn.read_past import Weight
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
@@ -62,7 +62,7 @@ class FusedExperts(GroupedLayer):
     """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
 
-    def state_buffers(self) -> tuple[Memory, ...]:
+    def state_buffers(self) -> tuple[LayerBuffer, ...]:
         own = super().state_buffers()
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 

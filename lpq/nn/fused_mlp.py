@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lpq import registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
-from lpq.nn.multiply import Change, LayerCall, Multiplication, Within
+from lpq.nn.multiply import LayerCall, Multiplication, StepChange, Within
 from lpq.nn.step import Step, gradient_wanted, input_wanted
 from lpq.nn.wanted import computes
 from lpq.operations.binding import Encoded
@@ -240,7 +240,7 @@ def _gradient_of(part: LayerContext) -> tuple[Output, Known, Tensor | None]:
     return Output(wanted, summed), state, part.saved_tensors[sum(part.counts)] if call.plan.stochastic else None
 
 
-def _arrived(made: Produced) -> Change:
+def _arrived(made: Produced) -> StepChange:
     """Give a layer the gradient of its output, encoded."""
 
     def change(step: Step) -> Step:

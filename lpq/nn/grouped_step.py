@@ -12,7 +12,7 @@ from lpq.formats.format import Quantizer
 from lpq.formats.sections import Sections, why_not_row_by_row
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
-from lpq.nn.step import Shapes, Step
+from lpq.nn.step import Shapes, Step, gradient_wanted, input_wanted, weight_wanted
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import Encoded, Multiply, Product
@@ -32,11 +32,10 @@ class Groups(NamedTuple):
 
     def step(self, plan: Plan, s: Shapes, encoder: object, product: object) -> Step:
         """Bind encoders and products of groups."""
-        needs_dx, needs_dw, static = s.needs_dx, s.needs_dw, {memory.tensor for memory in plan.memories}
+        needs_dx, needs_dw = s.needs_dx, s.needs_dw
         rows, stack = (Sections(self.number, is_stack, self.at_once) for is_stack in (False, True))
-        x = Wanted(plan.x, (s.rows, s.features), s.x, s.device, True, needs_dw, "x" in static, sections=rows)
-        w = Wanted(plan.w, (s.outputs, s.features), s.weight, s.device, True, needs_dx, "w" in static, sections=stack)
-        dy = Wanted(plan.dy, (s.rows, s.outputs), s.dtype, s.device, needs_dx, needs_dw, "dy" in static, sections=rows)
+        x, dy = (wanted(plan, s)._replace(sections=rows) for wanted in (input_wanted, gradient_wanted))
+        w = weight_wanted(plan, s)._replace(sections=stack)
         fprop, dgrad, wgrad = self._decoded(plan, x, w, dy)
         keeps_input = plan.keeps_input and needs_dw
         # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.

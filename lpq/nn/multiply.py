@@ -93,7 +93,7 @@ class Prepared(NamedTuple):
     call: LayerCall
 
 
-Change = Callable[[Step], Step]
+StepChange = Callable[[Step], Step]
 """Gives a step the encoders of a function over several layers."""
 
 
@@ -103,7 +103,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, change: Change | None = None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, change: StepChange | None = None
     ) -> Tensor:
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
@@ -171,7 +171,7 @@ class Multiplication(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, change: Change | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, change: StepChange | None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             check_backward(dy)
         for kept in ctx.watched:

@@ -198,7 +198,7 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool)
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
     operand. Where no kernel computes and encodes it, an encoder follows the operations of the module."""
     shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
-    cols, remembers = shape[-1], any(memory.tensor == "x" for memory in plan.memories)
+    cols, remembers = shape[-1], "x" in plan.remembered
     matrix = like.numel() // cols if cols else 0, cols
     wanted = Wanted(quantizer, matrix, dtype, device, True, col, remembers)
     producer = bind_producer(norm_source(norm, biased), [Output(wanted)])

@@ -272,7 +272,7 @@ def _mesh_pass(
             inputs.whole = LastInput()
         first = shapes._replace(parts=parts._replace(sums=False, keeps=True))
         calls = call(first), call(first._replace(given=True))
-        static = any(memory.tensor == "x" for memory in plan.memories)
+        static = "x" in plan.remembered
         siblings = Siblings(inputs.whole, *calls, (group, plan.x, dw, sequence), static)
     over = MeshPass(mesh, given, into, tuple(whole), parts, output, call(shapes), siblings)
     return over, x, found_by

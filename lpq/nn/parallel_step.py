@@ -14,10 +14,10 @@ from lpq.distributed.overlapped import of_parts
 from lpq.distributed.part_gathers import bind_gathered, bind_gathered_high, finish_sum, of_arriving, summed
 from lpq.nn.encoded_inputs import of_given
 from lpq.nn.plan import Plan
-from lpq.nn.step import BindProduct, Shapes, Step
+from lpq.nn.step import BindProduct, Shapes, Step, gradient_wanted, input_wanted, weight_wanted
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.cut import Cut
-from lpq.operations.encoder import BindEncoder, Encoder, Wanted
+from lpq.operations.encoder import BindEncoder, Encoder
 from lpq.operations.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
 
 SHARED_OUT = "tensor parallelism shards the layer: whether it was encoded by statistics of all ranks cannot be told"
@@ -49,20 +49,16 @@ class SharedOut(NamedTuple):
 
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
-        rows, features, outputs, x_dtype, w_dtype, dtype, _, device, dx, dw, encoded, given = shapes[:12]
-        group, cut, sequence, states = self.group, self.weight, self.sequence, {m.tensor for m in plan.memories}
-        by_columns = cut.dim == 0  # the columns of the output
-        of_rows = rows
+        group, cut, sequence, by_columns = self.group, self.weight, self.sequence, self.weight.dim == 0
+        x, w, dy = input_wanted(plan, shapes), weight_wanted(plan, shapes), gradient_wanted(plan, shapes)
         if sequence is not None:
-            of_rows = rows * cut.ranks if by_columns else rows // cut.ranks
-        x = Wanted(plan.x, (rows, features), x_dtype, device, True, dw, "x" in states)
-        w = Wanted(plan.w, (outputs, features), w_dtype, device, True, dx, "w" in states, at_hand=True)
-        dy = Wanted(plan.dy, (of_rows, outputs), dtype, device, dx, dw, "dy" in states)
+            rows = shapes.rows * cut.ranks if by_columns else shapes.rows // cut.ranks
+            dy = dy._replace(shape=(rows, shapes.outputs))
         if sequence is None or not by_columns:
             of_x = bind_part(encoder, x, None if by_columns else cut, group)
         else:
             of_x = bind_gathered(encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
-        of_w = PartEncoder(of_given(w)) if encoded else bind_part(encoder, w, cut, group)
+        of_w = PartEncoder(of_given(w)) if shapes.encoded else bind_part(encoder, w, cut, group)
         if by_columns:
             of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
         elif sequence is None or self.high:
@@ -72,13 +68,14 @@ class SharedOut(NamedTuple):
         if torch.compiler.is_compiling():
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = of_x.alone(group)
-        exchanged = [None if given else of_x.statistics, of_w.statistics]
+        exchanged = [None if shapes.given else of_x.statistics, of_w.statistics]
         reduces = exchanged != [None, None] or plan.stochastic
         exchange = bind_exchange(exchanged, group) if reduces else None
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
+        encoders = of_x.encoder, None if shapes.encoded else of_w.encoder, of_dy.encoder
         return Step(
-            of_x.encoder, None if encoded else of_w.encoder, of_dy.encoder, forward, into_dx, into_dw, SHARED_OUT,
-            exchange, bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
+            *encoders, forward, into_dx, into_dw, SHARED_OUT, exchange,
+            bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
 

@@ -1,20 +1,56 @@
-"""The plan of a layer for its tensors: all that follows from its recipe alone."""
+"""The plan of a layer for its tensors, and the buffers that hold what its quantizers remember across steps: all that
+follows from its recipe alone."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.nn.quantizer_state import Memory, memories
 from lpq.operations.derived_operands import rounds_stochastically
+from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
     from lpq.recipes import Recipe
 
 Pair = tuple[Quantizer, Quantizer]
 """The quantizers of the two operands of a product."""
+
+
+class LayerBuffer(NamedTuple):
+    """A buffer: its name, its tensor, and its key in the state of that tensor's quantizer."""
+
+    name: str
+    tensor: str
+    key: str
+    moves: bool
+    """Whether a step changes it; else it is static."""
+    stack: str = ""
+    """The stack whose matrices have one each, in a module with several."""
+
+
+def memories(recipe: Recipe) -> tuple[LayerBuffer, ...]:
+    """The state buffers of a layer with this recipe."""
+    quantizers = zip(TENSORS, (recipe.x, recipe.w, recipe.dy), strict=True)
+    return tuple(
+        LayerBuffer(f"{tensor}_{prefix}{buffer.name}", tensor, prefix + buffer.name, branch.moves)
+        for tensor, quantizer in quantizers
+        for prefix, branch in quantizer.state_branches().items()
+        for buffer in branch.state
+    )
+
+
+def check_names(layer: nn.Module, recipe: Recipe, own: Collection[str], title: str) -> None:
+    """Refuse a recipe if one of its buffers has the name of an attribute of the layer that is not among ``own``."""
+    for name, *_ in memories(recipe):
+        if name not in own and hasattr(layer, name):
+            raise ValueError(
+                f"{title}: {recipe.title} remembers {name}, and the layer has an attribute of that name: rename it"
+            )
 
 
 @dataclass(frozen=True)
@@ -28,8 +64,10 @@ class Plan:
     """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
     stochastic: bool
     """Whether anything is rounded with random bits."""
-    memories: tuple[Memory, ...]
+    memories: tuple[LayerBuffer, ...]
     """The buffers that hold the states of quantizers."""
+    remembered: tuple[str, ...]
+    """The tensors that have buffers."""
     moving: tuple[str, ...]
     """The tensors that have buffers which a step changes."""
     shares: bool
@@ -53,8 +91,9 @@ class Plan:
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" and memory.moves for memory in kept)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
+        remembered = tuple(dict.fromkeys(memory.tensor for memory in kept))
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
-        return cls(*tensors, fast_sums, stochastic, kept, moving, shares, *keeps, *of)
+        return cls(*tensors, fast_sums, stochastic, kept, remembered, moving, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

@@ -15,8 +15,7 @@ from lpq import recipes
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.former_layers import as_now
 from lpq.nn.passes import Passes
-from lpq.nn.plan import Plan
-from lpq.nn.quantizer_state import Memory, check_names
+from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes.gemms import TENSORS
 from lpq.registry.warning import warn
 from lpq.torch_private.compiling import is_exporting, once_when_traced
@@ -149,7 +148,7 @@ class StatefulLayer(nn.Module):
         if self.model.check is not None:
             self.model.check.in_pass()
 
-    def state_buffers(self) -> tuple[Memory, ...]:
+    def state_buffers(self) -> tuple[LayerBuffer, ...]:
         """The buffers of its present recipe."""
         plan = self.passes.plan
         return plan.memories if plan is not None else ()
@@ -228,7 +227,7 @@ def give_recipes(given: Mapping[StatefulLayer, Recipe | None]) -> None:
             layer.passes.withheld = words
 
 
-def states_of(module: nn.Module, memories: Iterable[Memory]) -> dict[str, dict[str, Tensor]]:
+def states_of(module: nn.Module, memories: Iterable[LayerBuffer]) -> dict[str, dict[str, Tensor]]:
     """The state of each tensor that these buffers are of, by the keys of its quantizer."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor, key, *_ in memories:

@@ -134,41 +134,44 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     """Bind a step by these functions; ``exact``: operands may be made in their exact forms."""
     if shapes.parts is not None:
         return shapes.parts.step(plan, shapes, encoder, product)
-    _, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, given = shapes[:12]
-    states, later = [memory.tensor for memory in plan.memories], shapes.compiled
+    dtype, device, needs_dx, needs_dw = shapes.dtype, shapes.device, shapes.needs_dx, shapes.needs_dw
+    later = shapes.compiled
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     forward = (fprop, False)
-    draws = not encoded and not plan.w.side("row").plain
+    draws = not shapes.encoded and not plan.w.side("row").plain
     of_x = input_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
-    x = None if given else _encoder(encoder, of_x, plan.keeps_input)
-    wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
-    wanted = wanted._replace(at_hand=True)
-    w = None if encoded else _encoder(encoder, wanted, plan.keeps_weight)
+    x = None if shapes.given else _encoder(encoder, of_x, plan.keeps_input)
+    of_w = weight_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=draws)
+    w = None if shapes.encoded else _encoder(encoder, of_w, plan.keeps_weight)
     of_dy = gradient_wanted(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
     dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
     x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
-    w_row, w_col = operands_of(wanted) if w is None else (w.row, w.col)
+    w_row, w_col = operands_of(of_w) if w is None else (w.row, w.col)
     assert x_row is not None
     assert w_row is not None
     multiply, into_dx, into_dw = product(Product(x_row, w_row, dtype, device, plan.fast[0])), None, None
     if dy.row is not None and w_col is not None:
-        into_dx = product(Product(dy.row, w_col, x_dtype, device, plan.fast[1]))
+        into_dx = product(Product(dy.row, w_col, shapes.x, device, plan.fast[1]))
     if dy.col is not None and x_col is not None:
-        into_dw = product(Product(dy.col, x_col, summed, device, plan.fast[2]))
+        into_dw = product(Product(dy.col, x_col, shapes.summed, device, plan.fast[2]))
     return Step(x, w, dy, multiply, into_dx, into_dw, why_no_gradient(plan))
 
 
 def input_wanted(plan: Plan, shapes: Shapes) -> Wanted:
     """How the input of a layer is encoded, not in exact forms."""
-    remembers = any(memory.tensor == "x" for memory in plan.memories)
-    matrix = (shapes.rows, shapes.features)
+    matrix, remembers = (shapes.rows, shapes.features), "x" in plan.remembered
     return Wanted(plan.x, matrix, shapes.x, shapes.device, True, shapes.needs_dw, remembers)
+
+
+def weight_wanted(plan: Plan, shapes: Shapes) -> Wanted:
+    """How the weight of a layer is encoded, not in exact forms."""
+    matrix, remembers = (shapes.outputs, shapes.features), "w" in plan.remembered
+    return Wanted(plan.w, matrix, shapes.weight, shapes.device, True, shapes.needs_dx, remembers, at_hand=True)
 
 
 def gradient_wanted(plan: Plan, shapes: Shapes) -> Wanted:
     """How the gradient of the result of a layer is encoded, not in exact forms."""
-    remembers = any(memory.tensor == "dy" for memory in plan.memories)
-    matrix = (shapes.rows, shapes.outputs)
+    matrix, remembers = (shapes.rows, shapes.outputs), "dy" in plan.remembered
     return Wanted(plan.dy, matrix, shapes.dtype, shapes.device, shapes.needs_dx, shapes.needs_dw, remembers)
 
 

@@ -26,11 +26,6 @@ class Cut(NamedTuple):
     """How many chunks each rank has. The ranks take turns: one chunk each, then the next. A batch of sequences has
     one for each sequence."""
 
-    @property
-    def mine(self) -> int:
-        """How many rows or columns this rank has."""
-        return self.size * self.chunks_per_rank
-
     def place(self, chunk: int) -> int:
         """The first row or column, in the whole matrix, of a chunk of this rank."""
         return (chunk * self.ranks + self.rank) * self.size
@@ -53,3 +48,14 @@ def why_cut(sides: Iterable[tuple[Quantizer, int]], size: int, what: str) -> str
             if size % unit:
                 return f"shards of {size} {what} cut the blocks of {unit} of {side}"
     return None
+
+
+def check_shard(row: Quantizer | None, col: Quantizer | None, rows: int) -> None:
+    """Refuse equal shards of ``rows`` rows of which these operands are no parts of the operands of the whole. All ranks
+    have equally many rows, so all refuse."""
+    sides = [(side, dim) for side, dim in ((row, 0), (col, 1)) if side is not None]
+    if (reason := why_cut(sides, rows, "rows")) is not None:
+        raise ValueError(
+            f"a shard has no operand that is a part of the whole tensor's: {reason}. Shard by whole blocks, or "
+            "quantize the whole"
+        )

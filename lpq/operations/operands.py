@@ -8,12 +8,10 @@ from torch import Tensor
 
 from lpq.formats.format import Storage
 from lpq.formats.sections import Sections
-from lpq.operations.cut import Cut
-from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.cut import Cut, check_shard
 from lpq.operations.encoder import Wanted, through_operators
 from lpq.operations.inputs import check_input
 from lpq.operations.part_encoders import bind_part
-from lpq.operations.reduce_statistics import check_shard
 from lpq.operations.states import State, remember
 
 if TYPE_CHECKING:
@@ -42,22 +40,18 @@ def encode_operands(
     state: State | None = None,
     seed: Tensor | None = None,
     offset: int = 0,
-    exact: tuple[bool, bool] = (False, False),
 ) -> Operands:
     """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
     leaves them, which may be column by column: ``Storage.row_major`` is for operands that are kept.
 
-    ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once and not kept. Such an
-    operand may be made in its exact form in place of being encoded. ``group``: ``x`` is one of equal shards along
-    dimension 0, whose ranks are in this group. ``x`` may be a stack of matrices.
+    ``group``: ``x`` is one of equal shards along dimension 0, whose ranks are in this group. ``x`` may be a stack of
+    matrices.
     """
     check_input(x)
     *count, rows, cols = x.shape
-    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, exact, offset=offset)
+    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, offset=offset)
     if count:
         wanted = wanted._replace(sections=Sections(count[0], stack=True, at_once=False))
-    if seed is None and rounds_stochastically(quantizer):
-        wanted = wanted._replace(exact=(False, False))
     if group is None or group.size() == 1:
         encoder = through_operators(wanted)
     else:

@@ -15,8 +15,6 @@ from lpq.torch_private.operators import copy_each
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.formats.format import Quantizer
-
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a float but for its sign."""
 ByRanks: TypeAlias = "dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]]"
@@ -159,21 +157,3 @@ def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group))
-
-
-def check_shard(row: Quantizer | None, col: Quantizer | None, rows: int) -> None:
-    """Refuse equal shards of ``rows`` rows that cut a block, or an operand that must not be cut. All ranks have equally
-    many rows, so all refuse."""
-    for side, dim in ((row, 0), (col, 1)):
-        if side is None:
-            continue
-        if (reason := side.why_no_parts(dim)) is not None:
-            raise ValueError(
-                f"a shard has no operand that is a part of the whole tensor's: {reason}; quantize the whole"
-            )
-        for unit in side.units(dim):
-            if rows % unit:
-                raise ValueError(
-                    f"a shard of {rows} rows cuts the blocks of {unit} rows that {side} has: shard by multiples of "
-                    f"{unit} rows, or quantize before sharding"
-                )

@@ -11,10 +11,11 @@ from torch import Tensor
 from lpq import operations
 from lpq.formats.format import Storage
 from lpq.formats.sections import is_stack
+from lpq.operations.cut import check_shard
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import check_input
 from lpq.operations.measuring import measure_again
-from lpq.operations.reduce_statistics import Reductions, check_shard, spans
+from lpq.operations.reduce_statistics import Reductions, spans
 from lpq.operations.sides import measures_again
 from lpq.tensor.quantized_tensor import QuantizedTensor
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lpq.operations.cut import why_cut
 from lpq.tensor.quantized_tensor import REMEDY, QuantizedTensor
 from lpq.torch_private import autograd
 from lpq.torch_private.callers import engine_calls
@@ -70,11 +71,9 @@ def check_shard(t: QuantizedTensor, rows: int) -> None:
     """Refuse shards that are uneven, or no parts of a tensor of this format. All ranks refuse alike, by global
     sizes."""
     matrix_rows = t.matrix_shape[0] // t.shape[0] * rows
-    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.operands]
-    why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
-    cut = next((unit for side, dim in along for unit in side.units(dim) if matrix_rows % unit), None)
-    if why is not None or cut is not None or t.shape[0] % rows:
-        why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
+    sides = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.operands]
+    why = why_cut(sides, matrix_rows, "rows") or ("it leaves a smaller one" if t.shape[0] % rows else None)
+    if why is not None:
         raise ValueError(
             f"{t.whose}a {list(t.shape)} tensor that is stored as {t.quantizer} has no shard of {rows} rows: {why}; "
             f"{GIVE_RANKS}"

@@ -127,5 +127,5 @@ def test_a_part_that_would_be_measured_later_keeps_a_weight_whole(rank: int) -> 
     x = value(128, 96)
     with pytest.raises(ValueError, match=re.escape(words)):
         lpq.quantizer(text).quantize(x, amax_group=dist.group.WORLD)
-    with pytest.raises(ValueError, match="a shard of 80 rows cuts the blocks of 32 rows that residual"):
+    with pytest.raises(ValueError, match="shards of 80 rows cut the blocks of 32 of residual"):
         lpq.quantizer(COMPOSITE[0]).quantize(x[:80], amax_group=dist.group.WORLD)

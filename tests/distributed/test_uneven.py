@@ -190,8 +190,8 @@ def test_quantized(rank: int) -> None:
 def test_refused_where_it_is_sharded(rank: int) -> None:
     """Without ``ranks`` every weight is stored quantized, and FSDP2 cannot cut some."""
     for rows, recipe, words in (
-        (90, "mxfp8", "a [90, 64] tensor that is stored as mxfp8 has no shard of 30 rows: it cuts blocks of 32"),
-        (96, "fp8-block", "cuts blocks of 128"),
+        (90, "mxfp8", "stored as mxfp8 has no shard of 30 rows: shards of 30 rows cut the blocks of 32"),
+        (96, "fp8-block", "cut the blocks of 128"),
         (100, "nvfp4", "a [100, 64] tensor that is stored as nvfp4(block=16x16) has no shard of 34 rows: "),
         (100, "fp8-current", "tensor that is stored as fp8 has no shard of 34 rows: it leaves a smaller one"),
         (4, "fp8-current", "shards of 2 rows of a tensor that is stored as fp8 leave nothing to some ranks"),
