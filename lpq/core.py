@@ -5,6 +5,7 @@ that has them.
 """
 
 from lpq.formats import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
+from lpq.formats.rotation import Rotation
 from lpq.operations import decode, encode_operands, gemm, remember, transpose
 from lpq.tensor import PrecisionWarning, QuantizedTensor, dispatch, quantize
 
@@ -17,6 +18,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "RandomBits",
+    "Rotation",
     "Stat",
     "StateBuffer",
     "Storage",

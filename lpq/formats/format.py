@@ -23,7 +23,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
-from lpq.formats.rotation import basis_of
+from lpq.formats.rotation import Rotation
 
 if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
@@ -67,14 +67,10 @@ class Quantizer(Options):
         return False
 
     @property
-    def rotation(self) -> str | None:
-        """The name of the rotated basis in which the matrix is stored; columns that it mixes are in one block."""
-        return None
-
-    @property
-    def rotation_options(self) -> tuple[str, ...] | None:
-        """The names of the options that change the rotation. None: any may, and operands with other options are decoded
-        before they are multiplied."""
+    def rotation(self) -> Rotation | None:
+        """The rotation of the columns in which the matrix is stored. The core applies it: ``measure`` and ``encode``
+        get the rotated matrix in fp32, its columns padded to whole blocks. The core undoes it, too: the storage has
+        ``decode_stored`` in place of ``decode``. Columns that it mixes are in one block of a buffer."""
         return None
 
     @property
@@ -177,9 +173,13 @@ class Quantizer(Options):
         return {"row_": row, "col_": col}
 
     @cached_property
-    def basis(self) -> str | None:
-        """The rotation in the form in which it is compared; operands of one basis are multiplied without undoing it."""
-        return basis_of(self, self.rotation, self.rotation_options) if self.rotation is not None else None
+    def basis(self) -> Rotation | None:
+        """The rotation, which operands are compared by; operands of one basis are multiplied without undoing it."""
+        return self.rotation
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """The matrix as ``measure`` and ``encode`` get it: ``x`` itself where there is no rotation."""
+        return x if self.basis is None else self.basis.apply(x)
 
     @cached_property
     def storage(self) -> type[Storage]:
@@ -270,10 +270,44 @@ def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> 
         cause = f"{side}: {cls.__name__}.measure is never called, since stats declares nothing"
         remedy = f"declare what it returns, {cls.__name__}.stats, or take measure away"
         raise _fault(side, cause, remedy)
+    _check_rotation(side)
     if side.transposable and side.storage.transposed is Storage.transposed:
         storage = side.storage.__name__
         cause = f"{side} is declared transposable, and {storage} has no transposed()"
         raise _fault(side, cause, f"define {storage}.transposed(self), or take transposable away")
+
+
+def _check_rotation(side: Quantizer) -> None:
+    """Refuse a rotation that is declared as in interface 1, or that could not be undone."""
+    storage, remedy = side.storage, f"let {type(side).__name__}.rotation be a Rotation, of lpq.core, or None"
+    if side.basis is not None and not isinstance(side.basis, Rotation):
+        cause = f"{side} has rotation={side.basis!r}: a name tells no rotations apart"
+    elif side.basis != side.rotation:
+        cause, remedy = (
+            f"{side}: {type(side).__name__}.rotation is another one whenever it is called",
+            "return one value",
+        )
+    elif hasattr(side, "rotation_options"):
+        cause = (
+            f"{side} has rotation_options, which plugin interface 2 does without: a Rotation is compared by its value"
+        )
+        remedy = "take rotation_options away, and " + remedy
+    elif storage.decode_rotated is not Storage.decode_rotated:
+        cause = f"{storage.__name__} defines decode_rotated, which is the core's since plugin interface 2"
+        remedy = "define decode_stored(self), the stored values before a rotation is undone, in place of both"
+    elif side.basis is None:
+        return
+    elif storage.decode is not Storage.decode or storage.decode_stored is Storage.decode_stored:
+        cause = f"{side} is rotated, and {storage.__name__} has no decode_stored(self), or a decode(self) of its own"
+        remedy = "define decode_stored(self), the rotated values; the core makes decode of it"
+    elif all(buffer.unit(1) is None or (buffer.unit(1) or 1) % side.basis.block for buffer in side.layout):
+        cause = (
+            f"{side} mixes {side.basis.block} columns, and every buffer of {storage.__name__} may be cut between them"
+        )
+        remedy = f"declare pad={side.basis.block} for a buffer"
+    else:
+        return
+    raise _fault(side, cause, remedy)
 
 
 class Storage:
@@ -297,15 +331,15 @@ class Storage:
         return cls.layout
 
     def decode(self) -> Tensor:
-        """Return the matrix that the buffers stand for, in fp32, in plain PyTorch. This defines the format."""
+        """Return the matrix that the buffers stand for, in fp32, in plain PyTorch. This defines the format. A format
+        that may be rotated defines ``decode_stored`` in its place."""
+        stored, rotation = self.decode_stored(), self.quantizer.basis
+        return (stored if rotation is None else rotation.undo(stored))[:, : self.shape[1]]
+
+    def decode_stored(self) -> Tensor:
+        """Return the values that are stored, in fp32: the matrix before a rotation is undone. Padding may be cut off
+        where there is no rotation."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(self)")
-
-    def decode_rotated(self) -> Tensor:
-        """Decode as ``decode`` does, but stay in the rotated basis that ``quantizer.rotation`` names, padding included.
-
-        The product of two matrices in one basis (``quantizer.basis``) equals the product of the decoded matrices.
-        """
-        return self.decode()
 
     def transposed(self) -> Self:
         """Return the operand of the transposed matrix, without the original. Only for a transposable quantizer."""
@@ -314,6 +348,12 @@ class Storage:
         )
 
     # ------------------------------------------------------------------------------ what every format has
+
+    def decode_rotated(self) -> Tensor:
+        """Decode as ``decode`` does, but stay in the rotated basis, with padding that counts in no product. The product
+        of two matrices in one basis (``quantizer.basis``) equals the product of the decoded matrices."""
+        rotation = self.quantizer.basis
+        return self.decode() if rotation is None else rotation.without_padding(self.decode_stored(), self.shape[1])
 
     def __init__(self, **buffers: Tensor) -> None:
         for name, tensor in buffers.items():

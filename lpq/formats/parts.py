@@ -101,14 +101,19 @@ def taken(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------- the operands
 
 
+def measure(part: Quantizer, x: Tensor) -> dict[str, Tensor]:
+    """The statistics of ``x`` that one part needs, in the basis in which it is stored."""
+    return part.measure(part.rotated(x)) or {}
+
+
 def encode(part: Quantizer, x: Tensor, stats: Mapping[str, Tensor] | None = None) -> Storage:
     """The operand of one part of ``x``. Without ``stats``, as for a later part, ``x`` is measured here."""
     if stats is None:
         rows, cols = x.shape
-        stats = part.measure(x) if x.numel() else {s.name: s.zeros(rows, cols, x.device) for s in part.stats}
+        stats = measure(part, x) if x.numel() else {s.name: s.zeros(rows, cols, x.device) for s in part.stats}
     if part.plain:
         x = x.clone()  # its buffer may be a view
-    return part.encode(x, stats).bind(part, (x.shape[0], x.shape[1]), x.dtype)
+    return part.encode(part.rotated(x), stats).bind(part, (x.shape[0], x.shape[1]), x.dtype)
 
 
 def part(whole: Storage, name: str, quantizer: Quantizer) -> Storage:

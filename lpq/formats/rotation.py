@@ -1,31 +1,127 @@
-"""Rotated bases: when two operands have the same rotation, so that their product equals the product of the decoded
-matrices."""
+"""Rotations of the contraction: a format returns one as a value, and the core applies it and undoes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 
-from lpq import registry
-from lpq.formats.options import Options
+import torch
+from torch import Tensor
 
-NEUTRAL = ("static", "stochastic", "search")
-"""Options that the core gives a meaning: these options change no basis."""
+from lpq.formats.blocks import pad_blocks
+
+WORD = 32
+"""How many signs are kept in one number."""
+NEAR = 1e-6
+"""By how much an entry of a matrix may be off, as one that was rounded to fp32 is."""
 
 
-def basis_of(quantizer: Options, rotation: str, changing: Sequence[str] | None) -> str:
-    """The rotation of a quantizer, in the form in which rotations are compared: ``plugin:name``, with the values of the
-    options that change it.
+@dataclass(frozen=True)
+class Rotation:
+    """An orthonormal transform of each block of n columns: ``y = x · diag(signs) · H / √n``, with the Hadamard matrix H
+    of order n in Sylvester's order, or ``y = x · matrix``.
 
-    A name belongs to its plugin: another plugin may use it for another rotation. Options count as changing the rotation
-    unless the format declares otherwise, for the product of two bases is garbage, and undoing a rotation costs time
-    only.
+    Two rotations are equal if their matrices are, whichever way they were given. The product of two matrices with equal
+    rotations equals the product of the matrices themselves.
     """
-    format, known = registry.format_of(type(quantizer)).name, [f.name for f in fields(quantizer)]  # type: ignore[arg-type]
-    if unknown := [name for name in changing or () if name not in known]:
-        cause = f"{quantizer} has rotation_options={changing!r}, and no option {unknown[0]!r}"
-        raise registry.at_fault(format, cause, f"name the options that change the rotation, of {known}")
-    names = [name for name in known if name not in NEUTRAL] if changing is None else changing
-    values = ", ".join(f"{name}={getattr(quantizer, name)}" for name in names)
-    named = f"{registry.plugin_of(format).name}:{rotation}"
-    return f"{named}({values})" if values else named
+
+    signs: tuple[int, ...] | None = None
+    """1 or -1 for each column of a block, a power of two of them."""
+    matrix: tuple[tuple[float, ...], ...] | None = None
+    """The rows of an orthonormal matrix of any order; None: ``signs`` give it."""
+
+    def __post_init__(self) -> None:
+        if (self.signs is None) == (self.matrix is None):
+            raise ValueError("a Rotation has signs, of a Hadamard transform, or the rows of a matrix: pass one of them")
+        signs = self.signs if self.matrix is None else _signs_of(self.matrix)
+        if signs is None:
+            return
+        if any(sign not in (1, -1) for sign in signs) or len(signs).bit_count() != 1:
+            raise ValueError(f"signs of a Rotation are 1 or -1, as many as a power of two, and not {list(signs)}")
+        object.__setattr__(self, "signs", tuple(signs))
+        object.__setattr__(self, "matrix", None)
+
+    @property
+    def block(self) -> int:
+        """How many columns are mixed with each other."""
+        return len(self.signs or self.matrix or ())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The rotated matrix in fp32, its columns padded to whole blocks."""
+        x = pad_blocks(x, (1, self.block)).float()
+        if self.matrix is not None:
+            return _multiplied(x, self.matrix)
+        return _hadamard(x * (self._signs(x) * self.block**-0.5), self.block)
+
+    def undo(self, y: Tensor) -> Tensor:
+        """The matrix that ``apply`` would take to ``y``, padding included."""
+        if self.matrix is not None:
+            return _multiplied(y, tuple(zip(*self.matrix, strict=True)))
+        return _hadamard(y * self.block**-0.5, self.block) * self._signs(y)
+
+    def without_padding(self, stored: Tensor, cols: int) -> Tensor:
+        """A rotated matrix whose padding counts in no product: columns of padding do not decode to zeros once they were
+        rotated and rounded."""
+        whole, ragged = cols - cols % self.block, cols % self.block
+        stored = stored[:, : whole + self.block * (ragged > 0)]
+        if not ragged:
+            return stored
+        return torch.cat([stored[:, :whole], self.apply(self.undo(stored[:, whole:])[:, :ragged])], 1)
+
+    def __str__(self) -> str:
+        if self.signs is None:
+            return f"a matrix of {self.block}"
+        return f"a Hadamard transform of {self.block} after the signs {''.join('-+'[s > 0] for s in self.signs)}"
+
+    def _signs(self, x: Tensor) -> Tensor:
+        """The sign of each column. It comes from constants, since copying a list to a GPU would wait for it."""
+        column = torch.arange(x.shape[1], device=x.device) % self.block
+        minus = [i for i, sign in enumerate(self.signs or ()) if sign < 0]
+        bit = torch.zeros_like(column)
+        for first in range(0, self.block, WORD):
+            word = sum(1 << (i - first) for i in minus if first <= i < first + WORD)
+            bit += (word >> (column - first).clamp(0, WORD - 1) & 1) * (column // WORD == first // WORD)
+        return (1 - 2 * bit).float()
+
+
+def _signs_of(matrix: Sequence[Sequence[float]]) -> list[int] | None:
+    """The signs of which a matrix is a Hadamard transform; None if it is another one. Raise if it is no rotation."""
+    order = len(matrix)
+    if order == 0 or any(len(row) != order for row in matrix):
+        raise ValueError("the matrix of a Rotation is square: pass as many rows as columns")
+    exact = torch.tensor(matrix, dtype=torch.float64)
+    if not ((exact @ exact.t() - torch.eye(order)).abs() < NEAR).all():
+        raise ValueError("the matrix of a Rotation is orthonormal, so that its transpose undoes it; this one is not")
+    if order.bit_count() != 1:
+        return None
+    signs = exact[:, 0].sign()
+    sylvester = _hadamard(torch.diag(signs), order) * order**-0.5
+    return [int(sign) for sign in signs] if ((sylvester - exact).abs() < NEAR).all() else None
+
+
+def _hadamard(x: Tensor, order: int) -> Tensor:
+    """``x · H`` in fp32: sums and differences of elements half an order apart, then of nearer ones."""
+    rows, cols = x.shape
+    spare = torch.empty_like(x)
+    apart = order // 2
+    while apart:
+        pairs = (rows, cols // (2 * apart), 2, apart)
+        first, second = x.view(pairs).unbind(2)
+        total, difference = spare.view(pairs).unbind(2)
+        torch.add(first, second, out=total)
+        torch.sub(first, second, out=difference)
+        x, spare = spare, x
+        apart //= 2
+    return x
+
+
+def _multiplied(x: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
+    """``x · matrix`` block by block, summed in the order of the rows, so that an element has the same bits in any
+    matrix."""
+    order = len(matrix)
+    rows = torch.tensor(matrix, dtype=torch.float32, device=x.device)
+    blocks = x.reshape(x.shape[0], x.shape[1] // order, order)
+    made = torch.zeros_like(blocks)
+    for i in range(order):
+        made = made + blocks[:, :, i : i + 1] * rows[i]
+    return made.flatten(1)

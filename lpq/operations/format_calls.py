@@ -33,7 +33,7 @@ AS_DECLARED = "return it as declared, or declare what is returned"
 
 def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
     """The statistics that the format's ``measure`` and ``measure_again`` find, in the order of ``stats``."""
-    found = quantizer.measure(x) or {}
+    found = quantizer.measure(quantizer.rotated(x)) or {}
     if any(stat.round == 2 for stat in quantizer.stats):
         return measured_again_by(quantizer, x, found)
     return _measured(quantizer, "measure", x, found)
@@ -42,7 +42,8 @@ def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
 def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tensor]) -> list[Tensor]:
     """The given statistics of round 1, and those that the format's ``measure_again`` finds with them, in the order of
     ``stats``."""
-    return _measured(quantizer, "measure_again", x, {**first, **(quantizer.measure_again(x, first) or {})})
+    found = quantizer.measure_again(quantizer.rotated(x), first) or {}
+    return _measured(quantizer, "measure_again", x, {**first, **found})
 
 
 def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, Tensor]) -> list[Tensor]:
@@ -85,7 +86,8 @@ def recalling(
 def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
     """The operand that the format's ``encode`` makes of a matrix, or, with random bits, ``encode_stochastic``."""
     method = "encode" if bits is None else "encode_stochastic"
-    made = quantizer.encode(x, stats) if bits is None else quantizer.encode_stochastic(x, stats, bits)
+    own = x if quantizer.basis is None else quantizer.basis.apply(x)
+    made = quantizer.encode(own, stats) if bits is None else quantizer.encode_stochastic(own, stats, bits)
     if not isinstance(made, Storage):
         raise _no_storage(quantizer, method, made)
     made = made.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)

@@ -213,11 +213,5 @@ def _check_bases(gemm: str, product: tuple[Quantizer, Quantizer]) -> None:
     )
     raise RecipeError(
         f"{gemm} cannot multiply its operands: {first}, {second}. "
-        f"Give both the same rotation or neither, by another quantizer for {a} or {b}{_unless(product)}."
+        f"Give both the same rotation or neither, by another quantizer for {a} or {b}."
     )
-
-
-def _unless(product: tuple[Quantizer, Quantizer]) -> str:
-    """The other remedy, where one name is the rotation of both."""
-    same = product[0].rotation == product[1].rotation and type(product[0]) is type(product[1])
-    return "; or let rotation_options of the format name the options that change its rotation" if same else ""

@@ -20,7 +20,16 @@ from lpq.registry.errors import ImportStringError, PluginError, suggestion, word
 from lpq.registry.grammar import NAME
 from lpq.registry.operations import TABLE
 from lpq.registry.showing import brief, pip
-from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
+from lpq.registry.specs import (
+    API_VERSION,
+    BACKENDS,
+    OLDEST_API_VERSION,
+    OPERATIONS,
+    FormatSpec,
+    KernelSpec,
+    LayoutSpec,
+    RecipeSpec,
+)
 
 GROUP = "lpq.plugins"
 OWN = "lpq"
@@ -222,7 +231,7 @@ def _answers(source: PluginSource, manager: pluggy.PluginManager, hook: str, kin
 
 
 def _check_version(source: PluginSource, what: str, version: int) -> None:
-    if version != API_VERSION:
+    if not OLDEST_API_VERSION <= version <= API_VERSION:
         older = source.distribution if version < API_VERSION else OWN
         cause = f"{what} is for plugin interface {version}, and this lpq has {API_VERSION}"
         raise source.error(cause, pip("install --upgrade", [older], f"upgrade {older}"))

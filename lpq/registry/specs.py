@@ -12,8 +12,11 @@ from typing import Any, Self
 
 from lpq.registry.operations import TABLE
 
-API_VERSION = 1
-"""The version of the plugin interface. A plugin written for another one is refused, in words."""
+API_VERSION = 2
+"""The version of the plugin interface. A plugin written for a later one is refused, in words."""
+OLDEST_API_VERSION = 1
+"""The earliest version that is still understood. A format of version 1 that declares a rotation by a name is refused
+when it is looked up, with the new declaration in the message."""
 OPERATIONS = tuple(TABLE)
 """The values that ``KernelSpec.op`` may have."""
 BACKENDS = ("torch", "triton", "cuda")

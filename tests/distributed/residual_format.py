@@ -70,7 +70,7 @@ class ResidualQuantizer(Quantizer):
         return self.base.transposable and self.rest.transposable
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return parts.joined(base=self.base.measure(x))
+        return parts.joined(base=parts.measure(self.base, x))
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         base = parts.encode(self.base, x, parts.taken("base", stats))

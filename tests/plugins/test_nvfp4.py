@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import bind_operand
+from lpq_nvfp4.rotation import HADAMARD
 from nasty import DTYPES, GOLDEN, bytes_of, normal, same, values
 from torch import Tensor
 
 import lpq
-from lpq.core import RandomBits, Storage, gemm, transpose
+from lpq.core import RandomBits, Rotation, Storage, gemm, transpose
 from lpq.formats.elements import unpack_nibbles
 from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import Job
@@ -166,14 +167,14 @@ def test_the_statistics_are_the_amaxes_of_the_stored_matrix() -> None:
     for options, block in (("block=1x16", (1, 16)), ("block=16x16", (16, 16)), ("rht=true", (1, 16))):
         q = quantizer(options)
         assert [(s.name, s.block) for s in q.stats] == [("amax", (None, None)), ("block_amax", block)]
-        measured = q.measure(x)
+        measured = q.measure(q.rotated(x))
         stored = torch.from_numpy(oracle.rotate(x.numpy())) if q.rht else x
         assert measured["amax"] == stored.abs().max() == measured["block_amax"].max()
         assert measured["block_amax"][0, 0] == stored[: block[0], :16].abs().max()
         larger = {**measured, "amax": measured["amax"] * 4}
-        assert torch.equal(q.encode(x, larger).scale.float() * 4, q.encode(x, measured).scale.float()), (
-            "encode must use what it is given"
-        )
+        assert torch.equal(
+            q.encode(q.rotated(x), larger).scale.float() * 4, q.encode(q.rotated(x), measured).scale.float()
+        ), "encode must use what it is given"
 
 
 def test_only_square_blocks_without_rotation_and_chance_are_transposable() -> None:
@@ -191,7 +192,7 @@ def test_only_the_column_operand_is_rotated() -> None:
     assert q.side("row") == lpq.quantizer("nvfp4")
     assert q.side("row") is q.side("row")
     assert q.side("col") is q
-    assert (q.rotation, q.side("row").rotation) == ("hadamard16", None)
+    assert (q.rotation, q.side("row").rotation) == (Rotation(signs=tuple(oracle.SIGNS.tolist())), None)
     x = normal(48, 64)
     rotated, plain = q.quantize(x), lpq.quantizer("nvfp4").quantize(x)
     assert same(rotated.row, plain.row)
@@ -376,7 +377,8 @@ def test_the_full_recipe_rotates_wgrad_alone_and_rounds_only_gradients_by_chance
         "dgrad": (recipe.dy.side("row").rotation, recipe.w.side("col").rotation),
         "wgrad": (recipe.dy.side("col").rotation, recipe.x.side("col").rotation),
     }
-    assert rotations == {"fprop": (None, None), "dgrad": (None, None), "wgrad": ("hadamard16", "hadamard16")}
+    both = (HADAMARD, HADAMARD)
+    assert rotations == {"fprop": (None, None), "dgrad": (None, None), "wgrad": both}
     assert recipe.dy.side("row").stochastic
     assert recipe.dy.side("col").stochastic
 

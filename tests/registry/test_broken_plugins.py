@@ -76,12 +76,12 @@ BROKEN = {
     ),
     "an old API version": (
         formats(spec("acme", ", api_version=0")),
-        "is for plugin interface 0, and this lpq has 1",
+        "is for plugin interface 0, and this lpq has 2",
         "pip install --upgrade acme-formats",
     ),
     "a new API version": (
-        formats(spec("acme", ", api_version=2")),
-        "interface 2",
+        formats(spec("acme", ", api_version=3")),
+        "interface 3",
         "pip install --upgrade lpq",
     ),
     "fields of another API": (
@@ -137,12 +137,12 @@ BROKEN = {
     ),
     "a kernel of an old API version": (
         formats(spec("acme", f", kernels=({kernel(', api_version=0')},)")),
-        "kernel acme_k:run is for plugin interface 0, and this lpq has 1",
+        "kernel acme_k:run is for plugin interface 0, and this lpq has 2",
         "pip install --upgrade acme-formats",
     ),
     "a kernel of a new API version": (
-        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return {kernel(', formats=(chr(97),), api_version=2')}\n",
-        "kernel acme_k:run is for plugin interface 2, and this lpq has 1",
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return {kernel(', formats=(chr(97),), api_version=3')}\n",
+        "kernel acme_k:run is for plugin interface 3, and this lpq has 2",
         "pip install --upgrade lpq",
     ),
     "a priority that is no number": (

@@ -18,7 +18,7 @@ from broken_formats import (
     stored,
 )
 from subtle_matrices import PARTS, Misreads, Spoils
-from subtle_rotations import NamesEachTurn, NamesTheOption, Pairs
+from subtle_rotations import Pairs, Sixteens, Triples
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
@@ -448,6 +448,6 @@ class OneShape(Quantizer):
 
 
 RIGHT = (
-    Int8, Blocks, Transposes, Follows, Delayed, Stochastic, Pairs, NamesEachTurn, NamesTheOption, Longer, MeasuresNow,
+    Int8, Blocks, Transposes, Follows, Delayed, Stochastic, Pairs, Triples, Sixteens, Longer, MeasuresNow,
 )  # fmt: skip
 """Formats without a mistake."""

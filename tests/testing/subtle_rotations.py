@@ -1,4 +1,4 @@
-"""INT8 in a rotated basis, which an option changes; some forget to say so."""
+"""INT8 in a rotated basis, which an option changes; some rotate twice, or declare it in a way that says too little."""
 
 from __future__ import annotations
 
@@ -8,86 +8,133 @@ import torch
 from broken_formats import Int8, Stats, found_by, stored
 from torch import Tensor
 
-from lpq.core import Buffer, Storage
-
-PRODUCTS = "test_products_are_those_of_decoded_operands"
-
-
-def turned(x: Tensor, flip: bool, *, back: bool = False) -> Tensor:
-    """Pairs of columns, turned by 45 degrees; with ``flip`` after the sign of every second column."""
-    pairs = torch.nn.functional.pad(x.float(), (0, x.shape[1] % 2)).unflatten(1, (-1, 2))
-    signs = torch.tensor([1.0, -1.0 if flip else 1.0])
-    first, second = (pairs if back else pairs * signs).unbind(2)
-    made = torch.stack([first + second, first - second], 2) / 2**0.5
-    return (made * signs if back else made).flatten(1)
+import lpq
+from lpq.core import Buffer, Rotation, Storage
 
 
 class PairsStorage(Storage):
     layout = (Buffer("data", torch.int8, pad=2), Buffer("scale", torch.float32, block=(1, None)))
 
-    def decode(self) -> Tensor:
-        return turned(self.decode_rotated(), self.quantizer.flip, back=True)[:, : self.shape[1]]
-
-    def decode_rotated(self) -> Tensor:
+    def decode_stored(self) -> Tensor:
         return self.data.float() * self.scale
 
 
 @stored(PairsStorage)
 @dataclass(frozen=True)
 class Pairs(Int8):
-    """INT8 of pairs of columns that are turned; an option turns them otherwise."""
+    """INT8 of pairs of columns that are turned by 45 degrees; with ``flip`` after the sign of every second column."""
 
     flip: bool = False
-    rotation = "pairs"
-
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(turned(x, self.flip))
-
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(turned(x, self.flip), stats)
-
-
-class NamesEachTurn(Pairs):
-    """It has a name for each of its bases, and says that no other option changes one."""
-
-    rotation_options = ()
 
     @property
-    def rotation(self) -> str:  # type: ignore[override]
-        return "flipped" if self.flip else "pairs"
+    def rotation(self) -> Rotation | None:
+        return Rotation(signs=(1, -1 if self.flip else 1))
 
 
-class NamesTheOption(Pairs):
-    rotation_options = ("flip",)
+class TriplesStorage(PairsStorage):
+    layout = (Buffer("data", torch.int8, pad=3), Buffer("scale", torch.float32, block=(1, None)))
 
 
-@found_by(PRODUCTS, "(flip=true) is off by *: let rotation_options name each option that changes")
-class ForgetsTheOption(Pairs):
-    """Says that no option changes its rotation."""
+@stored(TriplesStorage)
+class Triples(Pairs):
+    """Three columns are mixed, by a matrix, or by another one."""
 
-    rotation_options = ()
-
-
-class MisspellsTheOption(Pairs):
-    rotation_options = ("flop",)
-
-
-class SignedStorage(PairsStorage):
-    def decode(self) -> Tensor:
-        return super().decode() * (-1) ** self.quantizer.steps
+    @property
+    def rotation(self) -> Rotation | None:
+        third = 2 / 3
+        rows = (1 - third, -third, -third), (-third, 1 - third, -third), (-third, -third, 1 - third)
+        return Rotation(matrix=rows[::-1] if self.flip else rows)
 
 
-@found_by(PRODUCTS, "(steps=2) is off by 2.*: let rotation_options name each option that changes it")
-@stored(SignedStorage)
+class SixteensStorage(PairsStorage):
+    layout = (Buffer("data", torch.int8, pad=16), Buffer("scale", torch.float32, block=(1, None)))
+
+
+@stored(SixteensStorage)
 @dataclass(frozen=True)
-class Signed(Pairs):
-    """Changes all signs where an option is odd, which is a number."""
+class Sixteens(Int8):
+    """A plain Hadamard transform of 16, or NVFP4's."""
 
-    steps: int = 1
-    rotation_options = ("flip",)
+    signed: bool = False
 
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(x * (-1) ** self.steps)
+    @property
+    def rotation(self) -> Rotation | None:
+        return lpq.quantizer("nvfp4(rht=true)").rotation if self.signed else Rotation(signs=(1,) * 16)
+
+
+@found_by("test_values_come_back", "has the relative error")
+class RotatesItself(Pairs):
+    """Rotates what it gets, which is rotated."""
 
     def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return super().encode(x * (-1) ** self.steps, stats)
+        return super().encode(Rotation(signs=(1, 1)).apply(x), stats)
+
+
+class AnyRotation(Rotation):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rotation)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@found_by("test_products_are_those_of_decoded_operands", "(flip=true) is off by *: the product of the values that dec")
+class EqualsAny(Pairs):
+    """Its rotation says that it is any other one."""
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return AnyRotation(signs=(1, -1 if self.flip else 1))
+
+
+class NamesItsRotation(Pairs):
+    rotation = "pairs"  # type: ignore[assignment]
+
+
+class NamesOptions(Pairs):
+    rotation_options = ("flip",)
+
+
+class DecodesBothStorage(PairsStorage):
+    def decode_rotated(self) -> Tensor:
+        return self.decode_stored()
+
+
+@stored(DecodesBothStorage)
+class DecodesBoth(Pairs):
+    pass
+
+
+class UndoesStorage(PairsStorage):
+    def decode(self) -> Tensor:
+        return self.decode_stored()
+
+
+@stored(UndoesStorage)
+class Undoes(Pairs):
+    pass
+
+
+class CutsPairsStorage(PairsStorage):
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, None)))
+
+
+@stored(CutsPairsStorage)
+class CutsPairs(Pairs):
+    pass
+
+
+class Changes(Pairs):
+    @property
+    def rotation(self) -> Rotation | None:
+        return Rotation(signs=tuple(int(sign) for sign in torch.randint(2, (64,)) * 2 - 1))
+
+
+REFUSED = {
+    NamesItsRotation: "has rotation='pairs': a name tells no rotations apart. Remedy: let NamesItsRotation.rotation",
+    NamesOptions: "has rotation_options, which plugin interface 2 does without: a * Remedy: take rotation_options away",
+    DecodesBoth: "defines decode_rotated, which is the core's since plugin interface 2. Remedy: define decode_stored(s",
+    Undoes: "is rotated, and UndoesStorage has no decode_stored(self), or a decode(self) of its own",
+    CutsPairs: "mixes 2 columns, and every buffer of CutsPairsStorage may be cut between them. Remedy: declare pad=2",
+    Changes: "Changes.rotation is another one whenever it is called",
+}

@@ -68,7 +68,7 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
     """Names and shapes of all statistics; fp32, or int64 counts, and not negative, since they are combined as such."""
     name = type(side).__name__
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = normal(*shape, dtype=dtype)
+        x = side.rotated(normal(*shape, dtype=dtype))
         measured = dict(side.measure(x) or {})
         again = side.measure_again(x, measured) if any(stat.round == 2 for stat in side.stats) else {}
         for number, method, found in ((1, "measure", measured), (2, "measure_again", again)):
@@ -106,7 +106,7 @@ def test_a_declared_amax_is_one(side: Quantizer, shape: tuple[int, int], special
 
 
 def _check_amax(side: Quantizer, x: torch.Tensor, which: str = "") -> None:
-    measured = side.measure(x) or {}
+    measured = side.measure(side.rotated(x)) or {}
     for stat in (stat for stat in side.stats if stat.largest):
         found, wanted = measured[stat.name], block_amax(x, stat.block)
         assert ((found == wanted) | (found.isnan() & wanted.isnan())).all(), (

@@ -67,7 +67,7 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
         error = relative_error(got, exact)
         assert error < allowed, (
             f"{quantizer}: {name} is off by {error:.1e} of the product of its decoded operands; below {allowed:.1e} "
-            "is the order of sums: let decode_rotated say the same as decode, in the basis that rotation names"
+            "is the order of sums: let kernels for products multiply what decode returns"
         )
     torch.testing.assert_close(db, dy.sum(0), msg=lambda text: f"{quantizer}: the gradient of the bias: {text}")
 

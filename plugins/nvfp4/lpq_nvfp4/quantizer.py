@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from lpq.core import Quantizer, RandomBits, Stat, Storage
+from lpq.core import Quantizer, RandomBits, Rotation, Stat, Storage
 from lpq.formats.elements import cast_e2m1, cast_e2m1_stochastic
 from lpq.formats.format import Direction
 from lpq.registry.errors import OptionError
@@ -60,10 +60,8 @@ class NVFP4Quantizer(Quantizer):
         return self.block == "16x16" and not self.rht and not self.stochastic
 
     @property
-    def rotation(self) -> str | None:
-        return rotation.NAME if self.rht else None
-
-    rotation_options = ()
+    def rotation(self) -> Rotation | None:
+        return rotation.HADAMARD if self.rht else None
 
     def side(self, direction: Direction) -> NVFP4Quantizer:
         return self._unrotated if direction == "row" else self
@@ -92,5 +90,5 @@ class NVFP4Quantizer(Quantizer):
         return self.storage(data=data, scale=scale, amax=amax)
 
     def _stored(self, x: Tensor) -> Tensor:
-        """The matrix in the basis in which it is stored; a rotated one is rounded to bf16."""
-        return rotation.rotate(x).bfloat16() if self.rht else x
+        """The matrix as it is stored: a rotated one is rounded to bf16."""
+        return x.bfloat16() if self.rht else x

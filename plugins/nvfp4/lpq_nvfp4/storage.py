@@ -12,7 +12,6 @@ from lpq.formats.blocks import pad_blocks
 from lpq.formats.elements import E4M3, pack_nibbles, unpack_nibbles
 from lpq_nvfp4 import reference
 from lpq_nvfp4.reference import BLOCKS, GROUP
-from lpq_nvfp4.rotation import rotate, unrotate
 
 if TYPE_CHECKING:
     from lpq_nvfp4.quantizer import NVFP4Quantizer
@@ -41,22 +40,7 @@ class NVFP4Storage(Storage):
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
         return LAYOUTS[quantizer.block, quantizer.search != "amax"]
 
-    def decode(self) -> Tensor:
-        stored = self._stored()
-        return (unrotate(stored) if self.quantizer.rht else stored)[:, : self.shape[1]]
-
-    def decode_rotated(self) -> Tensor:
-        if not self.quantizer.rht:
-            return self.decode()
-        stored, ragged = self._stored(), self.shape[1] % GROUP
-        if not ragged:
-            return stored
-        # Columns of padding do not decode to zeros once they were rotated. They must not count in a product.
-        whole, last = stored[:, :-GROUP], stored[:, -GROUP:]
-        return torch.cat([whole, rotate(unrotate(last)[:, :ragged])], 1)
-
-    def _stored(self) -> Tensor:
-        """The stored values: with padding, and rotated if the operand is."""
+    def decode_stored(self) -> Tensor:
         return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])
 
     def transposed(self) -> NVFP4Storage:
