@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.distributed.several_matrices import RowOperands, bind_rows, several_of
-from lpq.distributed.shardability import operand_bytes
+from lpq.distributed.shardability import operand_bytes, why_in, why_whole
 from lpq.formats import Quantizer
 from lpq.formats.layout import Stat
 from lpq.formats.sections import is_stack
@@ -69,7 +69,8 @@ class Way(NamedTuple):
     """Whether the row operand is encoded and sent: it is wanted, or the column operand follows from it."""
     sends_col: bool
     high: bool
-    """Whether the weight travels in high precision, as its operands have more bytes."""
+    """Whether the weight travels in high precision, as its operands have more bytes, or as one cannot be encoded shard
+    by shard."""
 
 
 def way_of(
@@ -79,7 +80,8 @@ def way_of(
     row, col = wanted
     rows, cols = shape[-2:]
     sent = operand_bytes(sides.quantizer, rows, cols, dtype, row, col)
-    high = not stored and ranks > 1 and sent > rows * cols * dtype.itemsize
+    whole = why_whole(sides.quantizer, shape[0], ranks, sides.stack)
+    high = not stored and ranks > 1 and (sent > rows * cols * dtype.itemsize or why_in(whole, wanted) is not None)
     return Way(row, col, row or sides.col is None, col and sides.col is not None, high)
 
 

@@ -76,8 +76,8 @@ class _Quantized:
 
 
 class High(_Quantized):
-    """A weight that travels in high precision, as its operands have more bytes. It is encoded where it arrives, with
-    the statistics that its shards have, and so into the same bytes."""
+    """A weight that travels in high precision (``Way.high``). It is encoded where it arrives, with the statistics that
+    its shards have, and so into the same bytes."""
 
     def __init__(self, gather: Gather, shard: Tensor, way: Way) -> None:
         super().__init__((gather,), (way,))

@@ -18,8 +18,8 @@ from lpq.operations.sides import measures_again
 
 @cache  # called before every gather
 def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
-    """Why shards of a weight of ``rows`` rows, or matrices of a stack, cannot be encoded when it is gathered; None if
-    they can."""
+    """Why shards of a weight of ``rows`` rows, or matrices of a stack, cannot be encoded when it is gathered, not for
+    one operand either; None if they can."""
     col = quantizer.side("col")
     if rounds_stochastically(quantizer):
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
@@ -27,34 +27,62 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) ->
         return f"{col} would have to remember statistics of the decoded row operand"
     if ranks > 1 and not stack and measures_again(quantizer.side("row"), col):
         return f"{quantizer} measures in two rounds, and weights are gathered after one"
-    return why_uncut(quantizer, rows, ranks, stack)
+    whole = why_whole(quantizer, rows, ranks, stack)
+    return None if None in whole else whole[0]
 
 
-def why_uncut(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
-    """Why a weight of ``rows`` rows cannot be cut into shards of whole blocks for ``ranks`` ranks; None if it can. A
-    stack is cut between matrices."""
+Whole = tuple[str | None, str | None]
+"""Why the row operand, and the column operand, is encoded of the whole weight; None if it is encoded of shards."""
+
+
+@cache
+def why_whole(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> Whole:
+    """Why each operand cannot be encoded shard by shard. Such an operand is encoded where the weight arrives in high
+    precision, in the directions that need it."""
+    if derives_col(quantizer):
+        reason = why_uncut(quantizer, rows, ranks, stack)
+        return reason, reason
+    row, col = (why_uncut(quantizer, rows, ranks, stack, wanted) for wanted in ((True, False), (False, True)))
+    return row, col
+
+
+def why_uncut(
+    quantizer: Quantizer, rows: int, ranks: int, stack: bool = False, wanted: tuple[bool, bool] = (True, True)
+) -> str | None:
+    """Why a weight of ``rows`` rows cannot be cut into shards of whole blocks for ``ranks`` ranks, for the ``wanted``
+    ones of the row operand and the column operand; None if it can. A stack is cut between matrices."""
     row, col = quantizer.side("row"), quantizer.side("col")
     if rows % ranks:
         return f"its {rows} {'matrices' if stack else 'rows'} over {ranks} ranks are uneven"
     if ranks == 1 or stack:
         return None
     shard = rows // ranks
-    sides = [(row, 0)] if derives_col(quantizer) else [(row, 0), (col, 1)]
+    derived = derives_col(quantizer)
+    sides = [(row, 0)] if wanted[0] or derived else []
+    sides += [(col, 1)] if wanted[1] and not derived else []
     return why_cut(sides, shard, f"of its {rows} rows")
 
 
 def sent_bytes(
-    quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, *, kept: bool = False, stored: bool = False
-) -> tuple[int, int]:
+    quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, *, kept: bool = False, stored: bool = False,
+    whole: Whole = (None, None),
+) -> tuple[int, int]:  # fmt: skip
     """The bytes that all ranks together send of a weight in forward, and in backward.
 
     ``kept``: whether it stays gathered from forward to backward, so that forward gathers both operands. ``stored``: as
-    for ``operand_bytes``.
+    for ``operand_bytes``. ``whole``: the operands that are encoded where the weight arrives in high precision.
     """
-    high = math.inf if stored else rows * cols * dtype.itemsize
-    directions = [(True, True)] if kept else [(True, False), (False, True)]
-    sent = [int(min(operand_bytes(quantizer, rows, cols, dtype, *wanted), high)) for wanted in directions]
+    high = rows * cols * dtype.itemsize
+    sent = []
+    for wanted in [(True, True)] if kept else [(True, False), (False, True)]:
+        operands = operand_bytes(quantizer, rows, cols, dtype, *wanted)
+        sent.append(operands if stored else high if why_in(whole, wanted) else min(operands, high))
     return sent[0], 0 if kept else sent[1]
+
+
+def why_in(whole: Whole, wanted: tuple[bool, bool]) -> str | None:
+    """Why a weight travels in high precision where these operands are wanted; None if no operand asks for it."""
+    return next((reason for reason, needed in zip(whole, wanted, strict=True) if needed and reason is not None), None)
 
 
 def operand_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, row: bool, col: bool) -> int:

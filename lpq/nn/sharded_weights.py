@@ -215,7 +215,7 @@ def _note_unsharded(layer: Layer) -> str:
 def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
     from lpq.distributed.cuts import part_of, why_not_of_shards
     from lpq.distributed.shard import WeightShard
-    from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
+    from lpq.distributed.shardability import operand_bytes, sent_bytes, why_in, why_not, why_uncut, why_whole
 
     quantizer, kept = layer.weight_quantizer(), _stored(weight)
     if kept is not None and kept != quantizer:
@@ -235,7 +235,8 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
         reason = why_not_of_shards(part, quantizer)
     if reason is not None:
         return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
-    sent = sent_bytes(quantizer, rows, cols, dtype, kept=stays, stored=kept is not None)
+    whole = why_whole(quantizer, shape[0], ranks, is_stack(shape))
+    sent = sent_bytes(quantizer, rows, cols, dtype, kept=stays, stored=kept is not None, whole=whole)
     shares = [count / (2 * rows * cols) for count in sent]
     how = f"{'stored and ' if kept is not None else ''}gathered as {quantizer}: "
     if stays:
@@ -245,7 +246,9 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
     wanted = {"": (True, True)} if stays else {" in forward": (True, False), " in backward": (False, True)}
     for (when, directions), count in zip(wanted.items(), sent, strict=False):
         operands = operand_bytes(quantizer, rows, cols, dtype, *directions)
-        if operands > count and ranks > 1:
+        if (reason := why_in(whole, directions)) is not None:
+            how += f"; in high precision{when}: {reason}"
+        elif operands > count and ranks > 1:
             how += f"; in high precision{when}, for its operands would be {operands / (2 * rows * cols):.2f}"
     return how
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
-from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
+from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut, why_whole
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn import Layer
@@ -131,7 +131,8 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
     forward, backward = held[0], held[-1] if resharded else 0
     if quantizer is not None:
         *count, rows, cols = p.shape
-        sent = sent_bytes(quantizer, rows, cols, dtype or p.dtype, kept=not resharded, stored=stored)
+        whole = why_whole(quantizer, p.shape[0], ranks, is_stack(p.shape))
+        sent = sent_bytes(quantizer, rows, cols, dtype or p.dtype, kept=not resharded, stored=stored, whole=whole)
         forward, backward = (math.prod(count) * of_each for of_each in sent)
     return Memory(
         ranks,
