@@ -16,6 +16,7 @@ from lpq import registry
 from lpq.cli.output import Json, as_json, print_broken, table
 from lpq.registry.errors import LpqError, words
 from lpq.registry.loader import PluginInfo
+from lpq.registry.shipped import policies
 
 Full = Annotated[bool, typer.Option("--full", help="Name the recipes and kernels of each, not only their number.")]
 
@@ -78,6 +79,7 @@ def recipes(json: Json = False) -> None:
                 for p, s in found
             ),
         )
+        table("Policies", ("name", "summary"), policies().items())
     print_broken(plugins)
 
 

@@ -98,8 +98,8 @@ def convert(
         )
     if steps not in (None, "later"):
         check_length(steps)
-    policy = recipes.policy(policy, include=include)
-    plan = ConversionPlan.of(model, policy, steps)
+    plan = ConversionPlan.of(model, recipes.policy(policy, include=include), steps)
+    policy = plan.policy
     modules = {name: model.get_submodule(name) for name in plan.schedules}
     check_layers(modules, plan.schedules, accumulate)
     check_weights(model, modules, weights, ranks, plan.schedules)

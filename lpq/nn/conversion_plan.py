@@ -48,14 +48,18 @@ class ConversionPlan:
     """The modules that are left out, by name, and why."""
     schedules: Mapping[str, Schedule]
     """The recipes of each module."""
+    policy: Policy
+    """The policy, for a model with so many blocks."""
 
     @classmethod
     def of(cls, model: nn.Module, policy: Policy, steps: Steps = None) -> ConversionPlan:
         """Plan the conversion of a model by a policy."""
         names = names_of(model)
+        policy = policy.placed(plain_name(alias) for aliases in names.values() for alias in aliases)
         without = exclusions(model, names, policy)
         alone = dict.fromkeys(without, LEFT_ALONE)
-        return cls(names, without, {n: alone.get(n) or _schedule(policy, every, steps) for n, every in names.items()})
+        schedules = {n: alone.get(n) or _schedule(policy, every, steps) for n, every in names.items()}
+        return cls(names, without, schedules, policy)
 
 
 def names_of(model: nn.Module) -> dict[str, list[str]]:

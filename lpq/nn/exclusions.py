@@ -45,11 +45,14 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside."""
+    """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside;
+    and of linear layers of such a model that have an output for each of its labels, as the classifier of a ViT."""
     heads: set[int] = set()
     for module in model.modules():
         named: Any = getattr(module, "get_output_embeddings", None)
         if callable(named):
+            labels = getattr(getattr(module, "config", None), "num_labels", None)
+            heads.update(id(m) for m in module.children() if isinstance(m, nn.Linear) and m.out_features == labels)
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
                 head = named()
                 heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())

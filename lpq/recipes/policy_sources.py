@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, UnknownKey, place
@@ -12,6 +12,7 @@ from lpq.recipes.gemms import Recipe
 from lpq.recipes.recipe_sources import RecipeLike, recipe
 from lpq.recipes.rules import LEAVE, SKIP, Policy, Rule
 from lpq.registry.errors import suggestion
+from lpq.registry.shipped import policy_file
 from lpq.registry.showing import brief
 
 PolicyLike: TypeAlias = "Policy | RecipeLike"
@@ -19,8 +20,8 @@ Include: TypeAlias = Literal["all"] | None
 
 RULES = "rules"
 REMEDIES = {"match": "'*' is every layer", "recipe": f"{SKIP!r} leaves a layer alone"}
-KEYS = (*REMEDIES, "until")
-TABLE = (RULES, "leave", "least")
+KEYS = (*REMEDIES, "until", "blocks")
+TABLE = (RULES, "leave", "least", "stacks")
 
 
 def policy(source: PolicyLike, *, include: Include = None) -> Policy:
@@ -33,7 +34,9 @@ def policy(source: PolicyLike, *, include: Include = None) -> Policy:
         source: One of these:
 
             - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``;
-              ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
+              ``match`` may be a list of patterns, ``until`` ends a rule, before a step or at a fraction of a run, and
+              ``blocks`` has it hold in the ``"first 2"`` or ``"last 15%"`` of the blocks
+            - the name of a policy that comes with lpq, as ``"nvfp4-pretrain"``: ``lpq recipes`` lists them
             - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
             - anything that ``lpq.recipe`` takes: that recipe for all layers but those with ``lm_head``, ``gate`` or
               ``router`` between the dots of their names, as by ``"leave": ["lm_head", "gate", "router"]`` beside
@@ -64,7 +67,7 @@ def _made(source: PolicyLike) -> Policy:
         )
     if isinstance(source, list | tuple):
         raise RecipeError(f"rules go into a table: {{{RULES!r}: […]}}, and this is {brief(source)}")
-    path = toml.path(source)
+    path = toml.path(source) or policy_file(source)
     table = toml.read(path) if path else toml.parsed(source)
     if not isinstance(table, Mapping) or not _has_rules(table):
         return Policy((Rule(("*",), recipe(source)),), LEAVE)
@@ -94,7 +97,18 @@ def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
             rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder, made))
     parts = tuple(leave) if isinstance(leave, list) else leave
     others = {"least": table["least"]} if "least" in table else {}
-    return Policy(tuple(rules), parts, **others)  # type: ignore[arg-type]  # which are checked there
+    stacks = _stacks(table.get("stacks", ()))
+    return Policy(tuple(rules), parts, stacks=stacks, **others)  # type: ignore[arg-type]  # which are checked there
+
+
+def _stacks(given: object) -> tuple[tuple[str, int], ...]:
+    entries: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
+    for entry in entries:
+        if not isinstance(entry, Mapping) or set(entry) != {"name", "blocks"} or type(entry["blocks"]) is not int:
+            raise RecipeError(
+                f"stacks is a list of tables with a name and the number of its blocks, not {brief(given)}"
+            )
+    return tuple((str(entry["name"]), entry["blocks"]) for entry in entries)
 
 
 def _rule(entry: object, folder: Path, made: dict[object, Recipe | None]) -> Rule:
@@ -113,7 +127,9 @@ def _rule(entry: object, folder: Path, made: dict[object, Recipe | None]) -> Rul
     if text not in made:
         with place("recipe"):
             made[text] = None if source in (None, SKIP) else recipe(source)
-    return Rule(tuple(patterns) if isinstance(patterns, list) else patterns, made[text], entry.get("until"))
+    return Rule(
+        tuple(patterns) if isinstance(patterns, list) else patterns, made[text], entry.get("until"), entry.get("blocks")
+    )
 
 
 def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:

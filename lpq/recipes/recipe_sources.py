@@ -20,6 +20,7 @@ from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, GemmOperand
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
+from lpq.registry.shipped import policy_file
 from lpq.registry.showing import brief
 from lpq.registry.warning import warn
 
@@ -190,6 +191,8 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
             )
             return _from_spec(spec, within)
         _refuse_file(name)
+        if policy_file(name) is not None:
+            raise RecipeError(f"{name} is a policy and not a recipe: pass it to lpq.convert or lpq.policy") from None
         known = {*registry.recipes(), *registry.formats()}
         raise UnknownRecipe(
             f"there is no recipe and no format {brief(name)} here: {suggestion(name, known)} "

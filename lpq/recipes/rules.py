@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from lpq.recipes import toml
+from lpq.recipes.blocks import block_of, spans, stacks_of
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.globs import LONGEST, covers, literal, matches, matching, within
@@ -46,6 +47,9 @@ class Rule:
     """None: leave the layer alone."""
     until: float | int | None = None
     """The rule holds before this step; a float is a fraction of the run's steps; None: to the end."""
+    blocks: str | None = None
+    """The blocks that it is for, as ``"first 2"``, ``"last 15%"`` or ``"first 1, last 1"``, in each list of layers. A
+    share is rounded up. None: the place of a layer does not matter."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.match, tuple) and self.match and all(isinstance(p, str) for p in self.match)):
@@ -62,15 +66,20 @@ class Rule:
                 f"(a float above 0.0, up to 1.0), not {brief(self.until)}"
             )
 
+        if self.blocks is not None:
+            spans(str(self.blocks))
+
     def matches(self, name: str) -> bool:
-        """Whether the rule covers the layer with this name."""
+        """Whether a pattern covers the layer with this name."""
         for pattern in self.match:  # noqa: SIM110  # any(…) is slower, and a policy may have thousands of rules
             if matches(pattern, name):
                 return True
         return False
 
     def outlasts(self, other: Rule) -> bool:
-        """Whether the rule holds at every step at which ``other`` holds."""
+        """Whether the rule holds in every block and at every step at which ``other`` holds."""
+        if self.blocks not in (None, other.blocks):
+            return False
         if self.until is None or other.until is None:
             return self.until is None
         return type(self.until) is type(other.until) and self.until >= other.until
@@ -91,7 +100,8 @@ class Rule:
     def to_dict(self) -> dict[str, Any]:
         """Plain data that a rule of ``lpq.policy`` is made from."""
         until = {} if self.until is None else {"until": self.until}
-        return {"match": list(self.match), **until, "recipe": self.recipe.text if self.recipe else SKIP}
+        blocks = {} if self.blocks is None else {"blocks": self.blocks}
+        return {"match": list(self.match), **blocks, **until, "recipe": self.recipe.text if self.recipe else SKIP}
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,8 @@ class Policy:
     """Parts of dotted names, between dots: a layer with one of them in its name is left alone."""
     least: int = LEAST
     """A layer with fewer inputs or outputs is left alone, unless a pattern matches only such layers."""
+    stacks: tuple[tuple[str, int], ...] = ()
+    """The lists of blocks of the model, and how many each has, for rules with ``blocks``; ``placed`` finds them."""
 
     def __post_init__(self) -> None:
         given = self.rules
@@ -181,13 +193,26 @@ class Policy:
         """The same rules, for all layers that they match: ``include="all"``."""
         return replace(self, leave=(), least=0)
 
+    def placed(self, names: Iterable[str]) -> Policy:
+        """The policy for a model with these names of modules: rules with ``blocks`` need the number of its blocks."""
+        if self.stacks or all(rule.blocks is None for rule in self.rules):
+            return self
+        return replace(self, stacks=stacks_of(names))
+
+    def _in_block(self, rule: Rule, name: str) -> bool:
+        """Whether the layer with this name is in a block that a rule is for."""
+        block, counts = block_of(name), dict(self.stacks)
+        if rule.blocks is None or block is None or block[0] not in counts:
+            return rule.blocks is None
+        return any(span.holds(block[1], counts[block[0]]) for span in spans(rule.blocks))
+
     def left_by(self, name: str) -> str | None:
         """The part of the name for which the layer is left alone regardless of the rules; None if there is none."""
         return next((part for part in name.split(".") if part in self.leave), None)
 
     def rules_for(self, name: str) -> tuple[Rule, ...]:
         """The rules that match the layer with this name."""
-        return tuple(rule for rule in self.rules if rule.matches(name))
+        return tuple(rule for rule in self.rules if rule.matches(name) and self._in_block(rule, name))
 
     def schedule(self, name: str, steps: Steps = None) -> Schedule:
         """The recipes of the layer with this name, by step. ``steps``: the run's length, for rules with fractions."""
@@ -206,7 +231,7 @@ class Policy:
             return
         reached: dict[type, float] = {}  # a step and a fraction of a run of unknown length do not compare
         for number, rule in enumerate(self.rules, 1):
-            if not rule.matches(name):
+            if not rule.matches(name) or not (rule.blocks is None or self._in_block(rule, name)):
                 continue
             with place(f"rule {number}"):
                 until = rule.end(steps)
@@ -233,7 +258,8 @@ class Policy:
         """Plain data that ``lpq.policy`` makes this policy from."""
         leave = {"leave": list(self.leave)} if self.leave else {}
         least = {"least": self.least} if self.least != LEAST else {}
-        return {"rules": [rule.to_dict() for rule in self.rules], **leave, **least}
+        stacks = {"stacks": [{"name": name, "blocks": count} for name, count in self.stacks]} if self.stacks else {}
+        return {"rules": [rule.to_dict() for rule in self.rules], **leave, **least, **stacks}
 
     def to_toml(self) -> str:
         """The text of a TOML file that ``lpq.policy`` makes this policy from."""

@@ -11,7 +11,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.small_models import Mlp
 from torch import Tensor, nn
-from transformers import BioGptConfig, BioGptForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BioGptConfig,
+    BioGptForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import lpq
 from lpq.recipes import RecipeError
@@ -92,6 +103,29 @@ def test_the_head_of_a_model_is_left_out_by_any_name() -> None:
     )
     assert "base.output_projection" in converted(wrapped(), "mxfp8", include="all")
     assert "base.output_projection" in converted(wrapped(), {**RULES, "leave": ["gate"]})
+
+
+FEW = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+HEADS = {
+    "cls.predictions.decoder": lambda: BertForMaskedLM(BertConfig(vocab_size=96, **FEW)),
+    "classifier": lambda: ViTForImageClassification(ViTConfig(image_size=32, num_labels=48, **FEW)),
+    "proj_out": lambda: WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, decoder_start_token_id=1,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_are_found_by_what_they_are(head: str) -> None:
+    """Of models in which none is called ``lm_head``."""
+    made = HEADS[head]()
+    linear = {name for name, m in made.named_modules() if type(m) is nn.Linear}
+    assert head in linear
+    assert converted(made, "mxfp8") == linear - {head}
 
 
 def test_a_large_layer_that_only_its_name_leaves_out_is_warned_of() -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import lpq
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
+from lpq.registry import shipped
 
 MXFP8, NVFP4, BF16 = (lpq.recipe(name) for name in ("mxfp8", "nvfp4", "bf16"))
 PAPER = {
@@ -309,7 +311,7 @@ def test_wrong_types_are_refused_in_words() -> None:
         ('[[rules]]\nmatch = "*"\nrecipe = "bf16"\n[[rules]]\nmatch = "a"\nrecipe = "skip"', ["hides rule"]),
         ("rules = []", ["a policy's rules must be a tuple of one or more Rules"]),
         ('rules = "mxfp8"', ["rules must be a list of rules, not 'mxfp8'"]),
-        ("rules = [3]", ["rule 1: a rule is a table with match, recipe, until, not 3"]),
+        ("rules = [3]", ["rule 1: a rule is a table with match, recipe, until, blocks, not 3"]),
         ("rules = [", ["is not TOML"]),
         ('fprop = "mxfp8"', ["nothing is said of dgrad and wgrad"]),
     ],
@@ -363,3 +365,96 @@ def test_text_of_toml_is_read() -> None:
     assert lpq.recipe("fprop=mxfp8,\n dgrad=mxfp8,\n wgrad=mxfp8") == MXFP8
     with pytest.raises(RecipeError, match=r"this text is not TOML: .* line 2"):
         lpq.policy("[[rules]]\nmatch = *\n")
+
+
+# ------------------------------------------------------------------------------ blocks
+
+
+def in_blocks(blocks: str, count: int) -> list[int]:
+    """The blocks of ``count`` that a rule is for."""
+    made = lpq.policy({"rules": [{"match": "*", "blocks": blocks, "recipe": "mxfp8"}]})
+    names = ["embed", *(f"model.layers.{i}.mlp.experts.{j}.up" for i in range(count) for j in range(3)), "norm"]
+    placed = made.placed(names)
+    assert not any(placed.rules_for(name) for name in ("embed", "norm"))
+    return [i for i in range(count) if placed.rules_for(f"model.layers.{i}.mlp.experts.2.up")]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "count", "expected"),
+    [
+        ("first 2", 5, [0, 1]),
+        ("last 2", 5, [3, 4]),
+        ("last 15%", 20, [17, 18, 19]),
+        ("last 15%", 8, [6, 7]),
+        ("last 15%", 2, [1]),
+        ("first 1, last 1", 5, [0, 4]),
+        ("first 1, last 1", 1, [0]),
+        ("last 9", 2, [0, 1]),
+    ],
+)
+def test_a_rule_is_for_blocks_at_an_end(blocks: str, count: int, expected: list[int]) -> None:
+    assert in_blocks(blocks, count) == expected
+
+
+def test_each_list_of_blocks_has_ends_of_its_own() -> None:
+    rules = [{"match": "*", "blocks": "last 1", "recipe": "skip"}, {"match": "*", "recipe": "mxfp8"}]
+    names = ["encoder.layers.0", "encoder.layers.1", "h.0", "h.1", "h.2"]
+    placed = lpq.policy({"rules": rules}).placed(names)
+    quantized = [name for name in names if placed.schedule(name).at(0) is not None]
+    assert quantized == ["encoder.layers.0", "h.0", "h.1"]
+    again = lpq.policy(placed.to_toml())
+    assert again == placed
+    assert again.placed(["h.0"]) is again, "a policy that knows the blocks keeps them"
+
+
+def test_a_model_is_converted_but_for_its_last_blocks() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(4))
+    rules = [{"match": "*", "blocks": "last 25%", "recipe": "skip"}, {"match": "*.1", "recipe": "mxfp8"}]
+    model = lpq.convert(nn.ModuleDict({"layers": blocks}), {"rules": rules})
+    assert [name for name, m in model.named_modules() if isinstance(m, lpq.nn.Linear)] == [
+        "layers.0.1", "layers.1.1", "layers.2.1"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", ["last", "last 0", "first 101%", "middle 2", "last -1", "last 2,", 2])
+def test_blocks_that_are_none_are_refused(blocks: object) -> None:
+    with pytest.raises(RecipeError, match=r"rule 1: blocks must be 'first 2', 'last 15%' or several"):
+        lpq.policy({"rules": [{"match": "*", "blocks": blocks, "recipe": "mxfp8"}]})
+
+
+def test_a_stage_of_a_pipeline_is_refused_unless_the_policy_knows_the_model() -> None:
+    rule = {"match": "*", "blocks": "last 1", "recipe": "mxfp8"}
+    names = ["layers.4.up", "layers.5.up"]
+    with pytest.raises(RecipeError, match=r"layers begins with block 4, as a stage of a pipeline does: convert the"):
+        lpq.policy({"rules": [rule]}).placed(names)
+    whole = lpq.policy({"rules": [rule], "stacks": [{"name": "layers", "blocks": 8}]}).placed(names)
+    assert not whole.rules_for("layers.5.up")
+    assert whole.rules_for("layers.7.up")
+
+
+def test_a_rule_for_some_blocks_hides_no_rule_for_others() -> None:
+    some = {"match": "*", "blocks": "first 1", "recipe": "skip"}
+    lpq.policy({"rules": [some, {"match": "layers.*", "recipe": "mxfp8"}, {"match": "*", "recipe": "nvfp4"}]})
+    with pytest.raises(RecipeError, match="hides rule 2"):
+        lpq.policy({"rules": [some, some]})
+
+
+@pytest.mark.parametrize("name", shipped.policies())
+def test_policies_that_come_with_lpq(name: str) -> None:
+    assert len(shipped.policies()[name]) < 120
+    placed = lpq.policy(name).placed([f"layers.{i}.up" for i in range(20)])
+    assert {"lm_head", "gate", "router"} <= {*placed.leave}
+    schedules = [placed.schedule(f"layers.{i}.up", 100) for i in range(20)]
+    assert [i for i, schedule in enumerate(schedules) if schedule.at(0) is not None] == HIGH[name]
+    with pytest.raises(RecipeError, match=f"{name} is a policy and not a recipe: pass it to lpq.convert or lpq.policy"):
+        lpq.recipe(name)
+
+
+HIGH = {"nvfp4-pretrain": [*range(17)], "fp8-current-edges-bf16": [*range(1, 19)]}
+"""The blocks of 20 that are quantized."""
+
+
+def test_the_forward_of_nvfp4_pretrain_ends_before_the_run() -> None:
+    schedule = lpq.policy("nvfp4-pretrain").placed(["layers.0.up", "layers.9.up"]).schedule("layers.0.up", 1000)
+    assert schedule.at(819) == lpq.recipe("nvfp4")
+    assert schedule.at(820) == lpq.recipe("mxfp8-fwd-nvfp4-bwd")
