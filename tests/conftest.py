@@ -18,9 +18,12 @@ import costly
 import pytest
 from commit import commit
 from hypothesis import settings
+from support.commands import lpq_command
 
 from lpq import registry
 from lpq.registry.loader import GROUP, OWN
+
+__all__ = ["lpq_command"]
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see
 settings.register_profile("quick", max_examples=20, deadline=None)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from models import data, layers, model
+from support.commands import Command
 from torch import Tensor, nn
 
 import lpq
-from lpq.__main__ import main
 from lpq.calibration import CalibrationError, layer_noise
 from lpq.core import QuantizedTensor
 
@@ -81,16 +81,8 @@ def made() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
 
-def run(*arguments: object) -> int:
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lpq_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("COLUMNS", "120")
@@ -99,8 +91,9 @@ def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
     lpq.checkpoint.save(net, tmp_path / "run")
     torch.save(batches, tmp_path / "data.pt")
     options = ("--model", "test_noise:made", "--data", tmp_path / "data.pt", "--samples", 8)
-    assert run("calibrate", tmp_path / "run", tmp_path / "out", *options) == 0
-    said = capsys.readouterr().out
+    ended = lpq_command("calibrate", tmp_path / "run", tmp_path / "out", *options)
+    assert ended.status == 0
+    said = ended.out
     assert "static scales by max in 2 layers, from 8 samples" in said
     lpq.calibrate(net, batches, samples=8)
     expected = [noise.layer for noise in layer_noise(net, batches)]
@@ -112,12 +105,14 @@ def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
     read = lpq.load_quantized(made(), tmp_path / "files")
     again = dict(lpq.export.stream(read, "compressed-tensors"))
     assert found["0.input_scale"] == again["0.input_scale"]
-    assert run("calibrate", tmp_path / "run", tmp_path / "b") == 2
-    assert "was not written by lpq train: name the function that makes its model" in capsys.readouterr().err
-    assert run("calibrate", tmp_path / "run", tmp_path / "b", "--method", "maximal") == 2
     (tmp_path / "data.pt").write_bytes(b"x")
-    assert run("calibrate", tmp_path / "run", tmp_path / "b", *options) == 2
-    assert "cannot be read as batches" in capsys.readouterr().err
+    for wrong, words in (
+        ((), "was not written by lpq train: name the function that makes its model"),
+        (("--method", "maximal"), "maximal"), (options, "cannot be read as batches"),
+    ):  # fmt: skip
+        ended = lpq_command("calibrate", tmp_path / "run", tmp_path / "b", *wrong)
+        assert ended.status == 2
+        assert words in ended.err
 
 
 def takes_one(size: int) -> nn.Module:
@@ -139,9 +134,8 @@ def no_model() -> int:
     ],
 )  # fmt: skip
 def test_the_command_refuses_in_words(
-    options: tuple[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    options: tuple[str, str], words: str, tmp_path: Path, lpq_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.chdir(tmp_path)
     lpq.checkpoint.save(lpq.convert(made(), "fp8-current"), "run")
@@ -149,15 +143,17 @@ def test_the_command_refuses_in_words(
     torch.save([torch.randn(4, 65)], "wide.pt")
     torch.save(["a"], "words.pt")
     given = {"--model": "test_noise:made", "--data": "data.pt", options[0]: options[1]}
-    assert run("calibrate", "run", "out", *(text for pair in given.items() for text in pair)) in (1, 2)
-    assert f"lpq: {'--model: ' if options[0] == '--model' else ''}{words}" in capsys.readouterr().err
+    ended = lpq_command("calibrate", "run", "out", *(text for pair in given.items() for text in pair))
+    assert ended.status in (1, 2)
+    assert f"lpq: {'--model: ' if options[0] == '--model' else ''}{words}" in ended.err
     assert not Path("out").exists()
 
 
-def test_the_command_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_replaces_nothing(tmp_path: Path, lpq_command: Command) -> None:
     """A checkpoint would go, before a batch went through."""
     lpq.checkpoint.save(lpq.convert(made(), "fp8-current"), tmp_path / "run")
     before = (tmp_path / "run" / "lpq.json").read_bytes()
-    assert run("calibrate", tmp_path / "run", tmp_path / "run") == 1
-    assert "run is there already: give another directory, or remove it" in capsys.readouterr().err
+    ended = lpq_command("calibrate", tmp_path / "run", tmp_path / "run")
+    assert ended.status == 1
+    assert "run is there already: give another directory, or remove it" in ended.err
     assert (tmp_path / "run" / "lpq.json").read_bytes() == before

@@ -5,42 +5,19 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.commands import Command
 
 from lpq import registry
-from lpq.__main__ import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # what forks processes
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def lpq(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Run the command with these arguments, in a wide terminal."""
-    monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(*arguments: str) -> Ended:
-        capsys.readouterr()
-        try:
-            main(arguments)
-            status = 0
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else 0
-        return Ended(status, *capsys.readouterr())
-
-    return run
+def lpq(lpq_command: Command) -> Command:
+    return lpq_command
 
 
 Install = Callable[[str, str, str], None]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from support.commands import Command
 from support.comparing import equal_states
 from tiny import Case, Net, layers, tensors
 from torch import nn
 
 import lpq
-from lpq.__main__ import main
 from lpq.checkpoint import CheckpointError, reading
 from lpq.engines import plan
 from lpq.files import claim
@@ -387,41 +387,35 @@ def test_small_files_of_the_base_are_copied(tmp_path: Path) -> None:
     assert tiny.config(tmp_path / "x")["quant_method"] == "modelopt"
 
 
-def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exports_a_checkpoint(tmp_path: Path, lpq_command: Command) -> None:
     model = lpq.convert(Net(), "mxfp8")
-    lpq.checkpoint.save(model, tmp_path / "run", step=3)
+    run = lpq.checkpoint.save(model, tmp_path / "run", step=3).parent
     options = ["--layout", "modelopt", "--dtype", "bfloat16", "--leave", "*.down_proj"]
-    with pytest.raises(SystemExit, match="0"):
-        main(["export", str(tmp_path / "run"), str(tmp_path / "x"), *options])
-    said = capsys.readouterr().out
-    assert "3 layers: MXFP8" in said
-    assert "down_proj  " not in said
-    assert equal_states(
-        tensors(tmp_path / "x"),
-        dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16, leave=["*.down_proj"])),
-    )
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", str(tmp_path / "run"), str(tmp_path / "y"), "--layout", "modelop"])
-    assert "did you mean 'modelopt'?" in capsys.readouterr().err
+    ended = lpq_command("export", run, tmp_path / "x", *options)
+    assert ended.status == 0
+    assert "3 layers: MXFP8" in ended.out
+    assert "down_proj  " not in ended.out
+    expected = dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16, leave=["*.down_proj"]))
+    assert equal_states(tensors(tmp_path / "x"), expected)
+    ended = lpq_command("export", run, tmp_path / "y", "--layout", "modelop")
+    assert ended.status == 2
+    assert "did you mean 'modelopt'?" in ended.err
     for dtype, noted in (("float32", True), ("bfloat16", False)):
-        with pytest.raises(SystemExit, match="0"):
-            main(["export", str(tmp_path / "run"), str(tmp_path / dtype), "--dtype", dtype])
-        assert ("transformers decodes these weights into bfloat16" in capsys.readouterr().out) == noted
-    with pytest.raises(SystemExit, match="0"):
-        main(["export", str(tmp_path / "run"), str(tmp_path / "full"), *options, "--full"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        ended = lpq_command("export", run, tmp_path / dtype, "--dtype", dtype)
+        assert ended.status == 0
+        assert ("transformers decodes these weights into bfloat16" in ended.out) == noted
+    rows = [line.split() for line in lpq_command("export", run, tmp_path / "full", *options, "--full").out.splitlines()]
     layers = [name for name, module in model.named_modules() if isinstance(module, lpq.nn.Linear)]
     kinds = {row[0]: row[1] for row in rows if row and row[0] in layers}
     assert kinds == {name: "high" if name.endswith("down_proj") else "MXFP8," for name in layers}
 
 
-def test_the_command_warns_in_words_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_warns_in_words_alone(tmp_path: Path, lpq_command: Command) -> None:
     """There is no line of the user's to which the warning could point."""
     model = nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 64)})
-    lpq.checkpoint.save(lpq.convert(model, "nvfp4"), tmp_path / "run")
-    with pytest.raises(SystemExit, match="0"):
-        main(["export", str(tmp_path / "run"), str(tmp_path / "x")])
-    (line,) = capsys.readouterr().err.splitlines()
+    ended = lpq_command("export", lpq.checkpoint.save(lpq.convert(model, "nvfp4"), tmp_path / "run"), tmp_path / "x")
+    assert ended.status == 0
+    (line,) = ended.err.splitlines()
     assert line.startswith("lpq: engines fuse k_proj, q_proj and give them one scale")
 
 

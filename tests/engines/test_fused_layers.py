@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import Command
 from tiny import Net, layers
 from torch import nn
 
 import lpq
-from lpq.__main__ import main
 from lpq.checkpoint import CheckpointError, CheckpointWarning
 
 
@@ -74,18 +74,16 @@ def test_layers_that_an_engine_fuses_lie_alike(apart: str, other: str, words: st
     assert "self_attn.o_proj" in rest.layers["FP8 per row, inputs fp8(scaling=row)"]
 
 
-def test_one_sibling_that_is_left_is_refused(tmp_path: Path) -> None:
+def test_one_sibling_that_is_left_is_refused(tmp_path: Path, lpq_command: Command) -> None:
     """Also of a checkpoint, and by the command."""
     model = lpq.convert(Fused(), "mxfp8")
     lpq.checkpoint.save(model, tmp_path / "run")
     for source in (model, tmp_path / "run"):
         with pytest.raises(CheckpointError, match=r"self_attn\.v_proj in high precision"):
             lpq.export(source, tmp_path / "x", leave=["*.v_proj"])
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "x"), "--leave", "*.v_proj"]
-    for options, code in (([], 1), (["--siblings", "any"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, *options])
-        assert ended.value.code == code
+    for options, status in (((), 1), (("--siblings", "any"), 0)):
+        ended = lpq_command("export", tmp_path / "run", tmp_path / "x", "--leave", "*.v_proj", *options)
+        assert ended.status == status
 
 
 def test_siblings_of_which_one_has_a_static_input_are_refused() -> None:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-import pytest
 import torch
 from rich.console import Console
+from support.commands import Command
 from training import MakeConfig
 
 import lpq
-from lpq.__main__ import main
 from lpq.train import run
 from lpq.train.data import load
 from lpq.train.machine import fast_bf16
 from lpq.train.model import GPT, Shape
-
-
-def command(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["calibrate", *map(str, arguments), "--samples", "8"])
-    assert not end.value.code
 
 
 def calibrated(path: Path) -> dict[str, torch.Tensor]:
@@ -34,17 +27,20 @@ def calibrated(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_is_calibrated_on_its_own_text(
-    tiny: MakeConfig, console: Console, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: MakeConfig, console: Console, tmp_path: Path, lpq_command: Command
 ) -> None:
     """Given as the directory of the run or as a checkpoint in it; control: another text gives other scales."""
     config = tiny(recipe="fp8-current", baseline=False)
     run(config, console)
-    command(config.out, tmp_path / "a")
-    said = capsys.readouterr().out
-    assert "layers, from 8 samples" in said
-    assert "Signal to noise, in dB" in said
-    (of_recipe,) = Path(config.out).glob("recipe*")
-    command(of_recipe, tmp_path / "b")
+    (of_recipe,) = Path(str(config.out)).glob("recipe*")
+    (tmp_path / "other.txt").write_text("~}{|" * 4000)
+    for name, source, more in (
+        ("a", config.out, ()), ("b", of_recipe, ()), ("c", config.out, ("--data", tmp_path / "other.txt")),
+    ):  # fmt: skip
+        ended = lpq_command("calibrate", source, tmp_path / name, *more, "--samples", 8)
+        assert ended.status == 0, ended.err
+        assert "layers, from 8 samples" in ended.out
+        assert "Signal to noise, in dB" in ended.out
     found = calibrated(tmp_path / "a")
     assert found
     assert all(torch.equal(value, calibrated(tmp_path / "b")[name]) for name, value in found.items())
@@ -57,7 +53,5 @@ def test_a_run_is_calibrated_on_its_own_text(
     with torch.autocast("cpu", torch.bfloat16, enabled=fast_bf16(torch.device("cpu"))):
         made = lpq.calibrate(model, batches, samples=8)
     assert all(torch.equal(value, found[name]) for name, value in made.values.items())
-    (tmp_path / "other.txt").write_text("~}{|" * 4000)
-    command(config.out, tmp_path / "c", "--data", tmp_path / "other.txt")
     other = calibrated(tmp_path / "c")
     assert not all(torch.equal(value, other[name]) for name, value in found.items())
