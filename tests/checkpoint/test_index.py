@@ -85,7 +85,6 @@ def test_an_index_that_changes_between_two_readings(rank: int, path: Path) -> No
 
 
 STATE = fields(state_dict_metadata=b"}", storage_data=b"}")
-ENTRY = attributes(__class__=named(metadata.TensorStorageMetadata))
 PROGRAMS: dict[str, Callable[..., bytes]] = {
     "a state for a class": lambda _: changed(Metadata, __setstate__=named(Metadata)) + made(Metadata, STATE),
     "a dict for a class": lambda _: named(Metadata) + fields(__setstate__=named(Metadata)) + b"b",

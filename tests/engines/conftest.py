@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
@@ -11,3 +16,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 from example import installed, mxfp4  # noqa: E402  (from where it was just added)
 
 __all__ = ["installed", "mxfp4"]
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Progress bars are no part of what is tested."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.nn import GroupedLinear
 from lpq.nn.expert_stacks import counted, numbered
 
+pytestmark = pytest.mark.usefixtures("quiet")
 COUNT, WIDTH, INNER = 4, 64, 128
 LAYOUT = "compressed-tensors"
 
@@ -168,8 +167,7 @@ def test_transformers_reads_the_experts_that_lpq_decodes(name: str, recipe: str,
     assert not lpq.export(model, tmp_path / "x", layout="fp8-block").notes
     one = "mlp.experts.2.up_proj" if name == "Qwen3Moe" else "block_sparse_moe.experts.2.w3"
     assert f"model.layers.0.{one}.weight_scale_inv" in tensors(tmp_path / "x")
-    with contextlib.redirect_stderr(io.StringIO()):
-        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.bfloat16).state_dict()
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.bfloat16).state_dict()
     experts: Any = model.get_submodule("model.layers.0.mlp.experts")
     for key in ("gate_up_proj", "down_proj"):
         weight = getattr(experts, key).detach()
@@ -227,7 +225,7 @@ def test_the_record_says_that_transformers_does_not_read_experts_in_a_layout(tmp
     model = lpq.convert(fused("Mixtral"), policy("mxfp8"))
     (note,) = lpq.export(model, tmp_path / "x", layout=LAYOUT).notes
     assert note.startswith("transformers fails to load the experts in this layout")
-    with contextlib.redirect_stderr(io.StringIO()), pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "x", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
         )

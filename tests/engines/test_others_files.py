@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from lpq.checkpoint import CheckpointError
 
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
-pytestmark = [pytest.mark.usefixtures("mxfp4"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [pytest.mark.usefixtures("mxfp4", "quiet"), pytest.mark.filterwarnings("ignore::UserWarning")]
 LARGEST = 448 * 6
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -77,8 +75,7 @@ PRESETS = ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP8", "MXF
 def test_a_model_that_others_quantized_is_read_as_they_read_it(preset: str, tmp_path: Path) -> None:
     """The weights of each layer, bit for bit; its static scales; and exported again, all tensors are as they came, but
     for scales in bf16, which become fp32."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        theirs = saved_by_others(preset, tmp_path / "theirs")
+    theirs = saved_by_others(preset, tmp_path / "theirs")
     read = lpq.load_quantized(llama(), tmp_path / "theirs").eval()
     assert len(layers(read)) == 7
     for name, layer in layers(read).items():
@@ -119,15 +116,14 @@ def test_a_model_that_transformers_quantized_is_read_as_it_reads_it(
     read = transformers.AutoModelForCausalLM.from_pretrained
     given = transformers.FineGrainedFP8Config(**FINE_GRAINED[kind])
     llama().save_pretrained(tmp_path / "base")
-    with contextlib.redirect_stderr(io.StringIO()):
-        with monkeypatch.context() as patch:
-            patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
-            quantized = read(tmp_path / "base", dtype=torch.bfloat16, quantization_config=given)
-        for name, parameter in quantized.named_parameters():
-            if name.endswith("activation_scale"):  # which it leaves as the memory was
-                parameter.data.fill_(0.25)
-        quantized.save_pretrained(tmp_path / "x")
-        theirs = read(tmp_path / "x", dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+        quantized = read(tmp_path / "base", dtype=torch.bfloat16, quantization_config=given)
+    for name, parameter in quantized.named_parameters():
+        if name.endswith("activation_scale"):  # which it leaves as the memory was
+            parameter.data.fill_(0.25)
+    quantized.save_pretrained(tmp_path / "x")
+    theirs = read(tmp_path / "x", dtype=torch.bfloat16)
     ours = lpq.load_quantized(llama(), tmp_path / "x").eval()
     assert len(layers(ours)) == 7
     for name, layer in layers(ours).items():

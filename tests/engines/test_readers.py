@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +20,10 @@ COMPRESSED = "compressed-tensors"
 CASES = [case for case in [*tiny.READ_BY_TRANSFORMERS, tiny.MIXED] if case.layout == COMPRESSED]
 
 pytestmark = [
-    pytest.mark.usefixtures("mxfp4"),
+    pytest.mark.usefixtures("mxfp4", "quiet"),
     pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Progress bars are no part of what is tested."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def loaded(path: Path, case: Case, dtype: torch.dtype, dequantize: bool = True) -> Any:
