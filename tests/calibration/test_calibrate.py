@@ -124,7 +124,7 @@ def test_the_order_of_batches_does_not_matter() -> None:
     found = []
     for order in (data(4), data(4)[::-1]):
         for method in ("max", "percentile"):
-            net = converted("x=nvfp4(rht=true), w=nvfp4, dy=nvfp4(rht=true)")
+            net = converted("x=nvfp4(rht=true), w=nvfp4, dy=nvfp4(rht=true)", experts=0)
             lpq.calibrate(net, order, method=method, percentile=90)
             found.append(statics(net))
     assert equal_states(found[0], found[2])
@@ -147,13 +147,13 @@ def test_scales_of_weights_are_searched_where_their_format_can(method: Any) -> N
 
 
 def test_calibrating_again_does_not_depend_on_what_was_static() -> None:
-    net = converted("fp8-current")
+    net = converted("fp8-current", experts=0)
     lpq.calibrate(net, data())
     first = statics(net)
     for value in first.values():
         value.fill_(1e-3)  # all would be clamped
     lpq.calibrate(net, data())
-    fresh = converted("fp8-current")
+    fresh = converted("fp8-current", experts=0)
     lpq.calibrate(fresh, data())
     assert equal_states(statics(net), statics(fresh))
 
@@ -167,10 +167,10 @@ def test_a_recipe_that_is_static_from_the_start_is_filled() -> None:
 
 
 def test_it_ends_with_the_batch_that_makes_the_samples() -> None:
-    net, batches = converted("fp8-current"), data()
+    net, batches = converted("fp8-current", experts=0), data()
     made = lpq.calibrate(net, batches, samples=9)
     assert (made.samples, made.batches) == (12, 3)
-    few = converted("fp8-current")
+    few = converted("fp8-current", experts=0)
     lpq.calibrate(few, batches[:3])
     assert equal_states(statics(net), statics(few))
 
@@ -254,9 +254,9 @@ def until(batches: list[Tensor], count: int) -> Any:
 @pytest.mark.parametrize("method", ["max", "percentile"])
 def test_an_interrupted_calibration_goes_on(method: Any, tmp_path: Path) -> None:
     """With the statistics of an uninterrupted one, and without the batches that it has; control: they are missed."""
-    file, whole = tmp_path / "state.pt", converted("nvfp4")
+    file, whole = tmp_path / "state.pt", converted("nvfp4", experts=1)
     lpq.calibrate(whole, data(), method=method)
-    net = converted("nvfp4")
+    net = converted("nvfp4", experts=1)
     with pytest.raises(Interrupted):
         lpq.calibrate(net, until(data(), 5), method=method, state=file, every=2)
     assert not statics(net)
@@ -266,11 +266,11 @@ def test_an_interrupted_calibration_goes_on(method: Any, tmp_path: Path) -> None
     else:
         lpq.calibrate(net, data(), method=method, state=file, every=2)
     assert equal_states(statics(net), statics(whole))
-    other = converted("nvfp4")
+    other = converted("nvfp4", experts=1)
     lpq.calibrate(other, damaged, method=method)
     assert not equal_states(statics(other), statics(whole))
     with pytest.raises(CalibrationError, match="was kept with samples=512, and this is samples=8"):
-        lpq.calibrate(converted("nvfp4"), data(), method=method, samples=8, state=file)
+        lpq.calibrate(converted("nvfp4", experts=1), data(), method=method, samples=8, state=file)
     with pytest.raises(CalibrationError, match="was kept of another model"):
         lpq.calibrate(converted("nvfp4", blocks=2), data(), method=method, state=file)
 
@@ -285,14 +285,14 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_which_one_bit_changed_is_refused_or_the_same(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
-    lpq.calibrate(whole := converted("fp8-current"), data(), state=file)
+    lpq.calibrate(whole := converted("fp8-current", experts=0), data(2), state=file)
     raw, refused = file.read_bytes(), list[str]()
     for place in range(40, len(raw), len(raw) // 25):
         changed = bytearray(raw)
         changed[place] ^= 64
         file.write_bytes(changed)
         try:
-            lpq.calibrate(net := converted("fp8-current"), data(), state=file)
+            lpq.calibrate(net := converted("fp8-current", experts=0), data(2), state=file)
         except CalibrationError as error:
             refused.append(str(error))
         else:
@@ -324,7 +324,7 @@ VALUES = (
 
 def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
-    lpq.calibrate(converted("fp8-current"), data(), state=file)
+    lpq.calibrate(converted("fp8-current", experts=0), data(2), state=file)
     name = next(iter(torch.load(file)["passes"]["statistics"]["statistics"]["max"]))
     values = [
         (lambda found, value=value: found["passes"]["statistics"]["statistics"]["max"].update({name: value}), words)
@@ -338,7 +338,7 @@ def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path) -> None:
         change(found)
         torch.save(found, file)
         with pytest.raises(CalibrationError, match=rf"state\.pt .*{words}"):
-            lpq.calibrate(converted("fp8-current"), data(), state=file)
+            lpq.calibrate(converted("fp8-current", experts=0), data(2), state=file)
 
 
 # ---------------------------------------------------------------------------------------------- the bar
@@ -352,7 +352,7 @@ class Terminal(io.StringIO):
 def test_a_bar_shows_how_far_it_is_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(stream: io.StringIO, **options: Any) -> str:
         monkeypatch.setattr("sys.stderr", stream)
-        lpq.calibrate(converted("fp8-current"), data(), **options)
+        lpq.calibrate(converted("fp8-current", experts=0), data(), **options)
         return stream.getvalue()
 
     found = shown(Terminal(), samples=32, method="percentile")
