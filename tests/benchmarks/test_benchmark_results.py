@@ -133,25 +133,23 @@ def test_memory_of_a_model_is_compared_with_what_is_compiled_alike(results: Resu
 
 
 @pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts", "llama", "grouped"])
-def test_every_part_prints_and_is_markdown(stem: str, results: Results, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_prints_is_markdown_and_is_drawn_from_its_file(
+    stem: str, results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored.show(results[stem])
     assert "÷" in capsys.readouterr().out or stem == "casts"
     for table in tables.OF[results[stem]["part"]](results[stem]).values():
         lines = table.markdown().splitlines()
         assert len(lines) == len(table.rows) + 2
         assert {line.count("|") for line in lines} == {len(table.columns) + 1}
-
-
-# ---------------------------------------------------------------------------------------------- plots, files, pages
-
-
-@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts", "llama", "grouped"])
-def test_every_part_is_drawn_from_its_file(stem: str, results: Results, tmp_path: Path) -> None:
     (tmp_path / f"{stem}.json").write_text(json.dumps(results[stem]))
     stored.plot(tmp_path, stem, stored.load(tmp_path)[stem])
     chart = ElementTree.fromstring((tmp_path / f"{stem}.svg").read_text())
     shown = [text.text for text in chart.iter("{http://www.w3.org/2000/svg}text")]
     assert any("fp8" in (text or "") for text in shown), "the names of who took part"
+
+
+# ---------------------------------------------------------------------------------------------- plots, files, pages
 
 
 def test_a_bar_is_as_long_as_its_value(results: Results) -> None:

@@ -143,33 +143,6 @@ def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, mo
             assert "LPQ_KERNELS=triton" in kernel["error"]
 
 
-def test_a_broken_plugin_is_a_finding(install: Callable, lpq: Callable) -> None:
-    install("sad", "1.3", "import a_library_that_is_not_there")
-    found = doctor(lpq, "--device", "cpu", status=1)
-    (sad,) = [p for p in found["plugins"] if p["name"] == "sad"]
-    assert "a_library_that_is_not_there" in sad["cause"]
-    assert sad["remedy"]
-    assert lpq("doctor", "--device", "cpu").status == 1
-
-
-def test_a_format_whose_code_is_broken_is_a_finding(install: Callable, lpq: Callable) -> None:
-    install(
-        "hollow",
-        "1.0",
-        """
-        from lpq.registry import FormatSpec, hookimpl
-
-        @hookimpl
-        def lpq_register_formats():
-            return FormatSpec(name="hollow", summary="", quantizer="lpq_hollow_plugin:Gone",
-                              storage="lpq_hollow_plugin:Gone", effective_bits=8)
-        """,
-    )
-    found = doctor(lpq, "--device", "cpu", status=1)
-    assert "lpq_hollow_plugin:Gone" in found["broken_formats"]["hollow"]
-    assert "mxfp8" in {k["format"] for k in found["kernels"]}
-
-
 FORMAT = """
     from dataclasses import dataclass, field
     from typing import Literal
@@ -203,7 +176,16 @@ OWN_FAULTS = {
         ('per: Literal["row", "tensor"] = "row"', "per: list = field(default_factory=list)"),
         "option 'per' is []; by options quantizers are told apart, so it must be",
     ),
+    "a class that is not there": (('"lpq_log4_plugin:Own"', '"lpq_log4_plugin:Gone"'), "lpq_log4_plugin:Gone"),
 }
+BROKEN_RECIPES = """
+    from lpq.registry import RecipeSpec, hookimpl
+
+    @hookimpl
+    def lpq_register_recipes():
+        recipes = {"tidy": "mxfp8", "tidy-typo": "fprop=log5, dgrad=bf16, wgrad=bf16", "tidy-odd": 7}
+        return [RecipeSpec(name=name, summary="", recipe=recipe) for name, recipe in recipes.items()]
+"""
 
 
 @pytest.mark.parametrize("fault", OWN_FAULTS)
@@ -217,6 +199,23 @@ def test_what_is_wrong_with_one_format_takes_no_other_away(install: Callable, lp
     assert [k for k in found["kernels"] if k["format"] in {k["format"] for k in before}] == before
     table = lpq("doctor", "--device", "cpu")
     assert "as they have no default options: hybrid (" in table.out
+    assert words in table.err
+
+
+def test_plugins_and_recipes_that_are_broken_are_findings(install: Callable, lpq: Callable) -> None:
+    install("tidy", "1.0", BROKEN_RECIPES)
+    found = doctor(lpq, "--device", "cpu", status=1)
+    assert list(found["broken_recipes"]) == ["tidy-typo", "tidy-odd"]
+    words = (
+        "recipe tidy-typo of plugin tidy (lpq-tidy 1.0) cannot be built: fprop: there is no recipe and no format 'log5'"
+    )
+    assert words in found["broken_recipes"]["tidy-typo"]
+    install("sad", "1.3", "import a_library_that_is_not_there")
+    (sad,) = [p for p in doctor(lpq, "--device", "cpu", status=1)["plugins"] if p["name"] == "sad"]
+    assert "a_library_that_is_not_there" in sad["cause"]
+    assert sad["remedy"]
+    table = lpq("doctor", "--device", "cpu")
+    assert table.status == 1
     assert words in table.err
 
 
@@ -236,30 +235,6 @@ def test_a_format_with_an_option_to_give_is_none(install: Callable, lpq: Callabl
     assert doctor(lpq, "--device", "cpu")["broken_formats"] == {}
     assert "as they have no default options: hybrid, log4 (" in lpq("doctor", "--device", "cpu").out
     assert "log4 has options without a default: write it as log4(per=…)" in lpq("explain", "log4").err
-
-
-def test_a_recipe_that_cannot_be_built_is_a_finding(install: Callable, lpq: Callable) -> None:
-    install(
-        "tidy",
-        "1.0",
-        """
-        from lpq.registry import RecipeSpec, hookimpl
-
-        @hookimpl
-        def lpq_register_recipes():
-            recipes = {"tidy": "mxfp8", "tidy-typo": "fprop=log5, dgrad=bf16, wgrad=bf16", "tidy-odd": 7}
-            return [RecipeSpec(name=name, summary="", recipe=recipe) for name, recipe in recipes.items()]
-        """,
-    )
-    found = doctor(lpq, "--device", "cpu", status=1)
-    assert list(found["broken_recipes"]) == ["tidy-typo", "tidy-odd"]
-    words = (
-        "recipe tidy-typo of plugin tidy (lpq-tidy 1.0) cannot be built: fprop: there is no recipe and no format 'log5'"
-    )
-    assert words in found["broken_recipes"]["tidy-typo"]
-    table = lpq("doctor", "--device", "cpu")
-    assert table.status == 1
-    assert words in table.err
 
 
 def test_a_kernel_at_fault_is_a_finding_and_its_format_stays(install: Callable, lpq: Callable) -> None:

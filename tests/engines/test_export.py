@@ -236,6 +236,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "amax": ("mxfp8", {"layout": "modelopt", "input_amax": {"x": 1.0}}, "input_amax has x, and the model has no"),
     "random": ("x=bf16, w=nvfp4(stochastic=true), dy=bf16", {"layout": "modelopt"}, "which rounds stochastically"),
     "base": ("mxfp8", {"layout": "modelopt", "base": "nowhere"}, "base='nowhere' is no directory"),
+    "dtype": ("nvfp4", {"dtype": "bfloat16"}, "dtype='bfloat16': it is one of torch.float32, torch.bfloat16"),
+    "integers": ("nvfp4", {"dtype": torch.int8}, "dtype=torch.int8: it is"),
+    "no bytes": ("nvfp4", {"shard_bytes": 0}, "shard_bytes=0: it is the most bytes of one file, as 5_000_000_000"),
+    "a text": ("nvfp4", {"shard_bytes": "5GB"}, "shard_bytes='5GB': it is"),
+    "siblings": ("nvfp4", {"siblings": "all"}, "siblings='all': it is 'alike' or 'any'"),
+    "left": ("nvfp4", {"leave": None}, "leave=None: it is a list of names"),
+    "left numbers": ("nvfp4", {"leave": [3]}, r"leave=\[3\]: it is a list of names"),
+    "one amax": ("nvfp4", {"input_amax": 3.0}, r"input_amax=3\.0: it is a mapping of layers to numbers"),
+    "no amax": (
+        "nvfp4", {"input_amax": {"blocks.0.mlp.up_proj": None}},
+        r"input_amax has None for blocks\.0\.mlp\.up_proj, and no number",
+    ),
+    "many": (
+        "nvfp4", {"input_amax": {"blocks.0.mlp.up_proj": torch.ones(3)}}, "and no number or tensor of one element",
+    ),
 }  # fmt: skip
 
 
@@ -246,28 +261,6 @@ def test_what_a_layout_has_no_place_for_is_refused_by_name(why: str, tmp_path: P
     with pytest.raises(CheckpointError, match=f"nothing is exported to {re.escape(str(tmp_path / 'x'))}: .*{words}"):
         lpq.export(model, tmp_path / "x", **options)
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dtype": "bfloat16"}, "dtype='bfloat16': it is one of torch.float32, torch.bfloat16"),
-        ({"dtype": torch.int8}, "dtype=torch.int8: it is"),
-        ({"shard_bytes": 0}, "shard_bytes=0: it is the most bytes of one file, as 5_000_000_000"),
-        ({"shard_bytes": "5GB"}, "shard_bytes='5GB': it is"),
-        ({"siblings": "all"}, "siblings='all': it is 'alike' or 'any'"),
-        ({"leave": None}, "leave=None: it is a list of names"),
-        ({"leave": [3]}, r"leave=\[3\]: it is a list of names"),
-        ({"input_amax": 3.0}, r"input_amax=3\.0: it is a mapping of layers to numbers"),
-        ({"input_amax": {"blocks.0.mlp.up_proj": None}}, r"input_amax has None for blocks\.0\.mlp\.up_proj"),
-        ({"input_amax": {"blocks.0.mlp.up_proj": torch.ones(3)}}, r"and no number or tensor of one element"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_words(options: Any, words: str, tmp_path: Path) -> None:
-    model = lpq.convert(Net(), "nvfp4")
-    with pytest.raises(CheckpointError, match=words):
-        lpq.export(model, tmp_path / "x", **{"layout": "compressed-tensors", **options})
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_place_that_cannot_be_one_is_refused_in_words(tmp_path: Path) -> None:

@@ -173,11 +173,15 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
     assert all(content.startswith(kept) for content in seen)
 
 
-def test_a_run_does_not_go_on_with_another_text_or_policy(
+def test_a_checkpoint_says_what_made_it_and_no_other_text_or_policy_goes_on(
     tiny: MakeConfig, text: Path, policy: str, console: Console
 ) -> None:
     config = tiny("run", policy=policy, baseline=False)
-    run(config, console)
+    found = info(run(config, console).directory / "recipe")
+    assert found.step == 6
+    assert "scaling=delayed" in str(found.description.policies)
+    assert found.extra["config"] == config.to_toml()
+    assert "fp8-delayed" in found.extra["policy"] or "scaling=delayed" in found.extra["policy"]
     Path(policy).write_text(POLICY.replace("0.5", "0.6"))
     with pytest.raises(CheckpointError, match=r"(?s)the policy has changed since.*until = 0\.5"):
         run(replace(config, resume=True), console)
@@ -185,13 +189,3 @@ def test_a_run_does_not_go_on_with_another_text_or_policy(
     text.write_text(text.read_text().replace("squared", "cubed"))
     with pytest.raises(CheckpointError, match=r"text\.txt\) has changed since"):
         run(replace(config, resume=True), console)
-
-
-def test_a_checkpoint_says_what_made_it(tiny: MakeConfig, policy: str, console: Console) -> None:
-    config = tiny("run", policy=policy, baseline=False)
-    summary = run(config, console)
-    found = info(summary.directory / "recipe")
-    assert found.step == 6
-    assert "scaling=delayed" in str(found.description.policies)
-    assert found.extra["config"] == config.to_toml()
-    assert "fp8-delayed" in found.extra["policy"] or "scaling=delayed" in found.extra["policy"]

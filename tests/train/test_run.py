@@ -6,7 +6,6 @@ import builtins
 import io
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,11 @@ from lpq.train.trainer import Trainer
 CPU = torch.device("cpu")
 
 
-def test_the_table_compares_the_recipe_with_bf16(tiny: MakeConfig, console: Console) -> None:
+def test_a_run_compares_the_recipe_with_bf16_and_leaves_its_numbers(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a table, a file and a plot."""
+    monkeypatch.setattr(report, "draw", plot.draw)
     summary = run(tiny(recipe="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"), console)
     recipe, bf16 = summary.outcomes
     assert len(recipe.losses) == len(bf16.losses) == 6
@@ -54,13 +57,6 @@ def test_the_table_compares_the_recipe_with_bf16(tiny: MakeConfig, console: Cons
         "wgrad": "identity(dtype=bfloat16) · identity(dtype=bfloat16)",
     }
     assert [s.layers for s in recipe.served] == [4, 4, 4]
-
-
-def test_a_run_leaves_its_numbers_and_its_plot(
-    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw", plot.draw)
-    summary = run(tiny(), console)
     written = json.loads((summary.directory / "summary.json").read_text())
     assert written["config"]["steps"] == 6
     assert written["gap"] == summary.gap
@@ -69,22 +65,13 @@ def test_a_run_leaves_its_numbers_and_its_plot(
         assert stored["perplexity"] == math.exp(outcome.held_out_loss)
         assert stored["bytes_held"] == outcome.bytes_held > 0
     assert (summary.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
-    written_report = (summary.directory / "conversion.txt").read_text()
-    assert "blocks.0.mlp.up" in written_report
-    assert "blocks.0.mlp.up" not in shown(console)
+    assert "blocks.0.mlp.up" in (summary.directory / "conversion.txt").read_text()
+    assert "blocks.0.mlp.up" not in said
 
 
-def test_a_run_prints_the_full_report_if_asked(tiny: MakeConfig, console: Console) -> None:
-    summary = run(tiny(full=True), console)
-    written = (summary.directory / "conversion.txt").read_text()
-    assert written.strip() in shown(console)
-    assert "full =" not in (summary.directory / "config.toml").read_text()
-
-
-def test_without_matplotlib_the_plot_is_left_out_in_words(
-    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
+def test_a_run_alone_without_matplotlib(tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column and no gap; no plot, in words; the full report, as it is asked for; the model is told each step."""
+    real, set_step, steps = builtins.__import__, lpq.set_step, list[int]()
 
     def no_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.startswith("matplotlib"):
@@ -93,9 +80,17 @@ def test_without_matplotlib_the_plot_is_left_out_in_words(
 
     monkeypatch.setattr(report, "draw", plot.draw)
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
-    summary = run(tiny(baseline=False), console)
+    monkeypatch.setattr(lpq, "set_step", lambda model, step: (steps.append(step), set_step(model, step)))
+    summary = run(tiny(baseline=False, full=True), console)
+    assert (summary.directory / "conversion.txt").read_text().strip() in shown(console)
+    assert "full =" not in (summary.directory / "config.toml").read_text()
     assert "no plot, for matplotlib is not installed" in shown(console)
     assert not (summary.directory / "loss.png").exists()
+    assert len(summary.outcomes) == 1
+    assert summary.gap is None
+    assert "gap" not in shown(console)
+    assert not (summary.directory / baseline_on(CPU)).exists()
+    assert steps == list(range(6))
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -114,14 +109,6 @@ def test_the_baseline_is_fp32_where_bf16_is_slow(
     assert f"gap to {name}" in shown(console)
     assert ("no instructions" in shown(console)) == (not fast)
     assert set(seen) == {torch.bfloat16 if fast else torch.float32}  # of the baseline, and of layers left alone
-
-
-def test_no_baseline_is_one_column_and_no_gap(tiny: MakeConfig, console: Console) -> None:
-    summary = run(tiny(baseline=False), console)
-    assert len(summary.outcomes) == 1
-    assert summary.gap is None
-    assert "gap" not in shown(console)
-    assert not (summary.directory / baseline_on(CPU)).exists()
 
 
 @pytest.mark.slow
@@ -196,7 +183,7 @@ def test_weights_stored_quantized_with_masters_train_to_the_same_bits(
     tiny: MakeConfig, console: Console, recipe: str
 ) -> None:
     ways = ("quantized", "high_precision")
-    stored, plain = (run(tiny(w, recipe=recipe, weights=w, baseline=False), console).outcomes[0] for w in ways)
+    stored, plain = (run(tiny(w, recipe=recipe, weights=w, baseline=False, steps=3), console).outcomes[0] for w in ways)
     assert stored.losses == plain.losses
     assert stored.held_out_loss == plain.held_out_loss
     assert stored.measured.weights < plain.measured.weights
@@ -280,14 +267,6 @@ def test_what_is_left_alone_is_served_by_torch() -> None:
     assert served["fprop", "mxfp8 · mxfp8"][1] == 4
     reasons = next(s.why_not for s in served_by(model, CPU) if s.operands == "mxfp8 · mxfp8")
     assert reasons == ("torch, cuda: runs on cuda, not on cpu",)  # said once for all of their kernels
-
-
-def test_the_loop_tells_the_model_its_step(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
-    steps: list[int] = []
-    real = lpq.set_step
-    monkeypatch.setattr(lpq, "set_step", lambda model, step: (steps.append(step), real(model, step)))
-    run(replace(tiny(), baseline=False), console)
-    assert steps == list(range(6))
 
 
 def test_a_compiled_run_is_the_eager_run(
