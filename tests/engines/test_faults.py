@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal_states
 from tiny import FLOAT_SCALES, Net, layers, tensors
 from torch import Tensor, nn
 
@@ -284,6 +286,23 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+HEADERS = {
+    "missing norm", "unknown tensor", "shape of a weight", "shape of scales", "dtype of scales", "shape of a norm",
+    "codes that nobody announced",
+}  # fmt: skip
+"""Faults that show without a value, so that a model is not converted."""
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module, words: str) -> Iterator[pytest.ExceptionInfo[CheckpointError]]:
+    """Expect an error, and that nothing is written to a model, which is not converted if it was not."""
+    before, kinds = {name: tensor.clone() for name, tensor in model.state_dict().items()}, [*map(type, model.modules())]
+    with pytest.raises(CheckpointError, match=words) as error:
+        yield error
+    assert [*map(type, model.modules())] == kinds
+    assert equal_states(model.state_dict(), before)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_path: Path) -> None:
     kind, damage, words = FAULTS[fault]
@@ -291,31 +310,9 @@ def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_
     recipe = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "block": "fp8-block"}.get(kind, "fp8-current")
     lpq.load_quantized(Net(), folder, policy=recipe)  # before
     damage(folder)
-    model: Any = lpq.convert(Net(), recipe)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=f"{folder} cannot be loaded: .*(?:{words})"):
-        lpq.load_quantized(model, folder)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-HEADERS = [
-    "missing norm", "unknown tensor", "shape of a weight", "shape of scales", "dtype of scales", "shape of a norm",
-    "codes that nobody announced",
-]  # fmt: skip
-"""Faults that show without a value."""
-
-
-@pytest.mark.parametrize("fault", HEADERS)
-def test_a_model_that_files_do_not_fit_is_not_converted(fault: str, exported: dict[str, Path], tmp_path: Path) -> None:
-    kind, damage, words = FAULTS[fault]
-    folder = copied(exported[kind], tmp_path / "x")
-    damage(folder)
-    model = Net()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=words):
-        lpq.load_quantized(model, folder)
-    assert not any(isinstance(module, lpq.nn.Layer) for module in model.modules())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for model in (lpq.convert(Net(), recipe), *([Net()] if fault in HEADERS else [])):
+        with refused(model, f"{folder} cannot be loaded: .*(?:{words})"):
+            lpq.load_quantized(model, folder)
 
 
 UNFIT: dict[str, tuple[str, Any, str, str]] = {
@@ -352,12 +349,9 @@ def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(
     elif kind == "rows":
         lpq.export(lpq.convert(Net(), "x=nvfp4(), w=nvfp4(), dy=bf16"), tmp_path / "x", layout="modelopt")
     path, model = exported.get(kind, tmp_path / "x"), Net()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=words) as refused:
+    with refused(model, words) as error:
         lpq.load_quantized(model, path, policy=policy)
-    assert not any(isinstance(module, lpq.nn.Layer) for module in model.modules())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    said = re.search(r"policy=(\{.*\}); or by weights=None", str(refused.value))
+    said = re.search(r"policy=(\{.*\}); or by weights=None", str(error.value))
     assert said is not None
     read: Any = lpq.load_quantized(model, path, policy=ast.literal_eval(said[1]))
     stored = {str(layer.weight.row.quantizer) for layer in layers(read).values()}
