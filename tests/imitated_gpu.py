@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.kernels import cublaslt, cuda, table, tiles
 from lpq.kernels.cuda import CudaKernel
+from lpq.operations import produced_tiles
 from lpq.registry import refresh
 
 LPQ = (str(Path(lpq.__file__).parent), str(Path(lpq.__file__).parents[1] / "plugins"))
@@ -99,6 +100,7 @@ def imitated_gpu() -> Iterator[Gpu]:
         "get_device_capability": lambda device: divmod(gpu.sm, 10),
     }  # fmt: skip
     raw = {"current_device": lambda: 0, "current_stream": lambda index: 0}
+    why_not = produced_tiles.why_not
     kept = cublaslt._plan, cublaslt._handle, cublaslt._matmul, cublaslt._attribute
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
@@ -128,6 +130,7 @@ def imitated_gpu() -> Iterator[Gpu]:
         patch.setattr(table, "_installed", lambda module: True)
         patch.setattr(cuda, "why_not", lambda device: None)
         patch.setattr(tiles, "multiprocessors", lambda device: 132)
+        patch.setattr(produced_tiles, "why_not", lambda *what: why_not(*what[:-1], torch.device("cuda", 0)))
         patch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", gpu.allocate)
         patch.setattr(CudaKernel, "launch", launch)
         patch.setattr(CudaKernel, "bind", bind)

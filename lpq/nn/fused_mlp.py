@@ -10,31 +10,29 @@ layers ran one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lpq import registry
-from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
-from lpq.nn.multiply import LayerCall, Multiplication, StepChange, Within
-from lpq.nn.step import Step, gradient_wanted, input_wanted
+from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Within
+from lpq.nn.passes import Passes
+from lpq.nn.step import gradient_wanted, input_wanted
 from lpq.nn.wanted import computes
-from lpq.operations.binding import Encoded
-from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.binding import Encoded, on_device
 from lpq.operations.encoder import Encoder, Known, operands_of
-from lpq.operations.inputs import as_matrix
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, Producer, bind_producer
 from lpq.operations.sides import shared
-from lpq.operations.source import ACTIVATIONS, Activation, Between, Source
+from lpq.operations.source import ACTIVATIONS, Activation
 from lpq.operations.states import moves
+from lpq.torch_private.autograd import runs_whole
 from lpq.torch_private.dispatch import autocasts
-from lpq.torch_private.hooks import global_hooks, has_hooks
+from lpq.torch_private.hooks import global_hooks, hooks_of
 
 OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
@@ -58,10 +56,39 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
 def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
     """``down(act(gate(x)) * up(x))`` where ``before`` is gate and up, and ``down(act(up(x)))`` where it is up alone, as
     one function where the layers allow it; see ``swiglu``."""
-    if not torch.compiler.is_compiling() and why_apart(before, down) is None:
-        y = _fused(x, before, down, activation)  # type: ignore[arg-type]
-        if y is not None:
+    if torch.compiler.is_compiling() or why_apart(before, down) is not None:
+        return _apart(x, before, down, activation)
+    prepared: list[Any] = []
+    for layer in before:
+        prepared.append(layer.forward(x, OF_X))
+        if prepared[0] is None:  # something watches this pass, or traces it
+            return _apart(x, before, down, activation)
+    biases: list[Any] = [layer.bias for layer in (*before, down)]
+    grad = torch.is_grad_enabled()
+    summed = tuple(grad and bias is not None and bias.requires_grad for bias in biases[:-1])
+    calls = [of.call for of in prepared]
+    key = x.shape, id(activation), summed, *(id(call.step) for call in calls)
+    passes: Passes = down.passes  # type: ignore[assignment]
+    bound: BoundMLP | None = passes.calls[1].get(key)
+    like = _like(x, calls, summed) if bound is None else bound.like
+    prepared.append(down.forward(like, OF_PRODUCT))
+    calls.append(prepared[-1].call)
+    if bound is None or bound.known[-1] is not calls[-1].step:
+        bound = passes.bound_calls()[key] = _bind(calls, activation, summed, like)
+    compute: Any = FusedMLP.apply
+    tensors = x, *(of.weight for of in prepared), *biases
+    y: Tensor
+    with on_device(x.device):
+        if not autocasts():
+            y = compute(bound, calls, *tensors)
             return y
+        with torch.autocast(x.device.type, enabled=False):
+            y = compute(bound, calls, *tensors)
+            return y
+
+
+def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
+    """Compute the layers one after the other."""
     return down(activation.compute(*(layer(x) for layer in before)))  # type: ignore[no-any-return]
 
 
@@ -83,7 +110,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_features, in_features, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return swiglu(x, self.gate_proj, self.up_proj, self.down_proj)
+        return mlp(x, (self.gate_proj, self.up_proj), self.down_proj, ACTIVATIONS["silu"])
 
 
 def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
@@ -95,160 +122,63 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
             return f"its {name} is a {type(layer).__name__} with a forward of its own, and no lpq.nn.Linear"
         if layer.passes.plan is None:
             return f"its {name} has no recipe"
-        if has_hooks(layer):
+        if any(hooks_of(layer)):
             return f"hooks are called with its {name}"
         if layer.passes.observers:
             return f"its {name} is observed"
         if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
             return f"ranks share out the weight of its {name}"
-        if name == "down" and rounds_stochastically(layer.passes.plan.x):
+        if name == "down" and layer.passes.plan.draws_for_x:
             return f"its {name} rounds inputs with random bits"
     return None
 
 
-def _fused(x: Tensor, before: Sequence[Layer], down: Layer, activation: Activation) -> Tensor | None:
-    """The output of layers that nothing keeps apart; None if something watches this pass or traces it."""
-    first = before[0].prepare(x, OF_X)
-    if first is None:
-        return None
-    prepared = [first]
-    for layer in before[1:]:
-        also = layer.prepare(x, OF_X)
-        assert also is not None
-        prepared.append(also)
-    shapes = first.call.shapes
+class BoundMLP(NamedTuple):
+    """The producers between the layers, bound to passes of one kind."""
+
+    product: Encoder
+    """Gives the last layer its row operand, of the outputs of the others. Backward makes the column operand, as the
+    product is not kept; of a state, which moves until then, that keeps a copy."""
+    remembered: tuple[str, ...]
+    """The names in that state."""
+    gradients: Callable[[], Producer]
+    """Makes, of these and the gradient of the product, their gradients and the column operand."""
+    column: Callable[[], Producer]
+    """Makes the column operand alone."""
+    like: Tensor
+    """To the last layer it is as the product, but it has no memory."""
+    known: tuple[object, ...]
+    """The activation and the steps of the layers, kept as they are known by their addresses."""
+
+
+def _like(x: Tensor, calls: Sequence[LayerCall], summed: Sequence[bool]) -> Tensor:
+    shapes = calls[0].shapes
     like = torch.empty((), dtype=shapes.dtype, device=x.device).expand(*x.shape[:-1], shapes.outputs)
-    trained = (x, *(of.weight for of in prepared), *(layer.bias for layer in before if layer.bias is not None))
-    like.requires_grad_(torch.is_grad_enabled() and any(t.requires_grad for t in trained))
-    of_down = down.prepare(like, OF_PRODUCT)
-    assert of_down is not None
-    weights, calls = zip(*prepared, of_down, strict=True)
-    tensors = *weights, *(layer.bias for layer in (*before, down))
-    compute: Any = FusedMLP.apply
-    y: Tensor
-    if not autocasts():
-        y = compute(activation, calls, x, *tensors)
-        return y
-    with torch.autocast(x.device.type, enabled=False):
-        y = compute(activation, calls, x, *tensors)
-        return y
+    return like.requires_grad_(shapes.needs_dx or any(call.shapes.needs_dw for call in calls) or any(summed))
 
 
-class LayerContext:
-    """The context of one layer within the function, as ``Multiplication`` has it."""
+def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[bool], like: Tensor) -> BoundMLP:
+    """``summed``: for each layer before the last whether the gradient of its bias is wanted."""
+    *before, down = calls
+    between = activation.gated if len(before) > 1 else activation.alone
+    wanted = input_wanted(down.plan, down.shapes)
+    row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
+    remembered = tuple(down.states["x"]) if wanted.remembers and wanted.col else ()
+    measured = bool(remembered) and not shared(row, col) and moves(wanted.quantizer, row, col)
+    produce = bind_producer(between.product, [Output(wanted._replace(col=measured))]).produce
 
-    call: LayerCall
-    counts: tuple[int, int, int, int]
-    encoded_gradient: object = None
-    dy_state: Any = None
+    def encode(x: Sequence[Tensor], known: Known, seed: Tensor | None) -> Encoded:
+        ((of_row, _, stats, _),) = produce(x, (known,), (seed,))
+        return of_row, [memory.clone() for memory in known.values()] if remembered else (), stats
 
-    def __init__(self) -> None:
-        self.saved_tensors: tuple[Tensor, ...] = ()
-        self.saved = 0
-        self.needs_input_grad: tuple[bool, bool, bool] = (False, False, False)
-        self.next_functions: Sequence[tuple[Any, int]] = ()
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
-
-    def give(self) -> tuple[Tensor, ...]:
-        """Return the saved tensors, for autograd to keep."""
-        tensors, self.saved_tensors = self.saved_tensors, ()
-        self.saved = len(tensors)
-        return tensors
-
-    def take(self, saved: Iterator[Tensor], needs: tuple[bool, bool, bool], nodes: Sequence[tuple[Any, int]]) -> None:
-        """Take the saved tensors back, for a backward that is to make these gradients of x, weight and bias."""
-        self.saved_tensors = tuple(islice(saved, self.saved))
-        self.needs_input_grad, self.next_functions = needs, nodes
-
-
-class Activated:
-    """The result of the activation on its way into the last layer, and its gradient on its way back."""
-
-    def __init__(
-        self, inputs: Sequence[Tensor], before: Sequence[LayerContext], down: LayerContext, of: Between
-    ) -> None:
-        self._inputs = [as_matrix(x) for x in inputs]
-        self._before, self._down, self._of = before, down, of
-        self.made: list[Produced] = []
-        """The gradients of the inputs and what the activation makes once more, encoded, as soon as the gradient of that
-        is there."""
-
-    def forward(self, call: LayerCall, step: Step) -> Step:
-        """Give the last layer its row operand. Backward makes the column operand, as the product is not kept; of a
-        state, which moves until then, that keeps a copy."""
-        wanted = input_wanted(call.plan, call.shapes)
-        row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
-        measured = wanted.remembers and wanted.col and not shared(row, col) and moves(wanted.quantizer, row, col)
-
-        def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-            (made,) = self._produce(
-                self._of.product, (Output(wanted._replace(col=measured)),), self._inputs, [known], [seed]
-            )
-            kept = [memory.clone() for memory in known.values()] if wanted.remembers and wanted.col else ()
-            return made.row, kept, made.stats
-
-        return step._replace(x=Encoder(*operands_of(wanted), encode))
-
-    def backward(self, step: Step) -> Step:
-        """Take the gradient from the last layer, and give it its column operand."""
-        down, multiply = self._down, step.dgrad
-        call = down.call
-        wanted = input_wanted(call.plan, call.shapes)
-        column = Output(wanted._replace(row=False) if wanted.col else None)
-
-        def remembered(kept: Sequence[Tensor]) -> Known:
-            return dict(zip(call.states["x"], kept, strict=True)) if wanted.remembers and wanted.col else None
-
-        def dgrad(dy: Sequence[Tensor], weight: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            assert multiply is not None
-            outputs, known, seeds = zip(*(_gradient_of(part) for part in self._before), strict=True)
-            then = remembered(down.saved_tensors[: down.counts[0]])
-            inputs = *self._inputs, multiply(dy, weight, bias)
-            self.made = self._produce(self._of.backward, (*outputs, column), inputs, (*known, then), (*seeds, None))
-            return None  # type: ignore[return-value]  # it has gone where it is needed
-
-        def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-            if not self.made:
-                self.made = self._produce(self._of.product, (column,), self._inputs, [remembered(kept)], [None])
-            return self.made.pop().col
-
-        encoder = Encoder(*operands_of(wanted), lambda x, known, seed: ((), (), ()), later)
-        return step._replace(x=encoder, dgrad=None if multiply is None else dgrad)
-
-    def _produce(
-        self, source: Source, outputs: tuple[Output, ...], inputs: Sequence[Tensor], known: Sequence[Known],
-        seeds: Sequence[Tensor | None],
-    ) -> list[Produced]:  # fmt: skip
-        return _producer(source, outputs, kernels_allowed()).produce(inputs, known, seeds)
-
-
-@registry.cached_few
-def _producer(source: Source, outputs: tuple[Output, ...], kernels: object) -> Producer:
-    return bind_producer(source, outputs)
-
-
-def _gradient_of(part: LayerContext) -> tuple[Output, Known, Tensor | None]:
-    """How the gradient of the output of a layer is encoded, its state and its seed."""
-    call = part.call
-    wanted = gradient_wanted(call.plan, call.shapes)
-    summed = part.needs_input_grad[2]
-    if not (wanted.row or wanted.col):
-        return Output(None, summed), None, None
-    state = call.states.get("dy") if part.dy_state is None else part.dy_state
-    return Output(wanted, summed), state, part.saved_tensors[sum(part.counts)] if call.plan.stochastic else None
-
-
-def _arrived(made: Produced) -> StepChange:
-    """Give a layer the gradient of its output, encoded."""
-
-    def change(step: Step) -> Step:
-        row = made.row if step.dy.row is not None else ()
-        col = made.col if step.dy.col is not None else ()
-        return step._replace(dy=step.dy._replace(encode=lambda dy, known, seed: (row, col, made.stats)))
-
-    return change
+    gradients = [gradient_wanted(call.plan, call.shapes) for call in before]
+    outputs = [Output(w if w.row or w.col else None, value) for w, value in zip(gradients, summed, strict=True)]
+    column = Output(wanted._replace(row=False) if wanted.col else None)
+    return BoundMLP(
+        Encoder(*operands_of(wanted), encode), remembered,
+        cache(lambda: bind_producer(between.backward, [*outputs, column])),
+        cache(lambda: bind_producer(between.product, [column])), like, (activation, *(call.step for call in calls)),
+    )  # fmt: skip
 
 
 class FusedMLP(torch.autograd.Function):
@@ -256,29 +186,30 @@ class FusedMLP(torch.autograd.Function):
     the last layer's behind the others."""
 
     @staticmethod
-    def forward(
-        ctx: Any, activation: Activation, calls: Sequence[LayerCall], x: Tensor, *tensors: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, bound: BoundMLP, calls: Sequence[LayerCall], x: Tensor, *tensors: Tensor | None) -> Tensor:
         count = len(calls)
         parts = *before, down = [LayerContext() for _ in calls]
-        *given, (w_down, of_down, b_down) = zip(tensors[:count], calls, tensors[count:], strict=True)
         inputs = []
-        for part, (weight, call, bias) in zip(before, given, strict=True):
+        for i, part in enumerate(before):
+            weight = tensors[i]
             assert weight is not None
-            inputs.append(Multiplication.forward(part, x, weight, bias, call))
-        of_down = of_down._replace(inputs=None)  # no other layer has this input
-        between = activation.gated if len(before) > 1 else activation.alone
-        then = Activated(inputs, before, down, between)
+            inputs.append(Multiplication.forward(part, x, weight, tensors[count + i], calls[i], None, True))
+        w_down = tensors[count - 1]
         assert w_down is not None
-        y = Multiplication.forward(down, inputs[0], w_down, b_down, of_down, partial(then.forward, of_down))
-        ctx.save_for_backward(*inputs, *(t for part in parts for t in part.give()))
-        ctx.parts, ctx.between, ctx.there = parts, between, [t is not None for t in (x, *tensors)]
+        y = Multiplication.forward(down, inputs[0], w_down, tensors[-1], calls[-1], (bound.product, inputs), True)
+        kept = list(inputs)
+        for part in parts:
+            kept += part.saved_tensors
+            part.saved, part.saved_tensors = len(part.saved_tensors), ()
+        ctx.save_for_backward(*kept)
+        ctx.parts, ctx.bound, ctx.there = parts, bound, [t is not None for t in (x, *tensors)]
         if down.encoded_gradient is not None:
             ctx.encoded_gradient = down.encoded_gradient
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        bound: BoundMLP = ctx.bound
         parts: Sequence[LayerContext] = ctx.parts
         *before, down = parts
         saved, at = iter(ctx.saved_tensors), iter(ctx.next_functions)
@@ -286,29 +217,40 @@ class FusedMLP(torch.autograd.Function):
         nodes = [next(at) if there else (None, 0) for there in ctx.there]  # of the tensors
         needs = ctx.needs_input_grad[2:]
         count = len(parts)
-        for i, part in enumerate(before, 1):
-            of = 0, i, count + i
-            part.take(saved, tuple(needs[k] for k in of), [nodes[k] for k in of])
+        for i, part in enumerate(parts, 1):
+            part.saved_tensors = tuple(islice(saved, part.saved))
+            part.needs_input_grad = needs[0], needs[i], needs[count + i]
+            part.next_functions = nodes[0], nodes[i], nodes[count + i]
         # The gradient of what the activation makes is wanted where one of these is.
         earlier = [k for k in range(2 * count) if k != count]
-        wanted = next((nodes[k] for k in earlier if nodes[k][0] is not None and computes(nodes[k][0])), nodes[0])
-        down.take(
-            saved, (any(needs[k] for k in earlier), needs[count], needs[2 * count]),
-            (wanted, nodes[count], nodes[2 * count]),
-        )  # fmt: skip
-        then = Activated(inputs, before, down, ctx.between)
-        _, *of_down, _ = Multiplication.backward(down, dy, then.backward)
+        wanted = nodes[0]
+        if not runs_whole():
+            wanted = next((nodes[k] for k in earlier if nodes[k][0] is not None and computes(nodes[k][0])), wanted)
+        down.needs_input_grad = any(needs[k] for k in earlier), needs[count], needs[2 * count]
+        down.next_functions = wanted, nodes[count], nodes[2 * count]
+        made: list[Produced] = []
+
+        def source(gradient: Tensor | None, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+            of_product = dict(zip(bound.remembered, kept, strict=True)) if bound.remembered else None
+            if gradient is None:
+                return bound.column().produce(inputs, [of_product], [None])[0].col
+            known: list[Known] = [p.call.states.get("dy") if p.dy_state is None else p.dy_state for p in before]
+            seeds = [p.saved_tensors[sum(p.counts)] if p.call.plan.stochastic else None for p in before]
+            made.extend(bound.gradients().produce((*inputs, gradient), [*known, of_product], [*seeds, None]))
+            return made.pop().col
+
+        _, *of_down, _ = Multiplication.backward(down, dy, source=source)
         dx: Tensor | None = None
         grads: list[Sequence[Tensor | None]] = [(None, None)] * len(before)
-        for i, (part, y, made) in reversed([*enumerate(zip(before, inputs, then.made, strict=False))]):
-            gradient = y if made.value is None else made.value.view(y.shape)
-            also, dw, db, _ = Multiplication.backward(part, gradient, _arrived(made))
+        for i, (part, y, given) in reversed([*enumerate(zip(before, inputs, made, strict=False))]):
+            shaped = y if given.value is None else given.value.view(y.shape)
+            also, dw, db, _ = Multiplication.backward(part, shaped, given)
             grads[i] = dw, db
             if dx is not None and also is not None:
                 dx.add_(also)
             else:
                 dx = also if dx is None else dx
         for part in parts:
-            part.give()
+            part.saved_tensors = ()
         weights, biases = zip(*grads, of_down, strict=True)
         return None, None, dx, *weights, *biases

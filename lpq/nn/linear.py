@@ -65,7 +65,9 @@ class Layer(WeightedLayer):
     # ------------------------------------------------------------------------------ running it
 
     def forward(self, input: Tensor, within: Within | None = None) -> Tensor:
-        """``within``: see ``prepare``, which alone gives it."""
+        """``within``: a function over several layers runs this pass. It gets what ``Prepared`` has, or None if
+        something watches the pass, or traces it, which that function does not serve. If ``within.x``, the input gives
+        its shape and dtype alone."""
         if self.model.stages is not None:
             self.model.stages.check(self)
         plan = self.passes.plan
@@ -96,12 +98,6 @@ class Layer(WeightedLayer):
             with torch.autocast(device, enabled=False):  # it has no effect from here on, and would slow every operation
                 return self._multiply(plan, input, weight, dtype, within, given, by)
         return self._multiply(plan, input, weight, input.dtype, within, given, by)
-
-    def prepare(self, input: Tensor, within: Within) -> Prepared | None:
-        """Prepare a pass that a function over several layers runs. None: something watches the pass, or traces it, and
-        that function does not serve it. If ``within.x``, the input gives its shape and dtype alone."""
-        prepared: Any = self.forward(input, within)
-        return prepared  # type: ignore[no-any-return]
 
     def _multiply(
         self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, within: Within | None,
@@ -173,7 +169,7 @@ class Layer(WeightedLayer):
             shapes = self._shapes(input, weight, dtype, held, given)
             shapes = shapes._replace(kernels=kernels_allowed(), arrived=arrives)
             with on_device(shapes.device):
-                inputs = self.model.inputs if plan.shares else None
+                inputs = self.model.inputs if plan.shares and not given else None
                 step = bind_few(plan, shapes)
                 call = calls[key] = LayerCall(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call

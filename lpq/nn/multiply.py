@@ -30,8 +30,10 @@ from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import on_device
+from lpq.operations.encoder import Encoder
 from lpq.operations.group_products import sum_rows
 from lpq.operations.operators import can_bypass_dispatcher
+from lpq.operations.produced_tiles import Produced
 from lpq.operations.states import State
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.autograd import runs_whole
@@ -86,6 +88,11 @@ class Within(NamedTuple):
     dy: bool
 
 
+Source = Callable[[Tensor | None, Sequence[Tensor]], Sequence[Tensor]]
+"""``source(dx, kept)``: takes the gradient of an input that it computed, if it is wanted, and returns the buffers of
+the column operand of the input, of what its encoder kept."""
+
+
 class Prepared(NamedTuple):
     """The arguments of a layer in a function over several layers."""
 
@@ -93,28 +100,42 @@ class Prepared(NamedTuple):
     call: LayerCall
 
 
-StepChange = Callable[[Step], Step]
-"""Gives a step the encoders of a function over several layers."""
+class LayerContext:
+    """The context of one layer within a function over several layers."""
+
+    call: LayerCall
+    counts: tuple[int, int, int, int]
+    saved_tensors: Sequence[Tensor] = ()
+    """The function gives these to autograd, and backward gets them here again; ``saved``: how many they are."""
+    saved: int
+    needs_input_grad: tuple[bool, bool, bool]
+    next_functions: Sequence[tuple[Any, int]]
+    encoded_gradient: object = None
+    dy_state: Any = None
 
 
 class Multiplication(torch.autograd.Function):
-    """The three products. A function over several layers calls both methods for each of them, with a context and a
-    ``change`` of its own."""
+    """The three products. A function over several layers calls both methods for each of them, with a ``LayerContext``
+    for each."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, change: StepChange | None = None
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall,
+        source: tuple[Encoder, Sequence[Tensor]] | None = None, inner: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """``source``: what encodes the input, and of which tensors it is computed; ``x`` has its shape. ``inner``: the
+        context is a ``LayerContext``."""
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
         if step is None:
             step = through_dispatcher(plan, shapes)
-        if change is not None:
-            step = change(step)
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
         of_x, of_w = states.get("x"), states.get("w")
+        values: Any
         values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
+        if source is not None:
+            x_encoder, values = source
         if step.exchange is not None:
             (of_x, of_w), seeds = step.exchange((values, weight), (of_x, of_w), seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
@@ -142,7 +163,11 @@ class Multiplication(torch.autograd.Function):
             call.watch.result(y, ends)
         rest: tuple[Tensor, ...] = ends if dy_seed is None else (dy_seed, *ends)
         seen = recomputed.seen(states) if states else None
-        ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
+        kept = (*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
+        if inner:
+            ctx.saved_tensors = kept
+        else:
+            ctx.save_for_backward(*kept)
         ctx.seen = None if seen is None else seen.tolist()
         ctx.moves, ctx.dy_state = bool(plan.moving), None
         ctx.x_shape, ctx.counts = x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
@@ -171,7 +196,11 @@ class Multiplication(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, change: StepChange | None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor, given: Produced | None = None, source: Source | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """``given``: the operands of the gradient, of which ``dy`` has the shape. ``source``: what the input was
+        computed by."""
         if torch.is_grad_enabled():
             check_backward(dy)
         for kept in ctx.watched:
@@ -209,15 +238,13 @@ class Multiplication(torch.autograd.Function):
         if encoded is not None:
             why_not = SUMMED if ctx.needs_input_grad[2] else step.refuses
             dy = gradient_given(title, encoded, plan.dy, step.dy, why_not)
-        if change is not None:
-            step = change(step)
         if needs_dx and not makes_dx:
             step = step._replace(dgrad=None)
         dx = dw = db = None
         saved = ctx.saved_tensors if needs_dx or needs_dw or ends else ()
         if needs_dx or needs_dw:
             with on_device(shapes.device):
-                dx, dw = _gradients(ctx, saved, dy, shapes, step, moves, sum_so_far)
+                dx, dw = _gradients(ctx, saved, dy, shapes, step, moves, sum_so_far, given, source)
         if needs_db:
             sums = sum_rows(dy, *_ends(ctx, saved)) if ends else dy.reshape(-1, shapes.outputs).sum(0)
             db = sums.to(ctx.bias)
@@ -242,8 +269,9 @@ def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[Unwritten]:
 
 
 def _gradients(
-    ctx: Any, saved: Sequence[Tensor], dy: Tensor, shapes: Shapes, step: Step, moves: bool, sum_so_far: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    ctx: Any, saved: Sequence[Tensor], dy: Tensor, shapes: Shapes, step: Step, moves: bool, sum_so_far: Tensor | None,
+    given: Produced | None, source: Source | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     if ctx.seen is not None:
         recomputed.compare(ctx.call.title, ctx.seen, saved[-1])
     call: LayerCall = ctx.call
@@ -261,13 +289,18 @@ def _gradients(
     column = None if begin is None else ctx.column
     if begin is not None:
         x_col = begin(x_col) if column is None else column.begin(begin, x_col)
-    dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed, *(_ends(ctx, saved) if call.ends else ()))
     dx = dw = None
+    if given is None:
+        dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed, *(_ends(ctx, saved) if call.ends else ()))
+    else:
+        dy_row, dy_col, dy_stats, _ = given
     if step.dgrad is not None:
         if step.w is None and call.step is not None:
             check_there(saved[first])
         w_col = saved[first:second] if step.w is None or step.w.later is None else step.w.later(saved[first:second])
         dx = step.dgrad(dy_row, w_col, None)
+    if source is not None and (dx is not None or step.wgrad is not None):
+        x_col, dx = source(dx, x_col), None
     if step.wgrad is not None:
         if step.dy.later is not None:
             dy_col = step.dy.later(dy_col)

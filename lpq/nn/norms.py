@@ -21,7 +21,6 @@ from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy, shared_state
 from lpq.operations.binding import on_device
-from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows
@@ -249,7 +248,7 @@ def _why_not_alike(layers: Sequence[Layer], plans: Sequence[Plan | None]) -> str
     for layer, plan in zip(layers, plans, strict=True):
         if plan is None:
             return f"{layer.title} has no recipe"
-        if not plan.shares and ("x" not in plan.moving or rounds_stochastically(plan.x)):
+        if not plan.shares and ("x" not in plan.moving or plan.draws_for_x):
             return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
         if first is not None and plan.x != first.x:
             return f"{layer.title} encodes inputs as {plan.x}, and {layers[0].title} as {first.x}"

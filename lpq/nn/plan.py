@@ -64,6 +64,8 @@ class Plan:
     """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
     stochastic: bool
     """Whether anything is rounded with random bits."""
+    draws_for_x: bool
+    """Whether the input is."""
     memories: tuple[LayerBuffer, ...]
     """The buffers that hold the states of quantizers."""
     remembered: tuple[str, ...]
@@ -89,11 +91,12 @@ class Plan:
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
-        own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" and memory.moves for memory in kept)
+        draws = rounds_stochastically(recipe.x)
+        own = draws or any(memory.tensor == "x" and memory.moves for memory in kept)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         remembered = tuple(dict.fromkeys(memory.tensor for memory in kept))
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
-        return cls(*tensors, fast_sums, stochastic, kept, remembered, moving, shares, *keeps, *of)
+        return cls(*tensors, fast_sums, stochastic, draws, kept, remembered, moving, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

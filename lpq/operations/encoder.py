@@ -28,7 +28,7 @@ from lpq.operations.measuring import bind_measure, measure
 from lpq.operations.quantizing import quantized
 from lpq.operations.sectioned import same_amaxes
 from lpq.operations.sides import declared, shared
-from lpq.operations.states import bind_recall, moves, recall, recalls
+from lpq.operations.states import Recall, bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
 Known = Any
@@ -139,12 +139,9 @@ def encoding_of(wanted: Wanted) -> Encoding:
     return e
 
 
-def bind_stats(wanted: Wanted) -> Callable[[Known], Sequence[Tensor | None]]:
-    """Return what finds, among all that is known of a tensor, the statistics that its encoding is given."""
-    if wanted.remembers:
-        get = bind_recall(wanted.quantizer, *sides_of(wanted), lambda x, stats, seed: stats)
-        return lambda known: get(None, known, None)
-    return lambda known: known if wanted.given else ()
+def bind_stats(wanted: Wanted) -> Recall | None:
+    """Return what finds, in a state, the statistics that an encoding is given; None: they are given themselves."""
+    return bind_recall(wanted.quantizer, *sides_of(wanted), None) if wanted.remembers else None
 
 
 def through_operators(wanted: Wanted) -> Encoder:

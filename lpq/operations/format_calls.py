@@ -8,7 +8,7 @@ dtype and device; from then on the check is a lookup in a set.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
 
 Shape = tuple[int, int]
-Made = TypeVar("Made")
 Fault = tuple[str, str]
 """The fault, and its remedy."""
 AS_DECLARED = "return it as declared, or declare what is returned"
@@ -58,15 +57,16 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, 
 
 def recalling(
     branches: Iterable[tuple[Quantizer, Sequence[tuple[str, str]]]],
-    run: Callable[[Any, list[Tensor | None], Any], Made],
-) -> Callable[[Any, Mapping[str, Tensor], Any], Made]:
+    run: Callable[[Any, list[Tensor | None], Any], Any] | None,
+) -> Callable[[Any, Mapping[str, Tensor], Any], Any]:
     """Return ``run(x, stats, seed)`` as a function of ``x``, a state and the seed: the statistics are those that the
-    formats' ``recall`` takes from the state, in the order of ``stats``. Each of ``branches`` is a quantizer and the
-    names in its state, with their names in the whole state; a quantizer without names remembers nothing, and None
-    stands for its statistics. The function is one call, as each step makes it for each tensor."""
+    formats' ``recall`` takes from the state, in the order of ``stats``. Without ``run`` it returns these. Each of
+    ``branches`` is a quantizer and the names in its state, with their names in the whole state; a quantizer without
+    names remembers nothing, and None stands for its statistics. The function is one call, as each step makes it for
+    each tensor."""
     bound = [(branch, branch.recall, names, [s.name for s in branch.stats]) for branch, names in branches]
 
-    def recall(x: Tensor, state: Mapping[str, Tensor], seed: Tensor | None) -> Made:
+    def recall(x: Any, state: Mapping[str, Tensor], seed: Tensor | None) -> Any:
         stats: list[Tensor | None] = []
         for branch, recalled_by, names, wanted in bound:
             if not names:
@@ -78,7 +78,7 @@ def recalling(
             except KeyError as error:
                 raise _lacking(branch, "recall", error) from None
             stats += [None if stat is None else stat.contiguous() for stat in known]
-        return run(x, stats, seed)
+        return stats if run is None else run(x, stats, seed)
 
     return recall
 

@@ -21,7 +21,17 @@ from lpq.formats.format import Storage
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
 from lpq.kernels.sections import Find, SectionedMatrix
-from lpq.kernels.tiles import INPUTS, SQUARE, Shape, bind_amax_parts, covering, divides, tile_kernels, tiles
+from lpq.kernels.tiles import (
+    INPUTS,
+    SQUARE,
+    ZERO,
+    Shape,
+    bind_amax_parts,
+    covering,
+    divides,
+    tile_kernels,
+    tiles,
+)
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
 from lpq.operations.exact_form import Form
@@ -67,6 +77,8 @@ class Made(NamedTuple):
     """The statistics, if they are wanted."""
     parameters: Sequence[float]
     """The fields of the struct's ``Parameters``, pointers as integers. Others hold the memory that they point to."""
+    zero: int = 0
+    """The address of a number in fp32 that must be zero before; 0: there is none."""
 
 
 Make = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None, Sequence[Tensor] | None], Made]
@@ -122,6 +134,35 @@ class TileSide:
     def needs(self, given: bool, measure: bool) -> bool:
         """Whether something must be measured first. ``given``: whether the operand's first statistic is given."""
         return (self.amax or self.find is not None) and (not given or (measure and not self.by_product))
+
+
+class BoundSide(NamedTuple):
+    """One operand of matrices of one shape, bound."""
+
+    side: TileSide
+    make: Make
+    stats: slice
+    """Its statistics, among those of both operands; ``none``: none of them."""
+    none: tuple[None, ...]
+    needs: bool
+    """Whether something must be measured first."""
+
+
+def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> tuple[BoundSide | None, BoundSide | None]:
+    """Bind the allocation of both operands, None of one that is not wanted. A column operand that follows from the row
+    operand has its statistics and measures none."""
+    (rows, cols), count = e.shape, len(e.row.stats) if e.row is not None else 0
+    follows = shared(e.row, e.col)
+    out: list[BoundSide | None] = []
+    for side, quantizer, shape, second in ((row, e.row, (rows, cols), False), (col, e.col, (cols, rows), True)):
+        if side is None:
+            out.append(None)
+            continue
+        measure, first = e.measure and not (follows and second), count if second and not follows else 0
+        none, given = (None,) * len(quantizer.stats), bool(e.given) and e.given[first]
+        make = side.bind(Job(shape, e.held, e.device, e.offset, measure, e.dispatched))
+        out.append(BoundSide(side, make, slice(first, first + len(none)), none, side.needs(given, measure)))
+    return out[0], out[1]
 
 
 def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op: str = "tile") -> TileSide | str:
@@ -265,28 +306,25 @@ class Pair:
         assert e.row is not None
         assert e.col is not None
         (rows, cols), index = e.shape, e.device.index or 0
-        count, first, second = len(e.row.stats), self.row, self.col
-        none = (None,) * (count + len(e.col.stats))
-        given = e.given or (False,) * len(none)
-        needs = first.needs(given[0], e.measure), second.needs(given[count], e.measure)
-        wanted = [i for i, side in enumerate((first, second)) if needs[i] and side.amax]
+        first, second = bind_sides(e, self.row, self.col)
+        assert first is not None
+        assert second is not None
+        wanted = [i for i, bound in enumerate((first, second)) if bound.needs and bound.side.amax]
         finds = [
-            (i, side.find(e, bool(wanted)))
-            for i, side in enumerate((first, second))
-            if needs[i] and side.find is not None
+            (i, bound.side.find(e, bool(wanted)))
+            for i, bound in enumerate((first, second))
+            if bound.needs and bound.side.find is not None
         ]
         parts, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted else ((), None)
         empty = allocator(e.device, dispatched=e.dispatched)
         blocks = tiles(rows, cols, self.shape)
         whole = e.aligned and divides(rows, cols, self.shape)
-        macros = self._macros_for(e.dtype, stats=e.measure or True in given, whole=whole)
+        macros = self._macros_for(e.dtype, stats=e.measure or True in e.given, whole=whole)
         launch = self.kernel.bind(index, macros, -(-blocks // self.turns))
-        job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched)
-        make, make_beside = first.bind(job), second.bind(job._replace(shape=(cols, rows)))
-        tail = blocks, rows, cols
+        (_, make, one, no_stats, _), (_, make_beside, other, none_beside, _) = first, second
+        tail, zero = (blocks, rows, cols), ZERO.bind(index, (), 1)
 
         def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
-            stats = stats or none
             found: list[Tensor | None] = [None, None]
             amax = None
             for i, find in finds:
@@ -296,8 +334,10 @@ class Pair:
                 measure_amax(at, amax.data_ptr())
             for i in wanted:
                 found[i] = amax
-            made = make(stats[:count], found[0], seed, None)
-            beside_it = make_beside(stats[count:], found[1], seed, None)
+            made = make(stats[one] or no_stats, found[0], seed, None)
+            beside_it = make_beside(stats[other] or none_beside, found[1], seed, None)
+            if made.zero or beside_it.zero:
+                zero(made.zero or beside_it.zero, 1, beside_it.zero or made.zero, 1)
             launch(at, *made.parameters, *beside_it.parameters, *tail)
             return made.buffers, beside_it.buffers, (*made.measured, *beside_it.measured)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,22 @@ from torch import Tensor
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import Allocate, Fresh, allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import INPUTS, SQUARE, ZERO, Launch, Shape, at_once, covering, divides, pointer, tiles
+from lpq.kernels.tiles import (
+    INPUTS,
+    SQUARE,
+    ZERO,
+    Launch,
+    Shape,
+    at_once,
+    covering,
+    divides,
+    tiles,
+)
 from lpq.operations.binding import ALIGNED, Encoding
-from lpq.operations.fused_pair import Job, Make, TileSide, side_of
+from lpq.operations.fused_pair import BoundSide, Made, TileSide, bind_sides, side_of
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
+from lpq.operations.states import Recall
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction
@@ -39,6 +50,8 @@ class TiledOutput(NamedTuple):
     e: Encoding
     row: TileSide | None
     col: TileSide | None
+    recall: Recall | None = None
+    """Finds the statistics that it is given in all that is known; None: they are all that is known."""
 
 
 class Produced(NamedTuple):
@@ -50,8 +63,8 @@ class Produced(NamedTuple):
     value: Tensor | None
 
 
-Run = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor | None]], Sequence[Tensor | None]], list[Produced]]
-"""``run(inputs, stats, seeds)``, with the given statistics and the seed of each output."""
+Run = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Tensor | None]], list[Produced]]
+"""``run(inputs, known, seeds)``, with what is known and a seed of each output. The device is the current one."""
 
 
 Values = Callable[..., Tensor]
@@ -71,7 +84,7 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
     return None
 
 
-def operands(e: Encoding) -> TiledOutput | str:
+def operands(e: Encoding, recall: Recall | None = None) -> TiledOutput | str:
     """Describe how a kernel encodes one output, or why it does not."""
     both = shared(e.row, e.col)
     count = len(e.row.stats) if e.row is not None else 0
@@ -95,20 +108,7 @@ def operands(e: Encoding) -> TiledOutput | str:
         ):
             return f"{quantizer} needs statistics before the first element, and has no side that finds them"
         sides.append(side)
-    return TiledOutput(e, sides[0], sides[1])
-
-
-class _Side(NamedTuple):
-    """One operand of one output, bound."""
-
-    make: Make
-    stats: slice
-    """Its statistics, in the statistics of the output."""
-    amax: bool
-    """Whether it needs the amax of the output."""
-    lines: _Struct | None
-    """The side that finds the amaxes of its lines, if it needs them; ``found``: the memory for these."""
-    found: Fresh
+    return TiledOutput(e, sides[0], sides[1], recall)
 
 
 class _Struct(NamedTuple):
@@ -119,29 +119,10 @@ class _Struct(NamedTuple):
     parameters: str = "P"
 
 
+NOTHING_MADE = Made((), (), (0,))
+"""The parameters of ``NOTHING``."""
 NOTHING = _Struct(csrc() / "common/nothing.cuh", "Nothing")
 AMAX = _Struct(csrc() / "common/amax.cuh", "Amax")
-
-
-def _bind_sides(o: TiledOutput) -> list[_Side | None]:
-    """Bind the allocation of the operands of an output. A column operand that follows from the row operand has its
-    statistics and measures none."""
-    e, (rows, cols) = o.e, o.e.shape
-    count = len(e.row.stats) if e.row is not None else 0
-    follows, given = shared(e.row, e.col), e.given
-    out: list[_Side | None] = []
-    for i, (side, quantizer) in enumerate(((o.row, e.row), (o.col, e.col))):
-        if side is None:
-            out.append(None)
-            continue
-        measure = e.measure and not (follows and i == 1)
-        shape, first = ((cols, rows), 0 if follows else count) if i == 1 else ((rows, cols), 0)
-        job = Job(shape, e.held, e.device, e.offset, measure, e.dispatched)
-        stats = slice(first, first + len(quantizer.stats))
-        needs = side.needs(bool(given) and given[first], measure)
-        lines = _Struct(side.header, side.lines) if needs and side.lines else None
-        out.append(_Side(side.bind(job), stats, needs and side.amax, lines, fresh((shape[0], 1), torch.float32)))
-    return out
 
 
 @cache
@@ -179,9 +160,12 @@ class _Kernels(NamedTuple):
         )  # fmt: skip
         arguments = f"({'P' * len(source.inputs)})({outputs})Iqq"
         staged = max(source.inputs.count("matrix"), source.outputs) if name == "produce" else 0
-        launch = _kernel(name, arguments, tile, staged).bind(self.device, macros, blocks)
-        tail = self.blocks, *self.shape
-        return lambda *given: launch(*given, *tail)
+        return _kernel(name, arguments, tile, staged).bind(self.device, macros, blocks)
+
+    @property
+    def tail(self) -> tuple[int, int, int]:
+        """The last arguments of each kernel."""
+        return self.blocks, *self.shape
 
     def bind_run(self, structs: Sequence[Sequence[_Struct]], stats: bool) -> Launch:
         """Bind a run through the sides."""
@@ -194,30 +178,32 @@ Found = list[tuple[Tensor | None, Tensor | None]]
 
 
 def _bind_search(
-    kernels: _Kernels, bound: Sequence[Sequence[_Side | None]], empty: Allocate
+    kernels: _Kernels, bound: Sequence[Sequence[BoundSide | None]], empty: Allocate
 ) -> Callable[[Sequence[int]], Found] | None:
     """Bind a run that finds the statistics that sides need before the first element; None: none needs any."""
     takes = [(_takes_amax(row), _takes_amax(col)) for row, col in bound]
-    wanted = [True in both for both in takes]
-    if not any(side is not None and side.lines is not None for sides in bound for side in sides):
-        if True not in wanted:
+    places = [[_lines(row, kernels.shape[0]), _lines(col, kernels.shape[1])] for row, col in bound]
+    tail = kernels.tail
+    if not any(place is not None for each in places for place in each):
+        if not any(True in both for both in takes):
             return None
         parts = at_once(kernels.blocks, SEARCHES, kernels.device)
-        memory, letters = fresh((parts,), torch.float32), "P" * len(wanted)
-        search = kernels.bind("amaxes", [(NOTHING, NOTHING)] * len(wanted), letters, False, parts)
+        memory = fresh((parts,), torch.float32)
+        search = kernels.bind("amaxes", [(NOTHING, NOTHING)] * len(takes), "P" * len(takes), False, parts)
 
         def find_amaxes(at: Sequence[int]) -> Found:
-            found = [empty(*memory) if is_wanted else None for is_wanted in wanted]
-            search(*at, *map(pointer, found))
-            return [(amax if r else None, amax if c else None) for amax, (r, c) in zip(found, takes, strict=True)]
+            found, addresses = list[tuple[Tensor | None, Tensor | None]](), [*at]
+            for row, col in takes:
+                amax = empty(*memory) if row or col else None
+                found.append((amax if row else None, amax if col else None))
+                addresses.append(0 if amax is None else amax.data_ptr())
+            search(*addresses, *tail)
+            return found
 
         return find_amaxes
 
     # The amax of an output has the place of the first side that needs it.
     value = fresh((), torch.float32)
-    places: list[list[tuple[_Struct, Fresh] | None]] = [
-        [None if side is None or side.lines is None else (side.lines, side.found) for side in sides] for sides in bound
-    ]
     for place, both in zip(places, takes, strict=True):
         if True in both:
             place[both.index(True)] = AMAX, value
@@ -232,19 +218,26 @@ def _bind_search(
         parameters = []
         for place, both, numbers, clear in zip(places, takes, counts, clears, strict=True):
             row, col = (None if p is None else empty(*p[1]) for p in place)
-            pointers = pointer(row), pointer(col)
+            pointers = 0 if row is None else row.data_ptr(), 0 if col is None else col.data_ptr()
             if clear is not None:
                 clear(pointers[0], numbers[0], pointers[1], numbers[1])
             parameters += [*pointers, 0]
             out.append((row, row if both == (True, True) else col))
-        run(*at, *parameters)
+        run(*at, *parameters, *tail)
         return out
 
     return find
 
 
-def _takes_amax(side: _Side | None) -> bool:
-    return side is not None and side.amax
+def _takes_amax(bound: BoundSide | None) -> bool:
+    return bound is not None and bound.needs and bound.side.amax
+
+
+def _lines(bound: BoundSide | None, count: int) -> tuple[_Struct, Fresh] | None:
+    """The side that finds the amaxes of an operand's lines, if it needs them, and the memory for so many."""
+    if bound is None or not bound.needs or not bound.side.lines:
+        return None
+    return _Struct(bound.side.header, bound.side.lines), fresh((count, 1), torch.float32)
 
 
 def bind(
@@ -263,34 +256,46 @@ def bind(
         ],
         any(o is not None and (o.e.measure or True in o.e.given) for o in outputs),
     )
-    bound = [[None, None] if o is None else _bind_sides(o) for o in outputs]
-    empty, memory = allocator(device), fresh(shape, dtype)
+    bound = [(None, None) if o is None else bind_sides(*o[:3]) for o in outputs]
+    each = [(*sides, None if o is None else o.recall, v) for sides, o, v in zip(bound, outputs, values, strict=True)]
+    sizes = {"matrix": (math.prod(shape), dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
+    wanted_inputs = [sizes[kind] for kind in source.inputs]
+    empty, memory, tail = allocator(device), fresh(shape, dtype), kernels.tail
+    zero = ZERO.bind(kernels.device, (), 1)
     find = _bind_search(kernels, bound, empty)
     nothing: Found = [(None, None)] * len(outputs)
 
-    def run(
-        inputs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], seeds: Sequence[Tensor | None]
-    ) -> list[Produced]:
-        inputs = [aligned(x) for x in inputs]
-        at = [x.data_ptr() for x in inputs]
-        found = nothing if find is None else find(at)
-        parameters: list[float] = []
+    def run(inputs: Sequence[Tensor], known: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        arguments: list[float] = []
+        copies = []
+        for i, (x, (count, held)) in enumerate(zip(inputs, wanted_inputs, strict=True)):
+            if x.numel() != count or x.dtype is not held:
+                raise _unfit(source, i, x, count, held)
+            address = x.data_ptr()
+            if address % ALIGNED or not x.is_contiguous():
+                copies.append(aligned(x))  # which lives until the launch
+                address = copies[-1].data_ptr()
+            arguments.append(address)
+        found = nothing if find is None else find(arguments)  # type: ignore[arg-type]
+        zeros: list[int] = []
         out = []
-        for sides, given, before, seed, is_wanted in zip(bound, stats, found, seeds, values, strict=True):
-            made = []
-            for side, measured in zip(sides, before, strict=True):
-                if side is None:
-                    parameters.append(0)
-                    continue
-                known = given[side.stats] or (None,) * (side.stats.stop - side.stats.start)
-                made.append(side.make(known, measured, seed, None))
-                parameters += made[-1].parameters
+        for (row, col, recall, is_wanted), before, all_known, seed in zip(each, found, known, seeds, strict=True):
+            given = (all_known if recall is None else recall(None, all_known, None)) or ()
+            of_row, of_col = NOTHING_MADE, NOTHING_MADE
+            if row is not None:
+                of_row = row.make(given[row.stats] or row.none, before[0], seed, None)
+            if col is not None:
+                of_col = col.make(given[col.stats] or col.none, before[1], seed, None)
             value = empty(*memory) if is_wanted else None
-            parameters.append(pointer(value))
-            rest = iter(made)
-            row, col = ((), ()) if not made else (next(rest).buffers if s is not None else () for s in sides)
-            out.append(Produced(row, col, [s for m in made for s in m.measured], value))
-        launch(*at, *parameters)
+            arguments += of_row.parameters
+            arguments += of_col.parameters
+            arguments.append(0 if value is None else value.data_ptr())
+            zeros += [at for at in (of_row.zero, of_col.zero) if at]
+            out.append(Produced(of_row.buffers, of_col.buffers, (*of_row.measured, *of_col.measured), value))
+        while zeros:
+            one = zeros.pop()
+            zero(one, 1, zeros.pop() if zeros else one, 1)
+        launch(*arguments, *tail)
         return out
 
     return run
@@ -307,15 +312,24 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
     launch = kernels.bind_run([(NOTHING, NOTHING)] * source.outputs, False)
     rows, cols = shape
     empty, memory, half = allocator(device), fresh((rows, made * cols), dtype), cols * dtype.itemsize
+    tail = kernels.tail
 
     def run(halves: Tensor, *others: Tensor) -> Tensor:
         halves, *others = (aligned(x) for x in (halves, *others))  # type: ignore[assignment]
         y, at = empty(*memory), halves.data_ptr()
         values = [y.data_ptr() + i * half for i in range(made)] + [0] * (source.outputs - made)
-        launch(at, at + half, *(x.data_ptr() for x in others), *(p for value in values for p in (0, 0, value)))
+        launch(at, at + half, *(x.data_ptr() for x in others), *(p for value in values for p in (0, 0, value)), *tail)
         return y
 
     return run
+
+
+def _unfit(source: Source, i: int, x: Tensor, count: int, dtype: torch.dtype) -> ValueError:
+    """An input that a kernel would read wrongly."""
+    return ValueError(
+        f"{source.name}: input {i} has {x.numel()} elements in {x.dtype}, and not {count} in {dtype}: give what this "
+        "producer was bound for, or bind another one"
+    )
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lpq.operations import produced_tiles
@@ -20,6 +19,7 @@ from lpq.operations.encoder import (
     is_made_of_row,
     sides_of,
 )
+from lpq.operations.inputs import as_matrix
 from lpq.operations.produced_tiles import Produced, TiledOutput
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
@@ -66,20 +66,16 @@ def bind_producer(source: Source, outputs: Sequence[Output]) -> Producer:
     reasons = tuple(tile if isinstance(tile, str) else None for tile in tiles)
     values = [output.value or reason is not None for output, reason in zip(outputs, reasons, strict=True)]
     run = produced_tiles.bind(source, shape, dtype, device, described, values)
-    no_stats: Callable[[Known], Sequence[Tensor | None]] = lambda known: ()  # noqa: E731
-    finds = [
-        no_stats if output.wanted is None or reason is not None else bind_stats(output.wanted)
-        for output, reason in zip(outputs, reasons, strict=True)
-    ]
     others = [
         (i, encoder)
         for i, (encoder, why) in enumerate(zip(encoders, reasons, strict=True))
         if why is not None and encoder is not None
     ]
+    if not others:
+        return Producer(operands, run, reasons)
 
     def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
-        _check(source, inputs, shape, dtype)
-        made = run(inputs, [find(k) for find, k in zip(finds, known, strict=True)], seeds)
+        made = run(inputs, [None if why is not None else k for k, why in zip(known, reasons, strict=True)], seeds)
         for i, encoder in others:
             value = made[i].value
             assert value is not None
@@ -100,8 +96,9 @@ def _composed(
 
     def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
         made = []
+        matrices = (as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, source.inputs, strict=True))
         for x, output, encoder, stats, seed in zip(
-            source.compute(*inputs), outputs, encoders, known, seeds, strict=True
+            source.compute(*matrices), outputs, encoders, known, seeds, strict=True
         ):
             encoded = ((), (), ()) if encoder is None else encoder.encode(x, stats, seed)
             made.append(Produced(*encoded, x if output.value else None))
@@ -121,17 +118,4 @@ def _tiles(wanted: Wanted) -> TiledOutput | str:
         return "kernels draw random bits from the first column on"
     if shared(row, col) and row is not None and row.stochastic:
         return "both operands have the same random bits"
-    return produced_tiles.operands(encoding_of(wanted))
-
-
-def _check(source: Source, inputs: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Refuse inputs that a kernel would read wrongly."""
-    sizes = {"matrix": (shape[0] * shape[1], dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
-    if len(inputs) != len(source.inputs):
-        raise ValueError(f"{source.name} takes {len(source.inputs)} inputs, and {len(inputs)} are given")
-    for i, (x, kind) in enumerate(zip(inputs, source.inputs, strict=True)):
-        if (x.numel(), x.dtype) != sizes[kind]:
-            raise ValueError(
-                f"{source.name}: input {i} has {x.numel()} elements in {x.dtype}, and not {sizes[kind][0]} in "
-                f"{sizes[kind][1]}: give what this producer was bound for, or bind another one"
-            )
+    return produced_tiles.operands(encoding_of(wanted), bind_stats(wanted))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.kernels import choose
-from lpq.operations.format_calls import Made, recalling
+from lpq.operations.format_calls import recalling
 from lpq.operations.operators import ORDINARY, can_call_directly
 from lpq.operations.reduce_statistics import reduce_stats
 from lpq.operations.sides import declared
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
 State = Mapping[str, Tensor]
+Recall = Callable[[None, Any, None], Sequence[Tensor | None]]
+"""``recall(None, state, None)``: the statistics to encode with."""
 
 
 def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
@@ -34,16 +36,18 @@ def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
 
 def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
     """The statistics to encode with, from the state; None where a direction remembers nothing."""
-    return bind_recall(quantizer, row, col, lambda x, stats, seed: stats)(None, state, None)
+    stats: list[Tensor | None] = bind_recall(quantizer, row, col, None)(None, state, None)
+    return stats
 
 
 def bind_recall(
     quantizer: Quantizer,
     row: Quantizer | None,
     col: Quantizer | None,
-    run: Callable[[Any, list[Tensor | None], Any], Made],
-) -> Callable[[Any, State, Any], Made]:
-    """Return ``run``, which encodes these operands by given statistics, as a function of a state."""
+    run: Callable[[Any, list[Tensor | None], Any], Any] | None,
+) -> Callable[[Any, State, Any], Any]:
+    """Return ``run``, which encodes these operands by given statistics, as a function of a state; None: the function
+    returns the statistics."""
     branches = [
         (branch, [(s.name, prefix + s.name) for s in branch.state]) for prefix, branch in _branches(quantizer, row, col)
     ]

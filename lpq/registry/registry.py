@@ -13,6 +13,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any, ParamSpec, TypeVar
 
 import pluggy
@@ -187,7 +188,16 @@ def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> 
 
 
 _MAKING = threading.RLock()
-_REMEMBERED: dict[object, Any] = {}
+
+
+class _Remembered(dict[object, Any]):
+    """Results by the function that found them."""
+
+    def __missing__(self, key: object) -> object:
+        return self.setdefault(key, object())
+
+
+_REMEMBERED = _Remembered()
 """The ``cached`` functions, each with its results; and the ``epoch``."""
 FEW = 512
 """How many answers of a function are kept that has one for each shape."""
@@ -237,7 +247,5 @@ def _forgotten(function: Callable[P, T], most: int | None) -> Callable[P, T]:
     return remembered
 
 
-def epoch() -> object:
-    """An object that changes as soon as results that are derived from the registry are dropped."""
-    found = _REMEMBERED.get(epoch)
-    return _REMEMBERED.setdefault(epoch, object()) if found is None else found
+epoch: Callable[[], object] = functools.partial(getitem, _REMEMBERED, "epoch")
+"""Returns an object that changes as soon as results that are derived from the registry are dropped."""

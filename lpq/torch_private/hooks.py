@@ -13,9 +13,10 @@ hooks_before: Callable[[Any], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 hooks_behind: Callable[[Any], dict[int, Any]] = attrgetter("_forward_hooks")
 """The hooks that are called behind a module, with what it is given and what it returns."""
 
-_of_each: Callable[[Any], tuple[Any, ...]] = attrgetter(
+hooks_of: Callable[[Any], tuple[dict[int, Any], ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+"""The hooks that a call of a module, or a gradient that goes through it, calls."""
 
 global_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 """Whether a hook is called with every module."""
@@ -23,4 +24,4 @@ global_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 def has_hooks(module: Any) -> bool:
     """Whether a call of the module, or a gradient that goes through it, calls hooks that were hung on it."""
-    return any(_of_each(module))
+    return any(hooks_of(module))

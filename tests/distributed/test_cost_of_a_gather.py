@@ -41,11 +41,11 @@ COSTS = {
     # As a CPU counts them, on which some copies of many buffers are an operator for each, and on a GPU one launch. As
     # torch 2.11 counts them, in which a unit takes 2 calls more than in 2.13. Where there are fewer, lower the
     # number.
-    "fp8-current": (Cost(98, 111), Cost(50, 5), Cost(42, 98)),
-    "fp8-delayed": (Cost(128, 149), Cost(79, 42), Cost(43, 99)),
-    "fp8-row": (Cost(99, 112), Cost(57, 12), Cost(40, 101)),
-    "mxfp8": (Cost(106, 126), Cost(64, 26), Cost(40, 100)),
-    "nvfp4": (Cost(128, 123), Cost(82, 23), Cost(44, 100)),
+    "fp8-current": (Cost(92, 111), Cost(48, 5), Cost(39, 98)),
+    "fp8-delayed": (Cost(122, 149), Cost(77, 42), Cost(40, 99)),
+    "fp8-row": (Cost(93, 112), Cost(55, 12), Cost(36, 101)),
+    "mxfp8": (Cost(100, 126), Cost(62, 26), Cost(36, 100)),
+    "nvfp4": (Cost(122, 123), Cost(80, 23), Cost(40, 100)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""

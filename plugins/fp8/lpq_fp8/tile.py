@@ -10,7 +10,7 @@ from torch import Tensor
 from lpq.formats.format import Direction
 from lpq.kernels.fresh import fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import SQUARE, TALL, ZERO, pointer
+from lpq.kernels.tiles import SQUARE, TALL, pointer
 from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
 from lpq_fp8.cuda import BLOCK, bind_amaxes_of_lines, find_in_sections, fresh_scales
@@ -32,7 +32,7 @@ def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
         grid = (-(-high // BLOCK), -(-wide // BLOCK)) if square else ()
         empty, data, scale = job.empty, fresh(job.shape, element), fresh(grid, torch.float32)
         tail = quantizer.largest_scale(job.dtype), quantizer.pow2_scales
-        zero = ZERO.bind(job.device.index or 0, (), 1) if job.measure and not square else None
+        by_product = job.measure and not square
 
         def make(
             stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
@@ -42,19 +42,16 @@ def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
             (given,) = stats
             buffers = empty(*data), empty(*scale)
             amaxes = given if given is not None else found
-            known = measured = 0
+            known = measured = at = count = 0
             wanted = [empty(*scale)] if job.measure else []
             if job.measure and (square or given is not None):
                 measured = wanted[0].data_ptr()
-                if zero is not None:  # a by-product
-                    zero(measured, 1, measured, 1)
             elif job.measure:
                 known = wanted[0].data_ptr()
-            parameters = (
-                *_pointers(buffers), pointer(amaxes), amaxes.numel() if amaxes is not None else 0, known, measured,
-                *tail,
-            )  # fmt: skip
-            return Made(buffers, wanted, parameters)
+            if amaxes is not None:
+                at, count = amaxes.data_ptr(), amaxes.numel()
+            parameters = buffers[0].data_ptr(), buffers[1].data_ptr(), at, count, known, measured, *tail
+            return Made(buffers, wanted, parameters, measured if by_product else 0)
 
         return make
 
