@@ -67,7 +67,7 @@ struct GeluTanh {
     }
 };
 
-// The same with each operation rounded, and in a form without a fused product and sum but where PyTorch's operators have one.
+// The same with each operation rounded, as a module makes it of PyTorch's operators.
 struct NewGelu {
     static constexpr float BETA = 0.797884560802865356f, KAPPA = 0.044715f;
     const float x, square, tanh;
@@ -78,7 +78,8 @@ struct NewGelu {
     __device__ __forceinline__ float above() const { return nearest(1.0f + tanh); }
     __device__ __forceinline__ float value() const { return half() * above(); }
     __device__ __forceinline__ float backward(float dy) const {
-        const float of_tanh = nearest(nearest(dy * half()) * fmaf(-tanh, tanh, 1.0f)), inner = nearest(of_tanh * BETA);
+        const float below = nearest(1.0f - nearest(tanh * tanh));  // torch's gradient of tanh rounds so on a GPU
+        const float inner = nearest(nearest(nearest(dy * half()) * below) * BETA);
         const float of_cube = nearest(nearest(inner * KAPPA) * nearest(3.0f * square));
         return nearest(inner + of_cube) + nearest(nearest(dy * above()) * 0.5f);
     }
