@@ -37,22 +37,28 @@ def norm_of(module: nn.Module) -> NormKind | None:
     return next((norm for norm in _kinds(module, bias is not None) if _is(module, norm)), None)
 
 
-def adopt(module: nn.Module, norm: NormKind, consumers: tuple[Layer, ...], places: tuple[Place, ...] = ()) -> None:
+def adopt(
+    module: nn.Module,
+    norm: NormKind,
+    consumers: tuple[Layer, ...],
+    places: tuple[Place, ...] = (),
+    serves_others: bool = False,
+) -> None:
     """Have this very module encode its output for these layers: parameters, hooks and references to it stay."""
     if not isinstance(module, EncodingNorm):
         kind: Any = type(module)
         module.__class__ = _encoding(kind)
         module.__dict__["_norm"] = norm
     assert isinstance(module, EncodingNorm)
-    module.consumers, module.places = consumers, places
+    module.consumers, module.places, module.serves_others = consumers, places, serves_others
 
 
 def release(module: EncodingNorm) -> None:
     """Make an adopted norm what it was, and have another one encode nothing."""
-    module.consumers = module.places = ()
+    module.consumers, module.places, module.serves_others = (), (), False
     if isinstance(module, AdoptedNorm):
         module.__class__ = module.adopted  # type: ignore[assignment]
-        for name in ("_norm", "_calls", "consumers", "places"):
+        for name in ("_norm", "_calls", "consumers", "places", "serves_others"):
             module.__dict__.pop(name, None)
 
 

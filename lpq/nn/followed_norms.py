@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,25 @@ from lpq.torch_private.pytree import tree_leaves
 
 ROWS = 4
 ELSE = "something other than layers of lpq takes its output"
+AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
 UNKNOWN = "its block does not run on a few rows by itself, which would show what takes its output"
 
 
-def followers(block: nn.Module) -> dict[str, tuple[Place, ...] | str]:
-    """For each norm of a block itself, by its name, the layers that take its output, and where they are; or why its
-    output is not to be encoded. A block that holds others, or embeds tokens, has none."""
+class Followers(NamedTuple):
+    """The layers of lpq that take the output of a norm."""
+
+    places: tuple[Place, ...]
+    others: bool
+    """Whether something else takes it, too."""
+
+
+def followers(block: nn.Module) -> dict[str, Followers | str]:
+    """For each norm of a block itself, by its name, the layers that take its output; or why its output is not to be
+    encoded. A block that holds others, or embeds tokens, has none."""
     inside = [m for m in block.modules() if m is not block]
-    if "forward" in vars(block) or any(isinstance(m, nn.Embedding | nn.ModuleList | nn.ModuleDict) for m in inside):
+    if "forward" in vars(block) or any(isinstance(m, nn.Embedding | nn.ModuleList) for m in inside):
         return {}
     widths = {m.in_features for m in inside if isinstance(m, Layer) and not isinstance(m, GroupedLayer)}
     children = [(name, m, m._parameters.get("weight")) for name, m in block.named_children()] if widths else []
@@ -48,13 +57,18 @@ def followers(block: nn.Module) -> dict[str, tuple[Place, ...] | str]:
     except Exception:  # other code's, which may raise anything on such an input
         return dict.fromkeys(norms, UNKNOWN)
     seen.note(out)
-    found: dict[str, tuple[Place, ...] | str] = {}
+    found: dict[str, Followers | str] = {}
     for name in norms:
-        stand_in: _Norm = like._modules[name]
-        takers = tuple(place for place, x in seen.taken if any(x is made for made in stand_in.made))
-        fit = takers and all(isinstance(parent._modules[own], Layer) for parent, own in takers)
-        elsewhere = any(id(made) in seen.others for made in stand_in.made)
-        found[name] = takers if fit and not elsewhere and len(stand_in.made) == 1 else ELSE
+        made = like._modules[name].made
+        takers = [place for place, x in seen.taken if any(x is y for y in made)]
+        places = tuple((parent, own) for parent, own in takers if isinstance(parent._modules[own], Layer))
+        others = len(places) < len(takers) or any(id(y) in seen.others for y in made)
+        once = all(sum(place == other for other, _ in seen.taken) == 1 for place in places)
+        written = any(id(y) in seen.written for y in made)
+        if places:
+            found[name] = Followers(places, others) if once and not written and len(made) == 1 else AGAIN
+        else:
+            found[name] = ELSE
     return found
 
 
@@ -75,10 +89,14 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.taken: list[tuple[Place, Tensor]] = []
         self.others: dict[int, Tensor] = {}
+        self.written: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in DESCRIBE:
+        name = getattr(func, "__name__", "")
+        if name not in DESCRIBE:
             self.note((args, kwargs))
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
+            self.written.update({id(x): x for x in args[:1] if isinstance(x, Tensor)})
         return func(*args, **(kwargs or {}))
 
     def note(self, values: Any) -> None:
@@ -98,11 +116,12 @@ class _Norm(nn.Module):
 
 
 class _Linear(nn.Module):
-    """Takes the place of a linear layer."""
+    """Takes the place of a linear layer, with its parameters, whose dtype others may ask for."""
 
-    def __init__(self, place: Place, outputs: int, seen: _Uses) -> None:
+    def __init__(self, place: Place, layer: Any, seen: _Uses) -> None:
         super().__init__()
-        self.place, self.outputs, self.seen = place, outputs, seen
+        self.place, self.outputs, self.seen = place, layer.out_features, seen
+        self._parameters = layer._parameters
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.taken.append((self.place, x))
@@ -133,7 +152,7 @@ def _copy(module: nn.Module, seen: _Uses, copies: dict[int, nn.Module]) -> Any:
         elif isinstance(child, GroupedLayer):
             children[name] = _Experts(seen)
         elif isinstance(child, nn.Linear | Layer):
-            children[name] = _Linear((module, name), child.out_features, seen)
+            children[name] = _Linear((module, name), child, seen)
         elif norm_of(child) is not None:
             children[name] = _Norm()
         else:

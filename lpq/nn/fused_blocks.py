@@ -34,6 +34,7 @@ FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
 ONE_FUNCTION = "its layers are one function, with encoded operands between them"
 ENCODES = "it encodes its output, once, for the layers that take it"
+SERVES = f"{ENCODES}, and hands it to others in high precision, from the same run"
 ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 HOOKED = "hooks are called with its activation"
@@ -140,14 +141,15 @@ def fuse(model: nn.Module) -> nn.Module:
             module.__class__ = class_for(base)
             module.__dict__["lpq_parts"] = parts
     for module in list(model.modules()):
-        for name, places in followers(module).items():
+        for name, found in followers(module).items():
             norm = module.get_submodule(name)
             if isinstance(norm, EncodingNorm) and norm.consumers:
                 if not norm.places:
                     continue  # its author has named the layers
                 release(norm)
-            if not isinstance(places, str) and (kind := norm_of(norm)) is not None:
-                adopt(norm, kind, tuple(parent.get_submodule(own) for parent, own in places), places)  # type: ignore[misc]
+            if not isinstance(found, str) and (kind := norm_of(norm)) is not None:
+                layers = tuple(parent.get_submodule(own) for parent, own in found.places)
+                adopt(norm, kind, layers, *found)  # type: ignore[arg-type]
     return model
 
 
@@ -222,7 +224,7 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
         if isinstance(module, FusedBlock):
             kind, note = module.lpq_base.__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
         elif isinstance(module, EncodingNorm | FusedExperts):
-            note = ENCODES if isinstance(module, EncodingNorm) else ONE_KERNEL
+            note = ONE_KERNEL if isinstance(module, FusedExperts) else SERVES if module.serves_others else ENCODES
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
 

@@ -32,6 +32,7 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.with_value import WithValue
 from lpq.torch_private.compiling import is_exporting
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.distributed import active_replica
@@ -88,6 +89,8 @@ class Layer(WeightedLayer):
             by = EncodedBy.own(self, input) if plan.memories and not traced else None
             given = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, input, needs_dw)
             if given is None:
+                if isinstance(input, WithValue):
+                    return self.forward(input.view(input.shape), within)
                 check(self, input, weight)
                 given = input_buffers(self.title, plan, input, needs_dw, by is not None)
             if by is not None and (needs_dw or (torch.is_grad_enabled() and input.requires_grad)):

@@ -29,6 +29,7 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.produced_tiles import aligned
 from lpq.operations.producer import Output, bind_producer
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.with_value import WithValue
 from lpq.torch_private.hooks import hooks_before, hooks_behind
 
 Encode = Callable[[Tensor, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Sequence[Tensor]]]
@@ -58,7 +59,9 @@ class EncodingNorm(nn.Module):
         raise NotImplementedError
 
     consumers: tuple[Layer, ...] = ()
-    """The layers that take the output, and nothing else does. They are no submodules."""
+    """The layers that take the output encoded. They are no submodules."""
+    serves_others: bool = False
+    """Whether something else takes the output, too: it gets the output in high precision, from the same run."""
     places: tuple[Place, ...] = ()
     """Where each of them was found, if it was; the norm encodes as long as it is there, as an adapter around it would
     take the output as well."""
@@ -72,7 +75,8 @@ class EncodingNorm(nn.Module):
             return super().forward(*args, **others)  # type: ignore[no-any-return]  # of the other base class
         (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
         with on_device(x.device):
-            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, bound, self.consumers)  # type: ignore[no-untyped-call]
+            layers = [layer for layer in self.consumers if layer.passes.plan is not None]
+            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, bound, layers)  # type: ignore[no-untyped-call]
         return y
 
     def why_not(self, x: Tensor) -> str | None:
@@ -113,11 +117,13 @@ class EncodingNorm(nn.Module):
 
     def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool) -> _Call:
         """Bind the passes of one kind."""
-        why_not = self._why_unfit(x) or _why_not_alike(self.consumers, plans)
-        first = plans[0]
-        if why_not is not None or first is None:
+        encoding = [(layer, plan) for layer, plan in zip(self.consumers, plans, strict=True) if plan is not None]
+        why_not = self._why_unfit(x) or _why_not_alike(encoding)
+        if why_not is not None:
             return _Call(why_not, tuple(plans))
-        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, self._parameters.get("bias") is not None))
+        first, biased = encoding[0][1], self._parameters.get("bias") is not None
+        others = self.serves_others or len(encoding) < len(plans)
+        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, biased, others))
 
     def _why_unfit(self, x: Tensor) -> str | None:
         """Why no output for such an input is encoded, whatever the layers are."""
@@ -193,14 +199,15 @@ class EncodedNorm(torch.autograd.Function):
         return *grads, *[None] * (6 - count)
 
 
-def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool) -> BoundNorm:
+def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False) -> BoundNorm:
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
-    operand. Where no kernel computes and encodes it, an encoder follows the operations of the module."""
+    operand; ``others``: with the output itself, for others. Where no kernel computes and encodes it, an encoder follows
+    the operations of the module."""
     shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
     cols, remembers = shape[-1], "x" in plan.remembered
     matrix = like.numel() // cols if cols else 0, cols
     wanted = Wanted(quantizer, matrix, dtype, device, True, col, remembers)
-    producer = bind_producer(norm_source(norm, biased), [Output(wanted)])
+    producer = bind_producer(norm_source(norm, biased), [Output(wanted, others)])
     row, side = producer.operands[0]
     assert row is not None
     find = encoder = gradients = None
@@ -214,15 +221,21 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool)
     ) -> tuple[QuantizedTensor, Sequence[Tensor]]:
         state = shared_state(layers) if remembers else None
         rows: Sequence[Tensor] = ()
+        value: Tensor | None
         if encoder is not None:
-            of_row, of_col, measured = encoder.encode(as_matrix(norm.compute(x, *columns)), state, None)
+            value = norm.compute(x, *columns)
+            of_row, of_col, measured = encoder.encode(as_matrix(value), state, None)
         else:
             assert find is not None
             x = aligned(x)
             rows = find(x)
-            ((of_row, of_col, measured, _),) = producer.produce((x, *rows, *columns), (state,), (None,))
+            ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state,), (None,))
         of_side = None if side is None else side.over(of_col)
-        encoded = QuantizedTensor(row.over(of_row), of_side, quantizer, shape, dtype)
+        if others:
+            assert value is not None
+            encoded: QuantizedTensor = WithValue.of(value.view(shape), row.over(of_row), of_side, quantizer)
+        else:
+            encoded = QuantizedTensor(row.over(of_row), of_side, quantizer, shape, dtype)
         encoded.read = quantizer, of_row, of_col
         if state is not None:
             encoded.encoded_by = EncodedBy(layers, state, measured, col)
@@ -242,14 +255,14 @@ def _why_looked_at(layer: Layer) -> str | None:
     return None
 
 
-def _why_not_alike(layers: Sequence[Layer], plans: Sequence[Plan | None]) -> str | None:
-    """Why there is no encoding that all these layers take."""
-    first = plans[0]
-    for layer, plan in zip(layers, plans, strict=True):
-        if plan is None:
-            return f"{layer.title} has no recipe"
+def _why_not_alike(layers: Sequence[tuple[Layer, Plan]]) -> str | None:
+    """Why there is no encoding that all these layers, of which there may be none, take."""
+    if not layers:
+        return "the layers that take its output have no recipe"
+    title, first = layers[0][0].title, layers[0][1]
+    for layer, plan in layers:
         if not plan.shares and ("x" not in plan.moving or plan.draws_for_x):
             return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
-        if first is not None and plan.x != first.x:
-            return f"{layer.title} encodes inputs as {plan.x}, and {layers[0].title} as {first.x}"
+        if plan.x != first.x:
+            return f"{layer.title} encodes inputs as {plan.x}, and {title} as {first.x}: each in a run of its own"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.nn.adopted_norms import adopt, norm_of
 from lpq.nn.fused_blocks import FusedBlock, layers_of
+from lpq.tensor.with_value import WithValue
 
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
 SIZES: dict[str, Any] = {
@@ -187,6 +188,11 @@ def test_adapters(fused_passes: list[int]) -> None:
         assert "a layer that took its output was replaced since" in str(report)
         if not passes:
             assert "its gate_proj is another module since, Linear: call lpq.fuse again" in str(report)
+        lpq.fuse(adapted[1])
+        for net in adapted:
+            net.zero_grad()
+        assert len(norms(adapted[1])) == 4  # adapters get the outputs in high precision
+        assert equal(*[step(net) for net in adapted])
 
 
 def test_hooks_of_a_block_are_called(fused_passes: list[int]) -> None:
@@ -274,6 +280,8 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
+        if self.kind.endswith("_"):
+            getattr(normed, self.kind)(2)
         y: Tensor = self.first(normed) + self.second(normed)
         if self.kind == "residual":
             return y + normed
@@ -293,8 +301,40 @@ def test_norms_of_one_s_own(kind: str) -> None:
     net = lpq.fuse(copy.deepcopy(plain))
     x = torch.randn(2, 16, 64)
     assert equal(results(net, x), results(plain, x))
-    assert norms(net) == (["0.norm"] if kind == "layers alone" else [])
-    assert ("something other than layers of lpq takes its output" in str(lpq.report(net))) == (kind != "layers alone")
+    assert norms(net) == (["0.norm"] if kind in ("layers alone", "residual", "returned") else [])
+    text = str(lpq.report(net))
+    assert ("and hands it to others in high precision, from the same run" in text) == (kind in ("residual", "returned"))
+    assert ("it runs twice in its block, or a layer that takes its output does" in text) == (kind in ("view", "twice"))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4(), wgrad=fp8()"])
+@pytest.mark.parametrize("second", ["as the first", "in high precision", "in another format", "no layer of lpq"])
+def test_others_get_the_output_of_a_norm_as_it_is(recipe: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the run that encodes it for layers of lpq."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(Normed("residual")).bfloat16()
+    lpq.convert(plain, {"rules": [{"match": "*first", "recipe": recipe}]} if second.startswith("no") else recipe)
+    if second.startswith("in"):
+        plain[0].second.recipe = None if second == "in high precision" else "fp8-row"
+    net, x = lpq.fuse(copy.deepcopy(plain)), torch.randn(2, 16, 64).bfloat16()
+    made: list[Tensor] = []
+    own = WithValue.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(WithValue, "of", classmethod(lambda *args: (made.append(own(*args)), made[-1])[1]))
+    for _ in range(2):
+        net.zero_grad()
+        plain.zero_grad()
+        assert equal(results(net, x), results(plain, x))
+    assert bool(made) == (second != "in another format")
+    assert norms(net) == ([] if second == "in another format" else ["0.norm"])
+    assert ("inputs as fp8(scaling=row), and" in str(lpq.report(net))) == (second == "in another format")
+
+
+def test_a_write_to_what_layers_have_encoded() -> None:
+    net: Any = lpq.fuse(lpq.convert(nn.Sequential(Normed("residual")), "mxfp8"))
+    with torch.no_grad(), pytest.raises(TypeError, match=r"write to a copy, or call lpq\.unfuse"):
+        net[0].norm(torch.randn(2, 64)).mul_(2)
+    for kind in ("mul_", "__imul__", "fill_"):
+        assert not norms(lpq.fuse(lpq.convert(nn.Sequential(Normed(kind)), "mxfp8")))
 
 
 def test_a_forward_on_the_object() -> None:

@@ -240,8 +240,10 @@ def test_what_looks_at_the_tensor_gets_an_ordinary_one() -> None:
     fused.k.recipe = "nvfp4"
     assert "layer k, lpq.nn.Linear(64, 96) encodes inputs as nvfp4(rht=true), and layer q" in why()
     fused.k.recipe = None
-    assert "layer k, lpq.nn.Linear(64, 96) has no recipe" in why()
-    fused.k.recipe = "mxfp8"
+    assert norm.why_not(x) is None  # it gets the output in high precision
+    fused.q.recipe = fused.v.recipe = None
+    assert "the layers that take its output have no recipe" in why()
+    fused.q.recipe = fused.k.recipe = fused.v.recipe = "mxfp8"
     assert norm.why_not(x) is None
     x = x.float()
     assert "its input is torch.float32 and its weight torch.bfloat16" in why()

@@ -1,0 +1,51 @@
+"""An encoded tensor that carries the tensor which was encoded, for all that takes no operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer, Storage
+from lpq.tensor.quantized_tensor import QuantizedTensor
+from lpq.torch_private.dispatch import schema_of
+from lpq.torch_private.pytree import tree_map
+
+
+class WithValue(QuantizedTensor):
+    """The output of a producer whose consumers are layers, which multiply its operands, and other code beside them: a
+    router, an adapter, a residual. Every operator takes the tensor as it was before it was encoded, and nothing is
+    decoded. ``detach`` alone keeps the operands."""
+
+    value: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, row: Storage, col: Storage | None, quantizer: Quantizer) -> WithValue:
+        """``row`` and ``col`` are the operands of ``value``."""
+        made = cls(row, col, quantizer, value.shape, value.dtype)
+        assert isinstance(made, WithValue)
+        made.value = value
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            (t,) = args
+            assert t.row is not None
+            same = cls.of(t.value, t.row, t.col, t.quantizer)
+            same.read, same.encoded_by, same.writes = t.read, t.encoded_by, t.writes
+            return same
+        if schema_of(func).is_mutable and isinstance(args[0], WithValue):
+            raise TypeError(
+                f"{func} would write to the output of a norm that encodes it, and layers would multiply what it was "
+                "before: write to a copy, or call lpq.unfuse on the block"
+            )
+        args, kwargs = tree_map(_value, args), tree_map(_value, kwargs or {})
+        return func(*args, **kwargs)
+
+
+def _value(t: Any) -> Any:
+    return t.value if isinstance(t, WithValue) else t
