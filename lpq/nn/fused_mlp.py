@@ -122,12 +122,12 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
             return f"its {name} is a {type(layer).__name__} with a forward of its own, and no lpq.nn.Linear"
         if layer.passes.plan is None:
             return f"its {name} has no recipe"
+        if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
+            return f"ranks share out the weight of its {name}"
         if any(hooks_of(layer)):
             return f"hooks are called with its {name}"
         if layer.passes.observers:
             return f"its {name} is observed"
-        if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
-            return f"ranks share out the weight of its {name}"
         if name == "down" and layer.passes.plan.draws_for_x:
             return f"its {name} rounds inputs with random bits"
     return None

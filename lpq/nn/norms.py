@@ -246,12 +246,12 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool,
 
 def _why_looked_at(layer: Layer) -> str | None:
     """Why this layer is to be given an ordinary tensor in this pass, whatever its recipe."""
+    if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
+        return f"the weight of {layer.title} is shared out over ranks"
     if hooks_before(layer) or hooks_behind(layer):
         return f"{layer.title} has a forward hook, which looks at its input"
     if layer.passes.observers:
         return f"{layer.title} has an observer, which is told of its input"
-    if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
-        return f"the weight of {layer.title} is shared out over ranks"
     return None
 
 

@@ -1,0 +1,59 @@
+"""Blocks and norms that lpq.fuse has found, under tensor parallelism: they run layer by layer, as the report says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from support.comparing import equal
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(64), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.norm(x))
+        return x + y
+
+
+@on_ranks(2)
+def test_tensor_parallel(rank: int) -> None:
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        net: Any = lpq.convert(nn.Sequential(Normed()), "mxfp8", fuse=fuse)
+        if fuse:
+            assert [entry.name for entry in lpq.report(net).fused] == ["0.norm", "0.mlp"]
+        columns = {f"0.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        parallelize_module(net, mesh, {**columns, "0.mlp.down_proj": RowwiseParallel()})
+        y = net(torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)))
+        y.square().mean().backward()
+        grads = [p.grad for p in net.parameters()]
+        found.append([y.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)])
+        if fuse:
+            apart = {entry.name: entry.note for entry in lpq.report(net).apart}
+            assert "ranks share out the weight of its gate" in apart["0.mlp"]
+            assert "is shared out over ranks" in apart["0.norm"]
+    assert equal(*found)
