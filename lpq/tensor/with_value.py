@@ -28,6 +28,18 @@ class WithValue(QuantizedTensor):
         made.value = value
         return made
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, context = super().__tensor_flatten__()
+        return [*names, "value"], context
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> WithValue:
+        encoded = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        assert encoded.row is not None
+        return WithValue.of(inner["value"], encoded.row, encoded.col, encoded.quantizer)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

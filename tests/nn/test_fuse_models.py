@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.comparing import equal, equal_states
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.nn.adopted_norms import adopt, norm_of
@@ -327,6 +328,45 @@ def test_others_get_the_output_of_a_norm_as_it_is(recipe: str, second: str, monk
     assert bool(made) == (second != "in another format")
     assert norms(net) == ([] if second == "in another format" else ["0.norm"])
     assert ("inputs as fp8(scaling=row), and" in str(lpq.report(net))) == (second == "in another format")
+
+
+class Behind(nn.Module):
+    """Two layers and a residual, which a compiler or a checkpoint may take as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) + self.second(x) + 3 * x
+        return y
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.behind = nn.RMSNorm(64), Behind()
+        self.checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        y: Tensor = checkpoint(self.behind, normed, use_reentrant=False) if self.checkpoints else self.behind(normed)
+        return y
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_others_in_a_module_that_is_taken_as_a_whole(how: str) -> None:
+    torch.manual_seed(0)
+    plain: Any = lpq.convert(nn.Sequential(Around()).bfloat16(), "fp8-current")
+    net, found = lpq.fuse(copy.deepcopy(plain)), []
+    for model in (net, plain):
+        model[0].checkpoints = how == "checkpointed"
+        if how == "compiled":
+            model[0].behind.compile(backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        found.append([*results(model, x), x.grad])
+    assert norms(net) == ["0.norm"]
+    assert equal(*found)
 
 
 def test_a_write_to_what_layers_have_encoded() -> None:
