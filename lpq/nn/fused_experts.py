@@ -141,9 +141,9 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     ends = torch.searchsorted(index, each, right=True, out_int32=True)
     to_experts: Any = Moved.apply
     rows = _over_ranks(experts, to_experts(hidden_states, order // chosen, back), ends)
-    weighted = rows * top_k_weights.reshape(-1)[order].unsqueeze(1)
-    y: Tensor = to_experts(weighted, back, order).view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
-    return y
+    # Weights may be fp32, and make the rows so: these are moved before.
+    weighted: Tensor = to_experts(rows, back, order).view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(1).to(hidden_states.dtype)
 
 
 class Moved(torch.autograd.Function):
