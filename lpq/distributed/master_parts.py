@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lpq.distributed.ranks import Ranks
@@ -62,38 +63,31 @@ def agreed_parts(
 ) -> list[MasterPart]:
     """The parts that this rank owns, once all ranks of the group know that they make the same cast. Ranks do not ask
     each other while a CUDA graph is recorded."""
-    alone, parts = _is_alone(group), []
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group of the masters' shards: only its members may cast them")
+    parts: list[MasterPart] = []
 
     def spans_of_parts() -> list[Span]:
-        parts.extend(_parts(weights, masters, offsets, states, seed, alone))
+        parts.extend(_parts(weights, masters, offsets, states, seed))
         return [part.span for part in parts]
 
-    recorded = any(isinstance(weight, Tensor) and captured(weight.device) for weight in weights[:1])
-    if alone or recorded:
+    if group is None or group.size() == 1:
+        every = [spans_of_parts()]
+    elif any(isinstance(weight, Tensor) and captured(weight.device) for weight in weights[:1]):
         spans_of_parts()
         return parts
-    ranks = Ranks(group)
-    every = ranks.all(spans_of_parts)
-    ranks.equal(
-        [*map(_described, parts), *_rounding(parts, seed)],
-        "the ranks did not pass the same weights and seed, so nothing was cast",
-        "Pass the same on all of them, in the same order, each with a state or without",
-        "no weight",
-    )
+    else:
+        ranks = Ranks(group)
+        every = ranks.all(spans_of_parts)
+        ranks.equal(
+            [*map(_described, parts), *_rounding(parts, seed)],
+            "the ranks did not pass the same weights and seed, so nothing was cast",
+            "Pass the same on all of them, in the same order, each with a state or without",
+            "no weight",
+        )
     for part, spans in zip(parts, zip(*every, strict=True), strict=True):
         _check_cover(part, spans)
     return parts
-
-
-def _is_alone(group: ProcessGroup | None) -> bool:
-    """Whether this process owns all of each master."""
-    import torch.distributed as dist
-
-    if group is None:
-        return True
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group of the masters' shards: only its members may cast them")
-    return dist.get_world_size(group) == 1
 
 
 # ---------------------------------------------------------------------------------- what ranks must have in common
@@ -120,7 +114,8 @@ def _check_cover(part: MasterPart, spans: Sequence[Span]) -> None:
             who, first, last = ("no rank", at, start) if start > at else ("more than one rank", start, min(at, stop))
             raise ValueError(
                 f"{who} of the group owns elements [{first}, {last}) of masters[{part.index}], whose weight "
-                f"{[*part.weight.shape]} has {total}: together they must own each element once"
+                f"{[*part.weight.shape]} has {total}: together they must own each element once. For shards on other "
+                "ranks pass group="
             )
         at = stop
 
@@ -134,7 +129,6 @@ def _parts(
     offsets: Sequence[int],
     states: States | None,
     seed: Tensor | int | None,
-    alone: bool,
 ) -> list[MasterPart]:
     numbers = {"weights": len(weights), "masters": len(masters), "offsets": len(offsets)}
     if states is not None:
@@ -154,7 +148,7 @@ def _parts(
         own = states[i] if states is not None else None
         state = state_of(weight.quantizer, own, weight.device, f"states[{i}]", "the masters") if own else {}
         values = _values(i, weight, master)
-        span = _span(i, weight, len(values), offset, alone)
+        span = _span(i, weight, len(values), offset)
         parts.append(MasterPart(i, weight, values, span, state or None, _seed(seed, i, weight.device)))
     return parts
 
@@ -172,25 +166,17 @@ def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None
             f"weights[{i}] is a {type(weight).__name__}: masters are cast into whole quantized tensors, "
             "such as Quantizer.quantize makes"
         )
+    window, why = weight.window, None
     if weight.is_stack:
-        raise ValueError(
-            f"weights[{i}] is a stack of {len(weight)} matrices, as of experts: masters are cast into single matrices"
-        )
-    if weight.window is not None and not weight.window.apart:
-        raise ValueError(
-            f"weights[{i}] is a view that shares values with the rest of a tensor {list(weight.window.whole.shape)}: "
-            "pass that tensor, and its master"
-        )
-    if weight.amax_group is not None and (weight.amax_group == "unattached" or weight.amax_group.size() > 1):
-        raise ValueError(
-            f"weights[{i}] is a shard of a weight, which copy_ writes to: masters are cast into weights that every "
-            "rank holds whole"
-        )
-    if weight.device != device:
-        raise ValueError(
-            f"weights[{i}] is on {weight.device}, and weights[0] on {device}: all are cast with one collective, "
-            "so pass the weights of one device at a time"
-        )
+        why = f"a stack of {len(weight)} matrices, as of experts: masters are cast into single matrices"
+    elif window is not None and not window.apart:
+        why = f"a view that shares values with the rest of a tensor {list(window.whole.shape)}: pass that tensor"
+    elif weight.amax_group is not None and (weight.amax_group == "unattached" or weight.amax_group.size() > 1):
+        why = "a shard of a weight, which copy_ writes to: masters are cast into weights that every rank holds whole"
+    elif weight.device != device:
+        why = f"on {weight.device}, and weights[0] on {device}: pass the weights of one device at a time"
+    if why is not None:
+        raise ValueError(f"weights[{i}] is {why}")
 
 
 def _values(i: int, weight: QuantizedTensor, master: Tensor | None) -> Tensor:
@@ -208,22 +194,16 @@ def _values(i: int, weight: QuantizedTensor, master: Tensor | None) -> Tensor:
     return master.detach()
 
 
-def _span(i: int, weight: QuantizedTensor, count: int, offset: int, alone: bool) -> Span:
+def _span(i: int, weight: QuantizedTensor, count: int, offset: int) -> Span:
     """The place of ``count`` elements in the flattened weight."""
-    total = weight.numel()
     if not isinstance(offset, int):
         raise TypeError(
             f"offsets[{i}] is a {type(offset).__name__}: pass the place of this rank's first element, an int"
         )
-    span = (offset, offset + count) if count else (0, 0)
-    if not 0 <= span[0] <= span[1] <= total:
+    start, stop = (offset, offset + count) if count else (0, 0)
+    if not 0 <= start <= stop <= weight.numel():
         raise ValueError(
-            f"masters[{i}] are elements [{span[0]}, {span[1]}) of a weight {list(weight.shape)}, which has {total}: "
-            "offsets count from the first element of the weight, not of a buffer that holds many"
+            f"masters[{i}] are elements [{start}, {stop}) of a weight {list(weight.shape)}, which has "
+            f"{weight.numel()}: offsets count from the first element of the weight, not of a buffer that holds many"
         )
-    if alone and span != (0, total):
-        raise ValueError(
-            f"masters[{i}] are elements [{span[0]}, {span[1]}) of {total}, and the others are on other ranks: "
-            "pass group=, the process group of the masters' shards"
-        )
-    return span
+    return start, stop

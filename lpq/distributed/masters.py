@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lpq.distributed.master_parts import MasterPart, States, agreed_parts
-from lpq.formats import Quantizer
+from lpq.formats import Quantizer, Storage
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.measuring import measure
 from lpq.operations.operands import encode_operands
@@ -65,36 +66,9 @@ class Pieces(list[Piece]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._unfinished: dict[int, tuple[QuantizedTensor, list[tuple[Tensor, Tensor]]]] = {}
-
-    def _add(self, part: MasterPart) -> None:
-        """Add the codes of a weight, which this rank has written as far as it owns the elements."""
-        weight, laid = part.weight, []
-        for direction, operand in weight.operands:
-            if direction == "col" and weight.row is not None and derives_col(weight.quantizer):
-                continue
-            for buffer, codes in zip(operand.quantizer.layout, operand.tensors(), strict=True):
-                if not buffer.from_stats:
-                    codes = codes if direction == "row" else codes.t()
-                    flat = codes.reshape(-1)
-                    self.append(Piece(part.index, f"{direction}.{buffer.name}", flat, *part.span))
-                    laid.append((codes, flat.view(codes.shape)))
-        self._unfinished[part.index] = weight, laid
-
-    @torch.no_grad()
-    def _finish(self, only: Collection[int] | None) -> None:
-        """Write what follows from the gathered codes."""
-        for index, (weight, laid) in self._unfinished.items():
-            if only is not None and index not in only:
-                continue
-            for codes, gathered in laid:
-                if codes.data_ptr() != gathered.data_ptr():
-                    codes.copy_(gathered)
-            derived = None
-            if weight.row is not None and weight.col is not None and derives_col(weight.quantizer):
-                derived = derive_col(weight.quantizer, weight.row)
-            overwrite(weight, None, derived)
-            _note_a_write(weight)
+        self.unfinished: dict[int, tuple[QuantizedTensor, list[tuple[Tensor, Tensor]]]] = {}
+        """The weights whose codes are to be gathered, by their places in the list that was cast; and their codes, each
+        with the piece that is gathered in its place."""
 
 
 def cast_master_weights(
@@ -152,10 +126,11 @@ def cast_master_weights(
             _encode_whole(part, values)
         for part, found in zip(apart, stats, strict=True):
             _encode_own(part, found)
-            pieces._add(part)
+            _add(pieces, part)
     return pieces
 
 
+@torch.no_grad()
 def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
     """Write the operands that follow from the gathered bytes.
 
@@ -163,7 +138,30 @@ def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
         pieces: The pieces that ``cast_master_weights`` returned, gathered.
         only: The places of the weights in the list of ``cast_master_weights`` that are finished; None: all.
     """
-    pieces._finish(only)
+    for index, (weight, laid) in pieces.unfinished.items():
+        if only is None or index in only:
+            for codes, gathered in laid:
+                if codes.data_ptr() != gathered.data_ptr():
+                    codes.copy_(gathered)
+            derived = None
+            if weight.row is not None and weight.col is not None and derives_col(weight.quantizer):
+                derived = derive_col(weight.quantizer, weight.row)
+            _write(weight, None, derived)
+
+
+def _add(pieces: Pieces, part: MasterPart) -> None:
+    """Add the codes of a weight, which this rank has written as far as it owns the elements."""
+    weight, laid = part.weight, []
+    for direction, operand in weight.operands:
+        if direction == "col" and weight.row is not None and derives_col(weight.quantizer):
+            continue
+        for buffer, codes in zip(operand.quantizer.layout, operand.tensors(), strict=True):
+            if not buffer.from_stats:
+                codes = codes if direction == "row" else codes.t()
+                flat = codes.reshape(-1)
+                pieces.append(Piece(part.index, f"{direction}.{buffer.name}", flat, *part.span))
+                laid.append((codes, flat.view(codes.shape)))
+    pieces.unfinished[part.index] = weight, laid
 
 
 def beside_zeros(side: Quantizer) -> bool:
@@ -185,8 +183,6 @@ def _codes_are_apart(part: MasterPart) -> bool:
 
 def _exchanged(parts: Sequence[MasterPart], group: ProcessGroup) -> Sequence[Tensor]:
     """All elements of these masters, from all ranks."""
-    import torch.distributed as dist
-
     if not parts:
         return []
     sizes = [part.weight.numel() for part in parts]
@@ -205,8 +201,7 @@ def _encode_whole(part: MasterPart, values: Tensor) -> None:
     made = encode_operands(weight.quantizer, x, row=row, col=col, state=state, seed=part.seed)
     if state is not None:
         remember(weight.quantizer, state, made.measured, row=row, col=col)
-    overwrite(weight, made.row, made.col)
-    _note_a_write(weight)
+    _write(weight, made.row, made.col)
 
 
 def _encode_own(part: MasterPart, stats: list[Tensor]) -> None:
@@ -219,11 +214,11 @@ def _encode_own(part: MasterPart, stats: list[Tensor]) -> None:
     made_row, made_col, _ = quantize(part.matrix(), used, row, col, part.seed)
     if state is not None:
         remember(weight.quantizer, state, stats, row=row is not None, col=col is not None)
-    overwrite(weight, made_row, made_col)
-    _note_a_write(weight)
+    _write(weight, made_row, made_col)
 
 
-def _note_a_write(weight: QuantizedTensor) -> None:
-    """Have autograd count the write."""
+def _write(weight: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
+    """Write these operands to a weight, and have autograd count the write."""
+    overwrite(weight, row, col)
     if not weight.is_inference():
         torch.autograd.graph.increment_version(weight)

@@ -1,4 +1,5 @@
-"""Whether a weight can be cut into equal shards that are quantized one by one. It depends on global sizes only.
+"""Whether a tensor can be divided over ranks and travel encoded: weights in equal shards, and matrices of which
+tensor parallelism divides the rows or columns. It depends on global sizes only.
 
 So every rank decides alike, and the report of a conversion can list the decisions.
 """
@@ -7,13 +8,25 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from lpq.formats import Quantizer
-from lpq.operations.cut import why_cut
+from lpq.operations.cut import Cut, why_cut
 from lpq.operations.derived_operands import derives_col, rounds_stochastically
-from lpq.operations.sides import measures_again
+from lpq.operations.part_encoders import along
+from lpq.operations.reduce_statistics import spans
+from lpq.operations.sides import declared, measures_again
+from lpq.operations.states import state_names
+
+if TYPE_CHECKING:
+    from lpq.torch_private.fsdp import Site
+
+MOST = 1.1
+"""The bytes of two operands of a tensor that are sent, at most, as a share of its own in high precision. Somewhat more
+than those is still faster: the second operand travels while the first is multiplied, and each rank encodes its own part
+alone. One operand by itself has at most the tensor's bytes."""
 
 
 @cache  # called before every gather
@@ -96,3 +109,42 @@ def operand_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype
 def _sent(side: Quantizer, dim: int, rows: int, cols: int, dtype: torch.dtype) -> int:
     layout = side.layout
     return sum(math.prod(b.grid(rows, cols)) * (b.dtype or dtype).itemsize for b in layout if b.unit(dim) is not None)
+
+
+def why_high(
+    quantizer: Quantizer, row: bool, col: bool, cut: Cut, rows: int, cols: int, dtype: torch.dtype
+) -> str | None:
+    """Why a tensor ``[rows, cols]`` whose rows are divided over ranks is gathered before it is encoded, and not after;
+    None if it is gathered encoded. It follows from sizes and layouts: all ranks decide alike. ``row`` and ``col``:
+    whether these operands are wanted together."""
+    side = quantizer.side("col")
+    if quantizer.col_source == "row" and col and (side.state or side.stochastic):
+        return f"{quantizer} makes its column operand of all that the row operand decodes to"
+    reason = cut.why_not(quantizer, row, col)
+    if reason is not None:
+        return reason
+    share = operand_bytes(quantizer, rows, cols, dtype, row, col) / max(rows * cols * dtype.itemsize, 1)
+    if share <= (MOST if row and col else 1):
+        return None
+    return f"the operands that are wanted together would be {share:.2f} of that"
+
+
+def part_of(site: Site) -> Cut | None:
+    """How tensor parallelism divides a weight of which FSDP2 gathers one part; None: it does not."""
+    if site.parallel is None:
+        return None
+    group, dim = site.parallel
+    return Cut(dim, group.rank(), group.size(), site.shape[dim])
+
+
+def why_not_of_shards(cut: Cut, quantizer: Quantizer) -> str | None:
+    """Why a part of a weight that is divided in this way cannot be gathered quantized from shards of its rows; None if
+    it can. A statistic that spans these ranks must span the shards, too: it is reduced before the gather."""
+    row, col = quantizer.side("row"), quantizer.side("col")
+    if state_names(quantizer) or measures_again(row, col):
+        return f"tensor parallelism shards it, too, and {quantizer} remembers statistics or measures twice"
+    made = row, None if derives_col(quantizer) else col
+    apart = any(spans(a) and not spans(b) for a, b in zip(along(cut, *made), declared(*made), strict=True))
+    if apart or (quantizer.col_source == "row" and any(map(spans, along(cut, None, col)))):
+        return f"tensor parallelism shards it, too, and cuts what a statistic of {quantizer} covers"
+    return cut.why_not(quantizer, True, True)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.alike import Comparison
-from lpq.distributed.cuts import part_of, why_not_of_shards
 from lpq.distributed.gather_encoder import Rows, Sides, sides_of
 from lpq.distributed.gathered_operand import GatheredOperand
 from lpq.distributed.several_matrices import Measuring, measured_together
 from lpq.distributed.shard import WeightShard, plain, plain_each
 from lpq.distributed.shard_groups import attach
-from lpq.distributed.shardability import why_not, why_uncut
+from lpq.distributed.shardability import part_of, why_not, why_not_of_shards, why_uncut
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.sections import is_stack

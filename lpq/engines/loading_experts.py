@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from lpq.checkpoint.errors import CheckpointError
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer, Storage
-from lpq.formats.joined import cat
-from lpq.formats.sections import stacked
+from lpq.formats.sections import cat, stacked
 from lpq.nn.expert_stacks import ExpertStack, Names, stacks_in_files
 from lpq.operations.derived_operands import derives_col
 from lpq.registry.showing import listed

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction, Quantizer, Storage
-from lpq.formats.layout import Buffer
+from lpq.formats.layout import Buffer, as_bytes
 
 ALIGNED = 128
 """Groups along a contraction begin at a multiple of this, so that lines of 8-bit elements are aligned for the fetches
@@ -95,6 +95,43 @@ def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:
 def transposed(matrix: Tensor) -> Tensor:
     """A matrix, or each of a stack, transposed: a view."""
     return matrix.transpose(-2, -1)
+
+
+# ---------------------------------------------------------------------------------------------- joining
+
+
+def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | None:
+    """The operand of matrices laid side by side along rows (0) or columns (1); None where they do not join.
+
+    They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices of a
+    format that must not be cut along this dimension never join. ``agreed``: such values come from the same statistics.
+    So they are not compared, and the host does not wait for a GPU. Stacks join matrix behind matrix.
+    """
+    first = parts[0]
+    if is_stack(first.shape):
+        every = [torch.cat(buffers) for buffers in zip(*(p.tensors() for p in parts), strict=True)]
+        return first.wrap(every, first.quantizer, (sum(p.shape[0] for p in parts), *first.shape[1:]), first.dtype)
+    if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
+        return None
+    sizes = [p.shape[dim] for p in parts]
+    laid: list[Tensor] = []
+    for i, buffer in enumerate(first.quantizer.layout):
+        block, tensors = buffer.unit(dim), [p.tensors()[i] for p in parts]
+        if block is not None and any(size % block for size in sizes[:-1]):
+            return None
+        if block is None and not agreed and not all(_same(tensors[0], t) for t in tensors[1:]):
+            return None
+        # A buffer that all parts share is copied, too: a result of torch.cat must not change with its parts.
+        laid.append(tensors[0].clone() if block is None else torch.cat(tensors, dim))
+    rows, cols = first.shape
+    shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
+    return first.wrap(laid, first.quantizer, shape, first.dtype)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers hold the same bytes; views of one buffer do, without a comparison."""
+    one_view = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return a.shape == b.shape and (one_view or torch.equal(as_bytes(a), as_bytes(b)))
 
 
 # ---------------------------------------------------------------------------------------------- groups

@@ -10,7 +10,6 @@ from torch import nn
 
 from lpq import recipes
 from lpq.distributed.model_check import ModelCheck
-from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.conversion_plan import BECAME, TAKEN, Change, ConversionPlan, changes_of, check_layers
@@ -28,6 +27,7 @@ from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepar
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.wanted import Accumulate
 from lpq.registry.warning import warn
 
 if TYPE_CHECKING:

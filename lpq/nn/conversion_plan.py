@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lpq import registry
-from lpq.nn.accumulation import Accumulate
 from lpq.nn.coverage import matrices
 from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.functional import why_not_in_groups
@@ -21,6 +20,7 @@ from lpq.nn.plan import Plan, check_names
 from lpq.nn.reports import Entry
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
+from lpq.nn.wanted import Accumulate
 from lpq.operations.inputs import DTYPES
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import LpqError

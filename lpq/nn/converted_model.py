@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from lpq.distributed.alike import Comparison
     from lpq.distributed.model_check import ModelCheck
     from lpq.distributed.model_gathers import Gathering
-    from lpq.nn.accumulation import Accumulate
     from lpq.nn.siblings import SharedInputs
     from lpq.nn.stages import Stages
+    from lpq.nn.wanted import Accumulate
 
 
 @dataclass(eq=False)

@@ -32,9 +32,9 @@ from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
-    from lpq.nn.accumulation import Accumulate
     from lpq.nn.cached_weight import HeldWeight
     from lpq.nn.observing import Watch
+    from lpq.nn.wanted import Accumulate
     from lpq.recipes import Recipe, RecipeLike
 
 

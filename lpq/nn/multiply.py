@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lpq.formats.format import check_there
 from lpq.nn import recomputed
-from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import Unwritten, as_it_is
 from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
 from lpq.nn.input_checks import check_backward
@@ -27,7 +26,7 @@ from lpq.nn.shared_input import EncodedInput
 from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
-from lpq.nn.wanted import asked, refuse_part_of, refuse_parts
+from lpq.nn.wanted import Accumulate, asked, is_summed, refuse_part_of, refuse_parts, sum_in_place
 from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import Encoder

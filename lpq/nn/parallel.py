@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lpq.distributed.cuts import why_high
 from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.overlapped import can_overlap
 from lpq.distributed.part_gathers import begin_sum, finish_sum
+from lpq.distributed.shardability import why_high
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.encoded_inputs import describe_encoding, input_buffers
 from lpq.nn.input_checks import check_parallel, check_parallel_input, check_static

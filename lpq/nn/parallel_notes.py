@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lpq.distributed.cuts import why_high
-from lpq.distributed.shardability import operand_bytes
+from lpq.distributed.shardability import operand_bytes, why_high
 from lpq.formats import Quantizer
 from lpq.formats.sections import why_not_row_by_row
 from lpq.nn.linear import Layer

@@ -213,9 +213,17 @@ def _note_unsharded(layer: Layer) -> str:
 
 
 def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
-    from lpq.distributed.cuts import part_of, why_not_of_shards
     from lpq.distributed.shard import WeightShard
-    from lpq.distributed.shardability import operand_bytes, sent_bytes, why_in, why_not, why_uncut, why_whole
+    from lpq.distributed.shardability import (
+        operand_bytes,
+        part_of,
+        sent_bytes,
+        why_in,
+        why_not,
+        why_not_of_shards,
+        why_uncut,
+        why_whole,
+    )
 
     quantizer, kept = layer.weight_quantizer(), _stored(weight)
     if kept is not None and kept != quantizer:

@@ -1,4 +1,5 @@
-"""The gradients that one run of backward asks a layer for, and whether the run moves the states of the layer.
+"""The gradients that one run of backward asks a layer for, whether it adds the gradient of the weight to a tensor, and
+whether the run moves the states of the layer.
 
 One forward may be followed by several backwards: ``torch.autograd.grad(y, x, retain_graph=True)`` and then another, or
 the backwards of a zero-bubble pipeline, which asks for the gradient of the input first and for the gradient of the
@@ -14,7 +15,7 @@ weight is frozen move in the first backward, which makes the gradient of the inp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from lpq.operations.operators import define
 from lpq.operations.states import State
 from lpq.torch_private import autograd
 from lpq.torch_private.compiling import call_in_place_of, once_when_traced
+
+Accumulate = Literal["grad", "main_grad"]
+"""The tensor of a weight to which backward adds its gradient in place."""
 
 
 def asked(ctx: Any) -> tuple[bool, bool, bool]:
@@ -44,6 +48,24 @@ def computes(node: Any, returned: bool = True) -> bool:
         if "autograd.grad()" in str(error):
             return returned
         raise
+
+
+def is_summed(node: Any) -> bool:
+    """Whether this backward adds the gradient of the weight itself, in place of autograd's node."""
+    return computes(node, returned=False)
+
+
+def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
+    """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet."""
+    if where == "grad":
+        return weight.grad
+    into: Tensor | None = getattr(weight, "main_grad", None)
+    if into is None:
+        raise RuntimeError(
+            f"a weight of {[*weight.shape]} had a main_grad in forward and has none in backward, which adds to it: "
+            "empty it with zero_(), after backward"
+        )
+    return into
 
 
 def refuse_parts(states: Mapping[str, State]) -> None:

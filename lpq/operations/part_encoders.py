@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.joined import cat
+from lpq.formats.sections import cat
 from lpq.operations.binding import Encoded
 from lpq.operations.cut import Cut
 from lpq.operations.encoder import (

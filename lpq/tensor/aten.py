@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction, Storage
-from lpq.formats.joined import cat
-from lpq.formats.sections import along, matrices, narrowed
+from lpq.formats.sections import along, cat, matrices, narrowed
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.registry.warning import warn
 from lpq.tensor.assigning import AVERAGE, assign, copy_

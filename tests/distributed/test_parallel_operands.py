@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from lpq.core import Storage
 from lpq.distributed import tensor_parallel as tp
-from lpq.distributed.cuts import why_high
+from lpq.distributed.shardability import why_high
 from lpq.nn import linear
 from lpq.operations import reduce_statistics
 from lpq.operations.cut import Cut

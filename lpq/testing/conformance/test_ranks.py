@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.distributed.part_gathers import Arriving, OperandGather, bind_gathered
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
-from lpq.formats.joined import cat
+from lpq.formats.sections import cat
 from lpq.operations.binding import operand_like
 from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import rounds_stochastically

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.formats import Quantizer, Storage
-from lpq.formats.joined import cat
+from lpq.formats.sections import cat
 from lpq.tensor import PrecisionWarning, QuantizedTensor
 from lpq.testing.expect import equal, same_operand, same_quantized, same_values
 from lpq.testing.operands import SEED, cut, encode, few, no_parts, normal, rotated, unit
