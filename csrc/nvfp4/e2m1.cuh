@@ -139,12 +139,13 @@ __device__ __forceinline__ u32 eight() { return 8 * gridDim.z; }
 // To the nearest: half of a step is added, so that half-way between two values the upper one is taken. That is right if it
 // is even. Else the significand there is 1 or 5/4, where it is 3/2 or 7/4 if the upper one is even. So with TIES what is
 // below 1.39 is made smaller by one unit in the last place: all are, after the others were made larger by one.
+__device__ __forceinline__ float below_ties(float a) {
+    const float unit = 4.2915344e-08f;  // 0.36 * 2^-23
+    return __fmul_rz(fmaf(a, unit, a), 0.99999994f);
+}
 template <bool TIES>
 __device__ __forceinline__ u32 nearest_pair(float a, float b) {
-    if (TIES) {
-        const float unit = 4.2915344e-08f;  // 0.36 * 2^-23
-        a = __fmul_rz(fmaf(a, unit, a), 0.99999994f), b = __fmul_rz(fmaf(b, unit, b), 0.99999994f);
-    }
+    if (TIES) a = below_ties(a), b = below_ties(b);
     const u32 halves = cut_pair(a, b);
     return choose(0x80008000u, halves, halves * eight() + 0x08000800u);
 }

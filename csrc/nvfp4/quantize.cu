@@ -1,6 +1,6 @@
 // NVFP4: both operands of a tile from one read.
 //
-// LPQ_ROW, LPQ_COL: the operands that are wanted, and one more than how they are rounded. LPQ_SQUARE: blocks of
+// LPQ_ROW, LPQ_COL: the operands that are wanted, and one more than the way they are encoded. LPQ_SQUARE: blocks of
 // 16x16 in place of 1x16. LPQ_ROTATED: the column operand is rotated. LPQ_SHARED: it has the row operand's codes.
 // LPQ_STATS: amaxes of blocks are given or wanted.
 //
@@ -16,7 +16,20 @@ constexpr bool FETCHES = true;
 constexpr bool FETCHES = false;
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS>) quantize(
+#ifdef LPQ_ROW
+typedef nvfp4::Row<LPQ_ROW - 1, SQUARE, SHARED> Row;
+constexpr int ROW_NEEDS = Row::NEEDS;
+#else
+constexpr int ROW_NEEDS = 0;
+#endif
+#ifdef LPQ_COL
+typedef nvfp4::Col<LPQ_COL - 1, SQUARE, ROTATED> Col;
+constexpr int COL_NEEDS = Col::NEEDS;
+#else
+constexpr int COL_NEEDS = 0;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<(ROW_NEEDS > COL_NEEDS ? ROW_NEEDS : COL_NEEDS)>) quantize(
     const void* x, u8* row_data, u8* row_scale, u32* row_amax_out, u8* col_data, u8* col_scale, u32* col_amax_out,
     const u32* row_amaxes, u32 row_count, const float* row_given, float* row_measured, const u32* col_amaxes,
     u32 col_count, const float* col_given, float* col_measured, const u64* seed, i64 offset, u32 count, i64 rows,
@@ -27,7 +40,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
     u32 w[ROWS][WORDS];
     load(t, x, w);
 #ifdef LPQ_ROW
-    typedef nvfp4::Row<LPQ_ROW - 1, SQUARE, SHARED> Row;
     __shared__ Row::Shared row_shared;
     Row row({row_data, row_scale, row_amax_out, row_amaxes, row_count, row_given, row_measured, seed, offset},
             row_shared, t);
@@ -36,7 +48,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
     __shared__ nvfp4::Columns16<SQUARE> columns;
     if (blockIdx.x == 0 && threadIdx.x == 0 && col_data) *col_amax_out = *row_amax_out;
 #elif defined(LPQ_COL)
-    typedef nvfp4::Col<LPQ_COL - 1, SQUARE, ROTATED> Col;
     __shared__ Col::Shared col_shared;
     Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset},
             col_shared, t);

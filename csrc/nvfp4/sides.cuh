@@ -5,19 +5,16 @@
 // exactly; of a matrix whose sizes are multiples of 8. In sections, what an operand decodes to, rounded to bf16, in the basis in
 // which it is stored: each section has an amax and a seed, and is zero behind its last row.
 #pragma once
-#include "decode.cuh"
-#include "e2m1.cuh"
 #include "philox.cuh"
 #include "rotation.cuh"
 #include "side.cuh"
 #include "transposed.cuh"
+#include "ways.cuh"
 
 namespace nvfp4 {
 
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
-// How elements are rounded: to the nearest, stochastically, or so beside scales that leave room, so that none is cut.
-enum { NEAREST, RANDOM, UNBIASED };
 
 struct Parameters {
     u8 *data, *scale;   // null: not wanted
@@ -93,30 +90,30 @@ __device__ __forceinline__ float block_amax(const Parameters& p, float own, bool
     return own;
 }
 
-// The amax of an operand, as fp32 bits, of the amax of its matrix. E4M3 rounds a scale down by at most 17/16.
-__device__ __forceinline__ u32 operand_amax(u32 bits, bool unbiased) {
-    return unbiased && bits < INF ? __float_as_uint(fminf(__fmul_rn(__uint_as_float(bits), 1.0625f), FLT_MAX_)) : bits;
+// The amax of an operand, as fp32 bits, of the amax of its matrix.
+template <int WAY>
+__device__ __forceinline__ u32 operand_amax(u32 bits) {
+    if (room<WAY> == 1.0f || bits >= INF) return bits;
+    return __float_as_uint(fminf(__fmul_rn(__uint_as_float(bits), room<WAY>), FLT_MAX_));
 }
 
 // What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
-template <int BITS>
+template <int WAY, int BITS>
 struct Scales {
     float sixth;
+    float overall, whole;  // to search a scale: the factor of the operand, and the amax of its matrix
     bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
 
-    __device__ __forceinline__ Scales(
-        const Parameters& p, const Tile& t, Factors& factors, Largest& shared, bool unbiased
-    ) {
-        u32 bits;
+    __device__ __forceinline__ Scales(const Parameters& p, const Tile& t, Factors& factors, Largest& shared) {
+        const u32 found = IN_SECTIONS ? p.amaxes[t.section()] : largest_of(p.amaxes, p.count, shared);
+        const u32 bits = operand_amax<WAY>(found);
         if constexpr (IN_SECTIONS) {
-            bits = operand_amax(p.amaxes[t.section()], unbiased);
             if (t.down + t.across + threadIdx.x == 0 && p.amax) p.amax[t.section()] = bits;
         } else {
-            bits = operand_amax(largest_of(p.amaxes, p.count, shared), unbiased);
             if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
         }
-        const float overall = tensor_scale(bits);
-        sixth = __fmul_rn(overall, (float)(unbiased ? 17.0 / 96 : 1.0 / 6));
+        overall = tensor_scale(bits), whole = __uint_as_float(found);
+        sixth = __fmul_rn(overall, (float)(WAY == UNBIASED ? 17.0 / 96 : 1.0 / 6));
         roomy = overall > 9.8607613e-32f;  // 2^-103; the largest scale is below 2^9
         factors.fill<BITS>(overall);
     }
@@ -131,35 +128,48 @@ __device__ __forceinline__ How together(bool plain, bool tied) {
 }
 
 // The factors of eight lines of blocks of 16, of this operand or transposed, and how the elements are encoded. Their scales
-// go to shared memory, to a block and a line of the tile.
-template <bool STOCHASTIC, int BITS, class Codes>
+// go to shared memory, to a block and a line of the tile. This lane has `upper` or lower halves of blocks, `elements(i, v)` of
+// line i, and the lane APART from it the others.
+template <int WAY, int APART, int BITS, class Codes, class Elements>
 __device__ __forceinline__ How line_factors(
-    const float (&amax)[8], const Parameters& p, const Scales<BITS>& scales, const Factors& factors, bool first, int inside,
-    i64 begin, i64 block, i64 blocks, Codes& codes, int in_tile, int line, float (&factor)[8], u32 (&code_of)[8]
+    const float (&amax)[8], const Parameters& p, const Scales<WAY, BITS>& scales, const Factors& factors, bool upper, int inside,
+    i64 begin, i64 block, i64 blocks, Codes& codes, int in_tile, int line, float (&factor)[8], u32 (&code_of)[8],
+    const Elements& elements
 ) {
+    constexpr bool STOCHASTIC = is_stochastic<WAY>;
     bool plain = scales.roomy;
     u32 signs = 0, packed[2] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float a = block_amax(p, amax[i], first, i < inside, (begin + i) * blocks + block);
-        const u32 code = block_scale(a, scales.sixth);
-        code_of[i] = code;
-        factor[i] = factors.of[code];
+        const float a = block_amax(p, amax[i], !upper, i < inside, (begin + i) * blocks + block);
+        code_of[i] = searches<WAY> ? Better<WAY>::candidates(a, scales.overall) : block_scale(a, scales.sixth);
+    }
+    if constexpr (searches<WAY>) Better<WAY>{scales.whole, scales.roomy, factors}.template of_lines<APART>(elements, amax, upper, code_of);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        factor[i] = factors.of[code_of[i]];
         plain = plain & is_plain<STOCHASTIC>(amax[i], factor[i]);
         signs |= __float_as_uint(factor[i]);
-        packed[i / 4] |= code << (8 * (i % 4));
+        packed[i / 4] |= code_of[i] << (8 * (i % 4));
     }
     codes.put(in_tile, line, packed[0], packed[1]);  // which all threads of a block have
     return together<STOCHASTIC, BITS>(plain, signs >> 31);
 }
 
-// The factor of the 16x16 block that this thread is in a quarter of.
-template <bool STOCHASTIC, int BITS, int N>
+// The factor of the 16x16 block of which this thread has a quarter, `elements(i, v)` of line i.
+template <int WAY, int BITS, int N, class Elements>
 __device__ __forceinline__ How square_factors(
-    float amax, const Parameters& p, const Scales<BITS>& scales, const Factors& factors, bool first, i64 place,
-    bool inside, u8* to, float (&factor)[N], u32 (&code_of)[N]
+    float amax, const Parameters& p, const Scales<WAY, BITS>& scales, const Factors& factors, bool first, i64 place,
+    bool inside, u8* to, float (&factor)[N], u32 (&code_of)[N], const Elements& elements
 ) {
-    const u32 code = block_scale(block_amax(p, amax, first, inside, place), scales.sixth);
+    constexpr bool STOCHASTIC = is_stochastic<WAY>;
+    const float a = block_amax(p, amax, first, inside, place);
+    u32 code;
+    if constexpr (searches<WAY>)
+        code = Better<WAY>{scales.whole, scales.roomy, factors}.of_square(
+            elements, amax, Better<WAY>::candidates(a, scales.overall));
+    else
+        code = block_scale(a, scales.sixth);
     *to = (u8)code;
 #pragma unroll
     for (int i = 0; i < N; ++i) factor[i] = factors.of[code], code_of[i] = code;
@@ -183,8 +193,9 @@ struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
 };
 
 // Eight exact values of which two are in a word, as what is decoded in a section.
-__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, const Tile& t, bool unbiased, float (&v)[8]) {
-    const float amax = __uint_as_float(operand_amax(p.amaxes[t.section()], unbiased)), shift = amax > 1.0f ? 4096.0f : 1.0f;
+template <int WAY>
+__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, const Tile& t, float (&v)[8]) {
+    const float amax = __uint_as_float(operand_amax<WAY>(p.amaxes[t.section()])), shift = amax > 1.0f ? 4096.0f : 1.0f;
     const float first = __fdiv_rn(amax, shift) * 2048.0f, last = __fmul_rn(shift, (float)(1.0 / 2688.0));
     const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
@@ -213,16 +224,19 @@ constexpr bool halves_are_16_apart = ABREAST == 16;
 __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
 
 // Registers of a thread. Fewer of the busiest threads at a time are faster than more that run short of registers.
-template <bool STOCHASTIC, bool EXACT>
-constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGISTERS < 80 ? 80 : REGISTERS;
+template <int WAY, bool EXACT>
+constexpr int needs = LPQ_INPUT == LPQ_FP32               ? 255
+                      : searches<WAY>                     ? 128
+                      : is_stochastic<WAY> && EXACT && REGISTERS < 80 ? 80
+                                                          : REGISTERS;
 
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
-template <int ROUNDING, bool SQUARE, bool KEEPS = false, bool EXACT = false>
+template <int WAY, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
-    static constexpr bool STOCHASTIC = ROUNDING != NEAREST;
+    static constexpr bool STOCHASTIC = is_stochastic<WAY>;
     typedef nvfp4::Parameters Parameters;
     static_assert(!SQUARE || halves_are_16_apart<SQUARE>, "tiles are too wide");
-    static constexpr int NEEDS = needs<STOCHASTIC, EXACT>, HIGH = SQUARE ? DOWN : TALL;
+    static constexpr int NEEDS = needs<WAY, EXACT>, HIGH = SQUARE ? DOWN : TALL;
     struct Shared {
         Codes<SQUARE, HIGH, ACROSS> codes;
         Factors factors;
@@ -231,25 +245,33 @@ struct Row : Side {
     const Parameters p;
     Shared& shared;
     const i64 across, down;
-    const Scales<SIGNIFICANT> scales;
+    const Scales<WAY, SIGNIFICANT> scales;
     u32 kept[ROWS];
 
     __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
         : p(p), shared(shared), across((t.cols + 15) / 16), down(((IN_SECTIONS ? t.end() - t.begin() : t.rows) + 15) / 16),
-          scales(p, t, shared.factors, shared.largest, ROUNDING == UNBIASED) {}
+          scales(p, t, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.place() / 16, col_block = t.col / 16;
         float factor[ROWS];
         u32 code_of[ROWS];
+        const auto elements = [&](int i, float (&v)[8]) {
+            u32 words[WORDS];
+#pragma unroll
+            for (int j = 0; j < WORDS; ++j) words[j] = w[i][j];
+            keep_apart(words);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] = value(words, j);
+        };
         How how;
         if constexpr (SQUARE) {
             u32 block = thread_amax(w);
             block = max(block, __shfl_xor_sync(~0u, block, 1)), block = max(block, __shfl_xor_sync(~0u, block, 16));
-            how = square_factors<STOCHASTIC>(
+            how = square_factors<WAY>(
                 __uint_as_float(block), p, scales, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
                 row_block * across + col_block, row_block < down && col_block < across,
-                &shared.codes[t.lane_row / 16][t.lane_col / 16], factor, code_of);
+                &shared.codes[t.lane_row / 16][t.lane_col / 16], factor, code_of, elements);
         } else {
             u32 words[LINES];
             float amaxes[ROWS];
@@ -257,9 +279,9 @@ struct Row : Side {
             reduce_lanes<1, 1>(words);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) amaxes[i] = value(words, i);
-            how = line_factors<STOCHASTIC>(
-                amaxes, p, scales, shared.factors, t.lane_col % 16 == 0, col_block < across ? t.high : 0, t.row,
-                col_block, across, shared.codes, t.lane_col / 16, t.lane_row, factor, code_of);
+            how = line_factors<WAY, 1>(
+                amaxes, p, scales, shared.factors, t.lane_col & 8, col_block < across ? t.high : 0, t.row, col_block,
+                across, shared.codes, t.lane_col / 16, t.lane_row, factor, code_of, elements);
         }
         if (!p.data) return;
         if (how == SHORT)
@@ -295,7 +317,7 @@ struct Row : Side {
                 const float scale = decode<E4M3>(code_of[i]);
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
                 if constexpr (IN_SECTIONS) {
-                    decode_exact(values, p, t, ROUNDING == UNBIASED, v);
+                    decode_exact<WAY>(values, p, t, v);
                     values = narrowed(v);
                 }
                 if (i < t.high && inside) stream(to, values);
@@ -367,12 +389,12 @@ struct OnTheWay<true, true, SQUARE> {
     Codes<SQUARE, SQUARE ? ACROSS : WIDE, DOWN> codes;
 };
 
-template <int ROUNDING, bool SQUARE, bool ROTATED, bool EXACT = false>
+template <int WAY, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
-    static constexpr bool STOCHASTIC = ROUNDING != NEAREST;
+    static constexpr bool STOCHASTIC = is_stochastic<WAY>;
     typedef nvfp4::Parameters Parameters;
     static_assert(halves_are_16_apart<SQUARE>, "tiles are too wide");
-    static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
+    static constexpr int NEEDS = needs<WAY, EXACT>;
     static constexpr int BITS = ROTATED ? 8 : SIGNIFICANT;  // rotated elements are in bf16
     struct Shared {
         OnTheWay<EXACT, STOCHASTIC, SQUARE> out;
@@ -382,11 +404,11 @@ struct Col : Side {
     const Parameters p;
     Shared& shared;
     const i64 across, down;
-    const Scales<BITS> scales;
+    const Scales<WAY, BITS> scales;
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
         : p(p), shared(shared), across((t.cols + 15) / 16), down(((IN_SECTIONS ? t.line() : t.rows) + 15) / 16),
-          scales(p, t, shared.factors, shared.largest, ROUNDING == UNBIASED) {}
+          scales(p, t, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.place() / 16, col_block = t.col / 16;
@@ -408,20 +430,21 @@ struct Col : Side {
 #pragma unroll
             for (int j = 0; j < 8; ++j) amaxes[j] = value(words, j);
         }
+        const auto elements = [&](int j, float (&v)[8]) { column<true>(w, y, j, v); };
         How how;
         if constexpr (SQUARE) {
             u32 block = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) block = max(block, amax_bits(amaxes[j]));
             block = max(block, __shfl_xor_sync(~0u, block, 1));
-            how = square_factors<STOCHASTIC>(
+            how = square_factors<WAY>(
                 __uint_as_float(block), p, scales, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
                 col_block * down + row_block, row_block < down && col_block < across,
-                &shared.out.codes[t.lane_col / 16][t.lane_row / 16], factor, code_of);
+                &shared.out.codes[t.lane_col / 16][t.lane_row / 16], factor, code_of, elements);
         } else {
-            how = line_factors<STOCHASTIC>(
-                amaxes, p, scales, shared.factors, t.lane_row % 16 == 0, row_block < down ? t.wide : 0, t.col,
-                row_block, down, shared.out.codes, t.lane_row / 16, t.lane_col, factor, code_of);
+            how = line_factors<WAY, 16>(
+                amaxes, p, scales, shared.factors, t.lane_row & 8, row_block < down ? t.wide : 0, t.col, row_block,
+                down, shared.out.codes, t.lane_row / 16, t.lane_col, factor, code_of, elements);
         }
         if (!p.data) return;
         if (how == SHORT)
@@ -430,6 +453,22 @@ struct Col : Side {
             write<TIES>(t, w, y, factor, code_of);
         else
             write<ANY>(t, w, y, factor, code_of);
+    }
+
+    // This thread's elements of one column.
+    template <bool ANEW>
+    static __device__ __forceinline__ void column(
+        const u32 (&w)[ROWS][WORDS], const u32 (&y)[8][4], int j, float (&v)[8]
+    ) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            u32 word[1] = {ROTATED ? y[j][i / 2] : w[i][j / PER_WORD]};
+            if (ANEW) keep_apart(word);
+            if (ROTATED)
+                v[i] = __uint_as_float(i & 1 ? word[0] & 0xffff0000u : word[0] << 16);
+            else
+                v[i] = value(word, j % PER_WORD);
+        }
     }
 
     template <How HOW>
@@ -446,19 +485,11 @@ struct Col : Side {
                 draw((u32)((p.offset + t.place()) / 16), (u32)t.col + j, 1, p.seed[t.section()], t.lane_row & 8, 16, bits);
             const uint2 drawn = bits[j % (2 * DRAWN)];
             float v[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                u32 word[1] = {ROTATED ? y[j][i / 2] : w[i][j / PER_WORD]};
-                if (HOW != SHORT) keep_apart(word);
-                if (ROTATED)
-                    v[i] = __uint_as_float(i & 1 ? word[0] & 0xffff0000u : word[0] << 16);
-                else
-                    v[i] = value(word, j % PER_WORD);
-            }
+            column<HOW != SHORT>(w, y, j, v);
             if constexpr (EXACT) {
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
                 if constexpr (IN_SECTIONS) {
-                    decode_exact(values, p, t, ROUNDING == UNBIASED, v);
+                    decode_exact<WAY>(values, p, t, v);
                     if (ROTATED && cut) {
                         hadamard16(t.lane_row & 8, v);
 #pragma unroll

@@ -49,6 +49,11 @@ IN_KERNELS = [
     "nvfp4(block=16x16, stochastic=true)",
     "nvfp4(block=16x16, stochastic=unbiased)",
     "nvfp4(block=16x16, rht=true)",
+    "nvfp4(search=four_over_six)",
+    "nvfp4(search=four_over_six, error=mae, norm=256)",
+    "nvfp4(rht=true, search=four_over_six, norm=256)",
+    "nvfp4(block=16x16, search=four_over_six, norm=256)",
+    "nvfp4(block=16x16, search=four_over_six, error=mae)",
 ]
 """Those for which the kernels that encode take different ways."""
 SIDES = [(True, False), (False, True), (True, True)]

@@ -27,6 +27,8 @@ TEXTS = [
     "nvfp4(rht=true)",
     "nvfp4(rht=true, stochastic=true)",
     "nvfp4(rht=true, stochastic=unbiased)",
+    "nvfp4(rht=true, search=four_over_six, norm=256)",
+    "nvfp4(block=16x16, search=four_over_six)",
     "hybrid(row=mxfp8, col=nvfp4(rht=true))",
     "hybrid(row=nvfp4, col=mxfp8)",
 ]

@@ -29,12 +29,13 @@ OTHERS = [ADD, *(of for act in ACTIVATIONS.values() for between in act for of in
 """The code of a side does not depend on the source: one format shows that these work."""
 TEXTS = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
+    "nvfp4(search=four_over_six, norm=256)",
     "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)", "fp8(scaling=row)",
     "hybrid(row=fp8, col=fp8(scaling=row))",
 ]  # fmt: skip
 APART = [
     "nvfp4(rht=true, stochastic=true)",
-    "nvfp4(search=four_over_six)",
+    "nvfp4(search=mse)",
     "hybrid(row=mxfp8, col=mxfp8, col_source=row)",
 ]
 SHAPES = [(256, 512), (131, 264), (1, 8)]

@@ -1,4 +1,4 @@
-"""The golden file: bytes that other implementations made, which the references must reproduce."""
+"""The golden files: bytes that other implementations made, which the references must reproduce."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-FILE = Path(__file__).parents[1] / "golden" / "formats_128x256.npz"
+FILES = Path(__file__).parents[1] / "golden"
 
 
 class Golden(Mapping[str, Tensor]):
@@ -45,4 +45,10 @@ class Golden(Mapping[str, Tensor]):
 
 @pytest.fixture(scope="session")
 def golden() -> Golden:
-    return Golden(FILE)
+    return Golden(FILES / "formats_128x256.npz")
+
+
+@pytest.fixture(scope="session")
+def golden_variants() -> Golden:
+    """NVFP4 by four over six and by rows, of some inputs of the other file."""
+    return Golden(FILES / "nvfp4_variants_128x256.npz")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import Storage
+from lpq.formats.elements import unpack_nibbles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GOLDEN = ("normal", "heavy", "rowscale", "zeroblocks", "tiny", "huge", "ties", "outlier", "zero")
@@ -23,6 +24,12 @@ def wide(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     magnitude = torch.exp2(low + torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low))
     sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     return (magnitude * sign).clamp(-info.max, info.max).to(dtype)
+
+
+def unsigned_zeros(data: Tensor) -> Tensor:
+    """Codes in which a negative zero is a zero: golden files do not pin the sign."""
+    codes = unpack_nibbles(data)
+    return torch.where(codes == 8, 0, codes)
 
 
 def _with(value: float, dtype: torch.dtype, among: Tensor | None = None) -> Tensor:

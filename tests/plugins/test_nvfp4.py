@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import bind_operand
 from lpq_nvfp4.rotation import HADAMARD
-from nasty import DTYPES, GOLDEN, bytes_of, normal, same, values
+from nasty import DTYPES, GOLDEN, bytes_of, normal, same, unsigned_zeros, values
 from torch import Tensor
 
 import lpq
@@ -38,12 +38,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remo
 
 def quantizer(options: str):
     return lpq.quantizer(f"nvfp4({options})")
-
-
-def unsigned_zeros(data: Tensor) -> Tensor:
-    """Codes in which a negative zero is a zero: the golden file does not pin the sign."""
-    codes = unpack_nibbles(data)
-    return torch.where(codes == 8, 0, codes)
 
 
 # ------------------------------------------------------------------------------ the definition

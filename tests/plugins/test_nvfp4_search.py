@@ -1,4 +1,5 @@
-"""NVFP4's search for the scales of blocks: against all candidates one by one, and the same however a matrix is cut."""
+"""NVFP4's search for the scales of blocks: against all candidates one by one, against the golden file, and the same for
+any part of a matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lpq_nvfp4 import search
-from nasty import normal
+from lpq_nvfp4.engines import SCHEMES
+from nasty import bytes_of, normal, unsigned_zeros
 from torch import Tensor
 
 import lpq
@@ -58,6 +60,41 @@ def test_mse_has_the_least_error_of_all_scales() -> None:
     assert two.sum() < 0.95 * of("nvfp4").sum()
 
 
+VARIANTS = [(block, error, norm) for block in ("1x16", "16x16") for error in ("mae", "mse") for norm in (256, 448)]
+
+
+@pytest.mark.parametrize(("block", "error", "norm"), VARIANTS)
+@pytest.mark.parametrize("name", ["normal", "tiny", "huge", "ties"])
+def test_golden_bytes_of_four_over_six(golden, golden_variants, name: str, block: str, error: str, norm: int) -> None:
+    """The amax of the operand says what the norm is."""
+    text = f"nvfp4(block={block}, search=four_over_six, error={error}, norm={norm})"
+    found, expected = encoded(golden[f"{name}/x"], text), golden_variants.buffers(name, f"46_{error}_{norm}_{block}")
+    assert torch.equal(unsigned_zeros(found.buffers()["data"]), unsigned_zeros(expected["data"]))
+    scale = found.buffers()["scale"].view(torch.uint8)
+    assert torch.equal(scale.repeat_interleave(16 if block == "16x16" else 1, 0), expected["scale"])
+    assert torch.equal(found.buffers()["amax"], expected["amax"].squeeze() * (448 / norm))
+
+
+def test_golden_bytes_tell_variants_apart(golden_variants) -> None:
+    scales = [golden_variants[f"normal/46_{error}_{norm}_{block}/scale"] for block, error, norm in VARIANTS]
+    assert all(not torch.equal(a, b) for i, a in enumerate(scales) for b in scales[:i])
+
+
+@pytest.mark.parametrize("norm", [256, 448])
+def test_the_norm_is_in_the_scale_of_exported_weights(norm: int) -> None:
+    x = normal(32, 64, dtype=torch.bfloat16)
+    *_, divisor = SCHEMES[0].write(encoded(x, f"nvfp4(search=four_over_six, norm={norm})"))  # type: ignore[arg-type]
+    assert divisor.item() == (6 * norm / x.abs().amax().float()).item()
+
+
+@pytest.mark.parametrize("norm", [256, 448])
+def test_four_over_six_of_an_operand_whose_amax_has_no_room(norm: int) -> None:
+    """As large as fp32 goes, the amax of the operand is what it can be."""
+    x = torch.full((2, 16), torch.finfo(torch.float32).max)
+    found = encoded(x, f"nvfp4(search=four_over_six, norm={norm})").buffers()["amax"]
+    assert found == torch.finfo(torch.float32).max
+
+
 @pytest.mark.parametrize("block", ["1x16", "16x16"])
 def test_of_equally_good_scales_the_larger_one_is_taken(block: str) -> None:
     """Elements of one magnitude are exact with many scales; a block of zeros with all."""
@@ -78,7 +115,8 @@ def test_a_part_has_the_codes_of_the_whole(
     rows: int, cols: int, start: int, searching: str, block: str, seed: int
 ) -> None:
     """With the amax of the whole; control: with its own amax it has others, now and then (below)."""
-    x, text = normal(rows, cols, seed=seed), f"nvfp4(block={block}, search={searching})"
+    norm = ", error=mae, norm=256" if searching == "four_over_six" and seed % 2 else ""
+    x, text = normal(rows, cols, seed=seed), f"nvfp4(block={block}, search={searching}{norm})"
     amax = x.abs().amax()
     whole = encoded(x, text, amax)
     top = min(16 * start, rows)
@@ -97,13 +135,20 @@ def test_another_amax_gives_other_scales() -> None:
     assert not torch.equal(one, other)
 
 
-def test_square_blocks_are_searched_alike_in_both_directions() -> None:
-    x, text = normal(48, 80), "nvfp4(block=16x16, search=mse)"
-    turned, again = transpose(encoded(x, text)), encoded(x.t().contiguous(), text)
-    for name, buffer in again.buffers().items():
-        found = turned.buffers()[name].contiguous()
-        assert torch.equal(found.view(torch.uint8) if found.itemsize == 1 else found,
-                           buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer), name  # fmt: skip
+@pytest.mark.parametrize("searching", ["mse", "four_over_six", "four_over_six, error=mae, norm=256"])
+def test_square_blocks_are_searched_alike_in_both_directions(searching: str) -> None:
+    for seed in range(8):  # a sum of errors in another order differs in the last bit
+        x, text = normal(48, 80, seed=seed), f"nvfp4(block=16x16, search={searching})"
+        turned, again = transpose(encoded(x, text)), encoded(x.t().contiguous(), text)
+        for name, buffer in again.buffers().items():
+            assert torch.equal(bytes_of(turned.buffers()[name].contiguous()), bytes_of(buffer)), name
+
+
+def test_errors_of_a_square_and_of_its_transpose_have_one_sum() -> None:
+    """Control: row after row they have not."""
+    errors = normal(512, 512).abs()
+    assert torch.equal(search._in_squares(errors), search._in_squares(errors.t()).t())
+    assert not torch.equal(*(search._in_rows(search._in_rows(x).t()) for x in (errors, errors.t())))
 
 
 def test_a_block_that_is_not_finite_keeps_the_scale_of_its_amax() -> None:
@@ -122,7 +167,16 @@ def test_a_block_that_is_not_finite_keeps_the_scale_of_its_amax() -> None:
 
 def test_kernels_leave_a_search_to_the_reference() -> None:
     searching = lpq.quantizer("nvfp4(search=mse)")
-    assert "searches no scales" in str(search.why_not(searching))
-    assert search.why_not(lpq.quantizer("nvfp4")) is None
+    assert "does not search all scales: nvfp4(search=mse) does" in str(search.why_not(searching))
+    chance = lpq.quantizer("nvfp4(stochastic=true, search=four_over_six)")
+    assert "nor any that are rounded stochastically" in str(search.why_not(chance))
+    for text in ("nvfp4", "nvfp4(search=four_over_six, norm=256)", "nvfp4(stochastic=true)"):
+        assert search.why_not(lpq.quantizer(text)) is None
     with pytest.raises(OptionError, match="'search' must be 'amax' or 'mse' or 'four_over_six'"):
         lpq.quantizer("nvfp4(search=msee)")
+    with pytest.raises(OptionError, match="'norm' must be 256 or 448"):
+        lpq.quantizer("nvfp4(search=four_over_six, norm=384)")
+    with pytest.raises(OptionError, match="options of search=four_over_six: set that, or leave them out"):
+        lpq.quantizer("nvfp4(norm=256)")
+    with pytest.raises(OptionError, match="leave stochastic out"):
+        lpq.quantizer("nvfp4(search=four_over_six, norm=256, stochastic=true)")

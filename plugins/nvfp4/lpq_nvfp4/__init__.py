@@ -44,6 +44,12 @@ def lpq_register_formats() -> FormatSpec:
 X = "nvfp4(rht=true)"
 W = "nvfp4(block=16x16)"
 DY = "nvfp4(rht=true, stochastic=true)"
+BETTER_X = "nvfp4(rht=true, search=four_over_six, norm=256)"
+BETTER_W = "nvfp4(block=16x16, search=four_over_six, norm=256)"
+
+
+def _of(x: str, w: str) -> dict[str, dict[str, str]]:
+    return {"fprop": {"x": x, "w": w}, "dgrad": {"dy": DY, "w": w}, "wgrad": {"dy": DY, "x": x}}
 
 
 @hookimpl
@@ -52,8 +58,13 @@ def lpq_register_recipes() -> list[RecipeSpec]:
         RecipeSpec(
             name="nvfp4",
             summary="NVFP4 for all three products: 16x16 weights, rotated wgrad operands, stochastic dy",
-            recipe={"fprop": {"x": X, "w": W}, "dgrad": {"dy": DY, "w": W}, "wgrad": {"dy": DY, "x": X}},
+            recipe=_of(X, W),
             aliases=("NVFP4BlockScaling",),
+        ),
+        RecipeSpec(
+            name="nvfp4-four-over-six",
+            summary="as nvfp4, each block of x and w with the better of two scales",
+            recipe=_of(BETTER_X, BETTER_W),
         ),
         RecipeSpec(
             name="nvfp4-fwd-mxfp8-bwd",

@@ -41,7 +41,8 @@ AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 UNKNOWN = (None,) * 4
 ROUNDINGS = {False: 0, True: 1, "unbiased": 2}
-"""The kernels' numbers for the values of ``stochastic``."""
+SEARCHES = {("mse", 448): 3, ("mae", 448): 4, ("mse", 256): 5, ("mae", 256): 6}
+"""The kernels' numbers for the values of ``stochastic``, and of ``error`` and ``norm`` (``csrc/nvfp4/ways.cuh``)."""
 NOTHING = Made((), (), (0,) * 9)
 """In place of an operand that is not wanted."""
 
@@ -56,7 +57,7 @@ def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str 
 
 
 def quantize_why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
-    """As ``why_not``, and scales must follow from amaxes."""
+    """As ``why_not``, and kernels must choose scales as the operands' do."""
     return search.why_not(*(side for side in (first, second) if side is not None)) or why_not(first, second)
 
 
@@ -143,6 +144,11 @@ def bind(e: Encoding) -> Encode | None:
 quantize = unbound(bind)
 
 
+def way(side: NVFP4Quantizer) -> int:
+    """The kernels' number for how an operand is rounded and how its scales are chosen."""
+    return SEARCHES[side.error, side.norm] if side.searches else ROUNDINGS[side.stochastic]
+
+
 def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
     """Decide how one operand is allocated. Its ``found`` is what ``bind_parts`` finds."""
     high, wide = job.shape
@@ -225,6 +231,6 @@ def _macros(
     side = row or col
     assert side is not None
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))
-    wanted = [f"{name}={1 + ROUNDINGS[side.stochastic]}" for name, side in sides if side is not None]
+    wanted = [f"{name}={1 + way(side)}" for name, side in sides if side is not None]
     switches = _switches(col is not None and col.rht, side.block == "16x16", stats)
     return (*wanted, *(["LPQ_SHARED"] if derived else []), *switches), LOW if col is None else SQUARE

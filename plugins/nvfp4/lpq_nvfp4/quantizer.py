@@ -15,9 +15,9 @@ from lpq.formats.format import Direction
 from lpq.registry.errors import OptionError
 from lpq_nvfp4 import reference, rotation
 from lpq_nvfp4.reference import BLOCKS
-from lpq_nvfp4.search import searched
+from lpq_nvfp4.search import four_over_six, searched
 
-SEARCHES = ("amax", "mse", "four_over_six")
+SEARCHES, ERRORS, NORMS = ("amax", "mse", "four_over_six"), ("mse", "mae"), (256, 448)
 STATS = {
     (name, rht): (Stat("amax", largest=not rht), Stat("block_amax", block=block, largest=not rht))
     for name, block in BLOCKS.items()
@@ -39,13 +39,23 @@ class NVFP4Quantizer(Quantizer):
     """The amax of the operand is one that calibration found."""
     search: str = "amax"
     """Which scale a block gets: the scale of its ``amax``; of all scales the one with the least ``mse``; or
-    ``four_over_six``, the better of two scales, which map the amax to 4 and to 6. Searching has no kernels, and ``mse``
-    takes a hundred times as long as encoding: it is for weights that are held or exported."""
+    ``four_over_six``, the better of two scales, which map the amax to 4 and to 6. ``mse`` has no kernels, and takes a
+    hundred times as long as encoding: it is for weights that are held or exported."""
+    error: str = "mse"
+    """The error by which ``four_over_six`` chooses: the sum of squares, ``mse``, or of magnitudes, ``mae``."""
+    norm: int = 448
+    """The scale of the block that has the operand's amax, if that becomes 6: 448, or 256 with ``four_over_six``, so
+    that it can become 4, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.search not in SEARCHES:
-            raise OptionError.invalid(type(self).__name__, "search", self.search, " or ".join(map(repr, SEARCHES)))
+        for name, words in (("search", SEARCHES), ("error", ERRORS), ("norm", NORMS)):
+            if getattr(self, name) not in words:
+                raise OptionError.invalid(type(self).__name__, name, getattr(self, name), " or ".join(map(repr, words)))
+        if self.search != "four_over_six" and (self.error, self.norm) != ("mse", 448):
+            raise OptionError("nvfp4: error and norm are options of search=four_over_six: set that, or leave them out")
+        if self.norm != 448 and self.stochastic:
+            raise OptionError("nvfp4: norm=256 chooses scales by rounding to the nearest: leave stochastic out")
 
     @property
     def stats(self) -> tuple[Stat, ...]:
@@ -54,6 +64,11 @@ class NVFP4Quantizer(Quantizer):
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.stochastic == "unbiased"
+
+    @property
+    def searches(self) -> bool:
+        """Whether scales depend on more than amaxes."""
+        return self.search != "amax"
 
     @property
     def transposable(self) -> bool:
@@ -82,10 +97,13 @@ class NVFP4Quantizer(Quantizer):
 
     def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> Storage:
         amax, block_amax = stats["amax"], stats["block_amax"]
-        choose = None if self.search == "amax" else partial(searched, search=self.search)
+        choose = searched if self.search == "mse" else None
         largest = reference.E2M1_MAX
+        if self.search == "four_over_six":
+            choose = partial(four_over_six, amax=amax, norm=self.norm, absolute=self.error == "mae")
+            amax = reference.with_room(amax, reference.E4M3_MAX / self.norm)
         if self.unbiased:
-            largest, amax = reference.ROOMY_MAX, reference.with_room(amax)
+            largest, amax = reference.ROOMY_MAX, reference.with_room(amax, reference.ROOM)
         data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast, choose, largest)
         return self.storage(data=data, scale=scale, amax=amax)
 

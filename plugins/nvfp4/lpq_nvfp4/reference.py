@@ -53,9 +53,9 @@ def encode(
     return pack_nibbles(pad_blocks(code, (1, GROUP))), scale
 
 
-def with_room(amax: Tensor) -> Tensor:
-    """The amax of an operand whose elements stay ``ROOMY_MAX`` or less, but for the scales of blocks being rounded."""
-    return torch.where(amax < torch.inf, (amax * ROOM).clamp(max=FLT_MAX), amax)
+def with_room(amax: Tensor, times: float) -> Tensor:
+    """The amax of an operand whose largest scales or elements are so many times less than they could be."""
+    return torch.where(amax < torch.inf, (amax * times).clamp(max=FLT_MAX), amax)
 
 
 def factor_of(scale: Tensor, overall: Tensor) -> Tensor:

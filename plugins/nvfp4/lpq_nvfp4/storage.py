@@ -38,7 +38,7 @@ class NVFP4Storage(Storage):
 
     @classmethod
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
-        return LAYOUTS[quantizer.block, quantizer.search != "amax"]
+        return LAYOUTS[quantizer.block, quantizer.searches]
 
     def decode_stored(self) -> Tensor:
         return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])

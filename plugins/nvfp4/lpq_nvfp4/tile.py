@@ -17,7 +17,7 @@ from lpq.kernels.tiles import SQUARE, tile_kernels
 from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
-from lpq_nvfp4.cuda import ROUNDINGS, bind_operand, bind_parts
+from lpq_nvfp4.cuda import bind_operand, bind_parts, way
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
@@ -59,8 +59,7 @@ def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | No
 
 def _struct(quantizer: NVFP4Quantizer, direction: Direction, exact: bool) -> str:
     flags = quantizer.block == "16x16", direction == "col" and quantizer.rht, exact
-    rounding = ROUNDINGS[quantizer.stochastic]
-    return f"nvfp4::{direction.capitalize()}<{rounding},{','.join(str(flag).lower() for flag in flags)}>"
+    return f"nvfp4::{direction.capitalize()}<{way(quantizer)},{','.join(str(flag).lower() for flag in flags)}>"
 
 
 def _side(quantizer: NVFP4Quantizer, direction: Direction, bind: Callable[[Job], Make], **rest: Any) -> TileSide:

@@ -162,6 +162,13 @@ def _roomy(side: NVFP4Quantizer | None) -> bool:
     return side is not None and side.unbiased
 
 
+def _norm(side: NVFP4Quantizer | None) -> int:
+    """The norm of four over six, negative where errors are squared; 0 where no scale is searched."""
+    if side is None or not side.searches:
+        return 0
+    return side.norm if side.error == "mae" else -side.norm
+
+
 # ---------------------------------------------------------------------------------- encoding
 
 
@@ -178,9 +185,75 @@ def _random_bytes(seed, row, group, direction, HIGH: tl.constexpr, GROUPS: tl.co
 
 
 @triton.jit
+def _in_order(x, total):
+    """``total`` and the eight values along the last dimension, added one after the other."""
+    down: tl.constexpr = x.shape[0]
+    across: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x, (down, across, 4, 2)))
+    a, c = tl.split(tl.reshape(even, (down, across, 2, 2)))  # 0 and 4, 2 and 6
+    b, d = tl.split(tl.reshape(odd, (down, across, 2, 2)))  # 1 and 5, 3 and 7
+    first, fifth = tl.split(a)
+    second, sixth = tl.split(b)
+    third, seventh = tl.split(c)
+    fourth, eighth = tl.split(d)
+    return total + first + second + third + fourth + fifth + sixth + seventh + eighth
+
+
+@triton.jit
+def _summed(errors, HIGH: tl.constexpr):
+    """The sum of each block, in the order of the reference."""
+    high: tl.constexpr = errors.shape[0]
+    wide: tl.constexpr = errors.shape[1]
+    zero = tl.zeros((high, wide // WIDTH), tl.float32)
+    if HIGH == 1:
+        halves = tl.permute(tl.reshape(errors, (high, wide // WIDTH, 2, WIDTH // 2)), (0, 1, 3, 2))
+        first, last = tl.split(halves)
+        return _in_order(last, _in_order(first, zero))
+    quarters = tl.permute(tl.reshape(errors, (high // 8, 8, wide // 8, 8)), (0, 2, 1, 3))
+    count: tl.constexpr = high * wide // 64
+    shape: tl.constexpr = (high // 8, wide // 8, 8)
+    by_rows = _in_order(tl.reshape(quarters, (count, 8, 8)), tl.zeros((count, 8), tl.float32))
+    turned = tl.reshape(tl.permute(quarters, (0, 1, 3, 2)), (count, 8, 8))
+    by_columns = _in_order(turned, tl.zeros((count, 8), tl.float32))
+    none = tl.zeros((high // 8, wide // 8), tl.float32)
+    both = _in_order(tl.reshape(by_rows, shape), none) + _in_order(tl.reshape(by_columns, shape), none)
+    each = tl.permute(tl.reshape(both, (high // 16, 2, wide // 16, 2)), (0, 2, 1, 3))
+    left, right = tl.split(each)  # of columns: then those above and below each other
+    first, below = tl.split(left)
+    above, last = tl.split(right)
+    return (first + last) + (above + below)
+
+
+@triton.jit
+def _scale_code(scale):
+    scale = tl.where(scale > 448.0, 448.0, scale)
+    return cast_float8(scale, scale, False)
+
+
+@triton.jit
+def _scale_of(code, overall):
+    """The scale of blocks and the factor of their elements."""
+    scale = decode_float8(code, False)
+    factor = reciprocal(scale * reciprocal(overall))
+    return scale, tl.where(factor > FLT_MAX, FLT_MAX, factor)
+
+
+@triton.jit
+def _errors(x, code, overall, whole, HIGH: tl.constexpr, NORM: tl.constexpr):
+    """The error of each block with the scales of these codes."""
+    high: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = x.shape[1]
+    scale, factor = _scale_of(code, overall)
+    values = decode_e2m1(cast_e2m1(x * spread(factor, high, wide))) * spread(scale, high, wide) * whole
+    lost = tl.div_rn(values, tl.full((high, wide), 6.0 * (NORM if NORM > 0 else -NORM), tl.float32)) - x
+    return _summed(tl.abs(lost) if NORM > 0 else lost * lost, HIGH)
+
+
+@triton.jit
 def _encode(
     x, row, col, rows, cols, data, scale, amax_out, amax, given, seed, offset_row, offset_col,
     DIRECTION: tl.constexpr, HIGH: tl.constexpr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, ROOMY: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """A tile of one operand. The amax of the matrix is known; amaxes of blocks are given, or are measured of the
     tile."""
@@ -188,9 +261,10 @@ def _encode(
     wide: tl.constexpr = x.shape[1]
     if ROTATED:
         x = _rotate(x)
-    largest = tl.load(amax)
-    if ROOMY:
-        roomy = largest * 1.0625
+    whole = tl.load(amax)
+    largest = whole
+    if ROOMY or NORM == 256 or NORM == -256:
+        roomy = largest * (1.0625 if ROOMY else 1.75)
         largest = tl.where(size_of(largest) < INF, tl.where(roomy > FLT_MAX, FLT_MAX, roomy), largest)
     tl.store(amax_out, largest, mask=(row == 0) & (col == 0))
     largest = tl.full((1, 1), 0.0, tl.float32) + largest
@@ -199,15 +273,19 @@ def _encode(
     overall = tl.where((largest > 0) & (size_of(largest) < INF), overall, 1.0)
     places, inside = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH)
     own = block_amax(x, high // HIGH, wide // WIDTH)
-    encoded = known_amax(given, own, places, inside) * (
-        overall * (0.17708333333333334 if ROOMY else 0.16666666666666666)
-    )
-    encoded = tl.where(encoded > 448.0, 448.0, encoded)
-    code = cast_float8(encoded, encoded, False)
+    known = known_amax(given, own, places, inside)
+    if NORM:
+        encoded = tl.div_rn(known, tl.full(known.shape, 6.0, tl.float32)) * overall
+    else:
+        encoded = known * (overall * (0.17708333333333334 if ROOMY else 0.16666666666666666))
+    code = _scale_code(encoded)
+    if NORM:
+        larger = _scale_code(encoded * 1.5)
+        better = _errors(x, larger, overall, whole, HIGH, NORM) < _errors(x, code, overall, whole, HIGH, NORM)
+        code = tl.where(better, larger, code)
     to, _ = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH, HIGH == 1)
     tl.store(scale + to, code, mask=inside)
-    factor = reciprocal(decode_float8(code, False) * reciprocal(overall))
-    factor = tl.where(factor > FLT_MAX, FLT_MAX, factor)
+    _, factor = _scale_of(code, overall)
     values = x * spread(factor, high, wide)
     if STOCHASTIC:
         group = (col + offset_col) // WIDTH
@@ -228,16 +306,16 @@ def _quantize(
     seed, offset, rows, cols,
     ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_ROOMY: tl.constexpr,
     COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr, COL_STOCHASTIC: tl.constexpr, COL_ROOMY: tl.constexpr,
-    TILE: tl.constexpr,
+    ROW_NORM: tl.constexpr, COL_NORM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, col = place_of_tile(cols, TILE, TILE)
     values = load_tile(x, row, col, rows, cols, TILE, TILE)
     if row_data is not None:
         _encode(widen(values), row, col, rows, cols, row_data, row_scale, row_out, row_amax, row_given, seed, offset, 0,
-                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC, ROW_ROOMY)  # fmt: skip
+                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC, ROW_ROOMY, ROW_NORM)  # fmt: skip
     if col_data is not None:
         _encode(widen(tl.trans(values)), col, row, cols, rows, col_data, col_scale, col_out, col_amax, col_given, seed,
-                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC, COL_ROOMY)  # fmt: skip
+                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC, COL_ROOMY, COL_NORM)  # fmt: skip
 
 
 def quantize(
@@ -279,7 +357,7 @@ def quantize(
         _quantize, programs(x.shape, ENCODED, ENCODED), x, *buffers, seed, offset, rows, cols,
         ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), ROW_STOCHASTIC=_stochastic(row, seed), ROW_ROOMY=_roomy(row),
         COL_HIGH=_high(col), COL_ROTATED=_rotated(col), COL_STOCHASTIC=_stochastic(col, seed), COL_ROOMY=_roomy(col),
-        TILE=ENCODED, num_warps=1,
+        ROW_NORM=_norm(row), COL_NORM=_norm(col), TILE=ENCODED, num_warps=1,
     )  # fmt: skip
     return out + [amax for amax in measured if amax is not None] if measure else out
 
