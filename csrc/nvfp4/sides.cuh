@@ -5,27 +5,16 @@
 // exactly; of a matrix whose sizes are multiples of 8. In sections, what an operand decodes to, rounded to bf16, in the basis in
 // which it is stored: each section has an amax and a seed, and is zero behind its last row.
 #pragma once
+#include "factors.cuh"
+#include "line_amaxes.cuh"
 #include "philox.cuh"
 #include "rotation.cuh"
-#include "side.cuh"
 #include "transposed.cuh"
-#include "ways.cuh"
 
 namespace nvfp4 {
 
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
-
-struct Parameters {
-    u8 *data, *scale;   // null: not wanted
-    u32* amax;          // of the operand, to be written
-    const u32* amaxes;  // the largest of them is that
-    alignas(8) u32 count;
-    const float* given;
-    float* measured;
-    const u64* seed;
-    i64 offset;
-};
 
 // Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4. The result
 // is rounded to bf16: element (2 i, 2 i + 1) of column j are the halves of word y[j][i].
@@ -81,101 +70,6 @@ __device__ __forceinline__ void rotated_amax(const u32 (&y)[8][4], u32 (&amax)[4
                                             __byte_perm(each[2 * k], each[2 * k + 1], 0x7632));
 }
 
-// The amax of a block: its own, which is written where it is wanted, unless one is given.
-__device__ __forceinline__ float block_amax(const Parameters& p, float own, bool first, bool inside, i64 place) {
-#ifdef LPQ_STATS
-    if (p.measured && first && inside) p.measured[place] = __uint_as_float(amax_bits(own));
-    if (p.given) return inside ? p.given[place] : 0.0f;
-#endif
-    return own;
-}
-
-// The amax of an operand, as fp32 bits, of the amax of its matrix.
-template <int WAY>
-__device__ __forceinline__ u32 operand_amax(u32 bits) {
-    if (room<WAY> == 1.0f || bits >= INF) return bits;
-    return __float_as_uint(fminf(__fmul_rn(__uint_as_float(bits), room<WAY>), FLT_MAX_));
-}
-
-// What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
-template <int WAY, int BITS>
-struct Scales {
-    float sixth;
-    float overall, whole;  // to search a scale: the factor of the operand, and the amax of its matrix
-    bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
-
-    __device__ __forceinline__ Scales(const Parameters& p, const Tile& t, Factors& factors, Largest& shared) {
-        const u32 found = IN_SECTIONS ? p.amaxes[t.section()] : largest_of(p.amaxes, p.count, shared);
-        const u32 bits = operand_amax<WAY>(found);
-        if constexpr (IN_SECTIONS) {
-            if (t.down + t.across + threadIdx.x == 0 && p.amax) p.amax[t.section()] = bits;
-        } else {
-            if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
-        }
-        overall = tensor_scale(bits), whole = __uint_as_float(found);
-        sixth = __fmul_rn(overall, (float)(WAY == UNBIASED ? 17.0 / 96 : 1.0 / 6));
-        roomy = overall > 9.8607613e-32f;  // 2^-103; the largest scale is below 2^9
-        factors.fill<BITS>(overall);
-    }
-};
-
-// How all elements of a warp are encoded: `plain` and `tied` say whether those of this thread are, and may meet ties.
-template <bool STOCHASTIC, int BITS>
-__device__ __forceinline__ How together(bool plain, bool tied) {
-    if (!__all_sync(~0u, plain)) return ANY;
-    if (STOCHASTIC) return SHORT;
-    return BITS == 24 || __any_sync(~0u, tied) ? TIES : SHORT;
-}
-
-// The factors of eight lines of blocks of 16, of this operand or transposed, and how the elements are encoded. Their scales
-// go to shared memory, to a block and a line of the tile. This lane has `upper` or lower halves of blocks, `elements(i, v)` of
-// line i, and the lane APART from it the others.
-template <int WAY, int APART, int BITS, class Codes, class Elements>
-__device__ __forceinline__ How line_factors(
-    const float (&amax)[8], const Parameters& p, const Scales<WAY, BITS>& scales, const Factors& factors, bool upper, int inside,
-    i64 begin, i64 block, i64 blocks, Codes& codes, int in_tile, int line, float (&factor)[8], u32 (&code_of)[8],
-    const Elements& elements
-) {
-    constexpr bool STOCHASTIC = is_stochastic<WAY>;
-    bool plain = scales.roomy;
-    u32 signs = 0, packed[2] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float a = block_amax(p, amax[i], !upper, i < inside, (begin + i) * blocks + block);
-        code_of[i] = searches<WAY> ? Better<WAY>::candidates(a, scales.overall) : block_scale(a, scales.sixth);
-    }
-    if constexpr (searches<WAY>) Better<WAY>{scales.whole, scales.roomy, factors}.template of_lines<APART>(elements, amax, upper, code_of);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        factor[i] = factors.of[code_of[i]];
-        plain = plain & is_plain<STOCHASTIC>(amax[i], factor[i]);
-        signs |= __float_as_uint(factor[i]);
-        packed[i / 4] |= code_of[i] << (8 * (i % 4));
-    }
-    codes.put(in_tile, line, packed[0], packed[1]);  // which all threads of a block have
-    return together<STOCHASTIC, BITS>(plain, signs >> 31);
-}
-
-// The factor of the 16x16 block of which this thread has a quarter, `elements(i, v)` of line i.
-template <int WAY, int BITS, int N, class Elements>
-__device__ __forceinline__ How square_factors(
-    float amax, const Parameters& p, const Scales<WAY, BITS>& scales, const Factors& factors, bool first, i64 place,
-    bool inside, u8* to, float (&factor)[N], u32 (&code_of)[N], const Elements& elements
-) {
-    constexpr bool STOCHASTIC = is_stochastic<WAY>;
-    const float a = block_amax(p, amax, first, inside, place);
-    u32 code;
-    if constexpr (searches<WAY>)
-        code = Better<WAY>{scales.whole, scales.roomy, factors}.of_square(
-            elements, amax, Better<WAY>::candidates(a, scales.overall));
-    else
-        code = block_scale(a, scales.sixth);
-    *to = (u8)code;
-#pragma unroll
-    for (int i = 0; i < N; ++i) factor[i] = factors.of[code], code_of[i] = code;
-    return together<STOCHASTIC, BITS>(scales.roomy && is_plain<STOCHASTIC>(amax, factor[0]), factor[0] < 0.0f);
-}
-
 // The scales of a tile of LINES_ x BLOCKS blocks, on their way: of blocks of 16x16 to a matrix that lies row by row.
 template <bool SQUARE, int LINES_, int BLOCKS>
 struct Codes : ByColumns<BLOCKS, LINES_> {};
@@ -194,8 +88,8 @@ struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
 
 // Eight exact values of which two are in a word, as what is decoded in a section.
 template <int WAY>
-__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, const Tile& t, float (&v)[8]) {
-    const float amax = __uint_as_float(operand_amax<WAY>(p.amaxes[t.section()])), shift = amax > 1.0f ? 4096.0f : 1.0f;
+__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, i64 amax_at, float (&v)[8]) {
+    const float amax = __uint_as_float(operand_amax<WAY>(p.amaxes[amax_at])), shift = amax > 1.0f ? 4096.0f : 1.0f;
     const float first = __fdiv_rn(amax, shift) * 2048.0f, last = __fmul_rn(shift, (float)(1.0 / 2688.0));
     const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
@@ -225,10 +119,9 @@ __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ?
 
 // Registers of a thread. Fewer of the busiest threads at a time are faster than more that run short of registers.
 template <int WAY, bool EXACT>
-constexpr int needs = LPQ_INPUT == LPQ_FP32               ? 255
-                      : searches<WAY>                     ? 128
-                      : is_stochastic<WAY> && EXACT && REGISTERS < 80 ? 80
-                                                          : REGISTERS;
+constexpr int more = searches<WAY> ? 128 : by_rows<WAY> || (is_stochastic<WAY> && EXACT) ? 80 : 0;
+template <int WAY, bool EXACT>
+constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : more<WAY, EXACT> > REGISTERS ? more<WAY, EXACT> : REGISTERS;
 
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
 template <int WAY, bool SQUARE, bool KEEPS = false, bool EXACT = false>
@@ -281,7 +174,7 @@ struct Row : Side {
             for (int i = 0; i < ROWS; ++i) amaxes[i] = value(words, i);
             how = line_factors<WAY, 1>(
                 amaxes, p, scales, shared.factors, t.lane_col & 8, col_block < across ? t.high : 0, t.row, col_block,
-                across, shared.codes, t.lane_col / 16, t.lane_row, factor, code_of, elements);
+                across, t.row, t.col == 0, shared.codes, t.lane_col / 16, t.lane_row, factor, code_of, elements);
         }
         if (!p.data) return;
         if (how == SHORT)
@@ -317,7 +210,7 @@ struct Row : Side {
                 const float scale = decode<E4M3>(code_of[i]);
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
                 if constexpr (IN_SECTIONS) {
-                    decode_exact<WAY>(values, p, t, v);
+                    decode_exact<WAY>(values, p, by_rows<WAY> ? t.row + (i < t.high ? i : 0) : t.section(), v);
                     values = narrowed(v);
                 }
                 if (i < t.high && inside) stream(to, values);
@@ -444,7 +337,8 @@ struct Col : Side {
         } else {
             how = line_factors<WAY, 16>(
                 amaxes, p, scales, shared.factors, t.lane_row & 8, row_block < down ? t.wide : 0, t.col, row_block,
-                down, shared.out.codes, t.lane_row / 16, t.lane_col, factor, code_of, elements);
+                down, t.section() * t.cols + t.col, t.place() == 0, shared.out.codes, t.lane_row / 16, t.lane_col, factor,
+                code_of, elements);
         }
         if (!p.data) return;
         if (how == SHORT)
@@ -489,7 +383,7 @@ struct Col : Side {
             if constexpr (EXACT) {
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
                 if constexpr (IN_SECTIONS) {
-                    decode_exact<WAY>(values, p, t, v);
+                    decode_exact<WAY>(values, p, by_rows<WAY> ? t.section() * t.cols + t.col + (j < t.wide ? j : 0) : t.section(), v);
                     if (ROTATED && cut) {
                         hadamard16(t.lane_row & 8, v);
 #pragma unroll

@@ -54,6 +54,9 @@ IN_KERNELS = [
     "nvfp4(rht=true, search=four_over_six, norm=256)",
     "nvfp4(block=16x16, search=four_over_six, norm=256)",
     "nvfp4(block=16x16, search=four_over_six, error=mae)",
+    "nvfp4(scaling=row)",
+    "nvfp4(scaling=row, stochastic=unbiased)",
+    "nvfp4(scaling=row, search=four_over_six, norm=256)",
 ]
 """Those for which the kernels that encode take different ways."""
 SIDES = [(True, False), (False, True), (True, True)]

@@ -33,7 +33,15 @@ TEXTS = [
     "hybrid(row=nvfp4, col=mxfp8)",
 ]
 SHAPES = [(128, 128), (256, 512), (16, 16), (48, 80), (272, 144), (16, 4096)]
-RECIPES = ["mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd", "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd"]
+RECIPES = [
+    "mxfp8",
+    "nvfp4",
+    "nvfp4-four-over-six",
+    "nvfp4-row-fwd-mxfp8-bwd",
+    "mxfp8-fwd-nvfp4-bwd",
+    "nvfp4-fwd-mxfp8-bwd",
+    "nvfp4-fwd-bf16-bwd",
+]
 
 
 def inputs(rows: int, cols: int, dtype: torch.dtype) -> list[Tensor]:

@@ -63,6 +63,8 @@ PAIRS = [
         ("nvfp4(stochastic=true)", "mxfp8"),
         ("nvfp4(stochastic=unbiased)", "mxfp8"),
         ("nvfp4(search=four_over_six)", "mxfp8"),
+        ("nvfp4(scaling=row)", "mxfp8"),
+        ("nvfp4", "nvfp4(scaling=row, search=four_over_six, norm=256)"),
         ("fp8", "nvfp4(block=16x16, search=four_over_six, error=mae, norm=256)"),
         ("nvfp4(stochastic=true)", "fp8(scaling=block, block=128x128)"),
         ("nvfp4(block=16x16)", "fp8(scaling=delayed, dtype=e5m2)"),

@@ -94,7 +94,7 @@ MEASURED = ["fp8(scaling=row)", "mxfp8", "hybrid(row=fp8, col=fp8(scaling=row))"
 """By sides in a run before."""
 
 
-@pytest.mark.parametrize("texts", [["fp8"] * 3, MIXED, ["nvfp4"] * 3, MEASURED], ids=str)
+@pytest.mark.parametrize("texts", [["fp8"] * 3, MIXED, ["nvfp4"] * 3, ["nvfp4(scaling=row)"] * 3, MEASURED], ids=str)
 def test_three_outputs(texts: list[str], launched: list[str]) -> None:
     check(SWIGLU_BACKWARD, texts, (256, 128), torch.bfloat16)
     check(SWIGLU_BACKWARD, texts, (133, 200), torch.bfloat16, measure=True)

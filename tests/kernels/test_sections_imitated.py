@@ -36,7 +36,7 @@ COUNTS = [0, 5, 130, 0, 16, 257, 0]
 SIZES = (3, 160, 96)
 OF_GROUPS = (
     "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)", "fp8(static=true)",
-    "nvfp4(rht=true, static=true)",
+    "nvfp4(rht=true, static=true)", "nvfp4(scaling=row, search=four_over_six, norm=256)",
 )  # fmt: skip
 OF_STACKS = ("fp8", "fp8(scaling=row)", "mxfp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)")
 OF_STACKS += ("nvfp4(block=16x16, static=true)",)

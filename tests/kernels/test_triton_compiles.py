@@ -24,6 +24,7 @@ QUANTIZERS = [
     "fp8(scaling=block, block=128x128)",
     "mxfp8",
     "hybrid(row=nvfp4(rht=true, stochastic=true), col=nvfp4(block=16x16))",
+    "hybrid(row=nvfp4(search=four_over_six), col=nvfp4(block=16x16, search=four_over_six, error=mae, norm=256))",
 ]
 """All for the oldest GPU, which has the least; the others have two."""
 FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|approx)|rcp\.approx")

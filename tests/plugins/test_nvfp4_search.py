@@ -75,6 +75,29 @@ def test_golden_bytes_of_four_over_six(golden, golden_variants, name: str, block
     assert torch.equal(found.buffers()["amax"], expected["amax"].squeeze() * (448 / norm))
 
 
+ROWS = {"": "rowscaled_1x16"} | {
+    f"search=four_over_six, error={error}, norm=256": f"46_{error}_256_rowscaled_1x16" for error in ("mae", "mse")
+}
+
+
+@pytest.mark.parametrize("name", ["normal", "tiny", "huge", "ties"])
+@pytest.mark.parametrize("options", ROWS)
+def test_golden_bytes_of_rows(golden, golden_variants, name: str, options: str) -> None:
+    found = encoded(golden[f"{name}/x"], f"nvfp4(scaling=row{options and ', ' + options})").buffers()
+    expected = golden_variants.buffers(name, ROWS[options])
+    assert torch.equal(unsigned_zeros(found["data"]), unsigned_zeros(expected["data"]))
+    assert torch.equal(found["scale"].view(torch.uint8), expected["scale"])
+    assert torch.equal(found["amax"], expected["amax"] * (448 / 256 if options else 1))
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Control: with one amax it does."""
+    x = normal(8, 64)
+    for text, alike in (("nvfp4(scaling=row)", True), ("nvfp4", False)):
+        whole, first = encoded(x, text).decode(), encoded(x[:1], text).decode()
+        assert torch.equal(whole[:1], first) is alike
+
+
 def test_golden_bytes_tell_variants_apart(golden_variants) -> None:
     scales = [golden_variants[f"normal/46_{error}_{norm}_{block}/scale"] for block, error, norm in VARIANTS]
     assert all(not torch.equal(a, b) for i, a in enumerate(scales) for b in scales[:i])
@@ -84,7 +107,7 @@ def test_golden_bytes_tell_variants_apart(golden_variants) -> None:
 def test_the_norm_is_in_the_scale_of_exported_weights(norm: int) -> None:
     x = normal(32, 64, dtype=torch.bfloat16)
     *_, divisor = SCHEMES[0].write(encoded(x, f"nvfp4(search=four_over_six, norm={norm})"))  # type: ignore[arg-type]
-    assert divisor.item() == (6 * norm / x.abs().amax().float()).item()
+    assert divisor.item() == (torch.tensor(6.0 * norm) / x.abs().amax().float()).item()
 
 
 @pytest.mark.parametrize("norm", [256, 448])
@@ -178,5 +201,7 @@ def test_kernels_leave_a_search_to_the_reference() -> None:
         lpq.quantizer("nvfp4(search=four_over_six, norm=384)")
     with pytest.raises(OptionError, match="options of search=four_over_six: set that, or leave them out"):
         lpq.quantizer("nvfp4(norm=256)")
+    with pytest.raises(OptionError, match="with scaling=row leave out block, rht and static"):
+        lpq.quantizer("nvfp4(scaling=row, rht=true)")
     with pytest.raises(OptionError, match="leave stochastic out"):
         lpq.quantizer("nvfp4(search=four_over_six, norm=256, stochastic=true)")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Direction
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
-from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_zeros
 from lpq.kernels.tiles import (
     LOW,
     SQUARE,
@@ -32,17 +30,15 @@ from lpq.kernels.tiles import (
     reading,
     tile_kernels,
     tiles,
-    zeros,
 )
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.line_amaxes import bind_amaxes_of_lines, measure_lines
 from lpq.operations.measuring import measure_reference
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import ELEMENTS
 
 ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
 VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPfII")
-LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
-LINES_IN_SECTIONS = tile_kernels("fp8/vector.cu", "amax", f"PPP{SECTIONS}")[TALL]
 BLOCKS = tile_kernels("fp8/blocks.cu", "amax", "PPP")
 BLOCK, FILLED = 128, 4
 
@@ -206,57 +202,6 @@ def _shape(e: Encoding, pow2: bool) -> Shape:
 
 def fresh_scales(high: int, wide: int, blocks: bool) -> Fresh:
     return fresh_by_columns(high, -(-wide // BLOCK), torch.float32) if blocks else fresh((high, 1), torch.float32)
-
-
-def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
-    """A function that finds the amaxes of the rows of the wanted operands."""
-    rows, cols = e.shape
-    index, empty = e.device.index or 0, allocator(e.device, dispatched=e.dispatched)
-    counts = [size for side, size in ((e.row, rows), (e.col, cols)) if side is not None]
-    memory = [fresh((count, 1), torch.float32) for count in counts]
-    zero = ZERO.bind(index, (), -(-max(counts) // ZERO.threads))
-    whole = e.aligned and divides(rows, cols, TALL)
-    launch = LINES[TALL].bind(index, reading(e.held, e.dtype) + covering(TALL, whole), tiles(rows, cols, TALL))
-    has_row, has_col = e.row is not None, e.col is not None
-
-    def find(at: int) -> list[Tensor]:
-        found = [empty(*m) for m in memory]
-        first, last = found[0].data_ptr(), found[-1].data_ptr()
-        zero(first, counts[0], last, counts[-1])
-        launch(at, first if has_row else 0, last if has_col else 0, rows, cols)
-        return found
-
-    return find
-
-
-def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
-    """The amaxes of the rows of the wanted operands."""
-    rows, cols = x.shape
-    found = zeros(x, *((size, 1) for side, size in ((row, rows), (col, cols)) if side is not None))
-    of_rows, of_cols = found[0] if row is not None else None, found[-1] if col is not None else None
-    LINES[TALL].launch(
-        x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
-        tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
-    )  # fmt: skip
-    return found
-
-
-def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
-    """A function that finds the amaxes of the rows of an operand, or of both, of each section."""
-    sizes = {"row": sections.rows, "col": sections.number * sections.cols}
-    other: Direction = "col" if direction == "row" else "row"
-    wanted = (direction, other) if both else (direction,)
-    zeros = bind_zeros(sections, *(sizes[d] for d in wanted))
-    launch = LINES_IN_SECTIONS.bind(sections.device.index or 0, sections.macros(TALL), sections.tiles(TALL))
-    tail = *sections.arguments(0)[1:], sections.rows, sections.cols
-
-    def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
-        found = dict(zip(wanted, zeros(), strict=True))
-        to = [found[d].data_ptr() if d in found else 0 for d in ("row", "col")]
-        launch(at, *to, ends, *tail)
-        return found[direction], found.get(other)
-
-    return find, both
 
 
 # ---------------------------------------------------------------------------------- measuring alone

@@ -13,7 +13,8 @@ from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.tiles import SQUARE, TALL, pointer
 from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
-from lpq_fp8.cuda import BLOCK, bind_amaxes_of_lines, find_in_sections, fresh_scales
+from lpq.operations.line_amaxes import bind_amaxes_of_lines, find_in_sections
+from lpq_fp8.cuda import BLOCK, fresh_scales
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import ELEMENTS
 
@@ -98,7 +99,7 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
     struct = f"fp8::{direction.capitalize()}Lines<{options}"
     return TileSide(
         csrc() / "fp8/lines.cuh", f"{struct}>", "PPPPfI", bind, find=None if blocks else find, shape=TALL,
-        lines="" if blocks else f"fp8::{direction.capitalize()}Amaxes",
+        lines="" if blocks else f"{direction.capitalize()}Amaxes",
         finder=None if blocks else find_in_sections, decoded=(f"{struct},true>", SQUARE),
     )  # fmt: skip
 

@@ -44,6 +44,8 @@ def lpq_register_formats() -> FormatSpec:
 X = "nvfp4(rht=true)"
 W = "nvfp4(block=16x16)"
 DY = "nvfp4(rht=true, stochastic=true)"
+ROW_X = "nvfp4(scaling=row)"
+DECODED = "hybrid(row={}, col=identity, col_source=row)"
 BETTER_X = "nvfp4(rht=true, search=four_over_six, norm=256)"
 BETTER_W = "nvfp4(block=16x16, search=four_over_six, norm=256)"
 
@@ -70,6 +72,16 @@ def lpq_register_recipes() -> list[RecipeSpec]:
             name="nvfp4-fwd-mxfp8-bwd",
             summary="NVFP4 forward, MXFP8 in both gradient products",
             recipe="fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8",
+        ),
+        RecipeSpec(
+            name="nvfp4-row-fwd-mxfp8-bwd",
+            summary="NVFP4 forward, with an amax for each row of x; MXFP8 in both gradient products",
+            recipe={"fprop": {"x": ROW_X, "w": "nvfp4"}, "dgrad": "mxfp8", "wgrad": "mxfp8"},
+        ),
+        RecipeSpec(
+            name="nvfp4-row-fwd-decoded-bwd",
+            summary="the same forward; gradients in bf16, of what x and w were rounded to",
+            recipe=f"x={DECODED.format(ROW_X)}, w={DECODED.format('nvfp4')}, dy=bf16",
         ),
         RecipeSpec(
             name="nvfp4-fwd-bf16-bwd",

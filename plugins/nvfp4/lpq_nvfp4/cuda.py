@@ -29,6 +29,7 @@ from lpq.kernels.tiles import (
 )
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
 from lpq.operations.fused_pair import Job, Made, Make
+from lpq.operations.line_amaxes import bind_amaxes_of_lines, measure_lines
 from lpq.operations.measuring import measure_reference
 from lpq.operations.sides import shared
 from lpq_nvfp4 import search
@@ -40,15 +41,19 @@ AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPPPI")[SQUARE]
 AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 UNKNOWN = (None,) * 4
+BY_ROWS = 7
 ROUNDINGS = {False: 0, True: 1, "unbiased": 2}
 SEARCHES = {("mse", 448): 3, ("mae", 448): 4, ("mse", 256): 5, ("mae", 256): 6}
-"""The kernels' numbers for the values of ``stochastic``, and of ``error`` and ``norm`` (``csrc/nvfp4/ways.cuh``)."""
+"""The kernels' numbers for the values of ``stochastic``, and of ``error`` and ``norm``. ``BY_ROWS`` more if each row
+has an amax (``csrc/nvfp4/ways.cuh``)."""
 NOTHING = Made((), (), (0,) * 9)
 """In place of an operand that is not wanted."""
 
 
 def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
-    """Both operands come from one kernel if their blocks have one shape."""
+    """Both operands come from one kernel if their blocks have one shape, and what has an amax."""
+    if second is not None and first.scaling != second.scaling:
+        return "serves both operands at once only if an amax is of the same for both, else one at a time"
     if second is not None and first.block != second.block:
         return "serves both operands at once only if their blocks have one shape, else one at a time"
     if second is not None and first.rht:
@@ -79,12 +84,18 @@ def measure(
     rotated = col is not None and col.rht
     count, index = tiles(rows, cols, SQUARE), x.get_device()
     blocks = at_once(count, AT_ONCE, index)
-    parts = [x.new_empty((blocks,), dtype=torch.float32) if wanted else None for wanted in (not side.rht, rotated)]
+    by_rows = side.scaling == "row"
+    wanted = not (side.rht or by_rows), rotated
+    parts = [x.new_empty((blocks,), dtype=torch.float32) if found else None for found in wanted]
     macros = covering(SQUARE, is_whole(x, rows, cols, SQUARE)) + _switches(rotated, side.block == "16x16", True)
     AMAXES.launch(
         index, reading(x.dtype, dtype) + macros, blocks,
         x.data_ptr(), *map(pointer, (*parts, of_rows, of_cols)), count, rows, cols,
     )  # fmt: skip
+    if by_rows:
+        lines = measure_lines(x, row, col, dtype)
+        amaxes_of_blocks = [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
+        return [one for both in zip(lines, amaxes_of_blocks, strict=True) for one in both]
     found: list[Tensor] = []
     for of_operand, of_blocks in zip((parts[0], parts[rotated]), (of_rows, of_cols), strict=True):
         if of_operand is not None and of_blocks is not None:
@@ -104,12 +115,12 @@ def bind(e: Encoding) -> Encode | None:
     of_col = 0 if row is None or col is None or derived else 2  # where its statistics begin
     sides = [(row, given[0]), (None if derived else col, given[of_col])]
     unknown = [side for side, amax_given in sides if side is not None and (e.measure or not amax_given)]
-    find = bind_parts(e, any(not side.rht for side in unknown), any(side.rht for side in unknown)) if unknown else None
+    find = _bind_find(e, unknown) if unknown else None
     job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched)
     make_row = bind_operand(row, job) if row is not None else None
     beside = job._replace(shape=(cols, rows), measure=e.measure and not derived)
     make_col = bind_operand(col, beside) if col is not None else None
-    rotated = col is not None and col.rht
+    apart = col is not None and (col.rht or col.scaling == "row")
     by_block = e.measure or given[1] or given[of_col + 1]
     macros, shape = _macros(row, col, derived, by_block)
     if col is None and row.block == "1x16" and e.aligned and e.held is e.dtype:
@@ -130,7 +141,7 @@ def bind(e: Encoding) -> Encode | None:
         first = make_row(stats[:2], plain, seed, None) if make_row is not None else NOTHING
         second = NOTHING
         if make_col is not None:
-            second = make_col(stats[of_col : of_col + 2], turned if rotated else plain, seed, None)
+            second = make_col(stats[of_col : of_col + 2], turned if apart else plain, seed, None)
         one, other = first.parameters, second.parameters
         launch(
             at, *one[:3], *other[:3], *one[3:7], *other[3:7], 0 if seed is None else seed.data_ptr(), offset, count,
@@ -142,11 +153,27 @@ def bind(e: Encoding) -> Encode | None:
 
 
 quantize = unbound(bind)
+Find = Callable[[int], tuple[Tensor | None, Tensor | None]]
+
+
+def _bind_find(e: Encoding, unknown: Sequence[NVFP4Quantizer]) -> Find:
+    """Bind a function that finds what the amaxes of operands follow from: of rows and of columns; else of the matrix,
+    and of its rotated columns."""
+    if unknown[0].scaling == "tensor":
+        return bind_parts(e, any(not side.rht for side in unknown), any(side.rht for side in unknown))
+    amaxes, has_row = bind_amaxes_of_lines(e), e.row is not None
+
+    def find(at: int) -> tuple[Tensor | None, Tensor | None]:
+        found = amaxes(at)
+        return (found[0] if has_row else None), found[-1]
+
+    return find
 
 
 def way(side: NVFP4Quantizer) -> int:
     """The kernels' number for how an operand is rounded and how its scales are chosen."""
-    return SEARCHES[side.error, side.norm] if side.searches else ROUNDINGS[side.stochastic]
+    kind = SEARCHES[side.error, side.norm] if side.searches else ROUNDINGS[side.stochastic]
+    return kind + BY_ROWS * (side.scaling == "row")
 
 
 def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
@@ -154,10 +181,12 @@ def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
     high, wide = job.shape
     lines, blocks = _blocks(side, high, wide)
     empty, offset = job.empty, job.offset
-    amaxes, value = fresh((lines, blocks), torch.float32), fresh((), torch.float32)
+    by_rows = side.scaling == "row"
+    amaxes, value = fresh((lines, blocks), torch.float32), fresh((high, 1) if by_rows else (), torch.float32)
     data = fresh((high, blocks * (GROUP // 2)), torch.uint8)
     scale = fresh((lines, blocks), E4M3) if side.block == "16x16" else fresh_by_columns(lines, blocks, E4M3)
-    finish = FINISH.bind(job.device.index or 0, (), 1) if job.measure else None
+    finish = FINISH.bind(job.device.index or 0, (), 1) if job.measure and not by_rows else None
+    measures = job.measure
 
     def make(
         stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
@@ -170,9 +199,11 @@ def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
         amax, given = stats
         buffers = empty(*data), empty(*scale), empty(*value)
         measured: tuple[Tensor, ...] = ()
+        if measures:
+            assert found is not None
+            measured = found if by_rows else empty(*value), empty(*amaxes)
         if finish is not None:
             assert found is not None
-            measured = empty(*value), empty(*amaxes)
             finish(found.data_ptr(), found.numel(), measured[0].data_ptr())
         known = amax if amax is not None else found
         assert known is not None

@@ -42,8 +42,8 @@ def _factor_to_amax(factor: Tensor) -> Tensor:
 
 
 def _serves(quantizer: Any) -> bool:
-    """Operands that are not rotated; how they were rounded does not matter."""
-    return isinstance(quantizer, NVFP4Quantizer) and not quantizer.rht
+    """Operands that are not rotated, and have one amax; how they were rounded does not matter."""
+    return isinstance(quantizer, NVFP4Quantizer) and not quantizer.rht and quantizer.scaling == "tensor"
 
 
 def _serves_inputs(quantizer: Any) -> bool:

@@ -72,7 +72,9 @@ def _exact(operand: NVFP4Storage, matrix: Callable[[NVFP4Storage], Tensor]) -> E
 
 
 def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:
-    """A rotation drops out if both operands have it."""
+    """A rotation drops out if both operands have it; and the scaled matmul takes one amax of a whole operand."""
+    if "row" in (a.scaling, b.scaling):
+        return "takes operands with one amax, and not with one for each row"
     return None if a.rht == b.rht else f"{a} and {b} are stored in different bases"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -17,17 +17,26 @@ from lpq_nvfp4 import reference, rotation
 from lpq_nvfp4.reference import BLOCKS
 from lpq_nvfp4.search import four_over_six, searched
 
-SEARCHES, ERRORS, NORMS = ("amax", "mse", "four_over_six"), ("mse", "mae"), (256, 448)
+WORDS: dict[str, tuple[Any, ...]] = {
+    "search": ("amax", "mse", "four_over_six"),
+    "error": ("mse", "mae"),
+    "norm": (256, 448),
+    "scaling": tuple(reference.SCALED),
+}
+"""The values of options of which the conformance kit does not try all."""
 STATS = {
-    (name, rht): (Stat("amax", largest=not rht), Stat("block_amax", block=block, largest=not rht))
+    (name, rht, scaling): (
+        Stat("amax", block=scaled, largest=not rht), Stat("block_amax", block=block, largest=not rht)
+    )
     for name, block in BLOCKS.items()
     for rht in (False, True)
-}
+    for scaling, scaled in reference.SCALED.items()
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class NVFP4Quantizer(Quantizer):
-    """4-bit floats, with an 8-bit scale for each block and an fp32 amax for the operand."""
+    """4-bit floats, with an 8-bit scale for each block and an fp32 amax for the operand, or for each of its rows."""
 
     block: Literal["1x16", "16x16"] = "1x16"
     """Square blocks let either operand be derived from the other."""
@@ -47,19 +56,26 @@ class NVFP4Quantizer(Quantizer):
     """The scale of the block that has the operand's amax, if that becomes 6: 448, or 256 with ``four_over_six``, so
     that it can become 4, too."""
 
+    scaling: str = "tensor"
+    """The part of an operand that has an amax: the whole, as of a ``tensor``, or each ``row``."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, words in (("search", SEARCHES), ("error", ERRORS), ("norm", NORMS)):
+        for name, words in WORDS.items():
             if getattr(self, name) not in words:
                 raise OptionError.invalid(type(self).__name__, name, getattr(self, name), " or ".join(map(repr, words)))
         if self.search != "four_over_six" and (self.error, self.norm) != ("mse", 448):
             raise OptionError("nvfp4: error and norm are options of search=four_over_six: set that, or leave them out")
         if self.norm != 448 and self.stochastic:
             raise OptionError("nvfp4: norm=256 chooses scales by rounding to the nearest: leave stochastic out")
+        if self.scaling == "row" and (self.block != "1x16" or self.rht or self.static):
+            raise OptionError(
+                "nvfp4: with scaling=row leave out block, rht and static: a row has its own amax, in blocks of 1x16"
+            )
 
     @property
     def stats(self) -> tuple[Stat, ...]:
-        return STATS[self.block, self.rht]
+        return STATS[self.block, self.rht, self.scaling]
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
@@ -86,7 +102,7 @@ class NVFP4Quantizer(Quantizer):
         return replace(self, rht=False) if self.rht else self
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        amax, block_amax = reference.measure(self._stored(x), BLOCKS[self.block])
+        amax, block_amax = reference.measure(self._stored(x), BLOCKS[self.block], reference.SCALED[self.scaling])
         return {"amax": amax, "block_amax": block_amax}
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:

@@ -1,6 +1,6 @@
 """NVFP4 in plain PyTorch: this is what defines the format.
 
-An operand has an amax, a block an E4M3 scale relative to that, an element an E2M1 value relative to both.
+An operand or a row has an amax, a block an E4M3 scale relative to that, an element an E2M1 value relative to both.
 Every product and quotient is rounded to fp32, in the order written: another order differs in the last bit.
 """
 
@@ -18,6 +18,8 @@ from lpq.formats.layout import Block
 GROUP = 16
 """Columns are stored in whole groups of this many; a block is one group wide."""
 BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
+SCALED: dict[str, Block] = {"tensor": (None, None), "row": (1, None)}
+"""The part of an operand that one amax covers, by the values of ``scaling``."""
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 ROOM = 17 / 16
@@ -28,10 +30,10 @@ Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Block], Tensor]
 """``choose(x, scale, amaxes, overall, block)``."""
 
 
-def measure(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of the matrix, and of each block."""
+def measure(x: Tensor, block: Block, scaled: Block) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of the matrix, or of each row, and of each block."""
     amaxes = block_amax(x, block)
-    return block_amax(amaxes, (None, None)), amaxes
+    return block_amax(amaxes, scaled), amaxes
 
 
 def encode(

@@ -37,15 +37,16 @@ def why_not(*sides: Any) -> str | None:
 def four_over_six(
     x: Tensor, _: Tensor, amaxes: Tensor, overall: Tensor, block: Block, *, amax: Tensor, norm: int, absolute: bool
 ) -> Tensor:
-    """For each block the scale that takes its amax to 6, or to 4 where the error is less. ``amax``: of the matrix,
-    which becomes 6 times ``norm``. ``absolute``: the error is the sum of magnitudes, and else of squares."""
+    """For each block the scale that takes its amax to 6, or to 4 where the error is less. ``amax``: of the matrix
+    or of its rows, which becomes 6 times ``norm``. ``absolute``: the error is the sum of magnitudes, else of squares.
+    """
     base = amaxes / torch.full_like(amaxes, E2M1_MAX) * overall
     scales, errors = [], []
     for larger in (1.0, 1.5):
         scale = cast_float8((base * larger).clamp(max=E4M3_MAX), E4M3)
         value = decode_float8(scale)
         code = cast_e2m1(scale_blocks(x, factor_of(value, overall), block))
-        whole = scale_blocks(scale_blocks(decode_e2m1(code), value, block), amax, (None, None))
+        whole = scale_blocks(decode_e2m1(code), value, block) * amax
         error = whole / torch.full_like(whole, E2M1_MAX * norm) - x
         scales.append(scale.view(torch.uint8))
         errors.append((_in_squares if block[0] == GROUP else _in_rows)(error.abs() if absolute else error.square()))
@@ -83,7 +84,7 @@ def searched(x: Tensor, scale: Tensor, amaxes: Tensor, overall: Tensor, block: B
     """The best of all scales in place of ``scale``, which has the scales of the ``amaxes`` of the blocks of ``x``."""
     if x.numel() == 0:
         return scale
-    wanted = scale_blocks(x, overall, (None, None))
+    wanted = x.float() * overall
     best, least = scale.clone(), torch.full_like(amaxes, torch.inf)
     for number in range(LARGEST_CODE, 0, -1):
         candidate = torch.full_like(scale.view(torch.uint8), number).view(E4M3)

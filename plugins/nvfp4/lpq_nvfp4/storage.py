@@ -11,34 +11,36 @@ from lpq.core import Buffer, Storage
 from lpq.formats.blocks import pad_blocks
 from lpq.formats.elements import E4M3, pack_nibbles, unpack_nibbles
 from lpq_nvfp4 import reference
-from lpq_nvfp4.reference import BLOCKS, GROUP
+from lpq_nvfp4.reference import BLOCKS, GROUP, SCALED
 
 if TYPE_CHECKING:
     from lpq_nvfp4.quantizer import NVFP4Quantizer
 
 LAYOUTS = {
-    (name, searched): (
+    (name, searched, scaling): (
         Buffer("data", torch.uint8, block=(1, 2), pad=GROUP),
         Buffer("scale", E4M3, block=block, column_major=name == "1x16", from_stats=not searched),
-        Buffer("amax", torch.float32, block=(None, None), from_stats=True),
+        Buffer("amax", torch.float32, block=scaled, from_stats=True),
     )
     for name, block in BLOCKS.items()
     for searched in (False, True)
+    for scaling, scaled in SCALED.items()
 }
 
 
 class NVFP4Storage(Storage):
-    """``data``: two E2M1 values in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``.
+    """``data``: two E2M1 values in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: of the
+    matrix, or of each row.
 
     The columns of ``data`` are padded to whole groups of 16, which a rotation mixes.
     """
 
-    layout = LAYOUTS["1x16", False]
+    layout = LAYOUTS["1x16", False, "tensor"]
     quantizer: NVFP4Quantizer
 
     @classmethod
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
-        return LAYOUTS[quantizer.block, quantizer.searches]
+        return LAYOUTS[quantizer.block, quantizer.searches, quantizer.scaling]
 
     def decode_stored(self) -> Tensor:
         return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])

@@ -17,6 +17,8 @@ from lpq.kernels.tiles import SQUARE, tile_kernels
 from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
+from lpq.operations.line_amaxes import bind_amaxes_of_lines
+from lpq.operations.line_amaxes import find_in_sections as find_lines_in_sections
 from lpq_nvfp4.cuda import bind_operand, bind_parts, way
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
@@ -34,8 +36,9 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
 
 
 def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
-    """How elements times the scales of their blocks are made, in bf16; the amax is their factor."""
-    if quantizer.rht and direction == "row":
+    """How elements times the scales of their blocks are made, in bf16; the amax is their factor. Operands with an amax
+    for each row are encoded first."""
+    if (quantizer.rht and direction == "row") or quantizer.scaling == "row":
         return None
 
     def bind(job: Job) -> Make:
@@ -64,12 +67,22 @@ def _struct(quantizer: NVFP4Quantizer, direction: Direction, exact: bool) -> str
 
 def _side(quantizer: NVFP4Quantizer, direction: Direction, bind: Callable[[Job], Make], **rest: Any) -> TileSide:
     aligned = GROUP if quantizer.stochastic and direction == "col" else 1
-    find = _rotated if quantizer.rht else None
+    found: dict[str, Any] = {"amax": True}
+    if quantizer.scaling == "row":
+        lines = f"{direction.capitalize()}Amaxes"
+        found = {"find": partial(_lines, quantizer, direction), "finder": find_lines_in_sections, "lines": lines}
+    elif quantizer.rht:
+        found = {"find": _rotated, "finder": find_in_sections}
     return TileSide(
-        csrc() / "nvfp4/sides.cuh", _struct(quantizer, direction, "exact" in rest), "PPPPIPPPq", bind,
-        amax=find is None, find=find, finder=None if find is None else find_in_sections, turns=2, aligned=aligned,
-        **rest,
+        csrc() / "nvfp4/sides.cuh", _struct(quantizer, direction, "exact" in rest), "PPPPIPPPq", bind, turns=2,
+        aligned=aligned, **found, **rest,
     )  # fmt: skip
+
+
+def _lines(quantizer: NVFP4Quantizer, direction: Direction, e: Encoding, amax: bool) -> Look:
+    row, col = (quantizer, None) if direction == "row" else (None, quantizer)
+    amaxes = bind_amaxes_of_lines(e._replace(row=row, col=col))
+    return lambda at: (amaxes(at)[0], None)
 
 
 def _rotated(e: Encoding, amax: bool) -> Look:

@@ -47,7 +47,7 @@ from lpq.operations.sides import declared, shared
 from lpq.operations.transposing import transpose_reference
 from lpq_nvfp4 import rotation
 from lpq_nvfp4.quantizer import NVFP4Quantizer
-from lpq_nvfp4.reference import BLOCKS, GROUP
+from lpq_nvfp4.reference import BLOCKS, GROUP, SCALED
 from lpq_nvfp4.storage import NVFP4Storage
 
 WIDTH = tl.constexpr(GROUP)
@@ -88,10 +88,10 @@ def _rotate(x):
 
 
 @triton.jit
-def _amaxes(x, row, col, rows, cols, amax, block_amaxes, HIGH: tl.constexpr, ROTATED: tl.constexpr):
+def _amaxes(x, row, col, rows, cols, amax, block_amaxes, HIGH: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr):
     if ROTATED:
         x = _rotate(x)
-    measure_tile(x, row, col, rows, cols, amax, 0, 0)
+    measure_tile(x, row, col, rows, cols, amax, 1 if ROWS else 0, 0)
     if block_amaxes is not None:
         measure_tile(x, row, col, rows, cols, block_amaxes, HIGH, WIDTH)
 
@@ -100,14 +100,14 @@ def _amaxes(x, row, col, rows, cols, amax, block_amaxes, HIGH: tl.constexpr, ROT
 def _measure(
     x, row_amax, row_blocks, col_amax, col_blocks, rows, cols,
     ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr,
-    TILE: tl.constexpr,
+    ROW_ROWS: tl.constexpr, COL_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, col = place_of_tile(cols, TILE, TILE)
     values = load_tile(x, row, col, rows, cols, TILE, TILE)
     if row_amax is not None:
-        _amaxes(widen(values), row, col, rows, cols, row_amax, row_blocks, ROW_HIGH, ROW_ROTATED)
+        _amaxes(widen(values), row, col, rows, cols, row_amax, row_blocks, ROW_HIGH, ROW_ROTATED, ROW_ROWS)
     if col_amax is not None:
-        _amaxes(widen(tl.trans(values)), col, row, cols, rows, col_amax, col_blocks, COL_HIGH, COL_ROTATED)
+        _amaxes(widen(tl.trans(values)), col, row, cols, rows, col_amax, col_blocks, COL_HIGH, COL_ROTATED, COL_ROWS)
 
 
 def measure(x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None) -> list[Tensor]:
@@ -124,16 +124,16 @@ def _measured(
     rows, cols = x.shape
     sides = ((row, (rows, cols)), (None if shared(row, col) else col, (cols, rows)))
     plain: Tensor | None = None
-    if not blocks and not all(_rotated(side) for side, _ in sides if side is not None):
+    if not blocks and any(side is not None and _is_plain(side) for side, _ in sides):
         (plain,) = block_amaxes(x, (None, None), None)
     out: list[Tensor | None] = []
     buffers: list[Tensor | None] = []
     for side, grid in sides:
         found: list[Tensor | None] = [None, None]
-        if side is not None and plain is not None and not side.rht:
+        if side is not None and plain is not None and _is_plain(side):
             out += [plain, None]
         elif side is not None:
-            found[0] = empty_amaxes(x, *grid, (None, None))
+            found[0] = empty_amaxes(x, *grid, SCALED[side.scaling])
             found[1] = empty_amaxes(x, *grid, BLOCKS[side.block]) if blocks else None
             out += found
         buffers += map(as_bits, found)
@@ -141,9 +141,14 @@ def _measured(
         launch(
             _measure, programs(x.shape, TILE, TILE), x, *buffers, rows, cols,
             ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), COL_HIGH=_high(col), COL_ROTATED=_rotated(col),
-            TILE=TILE, num_warps=4,
+            ROW_ROWS=_by_rows(row), COL_ROWS=_by_rows(col), TILE=TILE, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _is_plain(side: NVFP4Quantizer) -> bool:
+    """Whether its amax is that of the matrix."""
+    return not (side.rht or _by_rows(side))
 
 
 def _high(side: NVFP4Quantizer | None) -> int:
@@ -160,6 +165,10 @@ def _stochastic(side: NVFP4Quantizer | None, seed: Tensor | None) -> bool:
 
 def _roomy(side: NVFP4Quantizer | None) -> bool:
     return side is not None and side.unbiased
+
+
+def _by_rows(side: NVFP4Quantizer | None) -> bool:
+    return side is not None and side.scaling == "row"
 
 
 def _norm(side: NVFP4Quantizer | None) -> int:
@@ -200,28 +209,32 @@ def _in_order(x, total):
 
 
 @triton.jit
+def _rows_of_quarters(x):
+    """The sum of the sums of the rows of each 8x8."""
+    down: tl.constexpr = x.shape[0]
+    across: tl.constexpr = x.shape[1]
+    rows = _in_order(tl.reshape(x, (down * across, 8, 8)), tl.zeros((down * across, 8), tl.float32))
+    return _in_order(tl.reshape(rows, (down, across, 8)), tl.zeros((down, across), tl.float32))
+
+
+@triton.jit
 def _summed(errors, HIGH: tl.constexpr):
     """The sum of each block, in the order of the reference."""
     high: tl.constexpr = errors.shape[0]
     wide: tl.constexpr = errors.shape[1]
-    zero = tl.zeros((high, wide // WIDTH), tl.float32)
     if HIGH == 1:
         halves = tl.permute(tl.reshape(errors, (high, wide // WIDTH, 2, WIDTH // 2)), (0, 1, 3, 2))
         first, last = tl.split(halves)
-        return _in_order(last, _in_order(first, zero))
-    quarters = tl.permute(tl.reshape(errors, (high // 8, 8, wide // 8, 8)), (0, 2, 1, 3))
-    count: tl.constexpr = high * wide // 64
-    shape: tl.constexpr = (high // 8, wide // 8, 8)
-    by_rows = _in_order(tl.reshape(quarters, (count, 8, 8)), tl.zeros((count, 8), tl.float32))
-    turned = tl.reshape(tl.permute(quarters, (0, 1, 3, 2)), (count, 8, 8))
-    by_columns = _in_order(turned, tl.zeros((count, 8), tl.float32))
-    none = tl.zeros((high // 8, wide // 8), tl.float32)
-    both = _in_order(tl.reshape(by_rows, shape), none) + _in_order(tl.reshape(by_columns, shape), none)
-    each = tl.permute(tl.reshape(both, (high // 16, 2, wide // 16, 2)), (0, 2, 1, 3))
-    left, right = tl.split(each)  # of columns: then those above and below each other
-    first, below = tl.split(left)
-    above, last = tl.split(right)
-    return (first + last) + (above + below)
+        total = _in_order(last, _in_order(first, tl.zeros((high, wide // WIDTH), tl.float32)))
+    else:
+        quarters = tl.permute(tl.reshape(errors, (high // 8, 8, wide // 8, 8)), (0, 2, 1, 3))
+        both = _rows_of_quarters(quarters) + _rows_of_quarters(tl.permute(quarters, (0, 1, 3, 2)))
+        each = tl.permute(tl.reshape(both, (high // 16, 2, wide // 16, 2)), (0, 2, 1, 3))
+        left, right = tl.split(each)
+        first, below = tl.split(left)
+        above, last = tl.split(right)
+        total = (first + last) + (above + below)
+    return total
 
 
 @triton.jit
@@ -253,22 +266,24 @@ def _errors(x, code, overall, whole, HIGH: tl.constexpr, NORM: tl.constexpr):
 def _encode(
     x, row, col, rows, cols, data, scale, amax_out, amax, given, seed, offset_row, offset_col,
     DIRECTION: tl.constexpr, HIGH: tl.constexpr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr, ROOMY: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one operand. The amax of the matrix is known; amaxes of blocks are given, or are measured of the
-    tile."""
+    """A tile of one operand. The amax of the matrix or of each row is known; amaxes of blocks are given, or are
+    measured of the tile."""
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
     if ROTATED:
         x = _rotate(x)
-    whole = tl.load(amax)
+    places_of_amax = row + tl.arange(0, high)[:, None] if ROWS else tl.zeros((1, 1), tl.int64)
+    inside_of_amax = places_of_amax < (rows if ROWS else 1)
+    whole = tl.load(amax + places_of_amax, mask=inside_of_amax, other=0)
     largest = whole
     if ROOMY or NORM == 256 or NORM == -256:
         roomy = largest * (1.0625 if ROOMY else 1.75)
         largest = tl.where(size_of(largest) < INF, tl.where(roomy > FLT_MAX, FLT_MAX, roomy), largest)
-    tl.store(amax_out, largest, mask=(row == 0) & (col == 0))
-    largest = tl.full((1, 1), 0.0, tl.float32) + largest
-    overall = tl.div_rn(tl.full((1, 1), 2688.0, tl.float32), largest)
+    before = col if ROWS else row + col  # other tiles write nothing
+    tl.store(amax_out + places_of_amax, largest, mask=places_of_amax + before * rows < (rows if ROWS else 1))
+    overall = tl.div_rn(tl.full(largest.shape, 2688.0, tl.float32), largest)
     overall = tl.where(overall > FLT_MAX, FLT_MAX, overall)
     overall = tl.where((largest > 0) & (size_of(largest) < INF), overall, 1.0)
     places, inside = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH)
@@ -306,16 +321,16 @@ def _quantize(
     seed, offset, rows, cols,
     ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr, ROW_ROOMY: tl.constexpr,
     COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr, COL_STOCHASTIC: tl.constexpr, COL_ROOMY: tl.constexpr,
-    ROW_NORM: tl.constexpr, COL_NORM: tl.constexpr, TILE: tl.constexpr,
+    ROW_NORM: tl.constexpr, COL_NORM: tl.constexpr, ROW_ROWS: tl.constexpr, COL_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, col = place_of_tile(cols, TILE, TILE)
     values = load_tile(x, row, col, rows, cols, TILE, TILE)
     if row_data is not None:
         _encode(widen(values), row, col, rows, cols, row_data, row_scale, row_out, row_amax, row_given, seed, offset, 0,
-                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC, ROW_ROOMY, ROW_NORM)  # fmt: skip
+                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC, ROW_ROOMY, ROW_NORM, ROW_ROWS)  # fmt: skip
     if col_data is not None:
         _encode(widen(tl.trans(values)), col, row, cols, rows, col_data, col_scale, col_out, col_amax, col_given, seed,
-                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC, COL_ROOMY, COL_NORM)  # fmt: skip
+                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC, COL_ROOMY, COL_NORM, COL_ROWS)  # fmt: skip
 
 
 def quantize(
@@ -357,7 +372,8 @@ def quantize(
         _quantize, programs(x.shape, ENCODED, ENCODED), x, *buffers, seed, offset, rows, cols,
         ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), ROW_STOCHASTIC=_stochastic(row, seed), ROW_ROOMY=_roomy(row),
         COL_HIGH=_high(col), COL_ROTATED=_rotated(col), COL_STOCHASTIC=_stochastic(col, seed), COL_ROOMY=_roomy(col),
-        ROW_NORM=_norm(row), COL_NORM=_norm(col), TILE=ENCODED, num_warps=1,
+        ROW_NORM=_norm(row), COL_NORM=_norm(col), ROW_ROWS=_by_rows(row), COL_ROWS=_by_rows(col),
+        TILE=ENCODED, num_warps=1,
     )  # fmt: skip
     return out + [amax for amax in measured if amax is not None] if measure else out
 
@@ -366,13 +382,25 @@ def quantize(
 
 
 @triton.jit
-def _decode(data, scale, amax, out, rows, cols, HIGH: tl.constexpr, ROTATED: tl.constexpr, TILE: tl.constexpr):
+def _decode(
+    data,
+    scale,
+    amax,
+    out,
+    rows,
+    cols,
+    HIGH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row, col = place_of_tile(cols, TILE, TILE)
     packed = ((cols - 1) // WIDTH + 1) * (WIDTH // 2)
     values = decode_e2m1(unpack_nibbles(load_tile(data, row, col // 2, rows, packed, TILE, TILE // 2)))
     places, inside = block_grid(row, col, rows, cols, TILE // HIGH, TILE // WIDTH, HIGH, WIDTH, HIGH == 1)
     factor = decode_float8(tl.load(scale + places, mask=inside, other=0), False)
-    largest = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax)
+    amaxes = row + tl.arange(0, TILE)[:, None] if ROWS else tl.zeros((1, 1), tl.int64)
+    largest = tl.load(amax + amaxes, mask=amaxes < (rows if ROWS else 1), other=0)
     # A large amax would overflow before the last factor. Divided by 2^12 until then, it changes no bit.
     shifted = largest > 1
     values = values * spread(factor, TILE, TILE)
@@ -392,7 +420,8 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
     out = data.new_empty((rows, cols), dtype=dtype)
     launch(
         _decode, programs((rows, cols), TILE, TILE), data, scale.view(torch.uint8), operand.amax, out, rows, cols,
-        HIGH=_high(operand.quantizer), ROTATED=operand.quantizer.rht, TILE=TILE, num_warps=2,
+        HIGH=_high(operand.quantizer), ROTATED=operand.quantizer.rht, ROWS=_by_rows(operand.quantizer), TILE=TILE,
+        num_warps=2,
     )  # fmt: skip
     return out
 

@@ -73,10 +73,12 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
     side = operand.quantizer
-    macros = _macros(side.block, side.rht and not unit, dtype) + covering(LOW, is_whole(data, rows, cols, LOW))
+    macros = _macros(side.block, side.rht and not unit, side.scaling == "row" and not unit, dtype) + covering(
+        LOW, is_whole(data, rows, cols, LOW)
+    )
     DECODE.launch(
         data.get_device(), macros, tiles(rows, cols, LOW),
-        data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.data_ptr(), out.data_ptr(),
+        data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.contiguous().data_ptr(), out.data_ptr(),
         *scale.stride(), rows, cols,
     )  # fmt: skip
     return out
@@ -86,7 +88,7 @@ def bind_unit(operand: Operand, device: torch.device) -> Callable[[Sequence[Tens
     """Bind ``decode`` with ``unit`` in bf16 to operands of one shape. The function returns None for buffers in another
     memory order than encoding leaves them in."""
     (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
-    macros = _macros(operand.quantizer.block, False, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
+    macros = _macros(operand.quantizer.block, False, False, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
     launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
 
     def decode(buffers: Sequence[Tensor]) -> Tensor | None:
@@ -102,6 +104,6 @@ def bind_unit(operand: Operand, device: torch.device) -> Callable[[Sequence[Tens
 
 
 @cache
-def _macros(block: str, rotated: bool, dtype: torch.dtype) -> tuple[str, ...]:
-    switches = {"LPQ_SQUARE": block == "16x16", "LPQ_ROTATED": rotated}
+def _macros(block: str, rotated: bool, by_rows: bool, dtype: torch.dtype) -> tuple[str, ...]:
+    switches = {"LPQ_SQUARE": block == "16x16", "LPQ_ROTATED": rotated, "LPQ_ROWS": by_rows}
     return OUTPUTS[dtype], *(name for name, on in switches.items() if on)

@@ -1,0 +1,71 @@
+"""The amaxes of the rows of operands, in CUDA, for formats with a scale for each row.
+
+A row is longer than a tile, so it is measured before it is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Direction, Quantizer
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_zeros
+from lpq.kernels.tiles import TALL, ZERO, covering, divides, is_whole, pointer, reading, tile_kernels, tiles, zeros
+from lpq.operations.binding import Encoding
+
+LINES = tile_kernels("common/lines.cu", "amax", "PPP")[TALL]
+LINES_IN_SECTIONS = tile_kernels("common/lines.cu", "amax", f"PPP{SECTIONS}")[TALL]
+
+
+def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
+    """A function that finds the amaxes of the rows of the wanted operands."""
+    rows, cols = e.shape
+    index, empty = e.device.index or 0, allocator(e.device, dispatched=e.dispatched)
+    counts = [size for side, size in ((e.row, rows), (e.col, cols)) if side is not None]
+    memory = [fresh((count, 1), torch.float32) for count in counts]
+    zero = ZERO.bind(index, (), -(-max(counts) // ZERO.threads))
+    whole = e.aligned and divides(rows, cols, TALL)
+    launch = LINES.bind(index, reading(e.held, e.dtype) + covering(TALL, whole), tiles(rows, cols, TALL))
+    has_row, has_col = e.row is not None, e.col is not None
+
+    def find(at: int) -> list[Tensor]:
+        found = [empty(*m) for m in memory]
+        first, last = found[0].data_ptr(), found[-1].data_ptr()
+        zero(first, counts[0], last, counts[-1])
+        launch(at, first if has_row else 0, last if has_col else 0, rows, cols)
+        return found
+
+    return find
+
+
+def measure_lines(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
+    """The amaxes of the rows of the wanted operands."""
+    rows, cols = x.shape
+    found = zeros(x, *((size, 1) for side, size in ((row, rows), (col, cols)) if side is not None))
+    of_rows, of_cols = found[0] if row is not None else None, found[-1] if col is not None else None
+    LINES.launch(
+        x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
+        tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
+    )  # fmt: skip
+    return found
+
+
+def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
+    """A function that finds the amaxes of the rows of an operand, or of both, of each section."""
+    sizes = {"row": sections.rows, "col": sections.number * sections.cols}
+    other: Direction = "col" if direction == "row" else "row"
+    wanted = (direction, other) if both else (direction,)
+    zeros = bind_zeros(sections, *(sizes[d] for d in wanted))
+    launch = LINES_IN_SECTIONS.bind(sections.device.index or 0, sections.macros(TALL), sections.tiles(TALL))
+    tail = *sections.arguments(0)[1:], sections.rows, sections.cols
+
+    def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
+        found = dict(zip(wanted, zeros(), strict=True))
+        to = [found[d].data_ptr() if d in found else 0 for d in ("row", "col")]
+        launch(at, *to, ends, *tail)
+        return found[direction], found.get(other)
+
+    return find, both
