@@ -16,10 +16,11 @@ from lpq.formats.sections import is_stack
 from lpq.kernels import choose
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.table import kernels_allowed
-from lpq.operations.binding import Operand, Transpose, Transposes, operand_like
+from lpq.operations.binding import Operand, Transpose, Transposes, on_device, operand_like
 from lpq.operations.decoding import decode
 from lpq.operations.operators import can_call_directly
 from lpq.operations.quantizing import quantize
+from lpq.operations.recoding import bind_recode
 from lpq.operations.transposing import transpose
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
     """Compute the column operand from the row operand: its transpose, or an encoding of its decoded values."""
     if quantizer.col_source == "original":
         return transpose(row)
+    if can_call_directly(row.tensors()[0]):
+        recode = bind_recode(operand_like(row), quantizer.side("col"), row.device)
+        if recode is not None:
+            with on_device(row.device):
+                made = recode(row.tensors())
+            rows, cols = row.shape
+            return Operand(quantizer.side("col"), (cols, rows), row.dtype).over(made)
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
     assert col is not None
     return col.astype(row.dtype)  # it stands for the tensor, not for the decoded values
@@ -55,8 +63,13 @@ def bind_derive(
     def derived(buffers: Sequence[Tensor]) -> Sequence[Tensor]:
         return derive_col(quantizer, row.over(buffers)).tensors()
 
-    if quantizer.col_source == "row" or rows * cols == 0 or torch.compiler.is_compiling():
+    if rows * cols == 0 or torch.compiler.is_compiling():
         return derived
+    if quantizer.col_source == "row":
+        recode = bind_recode(row, quantizer.side("col"), device)
+        if recode is None:
+            return derived
+        return lambda buffers: recode(buffers) if can_call_directly(buffers[0]) else derived(buffers)
     turn = _bound(row, device, kernels_allowed())
     if turn is None:
         return derived

@@ -26,6 +26,7 @@ from lpq.operations.exact_form import Form
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import bind_measure, measure
 from lpq.operations.quantizing import quantized
+from lpq.operations.recoding import Recode, bind_recode
 from lpq.operations.sectioned import same_amaxes
 from lpq.operations.sides import declared, shared
 from lpq.operations.states import Recall, bind_recall, moves, recall, recalls
@@ -108,7 +109,10 @@ BindEncoder = Callable[[Wanted], Encoder]
 def bind_encoder(wanted: Wanted) -> Encoder:
     """Choose and bind the kernels of an encoding on this device."""
     if is_made_of_row(wanted):
-        return made_of_row(bind_encoder(first_of(wanted)), bind_encoder(second_of(wanted)), wanted)
+        first, recode = bind_encoder(first_of(wanted)), None
+        if not (wanted.remembers or wanted.measures or wanted.given) and first.row is not None:
+            recode = bind_recode(first.row, wanted.quantizer.side("col"), wanted.device)
+        return made_of_row(first, bind_encoder(second_of(wanted)), wanted, recode)
     (row, col), forms = sides_of(wanted), _forms(wanted)
     if wanted.across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         return through_operators(wanted)  # kernels begin at the first column
@@ -196,9 +200,9 @@ def second_of(wanted: Wanted) -> Wanted:
     return wanted._replace(row=False, dtype=torch.float32, later=False, decoded=True)
 
 
-def made_of_row(first: Encoder, second: Encoder, wanted: Wanted) -> Encoder:
-    """Make the row operand by the first encoder, decode it, and make the column operand of the decoded values by the
-    second."""
+def made_of_row(first: Encoder, second: Encoder, wanted: Wanted, recode: Recode | None = None) -> Encoder:
+    """Make the row operand by the first encoder, and the column operand of its codes by ``recode``. Without it, decode
+    the row operand, and make the column operand of the decoded values by the second encoder."""
     of_row, made = first.row, second.col
     assert of_row is not None
     assert made is not None
@@ -206,6 +210,8 @@ def made_of_row(first: Encoder, second: Encoder, wanted: Wanted) -> Encoder:
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         row, _, stats = first.encode(x, known, seed)
+        if recode is not None:
+            return row if wanted.row else (), recode(row), ()
         decoded = decode(of_row.over(row), torch.float32)
         state = known.state if isinstance(known, KnownStats) else known
         _, buffers, found = second.encode(decoded, state, seed)

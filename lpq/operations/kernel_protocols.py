@@ -24,6 +24,7 @@ from lpq.operations.group_products import Run
 from lpq.operations.measuring import measure_reference
 from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
+from lpq.operations.recoding import Reader
 from lpq.operations.transposing import transpose_reference
 from lpq.registry.operations import Operation
 
@@ -133,6 +134,13 @@ class Tile(Protocol[Q]):
 
     def __call__(self, quantizer: Q, direction: Direction, /) -> TileSide | None:
         """Describe how the operand of this direction is made tile by tile; None: it is not."""
+
+
+class ReadCodes(Protocol[Q]):
+    """A kernel for ``reader``."""
+
+    def __call__(self, quantizer: Q, /) -> Reader:
+        """Describe how the codes of an operand are read."""
 
 
 class Remember(Protocol[Q]):

@@ -75,6 +75,11 @@ TABLE = {
             impl="Tile", reference=False,
         ),
         Operation(
+            name="reader",
+            meaning="how an operand's codes are read, to make the column operand of them; without it they are decoded",
+            impl="ReadCodes", reference=False,
+        ),
+        Operation(
             name="remember", meaning="the statistics of a step, joined to those of past steps",
             impl="Remember", bind="BindRemember", needs="moves",
         ),

@@ -16,6 +16,7 @@ from lpq.formats import Quantizer, Storage
 from lpq.operations import fused_pair as pairs_of_any
 from lpq.operations.binding import on_device, operand_like
 from lpq.operations.exact_form import Multiplicand
+from lpq.operations.recoding import bind_recode
 from lpq.registry import KernelSpec
 from lpq.testing.calls import calls, fresh, of_operands, on, parts
 from lpq.testing.expect import equal, one_nan, relative_error, same, there
@@ -173,6 +174,25 @@ def compare_tiles(
             if pairs_of_any.why_not(first, second) is None:
                 return compare_calls(PAIR, first, second, x, device, name)
     return False
+
+
+def compare_recoded(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
+) -> bool:
+    """The column operand that is made of an operand's codes is that of its decoded values. Whether any was made."""
+    side = there(row, f"the operand of {kernel.impl}")
+    operand = fresh(encode(side, x))
+    placed = on(device, operand)
+    recode = bind_recode(operand_like(placed), side, placed.device)
+    if recode is None:
+        return False
+    with on_device(placed.device), Poisoned():  # type: ignore[no-untyped-call]
+        made = recode(placed.tensors())
+    decoded = operations.decode_reference(operand, torch.float32)
+    expected = operations.quantize_reference(decoded, [], None, side, None, 0, False)
+    for i, (got, wanted) in enumerate(zip(made, expected, strict=True)):
+        same(got.cpu(), wanted, f"{kernel.impl} on {side}, {list(x.shape)} {x.dtype}, {name}, output {i}")
+    return True
 
 
 def compare_exact_tiles(

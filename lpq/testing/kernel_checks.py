@@ -77,6 +77,10 @@ CHECKS = {
         _by_direction, comparing.compare_exact_tiles, sums=True,
         nothing="nothing was made by it of any matrix, though it accepts these operands",
     ),
+    "reader": KernelCheck(
+        _of_row, comparing.compare_recoded,
+        nothing="no column operand of this format is made of codes alone",
+    ),
     "remember": KernelCheck(_of_row, comparing.compare_memories),
     "grouped_gemm": None,
 }  # fmt: skip

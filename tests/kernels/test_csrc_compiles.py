@@ -30,13 +30,15 @@ from lpq.kernels import nvrtc_cache, tiles
 from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import produced_tiles, sectioned
-from lpq.operations.binding import Encoding, unbound
+from lpq.operations.binding import Encoding, Operand, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.operations.produced_tiles import TiledOutput
+from lpq.operations.recoding import bind_sides
 from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD
 from lpq.registry import KernelSpec
 from lpq.testing.calls import arguments_of
 from lpq.testing.kernel_checks import pairs
+from lpq.testing.operands import encode
 from lpq.testing.options import family
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
@@ -137,6 +139,9 @@ def asked_for() -> dict[Path, set[Macros]]:
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
                         call(kernel, name)
+            elif kernel.op == "reader":
+                for name in set(kernel.formats) & set(plugin.formats):
+                    call_reader(kernel, name)
             elif kernel.op == "exact_tile":
                 for name in set(kernel.formats) & set(plugin.formats):
                     call_beside_its_own(kernel, name)
@@ -202,6 +207,18 @@ def call_beside_its_own(kernel: KernelSpec, name: str) -> None:
     for quantizer in family(name).quantizers:
         call_pair((kernel, quantizer), default, *next(inputs))
         call_pair(default, (kernel, quantizer), *next(inputs))
+
+
+def call_reader(kernel: KernelSpec, name: str) -> None:
+    """A column operand of the format is made of every row operand whose codes can be read."""
+    for quantizer, shape in itertools.product(family(name).quantizers, SHAPES):
+        if 0 in shape:
+            continue
+        row, col, device = quantizer.side("row"), quantizer.side("col"), torch.device("cpu")
+        reader, side = registry.resolve(kernel.impl)(row), registry.resolve(SIDES[name].impl)(col, "col")
+        recode = bind_sides(reader, side, Operand(row, shape, torch.bfloat16), col, device)
+        if recode is not None:
+            recode(encode(row, torch.zeros(shape)).tensors())
 
 
 def call_pair(

@@ -19,10 +19,11 @@ from lpq.core import Quantizer
 from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
-from lpq.operations.binding import Encoding, unbound
+from lpq.operations.binding import Encoding, operand_like, unbound
 from lpq.operations.derived_operands import Derived
 from lpq.operations.fused_pair import Pair
 from lpq.operations.quantizing import quantize_reference
+from lpq.operations.recoding import bind_sides
 from lpq.registry import KernelSpec
 from lpq.testing.calls import RAGGED, matrices, of_all_sizes
 from lpq.testing.comparing import Poisoned
@@ -77,6 +78,15 @@ QUANTIZERS = [
     if on_cuda("quantize", name) is not None
     for i, quantizer in enumerate(family(name).quantizers)
 ]
+QUANTIZERS += [
+    pytest.param(text, i, id=text)
+    for i, text in enumerate((
+        "nvfp4(search=four_over_six, error=mae, norm=256)", "nvfp4(block=16x16, search=four_over_six)",
+        "nvfp4(rht=true, search=four_over_six, norm=256)", "nvfp4(scaling=row)",
+        "nvfp4(scaling=row, search=four_over_six, norm=256)",
+    ))
+]  # fmt: skip
+"""All that the conformance kit tries, and options that it does not."""
 
 
 def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> Iterator[tuple[str, Tensor]]:
@@ -143,7 +153,35 @@ def test_two_formats_from_one_read(first: str, second: str, launched: set[str]) 
     assert "pair" in launched
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true, stochastic=true)"])
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp8(dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, pow2=false)"])
+def test_column_operands_that_are_made_of_codes(text: str, launched: set[str]) -> None:
+    """Are those of the decoded row operand, wherever that lies in memory."""
+    q = lpq.quantizer(text)
+    kernel = on_cuda("reader", registry.format_of(type(q)).name)
+    assert kernel is not None
+    reader, side = registry.resolve(kernel.impl)(q), tile_side(text, "col")
+    odd = normal(*RAGGED)
+    odd[3, 70], odd[20, 5] = torch.nan, torch.inf
+    for x in (normal(256, 128), odd, of_all_sizes(torch.bfloat16), of_all_sizes(torch.float32)):
+        whole = encode(q, x)
+        recode = bind_sides(reader, side, operand_like(whole), q, torch.device("cpu"))  # type: ignore[arg-type]
+        assert recode is not None
+        expected = quantize_reference(whole.decode(), [], None, q, None, 0, False)
+        for operand in (whole, whole.map(lambda t: torch.cat([t, t], 1)[:, : t.shape[1]]), whole.row_major()):
+            with Poisoned():  # type: ignore[no-untyped-call]
+                got = recode(operand.tensors())
+            for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+                same(one, other, f"{text}, {list(x.shape)} {x.dtype}, output {i}")
+    assert "recode" in launched
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mxfp8", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true, stochastic=true)",
+        "nvfp4(search=four_over_six, norm=256)",
+    ],
+)  # fmt: skip
 def test_exact_forms_that_are_made_at_once(text: str) -> None:
     """Are to the bit those of encoded operands."""
     quantizer = lpq.quantizer(text)

@@ -72,7 +72,17 @@ def test_columns_are_made_of_rows_that_are_decoded_at_once(
 @WAITS
 @pytest.mark.parametrize(
     "recipe",
-    ["bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd"],
+    [
+        "bf16",
+        "fp8-current",
+        "fp8-row",
+        "fp8-block",
+        "mxfp8",
+        "nvfp4",
+        "nvfp4-fwd-mxfp8-bwd",
+        "nvfp4-fwd-bf16-bwd",
+        "nvfp4-row-fwd-decoded-bwd",
+    ],
 )
 def test_a_layer_computes_the_same_up_to_sums(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [0, 5, 40, 0, 16]

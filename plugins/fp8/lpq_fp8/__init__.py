@@ -3,6 +3,7 @@
 from lpq.registry import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec, hookimpl
 
 CUDA = "lpq_fp8.cuda"
+OF_ROW = "hybrid(row=fp8(scaling=block), col=fp8(scaling=block), col_source=row)"
 IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied in bf16"
 KERNELS = (
     KernelSpec.cuda(
@@ -16,6 +17,7 @@ KERNELS = (
     ),
     KernelSpec.cuda("decode", "lpq_fp8.views:decode"),
     KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
+    KernelSpec.cuda("reader", "lpq_fp8.views:reader"),
     KernelSpec.cuda(
         "remember", "lpq_fp8.history:remember", bind="lpq_fp8.history:bind", why_not="lpq_fp8.history:why_not"
     ),
@@ -96,5 +98,10 @@ def lpq_register_recipes() -> list[RecipeSpec]:
             summary="FP8, power-of-two scales for blocks of 128, in weights of 128x128",
             recipe="x=fp8(scaling=block), w=fp8(scaling=block, block=128x128), dy=fp8(scaling=block)",
             aliases=("blockwise", "Float8BlockScaling"),
+        ),
+        RecipeSpec(
+            name="fp8-block-one-copy",
+            summary="as fp8-block, each column operand made of the row operand, the one that is kept and sent",
+            recipe=f"x={OF_ROW}, w=fp8(scaling=block, block=128x128), dy={OF_ROW}",
         ),
     ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.tiles import (
     BROAD,
     LOW,
@@ -21,6 +22,8 @@ from lpq.kernels.tiles import (
 from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
 from lpq.operations.binding import Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
+from lpq.operations.recoding import Reader
+from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
 DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIqq")[LOW]
@@ -67,6 +70,17 @@ def _tiled(operands: Sequence[Operand]) -> tuple[Shape, int]:
 
 
 transpose = unbound_transpose(bind_transpose)
+
+
+def reader(quantizer: FP8Quantizer) -> Reader:
+    """How the codes of an operand are read."""
+    high, wide = quantizer.scaled_block
+
+    def fields(buffers: Sequence[Tensor]) -> Sequence[float]:
+        data, scale = buffers
+        return data.data_ptr(), scale.data_ptr(), high or 0, wide or 0, *(scale.stride() or (0, 0))
+
+    return Reader(csrc() / "fp8/codes.cuh", f"fp8::Codes<{quantizer.dtype.upper()}>", "PPqqqq", fields)
 
 
 def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ KERNELS = (
     KernelSpec.cuda("quantize", "lpq_mxfp8.cuda:quantize", bind="lpq_mxfp8.cuda:bind", rounds=True),
     KernelSpec.cuda("decode", "lpq_mxfp8.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_mxfp8.tile:{op}") for op in ("tile", "exact_tile")),
+    KernelSpec.cuda("reader", "lpq_mxfp8.views:reader"),
     *(KernelSpec.triton(op, f"lpq_mxfp8.triton:{op}") for op in ("measure", "quantize", "decode")),
     KernelSpec(
         op="gemm", impl="lpq_mxfp8.gemm:native", why_not="lpq_mxfp8.gemm:why_not", formats=("mxfp8", "mxfp8"),
@@ -37,6 +38,11 @@ def lpq_register_recipes() -> list[RecipeSpec]:
     return [
         RecipeSpec(
             name="mxfp8", summary="MXFP8 for all three products", recipe="mxfp8()", aliases=("MXFP8BlockScaling",)
+        ),
+        RecipeSpec(
+            name="mxfp8-one-copy",
+            summary="MXFP8, each column operand made of the row operand, the one that is kept and sent",
+            recipe="hybrid(row=mxfp8, col=mxfp8, col_source=row)",
         ),
         RecipeSpec(
             name="mxfp8-fwd-nvfp4-bwd",

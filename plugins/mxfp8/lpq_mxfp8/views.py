@@ -10,10 +10,13 @@ from torch import Tensor
 
 from lpq.emulation.bf16_gemm import decoded
 from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Exact
+from lpq.operations.recoding import Reader
+from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import MXFP8Storage
 
 DECODE = tile_kernels("mxfp8/decode.cu", "decode_tiles", "PPPqq")[LOW]
@@ -49,6 +52,16 @@ def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Ten
         return Exact(out)
 
     return exact
+
+
+def reader(quantizer: MXFP8Quantizer) -> Reader:
+    """How the codes of an operand are read."""
+
+    def fields(buffers: Sequence[Tensor]) -> Sequence[float]:
+        data, scale = buffers
+        return data.data_ptr(), scale.data_ptr(), *scale.stride()
+
+    return Reader(csrc() / "mxfp8/codes.cuh", f"mxfp8::Codes<{quantizer.dtype.upper()}>", "PPqq", fields)
 
 
 @cache
