@@ -140,9 +140,9 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     each = torch.arange(experts.num_experts, device=index.device, dtype=index.dtype)
     ends = torch.searchsorted(index, each, right=True, out_int32=True)
     to_experts: Any = Moved.apply
-    rows = _over_ranks(experts, to_experts(hidden_states, order // chosen, back), ends)
+    rows = _over_ranks(experts, to_experts(hidden_states, order // chosen, back, chosen), ends)
     # Weights may be fp32, and make the rows so: these are moved before.
-    weighted: Tensor = to_experts(rows, back, order).view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
+    weighted: Tensor = to_experts(rows, back, order, 1).view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
 
 
@@ -151,18 +151,18 @@ class Moved(torch.autograd.Function):
     and adds row by row, where the inverse order is known."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        """``index``: the row that goes to each place; ``back``: the places to which the first row went, then those of
-        the second."""
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, count: int) -> Tensor:
+        """``index``: the row that goes to each place; ``back``: the ``count`` places to which the first row went, then
+        those of the second."""
         ctx.save_for_backward(back)
-        ctx.count = len(back) // max(len(x), 1)
+        ctx.count = count
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (back,) = ctx.saved_tensors
         each = dy.index_select(0, back)
-        return each if ctx.count == 1 else each.view(-1, ctx.count, *dy.shape[1:]).sum(1), None, None
+        return each if ctx.count == 1 else each.view(-1, ctx.count, *dy.shape[1:]).sum(1), None, None, None
 
 
 def _dense(experts: Any, hidden_states: Tensor) -> Tensor:

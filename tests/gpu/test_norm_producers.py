@@ -16,6 +16,7 @@ from lpq.core import QuantizedTensor
 from lpq.nn.norms import bind_norm
 from lpq.operations.norm_kernels import bind_gradients, bind_rows
 from lpq.operations.norms import NormKind, norm_source
+from lpq.tensor.with_value import WithValue
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytestmark = [
@@ -134,3 +135,27 @@ def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype) -> None:
             assert b is not None
             assert float((a.float() - b.float()).norm() / b.float().norm()) < 2e-3
             assert float((a == b).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+def test_the_value_beside_the_operands(recipe: str) -> None:
+    """The kernel writes the tensor that it encodes, for a residual."""
+
+    class Residual(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norm(x)
+            y: Tensor = self.q(normed) + self.k(normed) + normed @ self.v.weight.t()
+            return y
+
+    torch.manual_seed(0)
+    net: Any = lpq.convert(Residual(nn.RMSNorm).cuda().bfloat16(), recipe)
+    lpq.fuse(net)
+    assert len(lpq.report(net).fused) == 1
+    x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    y = net.norm(x)
+    assert type(y) is WithValue
+    expected = lpq.recipe(recipe).x.quantize(y.value)
+    for found, wanted in zip(y.buffers, expected.buffers, strict=True):
+        assert torch.equal(as_bytes(found), as_bytes(wanted))
+    net(x).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())

@@ -12,7 +12,7 @@ from support.hugging_face import small
 from torch import Tensor, nn
 
 import lpq
-from lpq.nn.fused_experts import FusedExperts
+from lpq.nn.fused_experts import FusedExperts, Moved
 from lpq.recipes import RecipeError
 
 HIDDEN, INNER, COUNT, WORDS, STEPS = 32, 48, 4, 64, 10
@@ -118,6 +118,19 @@ def test_tokens_of_experts_that_are_elsewhere_add_nothing() -> None:
     assert not experts(x, index, weights).any()
     index[:, 0] = 1
     assert torch.equal(experts(x, index, weights), experts(x, index[:, :1], weights[:, :1]))
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_gradients_of_moved_rows_are_those_of_indices(tokens: int) -> None:
+    """Also of no tokens."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(tokens, 8).double().requires_grad_(), torch.randn(3 * tokens, 8).double()
+    order = torch.randperm(3 * tokens)
+    back = order.argsort()
+    moved = Moved.apply(Moved.apply(x, order // 3, back, 3), back, order, 1)
+    expected = x[order // 3][back]
+    assert torch.equal(moved, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in (moved, expected)))
 
 
 def test_they_are_converted_again_copied_and_left_alone() -> None:
