@@ -16,7 +16,7 @@ from lpq.calibration import collecting
 from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, collect, histogram, tokens
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
-from lpq.calibration.parallel import Team
+from lpq.calibration.parallel import Peers
 from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.saved import SavedStatistics
 from lpq.calibration.statistics import Statistics
@@ -116,13 +116,18 @@ def calibrate(
     """
     ranks = Together.of(process_group, is_shared(model), "calibrates", first=True)
 
-    def prepare() -> tuple[list[Target], tuple[str, ...], Team, Path | None]:
+    def prepare() -> tuple[list[Target], tuple[str, ...], Peers, Path | None]:
         _check(method, samples, percentile, unseen, every, batches)
         _check_forms(siblings, forward)
         search = method if method in SEARCHING else None
         chosen = targets(model, search)
         _check_targets(model, chosen, siblings)
-        return chosen, _searched(chosen, search), Team(model), place(state, "state") if state is not None else None
+        return (
+            chosen,
+            _searched(chosen, search),
+            Peers(model),
+            place(state, "state") if state is not None else None,
+        )
 
     chosen, searched, team, file = ranks.each(prepare)
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1

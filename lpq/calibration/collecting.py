@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.parallel import Team, is_shared_out, sending_nothing
+from lpq.calibration.parallel import Peers, is_shared_out, sending_nothing
 from lpq.calibration.reducing import Together
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
@@ -111,7 +111,7 @@ def collect(
     samples: int,
     forward: Forward,
     ranks: Together,
-    team: Team,
+    team: Peers,
     found: Statistics,
     done: int,
     after: Callable[[Progress], None],
@@ -203,7 +203,7 @@ class _Taking:
 
 @contextmanager
 def _taking(
-    model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Team, seen: Seen
+    model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Peers, seen: Seen
 ) -> Iterator[None]:
     """Take statistics of the inputs of layers, inside. A layer that is divided over the ranks of a team is multiplied
     whole on each of them, and one rank takes its input. Experts that are divided over ranks get the rows of all ranks,
@@ -217,7 +217,7 @@ def _taking(
         yield
 
 
-def _is_taken(target: Target, team: Team, seen: Seen) -> bool:
+def _is_taken(target: Target, team: Peers, seen: Seen) -> bool:
     if target.layer in team.layers:
         return seen.leads
     return seen.counted or (target.expert is not None and is_shared_out(target.layer))
@@ -243,7 +243,7 @@ def _check_errors(facts: Sequence[_Facts]) -> None:
             raise CalibrationError(f"rank {rank}: {one.error}")
 
 
-def _turns(facts: Sequence[_Facts], team: Team) -> tuple[int, int]:
+def _turns(facts: Sequence[_Facts], team: Peers) -> tuple[int, int]:
     """Which turn is this rank's among those that exchange rows with it, and how many there are."""
     teams: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
     for one in facts:
@@ -265,7 +265,7 @@ def _heads(facts: Sequence[_Facts]) -> dict[tuple[int, ...], int]:
 
 
 def _advanced(
-    start: Progress, facts: Sequence[_Facts], heads: Mapping[tuple[int, ...], int], team: Team, samples: int
+    start: Progress, facts: Sequence[_Facts], heads: Mapping[tuple[int, ...], int], team: Peers, samples: int
 ) -> tuple[Progress, int | None]:
     """How far the pass is after a round, and which number the batch of this team has; None if it does not count, as the
     team has none or there are ``samples`` without it."""

@@ -26,7 +26,7 @@ from lpq.operations.cut import Cut
 from lpq.torch_private.tensors import local_part
 
 
-class Team:
+class Peers:
     """The ranks over which layers of a model are divided together with this rank, and which therefore get the same
     batches."""
 

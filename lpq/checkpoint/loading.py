@@ -20,7 +20,7 @@ from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, given_optimizers, join, kind, master_name, untrained
 from lpq.checkpoint.ranks import quiet
-from lpq.checkpoint.reading import Reader
+from lpq.checkpoint.reading import CheckpointReader
 from lpq.files.disk import place
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
@@ -95,7 +95,7 @@ def load(
 class _Job(NamedTuple):
     """A load that was judged: the reader, and the targets that it fills."""
 
-    reader: Reader
+    reader: CheckpointReader
     info: Info
     beside: dict[str, Any]
     matches: list[Match]
@@ -112,7 +112,7 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     if not any_policy:
         model.check_policy(description)
         model.restore_recipes(description)
-    reader = Reader(source.path, source.sizes)
+    reader = CheckpointReader(source.path, source.sizes)
     saved = reader.saved()
     tensors, _ = model.state()
     memories = model.memories()

@@ -55,7 +55,7 @@ class _Part(RawIOBase):
         return int(count)
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads. DCP would cast a piece that has
     another dtype than its index says, and read bytes in another way; an index that was judged has none."""
 

@@ -23,7 +23,7 @@ from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
 from lpq.checkpoint.ranks import CheckpointRanks, quiet
 from lpq.checkpoint.tensors import parts
-from lpq.checkpoint.writing import Writer
+from lpq.checkpoint.writing import CheckpointWriter
 from lpq.files.claim import Claim
 from lpq.files.disk import PARTIAL, place, resolved
 from lpq.files.manifest import DESCRIPTION, EXTRA, is_ours
@@ -150,7 +150,7 @@ def _prepare(
     extra: Any,
     keep: int | None,
     ranks: CheckpointRanks,
-) -> tuple[dict[str, dict[str, Tensor]], Writer]:
+) -> tuple[dict[str, dict[str, Tensor]], CheckpointWriter]:
     """Collect the data to save, and make sure that all ranks save the same checkpoint."""
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
         warn(f"{text} (nobody called Saving.wait)", CheckpointWarning)
@@ -166,7 +166,7 @@ def _prepare(
             content.state["model"][name.removeprefix(PREFIX)] = combined
     where = resolved(target)
     claim = ranks.each(lambda: _begin(where, step) if ranks.rank == 0 else None)
-    return content.state, Writer(where, content.small, keep, claim)
+    return content.state, CheckpointWriter(where, content.small, keep, claim)
 
 
 def _collected(model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: CheckpointRanks) -> _Content:

@@ -31,7 +31,7 @@ from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes one checkpoint to ``target``."""
 
     def __init__(self, target: Path, small: dict[str, bytes], keep: int | None, claim: Claim | None) -> None:

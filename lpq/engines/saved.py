@@ -17,7 +17,7 @@ from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import read
 from lpq.checkpoint.model import PREFIX
 from lpq.checkpoint.ranks import CheckpointRanks, quiet
-from lpq.checkpoint.reading import Reader
+from lpq.checkpoint.reading import CheckpointReader
 from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stack, Stacks, is_quantized, left_modules, split
 from lpq.nn.expert_stacks import numbered
@@ -33,7 +33,7 @@ class SavedCheckpoint:
         found = find(path, ranks)
         self._description = read(found)[0].description
         self._description.require(self._description.formats)
-        self._reader = Reader(found.path, found.sizes)
+        self._reader = CheckpointReader(found.path, found.sizes)
         self._saved = self._reader.saved()
         self.stacks = self._found_stacks()
 

@@ -14,7 +14,7 @@ the contraction, of a column operand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,11 +78,6 @@ def stacked(operands: Sequence[Storage]) -> Storage:
     first = operands[0]
     tensors = [torch.stack(buffers) for buffers in zip(*(o.tensors() for o in operands), strict=True)]
     return first.wrap(tensors, first.quantizer, (len(operands), *first.shape), first.dtype)
-
-
-def each(function: Callable[[Storage], Storage], stack: Storage, empty: Callable[[], Storage]) -> Storage:
-    """Return the stack of the results of ``function`` for each matrix; ``empty`` makes it where there is no matrix."""
-    return stacked([function(matrix) for matrix in matrices(stack)]) if stack.shape[0] else empty()
 
 
 def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
-from lpq.formats.sections import along, each, is_stack
+from lpq.formats.sections import along, is_stack, matrices, stacked
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import transposed_by
@@ -44,9 +44,10 @@ def _plain_transposed(stack: Storage) -> Storage:
 
 def _transposed(operand: Storage) -> Storage:
     if is_stack(operand.shape):
-        of = operand.quantizer
-        shape, dtype, device = along("col", operand.shape), operand.dtype, operand.device
-        return each(_transposed, operand, lambda: of.storage.empty(of, shape, dtype, device))
+        transposed, of = [_transposed(matrix) for matrix in matrices(operand)], operand.quantizer
+        if transposed:
+            return stacked(transposed)
+        return of.storage.empty(of, along("col", operand.shape), operand.dtype, operand.device)
     impl = choose("transpose", (operand.quantizer.text,), operand.device).impl
     if impl is not None:
         made: Storage = impl(operand)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import lpq
 from lpq import calibration
 from lpq.calibration import CalibrationError, calibrating, reducing
-from lpq.calibration.parallel import Team
+from lpq.calibration.parallel import Peers
 from lpq.core import QuantizedTensor
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.torch_private.tensors import local_part
@@ -94,7 +94,7 @@ LAYOUTS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "tp": (
         lambda recipe, ranks: parallel(lpq.convert(model(experts=1), recipe), 4 // ranks, ranks, fsdp=ranks == 2),
-        lambda rank, ranks: data(FEW)[rank // ranks :: 4 // ranks], (Team, "whole", lambda self: nullcontext()),
+        lambda rank, ranks: data(FEW)[rank // ranks :: 4 // ranks], (Peers, "whole", lambda self: nullcontext()),
     ),
 }  # fmt: skip
 """A model over so many of 4 ranks, the batches of a rank, and what calibration may not do without: the reduction; that
@@ -233,7 +233,7 @@ def test_multiplied_in_parts_it_would_differ(rank: int) -> None:
 
     mine = data(FEW, tokens=4)[rank // 2 :: 2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Team, "whole", lambda self: nullcontext())
+        patch.setattr(Peers, "whole", lambda self: nullcontext())
         net, _ = calibrated(mine)
         assert not equal_states(statics(net), statics(expected))
         assert equal_states(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"

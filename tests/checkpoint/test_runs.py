@@ -105,20 +105,20 @@ def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
     """The second finds the first at it, is refused, and takes nothing away from it."""
     checkpoint.save(model(0.0), tmp_path, step=10)
     other: list[subprocess.CompletedProcess[str]] = []
-    real = writing.Writer.finish
+    real = writing.CheckpointWriter.finish
 
     def slow(*args: Any, **options: Any) -> None:
         """While the first one writes, another process tries the same; and this one, for another model."""
         environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, "-c", OTHER, str(tmp_path), str(tmp_path / "elsewhere")]
         other.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment))
-        monkeypatch.setattr(writing.Writer, "finish", real)
+        monkeypatch.setattr(writing.CheckpointWriter, "finish", real)
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* is saving it at this moment"):
             checkpoint.save(model(3.0), tmp_path, step=10)
         checkpoint.save(model(4.0), tmp_path, step=20, keep=1)  # whose tidying leaves it alone, too
         real(*args, **options)
 
-    monkeypatch.setattr(writing.Writer, "finish", slow)
+    monkeypatch.setattr(writing.CheckpointWriter, "finish", slow)
     with pytest.warns(
         CheckpointWarning, match=rf"{step(10)} is this process's.*process \d+ on .*, process {os.getpid()}"
     ):
