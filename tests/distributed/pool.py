@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_shardings
 
 from lpq import registry
 
@@ -39,14 +40,9 @@ up a hundred times a second, and many ranks would do little else."""
 GRACE = 1.0
 """Seconds that ranks have to tell their own errors, once one has told its."""
 IMPORTED = [
-    "pytest",
-    "hypothesis",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._inductor.compile_fx",
-    "lpq.checkpoint",
-    "lpq.optim",
-]
+    "pytest", "hypothesis", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._inductor.compile_fx",
+    "lpq.checkpoint", "lpq.optim",
+]  # fmt: skip
 """Modules that most tests need. None starts a thread, asks for a GPU or for plugins."""
 
 
@@ -93,6 +89,7 @@ class Call:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
         torch.compiler.reset()
+        forget_shardings()  # a compiler leaves meshes there that are none
         with warnings.catch_warnings():
             self.function(rank, *self.args)
         dist.barrier()
