@@ -211,16 +211,9 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Iterat
 
 
 FORMATS = (
-    "fp8",
-    "fp8(dtype=e5m2)",
-    "fp8(scaling=row)",
-    "fp8(scaling=block)",
-    "fp8(scaling=block, block=128x128)",
-    "mxfp8",
-    "nvfp4",
-    "nvfp4(block=16x16)",
-    "identity(dtype=bfloat16)",
-)
+    "fp8", "fp8(dtype=e5m2)", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8",
+    "nvfp4", "nvfp4(block=16x16)", "identity(dtype=bfloat16)",
+)  # fmt: skip
 MIXED = [
     (a, b)
     for a in FORMATS

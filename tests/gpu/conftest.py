@@ -23,3 +23,7 @@ class WithoutDevice(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     return None if torch.cuda.is_available() else WithoutDevice.from_parent(parent, path=module_path)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("gpu")

@@ -10,10 +10,6 @@ from torch import Tensor, nn
 
 import lpq
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 RECIPES = ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "nvfp4"]
 STEPS = 3
 

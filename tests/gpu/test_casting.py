@@ -16,10 +16,6 @@ from support.comparing import as_bytes
 from lpq.core import QuantizedTensor
 from lpq.distributed import Pieces, cast_master_weights, finish_gather
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 BUILT_IN = [text for text in FORMATS if text != "mxfp4"]
 
 

@@ -15,10 +15,6 @@ from lpq.kernels import KernelError
 from lpq.kernels.cuda import CudaKernel
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 SOURCE = """
 #include "numbers.cuh"

@@ -19,10 +19,6 @@ from lpq.testing.kernel_checks import check_of, compare, compare_views, pairs
 from lpq.testing.operands import normal
 from lpq.testing.options import family
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 QUANTIZERS = [quantizer for name in ("nvfp4", "fp8", "mxfp8") for quantizer in family(name).quantizers]

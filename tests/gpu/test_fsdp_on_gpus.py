@@ -31,10 +31,7 @@ from torch.optim import AdamW, Optimizer
 import lpq
 from lpq.optim import MasterWeights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
@@ -53,12 +50,8 @@ def _foreach(params: Any) -> Optimizer:
 # ---------------------------------------------------------------------------------- as with ordinary gathers
 
 WAYS: list[dict[str, Any]] = [
-    {},
-    {"reshard": False, "mixed": True},
-    {"mixed": True, "checkpoint": True},
-    {"offload": True},
-    {"accumulate": 2},
-]
+    {}, {"reshard": False, "mixed": True}, {"mixed": True, "checkpoint": True}, {"offload": True}, {"accumulate": 2},
+]  # fmt: skip
 
 
 def _same(a: How, b: How) -> None:
@@ -191,14 +184,10 @@ def _the_host_does_not_wait(rank: int, device: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        _trains_alike,
-        _stored_weights_train_alike,
-        _compiled,
-        _stored_as_unsharded,
-        _bytes_and_reductions,
+        _trains_alike, _stored_weights_train_alike, _compiled, _stored_as_unsharded, _bytes_and_reductions,
         _the_host_does_not_wait,
     ],
-)
+)  # fmt: skip
 def test_two_gpus(check: Any) -> None:
     spawn(check, 2, "cuda", backend=BACKEND)
 

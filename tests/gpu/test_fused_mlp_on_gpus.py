@@ -16,11 +16,6 @@ from torch import Tensor, nn
 import lpq
 from lpq.nn import SwiGLU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 class Plain(SwiGLU):
     def forward(self, x: Tensor) -> Tensor:

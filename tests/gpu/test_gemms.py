@@ -17,11 +17,6 @@ from lpq.operations.binding import Product, operand_like
 from lpq.operations.bound import bind_product, bind_writing
 from lpq.testing.expect import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 PAIRS = [
     ("fp8", "fp8"),
     ("fp8(dtype=e5m2)", "fp8"),
@@ -50,17 +45,9 @@ REFERENCE = ("nvfp4", "nvfp4(rht=true)")
 """Rotated differently, they are left to the reference."""
 EXACT = [pair for pair in PAIRS if not all(q.startswith("fp8") for q in pair) and pair != REFERENCE]
 SHAPES = [
-    (256, 512, 384),
-    (32, 256, 512),
-    (48, 128, 64),
-    (17, 256, 32),
-    (128, 640, 128),
-    (33, 50, 20),
-    (20, 144, 16),
-    (130, 400, 48),
-    (16, 16, 16),
-    (1, 1, 1),
-]
+    (256, 512, 384), (32, 256, 512), (48, 128, 64), (17, 256, 32), (128, 640, 128), (33, 50, 20), (20, 144, 16),
+    (130, 400, 48), (16, 16, 16), (1, 1, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)

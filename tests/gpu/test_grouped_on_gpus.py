@@ -18,10 +18,6 @@ from lpq.operations.binding import Operand
 from lpq.operations.encoder import Wanted
 from lpq.testing.options import family
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 EVERY = [q for name in ("fp8", "mxfp8", "nvfp4", "hybrid") for q in family(name).quantizers if not q.new_state()]
 RECIPES = [
     "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-four-over-six",

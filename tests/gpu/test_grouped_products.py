@@ -21,10 +21,6 @@ from lpq.operations.decoding import decode
 from lpq.operations.groups import encode_groups
 from lpq.registry import KernelSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 KERNELS = {kernel.impl: kernel for name in registry.formats() for kernel in registry.kernels("grouped_gemm", (name,))}
 PAIRS = [
     ("fp8", "fp8"), ("fp8(dtype=e5m2)", "fp8"), ("fp8", "fp8(dtype=e5m2)"), ("fp8(scaling=row)", "fp8(scaling=row)"),

@@ -8,11 +8,6 @@ import torch
 import lpq
 from lpq.kernels import choose
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("history", [1, 2, 3, 1023, 1024, 1025, 4096])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])

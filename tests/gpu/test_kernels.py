@@ -34,11 +34,6 @@ from lpq.operations.quantizing import quantize_reference
 from lpq.testing.calls import on as on_device
 from lpq.testing.comparing import Poisoned, check_order
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 QUANTIZERS = {
     "cuda": [
         *IN_KERNELS,

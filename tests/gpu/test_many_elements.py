@@ -16,10 +16,6 @@ from lpq.operations import fused_pair
 from lpq.operations.exact_form import Multiplicand
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SHAPE = (2**16 + 128, 2**15)
 MEASURED = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "nvfp4", "nvfp4(rht=true)", "nvfp4(block=16x16)",

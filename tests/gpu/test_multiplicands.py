@@ -14,24 +14,12 @@ from lpq.operations import fused_pair
 from lpq.testing.comparing import compare_multiplicands
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TEXTS = [
-    "mxfp8",
-    "mxfp8(dtype=e5m2)",
-    "nvfp4",
-    "nvfp4(block=16x16)",
-    "nvfp4(stochastic=true)",
-    "nvfp4(rht=true)",
-    "nvfp4(rht=true, stochastic=true)",
-    "nvfp4(rht=true, stochastic=unbiased)",
-    "nvfp4(rht=true, search=four_over_six, norm=256)",
-    "nvfp4(block=16x16, search=four_over_six)",
-    "hybrid(row=mxfp8, col=nvfp4(rht=true))",
-    "hybrid(row=nvfp4, col=mxfp8)",
-]
+    "mxfp8", "mxfp8(dtype=e5m2)", "nvfp4", "nvfp4(block=16x16)", "nvfp4(stochastic=true)", "nvfp4(rht=true)",
+    "nvfp4(rht=true, stochastic=true)", "nvfp4(rht=true, stochastic=unbiased)",
+    "nvfp4(rht=true, search=four_over_six, norm=256)", "nvfp4(block=16x16, search=four_over_six)",
+    "hybrid(row=mxfp8, col=nvfp4(rht=true))", "hybrid(row=nvfp4, col=mxfp8)",
+]  # fmt: skip
 SHAPES = [(128, 128), (256, 512), (16, 16), (48, 80), (272, 144), (16, 4096)]
 RECIPES = [
     "mxfp8",

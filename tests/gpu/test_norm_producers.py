@@ -19,10 +19,6 @@ from lpq.operations.norms import NormKind, norm_source
 from lpq.tensor.with_value import WithValue
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 __all__ = ["poisoned"]
 
 RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]

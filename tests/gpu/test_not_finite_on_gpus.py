@@ -12,11 +12,6 @@ from torch.optim import AdamW
 import lpq
 from lpq.optim import MasterWeights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_it_is_said_at_the_next_step(masters: bool) -> None:

@@ -12,11 +12,6 @@ from torch import Tensor, nn
 import lpq
 from lpq.observe import Observed, observing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 class Errors:
     """The largest error of each operand, on the device."""

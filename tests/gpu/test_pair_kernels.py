@@ -33,10 +33,6 @@ from lpq.operations.quantizing import quantize_reference
 from lpq.testing.comparing import Poisoned, check_order
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 PAIRS = [
     f"hybrid(row={row}, col={col})"

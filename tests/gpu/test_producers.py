@@ -19,10 +19,6 @@ from lpq.operations.source import ACTIVATIONS, ADD, SWIGLU, SWIGLU_BACKWARD, Sou
 from lpq.torch_private.memory import Allocate, allocator
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 SOURCES = [SWIGLU, SWIGLU_BACKWARD]
 OTHERS = [ADD, *(of for act in ACTIVATIONS.values() for between in act for of in between if of not in SOURCES)]

@@ -11,11 +11,6 @@ from torch import nn
 import lpq
 from lpq.kernels import choose
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.fixture(params=["kernels", "reference"])
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -19,8 +19,6 @@ from several import (
 
 from lpq.formats.format import Direction
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", ENCODED)

@@ -16,10 +16,7 @@ from torch.distributed.tensor import Shard
 
 from lpq.distributed import tensor_parallel as tp
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BACKEND = "cpu:gloo,cuda:nccl"
 TEXTS = ["fp8", "fp8(scaling=delayed)", "fp8(scaling=block)", "mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)"]
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from support.small_models import Siblings
 
 import lpq
 from lpq.nn.linear import Layer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SIZE = 128
 
 
