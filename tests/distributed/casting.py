@@ -24,14 +24,9 @@ SEED = 41
 ODD = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-41, 1e9)
 SHAPES = [(40, 130), (33, 7), (1, 5), (128, 64), (160, 48), (5, 1), (17, 256)]
 FORMATS = [
-    *QUANTIZERS,
-    "hybrid(row=fp8(scaling=row), col=nvfp4)",
-    "hybrid(row=fp8, col=mxfp8)",
-    "hybrid(row=nvfp4(rht=true), col=mxfp8)",
-    "nvfp4(stochastic=true)",
-    "nvfp4(block=16x16, stochastic=true)",
-    "mxfp4",
-]
+    *QUANTIZERS, "hybrid(row=fp8(scaling=row), col=nvfp4)", "hybrid(row=fp8, col=mxfp8)",
+    "hybrid(row=nvfp4(rht=true), col=mxfp8)", "nvfp4(stochastic=true)", "nvfp4(block=16x16, stochastic=true)", "mxfp4",
+]  # fmt: skip
 Spans = Sequence[tuple[int, int]]
 """The part of one flattened weight that each rank owns."""
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from products import Products, multiplied
-from support.comparing import as_bytes
+from ranks import mesh_of
+from support.comparing import equal_bytes
 from test_tensor_parallel import whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -91,7 +91,7 @@ def made(recipe: str, bias: bool, overlap: bool, device: str) -> Two:
         for value in layer.static_values().values():
             value.fill_(50.0)
     style = tp.ColwiseParallel(input_layouts=Shard(0), overlap=overlap)
-    parallelize_module(net, init_device_mesh(device, (dist.get_world_size(),)), {"first": style, "second": style})
+    parallelize_module(net, mesh_of(device=device), {"first": style, "second": style})
     return net
 
 
@@ -130,7 +130,6 @@ def compare(recipe: str, bias: bool, gather: Any, device: str = "cpu", overlappe
         assert torch.equal(found[name], expected), "the product of the pieces"
         assert (found[name] - plain[name]).norm() < 1e-2 * plain[name].norm()
     for (other, _, _), (left, _, _) in zip(others, products[overlapped:], strict=True):
-        for a, b in zip(other.tensors(), left.tensors(), strict=True):
-            assert torch.equal(as_bytes(a), as_bytes(b)), "the operand that other products are made of"
+        assert equal_bytes(other.tensors(), left.tensors()), "the operand that other products are made of"
     for name in plain.keys() - set(by_pieces):
         assert torch.equal(found[name], plain[name]), name

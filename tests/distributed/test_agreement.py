@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import agreed, on_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from ranks import agreed, mesh_of, on_ranks
 from torch.distributed.tensor import distribute_tensor
 
 from lpq.distributed.ranks import Ranks, raise_on_all, sharing
@@ -14,7 +13,7 @@ from lpq.distributed.ranks import Ranks, raise_on_all, sharing
 
 @on_ranks(4)
 def test_of_a_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of("dp", "tp")
     ranks = Ranks(mesh)
     assert ranks.exchange(rank * rank) == {0: 0, 1: 1, 2: 4, 3: 9}
     assert Ranks(mesh["tp"]).exchange(rank) == {first: first for first in (rank // 2 * 2, rank // 2 * 2 + 1)}
@@ -61,7 +60,7 @@ def test_an_error_goes_through_all_sets(rank: int) -> None:
 
 @on_ranks(4)
 def test_sets(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of("dp", "tp")
     over = [distribute_tensor(torch.zeros(4, 4), one) for one in (mesh["tp"], mesh)]
     pair = rank // 2 * 2
     assert [ranks.names for ranks in sharing([torch.zeros(2), *over, over[0]])] == [[pair, pair + 1], [0, 1, 2, 3]]

@@ -12,103 +12,81 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from differing import SAID, X, compares, net, parallel, replicated, training
 from ranks import agreed, fully_shard, on_ranks
 from support.comparing import equal
-from test_other_models_shared_out import COMPARED
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lpq
 from lpq.distributed import alike, meeting, model_check
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
-from lpq.observe import collectives
 
-X = torch.ones(2, 32, 64)
 OTHER = "fp8-row"
-Training = Callable[[], Any]
+Step = Callable[[], Any]
 
 
-def _net(recipe: Any = "mxfp8", **how: Any) -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    return lpq.convert(net, recipe, **how)
+def _found(step: Step) -> list[str]:
+    """What all raise, in some later step."""
 
-
-def _training(net: nn.Module) -> Training:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-
-    def step() -> None:
-        net(X).sum().backward()
-        optimizer.step()
-
-    return step
-
-
-def _replicated(net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net, broadcast_buffers=False)
-
-
-def _until_it_is_found(step: Training) -> None:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        step()
-
-
-@on_ranks(2)
-def test_all_raise(rank: int) -> None:
-    for shared in (_replicated, fully_shard):
-        for recipe in ("mxfp8", "fp8-delayed"):
-            inner = _net(recipe)
-            step = _training(shared(inner))
+    def until_it_is_found() -> None:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
             step()
-            if rank == 1:
-                inner[2].recipe = OTHER  # type: ignore[index]
-            with mock.patch.object(meeting, "SOON", 0.1):
-                found = agreed(lambda: _until_it_is_found(step), RuntimeError)  # noqa: B023
-            for said in found:
-                assert "the ranks do not have the same model: rank 0 has [" in said, said
-                assert ", and rank 1 has [2: Linear with a weight [64, 128] of torch.float32" in said, said
-                assert said.endswith("alike on all ranks"), said
+
+    with mock.patch.object(meeting, "SOON", 0.1):
+        return agreed(until_it_is_found, RuntimeError)
+
+
+def _one_way(recipe: str) -> dict[str, Any]:
+    """A policy whose last step that changes a recipe is the first."""
+    return {"rules": [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": recipe}]}
+
+
+@pytest.mark.parametrize(("shared", "recipe"), [(replicated, "fp8-delayed"), (fully_shard, "mxfp8")])
+@on_ranks(2)
+def test_all_raise(rank: int, shared: Any, recipe: str) -> None:
+    inner = net(recipe)
+    step = training(shared(inner))
+    step()
+    if rank == 1:
+        inner[2].recipe = OTHER
+    for said in _found(step):
+        assert f"{SAID}rank 0 has [" in said, said
+        assert ", and rank 1 has [2: Linear with a weight [64, 128] of torch.float32" in said, said
+        assert said.endswith("alike on all ranks"), said
 
 
 @on_ranks(2)
 def test_a_step_that_one_rank_alone_is_given(rank: int) -> None:
     """After the last one that changes a recipe. While one may still come, ranks compare steps in each step."""
-    rules = [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": "nvfp4"}]
-    inner = _net({"rules": rules})
-    step = _training(_replicated(inner))
+    inner = net(_one_way("nvfp4"))
+    step = training(replicated(inner))
     for number in range(3):
         lpq.set_step(inner, number)
         step()
     if rank == 1:
         lpq.set_step(inner, 0)
-    with mock.patch.object(meeting, "SOON", 0.1):
-        found = agreed(lambda: _until_it_is_found(step), RuntimeError)
+    found = _found(step)
     assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
 
 @on_ranks(2)
 def test_a_change_of_all_is_compared_at_once(rank: int) -> None:
-    inner = _net()
-    step = _training(_replicated(inner))
+    inner = net()
+    step = training(replicated(inner))
     step()
     for recipe, met in (("nvfp4()", 1), ("nvfp4()", 0)):
         dist.barrier()  # or a rank that is late would be told of a change in the step before
-        inner[2].recipe = recipe  # type: ignore[index]
+        inner[2].recipe = recipe
         with (
             mock.patch.object(meeting, "SOON", 60.0),
             mock.patch.object(meeting, "meet", wraps=meeting.meet) as seen,
-            collectives() as sent,
         ):
-            step()
+            assert compares(step) == 0
         assert seen.call_count == met, seen.call_args_list
-        assert not [c for c in sent if c == COMPARED]
     dist.barrier()
-    inner[2].recipe = ("mxfp8", OTHER)[rank]  # type: ignore[index]
+    inner[2].recipe = ("mxfp8", OTHER)[rank]
     before = [p.detach().clone() for p in inner.parameters()]
     with mock.patch.object(meeting, "SOON", 60.0):
         found = agreed(step, RuntimeError)
@@ -118,28 +96,21 @@ def test_a_change_of_all_is_compared_at_once(rank: int) -> None:
 
 @on_ranks(2)
 def test_nobody_is_asked_in_each_step(rank: int) -> None:
-    step = _training(_replicated(_net()))
+    step = training(replicated(net()))
     step()
     with mock.patch.object(alike, "OFTEN", 1000.0), mock.patch.object(meeting, "job_store", None):
         step()
 
 
-PLAN = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
-
-
-def _parallel(recipe: Any = "mxfp8") -> Any:
-    return parallelize_module(_net(recipe), init_device_mesh("cpu", (2,)), PLAN)  # type: ignore[arg-type]
-
-
 def _gathered(recipe: Any = "mxfp8") -> Any:
-    return fully_shard(_net(recipe, weights="high_precision"))
+    return fully_shard(net(recipe, weights="high_precision"))
 
 
 def _compiled() -> Any:
-    net = _parallel()
-    for layer in (net[0], net[2]):
+    made = parallel()
+    for layer in (made[0], made[2]):
         layer.note_pass(traced=True, shared=True)  # which is all that a compiler runs as it traces
-    return net
+    return made
 
 
 def _as_on_gpus(make: Any = None) -> Any:
@@ -147,85 +118,86 @@ def _as_on_gpus(make: Any = None) -> Any:
     return mock.patch.object(model_check, "FREE", ("cpu",) if make is _compiled else ())
 
 
+def _limit(seconds: float) -> Any:
+    return mock.patch.object(meeting, "limit", return_value=seconds)
+
+
 def _kept(change: Callable[[], None]) -> None:
     """Make a change on this rank alone."""
-    with mock.patch.object(meeting, "limit", return_value=0.1), pytest.warns(UserWarning, match="keeps the former one"):
+    with _limit(0.1), pytest.warns(UserWarning, match="keeps the former one"):
         change()
 
 
+@pytest.mark.parametrize("make", [_gathered, parallel, _compiled])
 @on_ranks(2)
-def test_what_travels_changes_together(rank: int) -> None:
+def test_what_travels_changes_together(rank: int, make: Any) -> None:
     """A rank alone goes on as the others do. All raise before an optimizer writes; when that is mended, all go on."""
-    for make in (_gathered, _parallel, _compiled):
-        with _as_on_gpus(make):
-            net = make()
-            step = _training(net)
-            step()
-            before = [p.to_local().clone() for p in net.parameters()]
-            if rank == 1:
-                _kept(lambda: setattr(net[2], "recipe", OTHER))  # noqa: B023
-                with mock.patch.object(meeting, "limit", return_value=60.0):  # the others wait: no second time
-                    net[0].recipe = OTHER
-                assert net[2].recipe == net[0].recipe == lpq.recipe("mxfp8")
-            for said in agreed(step, RuntimeError):
-                assert "the ranks do not have the same model: rank 0 has [0: Linear" in said, said
-                assert f"which rank 1 was to change to {lpq.recipe(OTHER).text} without all others" in said, said
-            assert equal(before, [p.to_local() for p in net.parameters()])
-            for layer in (net[0], net[2]):
-                layer.recipe = "mxfp8"
-            step()
+    with _as_on_gpus(make):
+        made = make()
+        step = training(made)
+        step()
+        before = [p.to_local().clone() for p in made.parameters()]
+        if rank == 1:
+            _kept(lambda: setattr(made[2], "recipe", OTHER))
+            with _limit(60.0):  # the others wait: no second time
+                made[0].recipe = OTHER
+            assert made[2].recipe == made[0].recipe == lpq.recipe("mxfp8")
+        for said in agreed(step, RuntimeError):
+            assert f"{SAID}rank 0 has [0: Linear" in said, said
+            assert f"which rank 1 was to change to {lpq.recipe(OTHER).text} without all others" in said, said
+        assert equal(before, [p.to_local() for p in made.parameters()])
+        for layer in (made[0], made[2]):
+            layer.recipe = "mxfp8"
+        step()
 
 
+@pytest.mark.parametrize("make", [_gathered, parallel])
 @on_ranks(2)
-def test_what_travels_is_right_where_all_change(rank: int) -> None:
+def test_what_travels_is_right_where_all_change(rank: int, make: Any) -> None:
     """As in a model that had the recipe from the beginning. A rank that comes later is waited for."""
-    for make in (_gathered, _parallel):
-        with _as_on_gpus():
-            net, twin = make(), make(OTHER)
-            _training(net)()
-            net.zero_grad()
-            with torch.no_grad():
-                for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-                    theirs.to_local().copy_(ours.to_local())
-            time.sleep(0.5 * rank)
-            for layer in (net[0], net[2]):
-                layer.recipe = OTHER
-            assert net[0].recipe == net[2].recipe == lpq.recipe(OTHER)
-            for one in (net, twin):
-                _training(one)()
-            pairs = zip(net.parameters(), twin.parameters(), strict=True)
-            assert all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    with _as_on_gpus():
+        made, twin = make(), make(OTHER)
+        training(made)()
+        made.zero_grad()
+        with torch.no_grad():
+            for ours, theirs in zip(made.parameters(), twin.parameters(), strict=True):
+                theirs.to_local().copy_(ours.to_local())
+        time.sleep(0.5 * rank)
+        for layer in (made[0], made[2]):
+            layer.recipe = OTHER
+        assert made[0].recipe == made[2].recipe == lpq.recipe(OTHER)
+        for one in (made, twin):
+            training(one)()
+        assert equal(*([p.to_local() for p in one.parameters()] for one in (made, twin)))
 
 
+@pytest.mark.parametrize("make", [_gathered, parallel])
 @on_ranks(2)
-def test_a_step_of_what_travels(rank: int) -> None:
-    rules = [{"match": "*", "recipe": "mxfp8", "until": 1}, {"match": "*", "recipe": OTHER}]
-    for make in (_gathered, _parallel):
-        with _as_on_gpus(), mock.patch.object(meeting, "limit", return_value=60.0):
-            net = make({"rules": rules})
-            step = _training(net)
-            for number in range(3):
-                lpq.set_step(net, number)
-                step()
-            assert net[0].recipe == lpq.recipe(OTHER)
-            if rank == 1:
-                _kept(lambda: lpq.set_step(net, 0))  # noqa: B023
-            found = agreed(step, RuntimeError)
-            assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
+def test_a_step_of_what_travels(rank: int, make: Any) -> None:
+    with _as_on_gpus(), _limit(60.0):
+        made = make(_one_way(OTHER))
+        step = training(made)
+        for number in range(3):
+            lpq.set_step(made, number)
+            step()
+        assert made[0].recipe == lpq.recipe(OTHER)
+        if rank == 1:
+            _kept(lambda: lpq.set_step(made, 0))
+        found = agreed(step, RuntimeError)
+        assert all("at step 2 of" in said and "at step 0 of" in said for said in found), found
 
 
 @on_ranks(2)
 def test_without_an_optimizer(rank: int) -> None:
     """The ranks evaluate on by what they had, and compare when they train."""
-    net = _gathered()
-    step = _training(net)
+    made = _gathered()
+    step = training(made)
     with torch.no_grad():
-        before = net(X)
+        before = made(X)
         if rank == 1:
-            _kept(lambda: setattr(net[0], "recipe", OTHER))
-        assert torch.equal(net(X), before)
-    found = agreed(step, RuntimeError)
-    assert all("which rank 1 was to change to" in said for said in found), found
+            _kept(lambda: setattr(made[0], "recipe", OTHER))
+        assert torch.equal(made(X), before)
+    assert all("which rank 1 was to change to" in said for said in agreed(step, RuntimeError))
 
 
 class _Towers(nn.Module):
@@ -242,19 +214,21 @@ class _Towers(nn.Module):
 
 @on_ranks(2)
 def test_a_layer_that_one_rank_does_not_run(rank: int) -> None:
-    net: Any = _Towers()
-    lpq.convert(net, {"rules": [{"match": "seldom", "recipe": "mxfp8"}]})
-    net = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    made: Any = lpq.convert(_Towers(), {"rules": [{"match": "seldom", "recipe": "mxfp8"}]})
+    made = DistributedDataParallel(made, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.01)
+
+    def step(every: bool) -> None:
+        made(X, every).sum().backward()
+        optimizer.step()
+
     with mock.patch.object(meeting, "SOON", 0.1), mock.patch.object(meeting, "PATIENCE", 0.1):
         for every in (rank == 0, True, rank == 1):
-            net(X, every).sum().backward()
-            optimizer.step()
+            step(every)
         meetings: list[int] = []
         while not meetings or (meetings[-1] and len(meetings) < 10):  # until they have met, which takes one more step
             with mock.patch.object(meeting, "meet", wraps=meeting.meet) as seen:
-                net(X, True).sum().backward()
-                optimizer.step()
+                step(True)
             meetings.append(seen.call_count)
     assert not meetings[-1]
 
@@ -264,11 +238,11 @@ def test_a_process_that_imitates_ranks_looks_for_none(weights: Any) -> None:
     """torch's backend for trials has a store that keeps nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        net = fully_shard(_net(weights=weights))
-        step = _training(net)
+        made = fully_shard(net(weights=weights))
+        step = training(made)
         for recipe in ("mxfp8", OTHER):
-            net[0].recipe = recipe
+            made[0].recipe = recipe
             step()
-            assert net[0].recipe == lpq.recipe(recipe)
+            assert made[0].recipe == lpq.recipe(recipe)
     finally:
         dist.destroy_process_group()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, on_ranks
-from support.comparing import copy_bytes, equal
-from torch import Tensor, nn
+from sharded import bytes_of
+from support.comparing import equal_states
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
@@ -40,15 +41,6 @@ def _stored() -> nn.Sequential:
     return net
 
 
-def _bytes(net: nn.Module) -> list[Tensor]:
-    found = []
-    for parameter in net.parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
-        stored = isinstance(local, QuantizedTensor)
-        found += [copy_bytes(b) for _, s in local.operands for b in s.tensors()] if stored else [copy_bytes(local)]
-    return found
-
-
 def _all_of(net: nn.Module) -> tuple[Any, ...]:
     """Whatever a conversion changes."""
     layers = [m for m in net.modules() if isinstance(m, lpq.nn.Linear)]
@@ -65,10 +57,10 @@ def _trains(net: nn.Module) -> None:
 @pytest.mark.parametrize("policy", ["fp8-current", OTHERS], ids=["the same", "other x and dy"])
 def test_a_recipe_that_quantizes_the_weight_alike_leaves_it_as_it_is(policy: Any, weights: Any) -> None:
     net = _stored()
-    before = _bytes(net)
+    before = bytes_of(net)
     lpq.convert(net, policy, weights=weights)
     assert net[0].recipe == lpq.policy(policy).rules[0].recipe
-    assert equal(before, _bytes(net))
+    assert equal_states(before, bytes_of(net))
     assert [(e.name, e.note) for e in lpq.report(net).weights] == [("0", NOTE), ("2", NOTE)]
     _trains(net)
 
@@ -86,12 +78,12 @@ def test_a_recipe_that_quantizes_the_weight_alike_leaves_it_as_it_is(policy: Any
 )
 def test_another_format_is_refused_and_nothing_changes(policy: Any, wanted: str, weights: Any) -> None:
     net = _stored()
-    before = _all_of(net), _bytes(net)
+    before = _all_of(net), bytes_of(net)
     words = rf"^0: its weight is stored as fp8, which it keeps, and the policy wants it {wanted}\. .*w=fp8; .*{REMEDY}$"
     with pytest.raises(RecipeError, match=words):
         lpq.convert(net, policy, weights=weights)
     assert _all_of(net) == before[0]
-    assert equal(before[1], _bytes(net))
+    assert equal_states(before[1], bytes_of(net))
     _trains(net)
 
 

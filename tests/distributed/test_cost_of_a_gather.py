@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 import lpq
 from lpq.distributed import alike, gathered_operand
 
-SIZE, FEW, MORE, WARM = 256, 1, 3, 3
+SIZE, FEW, MORE, WARM = 256, 1, 2, 3
 """The rows of a weight, the units of two models, and the steps before the one that is counted."""
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, on_one, on_ranks
-from support.comparing import as_bytes
+from sharded import parts
+from support.comparing import equal_states
 from torch import Tensor, nn
 
 import lpq
@@ -30,12 +31,6 @@ def _own(x: Tensor) -> Tensor:
     return x.chunk(RANKS)[dist.get_rank()]
 
 
-def _same(a: lpq.QuantizedTensor, b: lpq.QuantizedTensor) -> bool:
-    pairs = zip(a.operands, b.operands, strict=True)
-    tensors = [pair for (_, m), (_, n) in pairs for pair in zip(m.tensors(), n.tensors(), strict=True)]
-    return all(torch.equal(as_bytes(s), as_bytes(t)) for s, t in tensors)
-
-
 def _written() -> lpq.QuantizedTensor:
     """By an optimizer, to a shard."""
     shard = lpq.quantizer("counted").quantize(torch.ones(ROWS // RANKS, COLS), amax_group=dist.group.WORLD)
@@ -50,15 +45,12 @@ def test_a_shard_that_is_written_to_is_a_part_of_the_whole(rank: int, reduced: b
     whole = lpq.quantizer("counted").quantize(_whole())
     assert whole.row.above == COLS
     assert whole.row.scale == 0.5 / 127 * torch.ones(())
-    reduce = reduce_statistics.reduce_sum
-    if not reduced:
-        reduce_statistics.reduce_sum = lambda values, group: list(values)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if not reduced:
+            patch.setattr(reduce_statistics, "reduce_sum", lambda values, group: list(values))
         shard = _written()
-    finally:
-        reduce_statistics.reduce_sum = reduce
     size = ROWS // RANKS
-    assert _same(shard, whole[rank * size : rank * size + size]) is reduced
+    assert equal_states(parts(shard), parts(whole[rank * size : rank * size + size])) is reduced
 
 
 @on_ranks(RANKS)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import agreed, on_ranks
+from ranks import agreed, mesh_of, on_ranks
 from support.comparing import equal
 from support.modes import Watched
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -39,7 +39,7 @@ def step(module: Any, x: Tensor) -> list[Tensor]:
 def test_ranks_with_inputs_that_are_encoded_otherwise_all_raise(rank: int) -> None:
     """In a first pass and in a later one: all ranks raise, and go on to work."""
     x = torch.randn(64, 64)
-    module = layer("mxfp8", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
+    module = layer("mxfp8", tp.ColwiseParallel(), mesh_of())
     q = module.recipe.x
     right = q.quantize(x)
     others = (
@@ -57,7 +57,7 @@ def test_ranks_with_inputs_that_are_encoded_otherwise_all_raise(rank: int) -> No
 
 @on_ranks(2)
 def test_a_layer_takes_an_input_that_all_ranks_have_whole(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     torch.manual_seed(1)
     x = torch.randn(64, 64)
     for recipe in ("fp8-current", "mxfp8", "nvfp4()"):
@@ -76,7 +76,7 @@ def test_a_layer_takes_an_input_that_all_ranks_have_whole(rank: int) -> None:
 @pytest.mark.starts
 @on_ranks(2)
 def test_a_compiled_layer_takes_it(rank: int) -> None:
-    module = layer("fp8-row", tp.ColwiseParallel(), init_device_mesh("cpu", (2,)))
+    module = layer("fp8-row", tp.ColwiseParallel(), mesh_of())
     torch.manual_seed(1)
     x = torch.randn(64, 64)
     expected = step(module, x)
@@ -86,7 +86,7 @@ def test_a_compiled_layer_takes_it(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_layer_refuses_parts_and_gradients(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     rows, columns = torch.randn(32, 64), torch.randn(64, 32)
     q = lpq.quantizer("mxfp8")
     for style, part, placement in (

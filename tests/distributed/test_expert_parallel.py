@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks, spawn
+from ranks import mesh_of, on_ranks
 from support import small_models
 from support.comparing import equal
 from test_tensor_parallel import held_groups
@@ -28,7 +28,7 @@ from lpq.distributed.expert_rows import Sent
 from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
 
-EXPERTS, WIDTH, INNER, BEHIND = 8, 64, 96, 3
+EXPERTS, WIDTH, INNER, BEHIND = 4, 64, 96, 3
 
 
 class Experts(small_models.Experts):
@@ -92,7 +92,7 @@ def as_one(
     x.requires_grad_()
     expected = alone(x, ends)
     expected.backward(dy)
-    mesh = init_device_mesh(device, (ranks,))
+    mesh = mesh_of(device=device)
     model = parallelize_module(Experts(recipe, device, bias), mesh, ExpertParallel(dispatch=dispatch))
     own, gradient, offs = (_on(device, tensor) for tensor in rows(rank))
     own.requires_grad_()
@@ -124,9 +124,12 @@ ENCODED = [
 """Ranks, a recipe, whether results have a bias, and the bytes in which a row and the gradient of a result travel."""
 
 
-def _sent_encoded(rank: int, ranks: int, recipe: str, bias: bool, of_x: int, of_dy: int) -> None:
+@pytest.mark.parametrize(("ranks", "recipe", "bias", "of_x", "of_dy"), ENCODED)
+@on_ranks()
+def test_rows_that_travel_encoded(rank: int, ranks: int, recipe: str, bias: bool, of_x: int, of_dy: int) -> None:
+    """To the bit what is made of rows that travel as they are, in as many bytes as the operand has."""
     as_one(rank, ranks, recipe, "cpu", bias, "encoded")
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = mesh_of()
     own, gradient, offs = rows(rank)
     own.requires_grad_()
     came = sum(sum(_share(r, rank, ranks)) for r in range(ranks))
@@ -158,16 +161,10 @@ def _share(sender: int, rank: int, ranks: int) -> list[int]:
     return counts(sender)[rank * each : (rank + 1) * each]
 
 
-@pytest.mark.parametrize(("ranks", "recipe", "bias", "of_x", "of_dy"), ENCODED)
-def test_rows_that_travel_encoded(ranks: int, recipe: str, bias: bool, of_x: int, of_dy: int) -> None:
-    """To the bit what is made of rows that travel as they are, in as many bytes as the operand has."""
-    spawn(_sent_encoded, ranks, ranks, recipe, bias, of_x, of_dy)
-
-
 @on_ranks(2)
 def test_few_rows_that_travel_encoded(rank: int) -> None:
     """One row or none for all experts of a rank. A row's codes end at a byte at which no scale can begin."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     for few in ([8, 8, 1, 0], [8, 8, 0, 0]):
         each = few if rank == 0 else [8, 8, 0, 0]
         made = []
@@ -193,29 +190,24 @@ def _on(device: str, tensor: Tensor) -> Tensor:
     ("ranks", "recipe"),
     [(2, "fp8-current"), (2, "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"), (2, None), (4, "mxfp8")],
 )
-def test_ranks_compute_what_one_process_does(ranks: int, recipe: str | None) -> None:
-    spawn(as_one, ranks, ranks, recipe)
+@on_ranks()
+def test_ranks_compute_what_one_process_does(rank: int, ranks: int, recipe: str | None) -> None:
+    as_one(rank, ranks, recipe)
 
 
-def _confused(rank: int) -> None:
+@on_ranks(2)
+def test_rows_that_meet_other_experts_are_noticed(rank: int) -> None:
     """With rows left rank by rank, and not expert by expert."""
-    original = Tensor.argsort
-    Tensor.argsort = lambda self, **how: torch.arange(len(self))  # type: ignore[assignment,method-assign]
-    try:
-        as_one(rank, 2, "fp8-current")
-    finally:
-        Tensor.argsort = original  # type: ignore[method-assign]
-
-
-def test_rows_that_meet_other_experts_are_noticed() -> None:
-    with pytest.raises(Exception, match="AssertionError"):
-        spawn(_confused, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "argsort", lambda self, **how: torch.arange(len(self)))
+        with pytest.raises(AssertionError):
+            as_one(rank, 2, "fp8-current")
 
 
 @on_ranks(4)
 def test_experts_and_fsdp(rank: int) -> None:
     """Experts over two ranks, and FSDP2 over two replicas of them, which see other rows."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of("dp", "ep")
     model: Any = parallelize_module(Experts(MX), mesh["ep"], ExpertParallel(dispatch="encoded"))
     fully_shard(model, mesh=mesh["dp"])
     alone = Experts(MX)
@@ -233,7 +225,7 @@ def test_experts_and_fsdp(rank: int) -> None:
 def test_compiled_it_computes_the_same(rank: int) -> None:
     """Graphs break where the host waits for how many rows go where. One stack on one rank: each takes a compiler
     seconds, and the other rank does the same collectives."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     own, gradient, offs = rows(rank)
     made = []
     for compiled in (False, True):
@@ -249,7 +241,10 @@ def test_compiled_it_computes_the_same(rank: int) -> None:
     assert equal(*made)
 
 
-def _saved(rank: int, folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_loads_on_another_number_of_ranks(rank: int, tmp_path: Path) -> None:
+    """From experts over four ranks to experts over two that FSDP2 shards."""
+
     def of(*shape: int) -> tuple[Any, Any]:
         model: Any = lpq.convert(Experts(None), "mxfp8")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
@@ -262,34 +257,29 @@ def _saved(rank: int, folder: str) -> None:
     own, gradient, offs = rows(rank)
     model(own, offs).backward(gradient)
     optimizer.step()
-    lpq.checkpoint.save(model, folder, optimizer)
+    lpq.checkpoint.save(model, tmp_path / "saved", optimizer)
     other, restored = of(2, 2)
-    lpq.checkpoint.load(other, folder, restored)
+    lpq.checkpoint.load(other, tmp_path / "saved", restored)
     for (name, before), after in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(before.full_tensor(), after.full_tensor()), name
         moments = optimizer.state[before]["exp_avg"], restored.state[after]["exp_avg"]
         assert torch.equal(*(moment.full_tensor() for moment in moments)), name
 
 
-def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """From experts over four ranks to experts over two that FSDP2 shards."""
-    spawn(_saved, 4, str(tmp_path / "saved"))
-
-
 @on_ranks(2)
 def test_ends_that_make_no_sense_on_one_rank_are_refused_on_all(rank: int) -> None:
     """The second rank gives ends that make no sense; both raise, and go on to work."""
-    model = parallelize_module(Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
+    model = parallelize_module(Experts("mxfp8"), mesh_of(), ExpertParallel())
     x, _, right = rows(rank)
     falls, behind = right.clone(), right.clone()
-    falls[3] = falls[2] - 1
+    falls[1] = falls[0] - 1
     behind[-1] = len(x) + 1
     for wrong, error, words in (
         (falls, ValueError, rf"{falls.tolist()}, and there are {len(x)} rows".replace("[", r"\[")),
         (behind, ValueError, f"there are {len(x)} rows"),
         (right.long(), TypeError, "offs is torch.int64 on cpu"),
-        (right[:4], ValueError, r"offs is \[4\], and there are 8 groups"),
-        (counts(rank)[:-1], ValueError, "there are 8 groups: pass for each how many"),
+        (right[:2], ValueError, rf"offs is \[2\], and there are {EXPERTS} groups"),
+        (counts(rank)[:-1], ValueError, f"there are {EXPERTS} groups: pass for each how many"),
     ):
         with pytest.raises(
             error if rank else ValueError,
@@ -304,7 +294,7 @@ def test_ends_that_make_no_sense_on_one_rank_are_refused_on_all(rank: int) -> No
 @on_ranks(2)
 def test_recomputation_leaves_nothing_behind(rank: int) -> None:
     """Recomputation is broken off before results are sent back: what a call notes does not pile up."""
-    model = parallelize_module(Experts(MX, bias=False), init_device_mesh("cpu", (2,)), ExpertParallel())
+    model = parallelize_module(Experts(MX, bias=False), mesh_of(), ExpertParallel())
     x, _, offs = rows(rank)
     alive = []
     for _ in range(3):
@@ -315,9 +305,9 @@ def test_recomputation_leaves_nothing_behind(rank: int) -> None:
 
 @on_ranks(2)
 def test_the_report_says_how_rows_travel(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     for how, recipe, bias, said in (
-        ("high_precision", MX, False, "4 of 8 experts on each of 2 ranks; rows are dispatched in high precision"),
+        ("high_precision", MX, False, "2 of 4 experts on each of 2 ranks; rows are dispatched in high precision"),
         (
             "encoded",
             MX,
@@ -335,12 +325,12 @@ def test_the_report_says_how_rows_travel(rank: int) -> None:
 
 @on_ranks(2)
 def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     odd = nn.ModuleDict({"up": GroupedLinear(3, WIDTH, WIDTH, recipe=None)})
     with pytest.raises(ValueError, match="3 experts of ModuleDict over 2 ranks"):
         parallelize_module(odd, mesh, ExpertParallel())
     with pytest.raises(
-        ValueError, match=r"router\.weight of ModuleDict is \[8, 64\]|norm\.weight of ModuleDict is \[64\]"
+        ValueError, match=r"router\.weight of ModuleDict is \[4, 64\]|norm\.weight of ModuleDict is \[64\]"
     ):
         parallelize_module(
             nn.ModuleDict({"up": GroupedLinear(EXPERTS, WIDTH, WIDTH, recipe=None), "norm": nn.LayerNorm(WIDTH)}),

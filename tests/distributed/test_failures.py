@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from operands import gathered, watched
 from ranks import fully_shard, on_ranks, processes
-from sharded import How, batch, built, optimizer_for, step, whole
+from sharded import SMALL, How, batch, built, optimizer_for, same_weights, step, trained
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
@@ -205,7 +205,7 @@ CHANGES = {
 
 def _run(how: How, steps: int = 6) -> tuple[list[float], nn.Sequential, list[set[str]]]:
     net = built(how)
-    optimizer = how.optimizer(net.parameters())
+    optimizer = optimizer_for(how, net)
     losses, kinds = [], []
     for number in range(steps):
         lpq.set_step(net, number)
@@ -224,25 +224,23 @@ def _note(seen: set[str], name: str, weight: Tensor) -> None:
 @on_ranks(2)
 def test_recipes_change(rank: int) -> None:
     """Between steps; the model trains as with gathers in high precision."""
-    found = {count: _run(How(CHANGES, weights=None, accumulate=count)) for count in (1, 2)}
-    ways: list[dict[str, Any]] = [{}, {"checkpoint": True}, {"accumulate": 2, "reshard": False}]
+    ways: list[dict[str, Any]] = [{"checkpoint": True}, {"accumulate": 2, "reshard": False}]
     for way in ways:
-        ordinary, a, none = found[way.get("accumulate", 1)]
-        losses, b, kinds = _run(How(CHANGES, **way))
+        how = How(CHANGES, width=128, inner=256, **way)
+        ordinary, a, none = _run(replace(how, weights=None, checkpoint=False, reshard=True))
+        losses, b, kinds = _run(how)
         assert ordinary == losses, way
-        for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-            assert torch.equal(whole(p), whole(q)), (way, name)
+        same_weights(a, b, way)
         assert none == [set()] * 6
-        prefix = "{}._checkpoint_wrapped_module.{}" if "checkpoint" in way else "{}.{}"
         if "checkpoint" not in way:
-            first = [[kind for kind in seen if kind.startswith(prefix.format(0, "up"))] for seen in kinds]
+            first = [[kind for kind in seen if kind.startswith("0.up")] for seen in kinds]
             assert first == [[], *[["0.up: fp8"]] * 2, *[["0.up: nvfp4"]] * 3]
 
 
 @on_ranks(2)
 def test_not_while_a_gradient_is_accumulated(rank: int) -> None:
     for number in (1, 3):  # from no recipe to fp8, and from fp8 to nvfp4
-        how = How(CHANGES)
+        how = How(CHANGES, **SMALL)
         net = built(how)
         lpq.set_step(net, number - 1)
         step(net, AdamW(net.parameters()), 0, how)
@@ -256,11 +254,10 @@ def test_not_while_a_gradient_is_accumulated(rank: int) -> None:
 @on_ranks(2)
 def test_a_stored_weight_keeps_its_format(rank: int) -> None:
     changing = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 1}, {"match": "*", "recipe": "mxfp8"}]}
-    with pytest.raises(
-        lpq.recipes.RecipeError, match=r"0\.up: its weight would be stored quantized, and the policy changes"
-    ):
-        built(How(changing, weights="quantized"))
-    how = How("fp8-current", weights="quantized")
+    words = r"0\.up: its weight would be stored quantized, and the policy changes"
+    with pytest.raises(lpq.recipes.RecipeError, match=words):
+        built(How(changing, weights="quantized", **SMALL))
+    how = How("fp8-current", weights="quantized", **SMALL)
     net = built(how)
     step(net, optimizer_for(how, net), 0, how)
     net[0].up.recipe = "mxfp8"
@@ -285,6 +282,9 @@ def test_too_late(rank: int) -> None:
         assert not any(isinstance(module, lpq.nn.Linear) for module in net)  # nothing was done
 
 
+COLUMNS = How("fp8-current", **SMALL)
+
+
 @on_ranks(2)
 def test_along_columns(rank: int) -> None:
     def shard(weights: Any) -> nn.Module:
@@ -295,27 +295,13 @@ def test_along_columns(rank: int) -> None:
     words = "in high precision: it is sharded by S(1), and quantized weights are sharded along dimension 0"
     words = words.replace("S(1)", str(Shard(1)))
     assert [entry.note for entry in lpq.report(net).weights] == [words] * 2
-    losses = [_two_steps(n) for n in (net, ordinary)]
+    losses = [trained(COLUMNS, net=one).losses for one in (net, ordinary)]
     assert losses[0] == losses[1]
-    for p, q in zip(net.parameters(), ordinary.parameters(), strict=True):
-        assert torch.equal(whole(p), whole(q))
+    same_weights(net, ordinary)
     assert [entry.note for entry in lpq.report(net).weights] == [words] * 2
     stored = shard("quantized")
     with pytest.raises(ValueError, match=r"is stored as fp8 and cannot be gathered so: it is sharded by .*dimension 0"):
         stored(torch.randn(32, 64))
-
-
-def _two_steps(net: nn.Module) -> list[float]:
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    losses = []
-    for number in range(2):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @on_ranks(2)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import fully_shard, on_ranks, spawn
+from ranks import fully_shard, of_all, on_ranks
+from sharded import decoded
+from support.comparing import equal
 from support.small_models import Experts
 from test_every_recipe import THIRD_PARTIES, recipe_of, register
 from torch import Tensor, nn
@@ -57,13 +58,8 @@ def _trained(model: nn.Module, masters: bool, steps: int = 2, way: str | None = 
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    local = local_part(parameter.detach())
-    values = local.dequantize() if isinstance(local, lpq.QuantizedTensor) else torch.Tensor(local.clone())
-    if not isinstance(parameter, DTensor):
-        return values
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, values.contiguous())
-    return torch.cat(parts)
+    values = decoded(parameter)
+    return torch.cat(of_all(values)) if isinstance(parameter, DTensor) else values
 
 
 def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> None:
@@ -78,50 +74,47 @@ def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> Non
     assert part.shape == (EXPERTS // 2, 2 * WIDTH, WIDTH)
     if way == "compiled" and rank == 0:  # the other rank does the same collectives
         model.compile(backend="aot_eager")
-    sharded = _trained(model, masters, way=way)
-    for a, b in zip(alone, sharded, strict=True):
-        assert torch.equal(a, b), (recipe, weights)
+    assert equal(alone, _trained(model, masters, way=way)), (recipe, weights)
+
+
+W16 = "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"
 
 
 @pytest.mark.parametrize(
     ("recipe", "weights"),
-    [
-        ("nvfp4", None),
-        ("fp8-current", "high_precision"),
-        ("mxfp8", "quantized"),
-        ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", "high_precision"),
-        ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", "quantized"),
-        ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision"),
-    ],
-)
-def test_two_ranks_compute_what_one_does(recipe: str, weights: str | None) -> None:
-    spawn(_as_one, 2, recipe, weights)
+    [("nvfp4", None), ("fp8-current", "high_precision"), ("mxfp8", "quantized"), (W16, "high_precision"),
+     (W16, "quantized"), ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision")],
+)  # fmt: skip
+@on_ranks(2)
+def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | None) -> None:
+    _as_one(rank, recipe, weights)
 
 
 @pytest.mark.parametrize(
     ("way", "weights"),
-    [("accumulated", "high_precision"), ("accumulated", "quantized"), ("checkpointed", "high_precision"),
-     ("checkpointed", "quantized"), ("compiled", "high_precision"), ("compiled", "quantized")],
+    [("accumulated", "high_precision"), ("checkpointed", "quantized"), ("checkpointed", "high_precision"),
+     ("compiled", "quantized")],
 )  # fmt: skip
-def test_other_ways_of_training(way: str, weights: str | None) -> None:
-    spawn(_as_one, 2, "fp8-block", weights, way)
+@on_ranks(2)
+def test_other_ways_of_training(rank: int, way: str, weights: str | None) -> None:
+    _as_one(rank, "fp8-block", weights, way)
 
 
-def _every(rank: int, recipes: list[str], weights: list[str | None]) -> None:
-    register()
-    for recipe, each in zip(recipes, itertools.cycle(weights)):
-        _as_one(rank, recipe, each)
-
-
-def test_every_recipe_with_a_name() -> None:
+@on_ranks(2)
+def test_every_recipe_with_a_name(rank: int) -> None:
     named = [name for name in sorted(lpq.registry.recipes()) if name != "fp8-delayed"]
     assert len(named) > 8
-    spawn(_every, 2, named, [None, "quantized"])
+    for recipe, weights in zip(named, itertools.cycle((None, "quantized"))):
+        _as_one(rank, recipe, weights)
 
 
-def test_every_format(mxfp4: None) -> None:
+@pytest.mark.usefixtures("mxfp4")
+@on_ranks(2)
+def test_every_format(rank: int) -> None:
     """Formats that no recipe of lpq's names."""
-    spawn(_every, 2, [recipe_of(text) for text in THIRD_PARTIES], ["high_precision"])
+    register()
+    for text in THIRD_PARTIES:
+        _as_one(rank, recipe_of(text), "high_precision")
 
 
 @on_ranks(2)
@@ -140,23 +133,18 @@ def test_experts_that_cannot_be_shared_out_stay_in_high_precision() -> None:
     assert isinstance(model.up.weight, WeightShard)
 
 
-def _saved(rank: int, folder: Path, save: bool, ranks: int) -> None:
-    model = _model("fp8-current", "quantized", 2)
-    if ranks > 1:
-        fully_shard(model)
-    if save:
-        lpq.checkpoint.save(model, folder)
-        return
-    expected = [_whole(p) for p in model.parameters()]
-    with torch.no_grad():
-        for p in model.parameters():
-            local_part(p).zero_()
-    lpq.checkpoint.load(model, folder)
-    for p, wanted in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(_whole(p), wanted)
+@on_ranks(2)
+def test_a_checkpoint_of_two_ranks_loads_on_two_and_on_one(rank: int, tmp_path: Path) -> None:
+    def made(shards: bool) -> nn.Module:
+        model = _model("fp8-current", "quantized", 2)
+        return fully_shard(model) if shards else model  # type: ignore[no-any-return]
 
-
-def test_a_checkpoint_of_two_ranks_loads_on_two_and_on_one(tmp_path: Path) -> None:
-    spawn(_saved, 2, tmp_path / "two", True, 2)
-    spawn(_saved, 2, tmp_path / "two", False, 2)
-    _saved(0, tmp_path / "two", False, 1)
+    lpq.checkpoint.save(made(True), tmp_path / "two")
+    for shards in (True, False):
+        model = made(shards)
+        expected = [_whole(p) for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                local_part(p).zero_()
+        lpq.checkpoint.load(model, tmp_path / "two")
+        assert equal(map(_whole, model.parameters()), expected)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, on_one, on_ranks
+from ranks import fully_shard, mesh_of, on_one, on_ranks
 from support.comparing import equal
 from support.small_models import Gated
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -75,8 +74,17 @@ def own(whole: Tensor, part: Tensor, rank: int) -> Tensor:
     return whole.chunk(RANKS, 0)[rank]
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", HIGH, "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "sequence"),
+    [
+        ("fp8-current", False),
+        ("fp8-delayed", False),
+        ("fp8-delayed", True),
+        (HIGH, True),
+        ("mxfp8", True),
+        ("nvfp4", True),
+    ],
+)
 @on_ranks(RANKS)
 def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(
     rank: int, recipe: str, sequence: bool
@@ -90,7 +98,7 @@ def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(
     plan: dict[str, Any] = {"left": column, "right": column, "down": row}
     if sequence:
         plan["norm"] = SequenceParallel(use_local_output=True)
-    net = parallelize_module(model(recipe), init_device_mesh("cpu", (RANKS,)), plan)
+    net = parallelize_module(model(recipe), mesh_of(), plan)
     x, dy = (t.chunk(RANKS, 1)[rank] if sequence else t for t in data())
     found = seen_in(net, x, dy)
     assert found.keys() == expected.keys()
@@ -111,8 +119,9 @@ def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(
     assert not any(m.passes.observers for m in net.modules() if isinstance(m, lpq.nn.Layer))
 
 
-@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
-@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "weights"), [("fp8-current", None), ("mxfp8", "high_precision"), ("fp8-current", "quantized")]
+)
 @on_ranks(RANKS)
 def test_ranks_of_fsdp2_see_what_one_process_sees(rank: int, recipe: str, weights: Any) -> None:
     net = model(recipe, weights=weights, ranks=None if weights is None else RANKS)
@@ -142,7 +151,7 @@ def test_ranks_with_experts_see_their_own(rank: int) -> None:
     with observing(alone, Take()) as one:
         rows = [torch.cat([half.split(counts)[i] for half in x.chunk(2)]) for i in range(4)]
         alone(torch.cat(rows), [2 * count for count in counts]).sum().backward()
-    parallelize_module(net, init_device_mesh("cpu", (RANKS,)), ExpertParallel())
+    parallelize_module(net, mesh_of(), ExpertParallel())
     with observing(net, Take()) as take:
         net(x.chunk(2)[rank], counts).sum().backward()
     mine = {name: found for name, found in one.found.items() if int(name[-1]) // 2 == rank}

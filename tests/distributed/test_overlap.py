@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,11 +11,9 @@ import pytest
 import torch
 import value_formats
 from overlapping import TOKENS, WIDTH, by_gloo, compare, only_own, swapped, transport
-from ranks import on_ranks, spawn
+from ranks import mesh_of, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -73,17 +70,6 @@ def test_tensors_travel_while_products_are_made(rank: int, style: Any, recipe: s
     assert order.seen == expected.split(), order.seen
 
 
-@on_ranks(2)
-def test_inductor_keeps_that_order_if_it_does_not_seek_another_one_to_save_memory(rank: int) -> None:
-    """In the code that Inductor writes for backward."""
-    net = _layer(COLUMNS, "fp8-current", bias=False)
-    net.compile(fullgraph=True, options={"reorder_for_peak_memory": False, "fx_graph_cache": False})
-    x = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
-    _, codes = run_and_get_code(lambda: net(x).sum().backward())
-    order = re.findall(r"(gemm|reduce_scatter_tensor|wait_tensor)(?:\.default)?\(", codes[-1])
-    assert order[-4:] == ["gemm", "reduce_scatter_tensor", "gemm", "wait_tensor"], order
-
-
 def equals(rank: int, recipe: str, bias: bool = False, overlapped: int = 1, turn: int = 1, device: str = "cpu") -> None:
     """GPUs read each other's memory, CPUs gather by gloo."""
     for formats in (counted_format, value_formats):
@@ -92,24 +78,24 @@ def equals(rank: int, recipe: str, bias: bool = False, overlapped: int = 1, turn
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    ["fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "x=counted(), w=counted(), dy=mxfp8",
-     *(f"x={name}, w={name}, dy=mxfp8" for name in value_formats.NAMES[1:]), "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8",
-     "x=fp8(static=true), w=fp8, dy=fp8"],
+    ("ranks", "recipe", "bias", "overlapped", "turn"),
+    [
+        *((2, recipe, False, 1, 1) for recipe in (
+            "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "x=counted(), w=counted(), dy=mxfp8",
+            *(f"x={name}, w={name}, dy=mxfp8" for name in value_formats.NAMES[1:]),
+            "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8", "x=fp8(static=true), w=fp8, dy=fp8",
+        )),
+        # statistics or random bits of their own
+        (2, "fp8-delayed", False, 2, 1), (2, "x=nvfp4(stochastic=true), w=nvfp4(), dy=nvfp4()", False, 2, 1),
+        # with a bias; parts arrive from the ranks after this one, or from those before it
+        (4, "fp8-current", True, 1, 1), (4, "mxfp8", True, 1, -1),
+    ],
 )  # fmt: skip
-def test_an_input_that_is_multiplied_as_it_arrives(recipe: str) -> None:
-    spawn(equals, 2, recipe)
-
-
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "x=nvfp4(stochastic=true), w=nvfp4(), dy=nvfp4()"])
-def test_an_input_with_statistics_or_random_bits_of_its_own(recipe: str) -> None:
-    spawn(equals, 2, recipe, False, 2)
-
-
-@pytest.mark.parametrize(("recipe", "turn"), [("fp8-current", 1), ("mxfp8", -1), ("nvfp4", 1)])
-def test_four_ranks_and_a_bias(recipe: str, turn: int) -> None:
-    """Parts arrive from the ranks after this one, or from those before it."""
-    spawn(equals, 4, recipe, True, 1, turn)
+@on_ranks()
+def test_an_input_that_is_multiplied_as_it_arrives(
+    rank: int, ranks: int, recipe: str, bias: bool, overlapped: int, turn: int
+) -> None:
+    equals(rank, recipe, bias, overlapped, turn)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +110,7 @@ def test_a_piece_in_a_wrong_place_is_found(rank: int, gather: Any, words: str) -
 def _layer(style: Any, recipe: str = "mxfp8", device: str = "cpu", bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
     net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias, dtype=torch.bfloat16)).to(device), recipe)
-    return parallelize_module(net, init_device_mesh(device, (2,)), {"0": style})
+    return parallelize_module(net, mesh_of(device=device), {"0": style})
 
 
 @on_ranks(2)
@@ -168,17 +154,16 @@ def compiled(rank: int, recipe: str, device: str = "cpu", steps: int = 2, **how:
     assert equal(*found)
 
 
-def test_compiled() -> None:
-    spawn(partial(compiled, backend="aot_eager"), 2, "fp8-current")
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
+    compiled(rank, "fp8-current", steps=1, backend="aot_eager")
 
 
 @on_ranks(2)
 def test_gpus_that_cannot_read_each_others_memory_are_refused(rank: int) -> None:
-    kept, symmetric.why_not = symmetric.why_not, lambda mesh: "no link"
-    try:
+    words = r"layer 0, .* read each other's memory, which these cannot: no link\. Leave it out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "why_not", lambda mesh: "no link")
         for overlap in (False, True):
-            words = r"layer 0, .* read each other's memory, which these cannot: no link\. Leave it out"
             with pytest.raises(RuntimeError, match=words) if overlap else nullcontext():
                 _layer(tp.ColwiseParallel(input_layouts=Shard(0), overlap=overlap))
-    finally:
-        symmetric.why_not = kept

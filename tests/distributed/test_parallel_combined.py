@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from ranks import on_ranks, spawn
+from ranks import mesh_of, on_ranks
 from support.comparing import equal
 from support.small_models import Gated, Siblings
-from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, model, plan, run, whole
+from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, joined, model, plan, run, whole
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,40 +27,48 @@ import lpq
 from lpq.distributed import tensor_parallel as tp
 
 
-def compiled(rank: int, style: Any, recipe: str, steps: int = 1, device: str = "cpu", **how: Any) -> None:
-    """Bit for bit what a layer computes that is not compiled. The compiler records graphs at the second step."""
+def compiled(rank: int, style: Any, recipe: str, steps: int = 1, device: str = "cpu", **how: Any) -> list[str]:
+    """Bit for bit what a layer computes that is not compiled; the code of the first step. The compiler records graphs
+    at the second step."""
     found: list[list[Tensor]] = [[], []]
+    codes: list[str] = []
     for results, is_compiled in zip(found, (False, True), strict=True):
         torch.manual_seed(0)
         net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)).to(device), recipe)
-        parallelize_module(net, init_device_mesh(device, (2,)), {"0": style})
+        parallelize_module(net, mesh_of(device=device), {"0": style})
         if is_compiled:
             net.compile(fullgraph=True, **how)
-        columns = isinstance(style, tp.ColwiseParallel)
-        dims = (1, 2) if columns else (2, 1)
+        dims = (1, 2) if isinstance(style, tp.ColwiseParallel) else (2, 1)
         for step in range(1, steps + 1):
             x, dy = (t.chunk(2, d)[rank].to(device, torch.bfloat16) * step for t, d in zip(data(), dims, strict=True))
-            x = x.contiguous().requires_grad_()
-            y = net(x)
-            y.backward(dy.contiguous())
+            x, dy = x.contiguous().requires_grad_(), dy.contiguous()
+
+            def one(net: Any = net, x: Tensor = x, dy: Tensor = dy) -> Tensor:
+                y: Tensor = net(x)
+                y.backward(dy)
+                return y
+
+            if is_compiled and not codes and device == "cpu":
+                y, codes = run_and_get_code(one)
+            else:
+                y = one()
             assert x.grad is not None
             results += [y.detach().clone(), x.grad.clone(), whole(net[0].weight.grad).clone()]
             net.zero_grad()
     torch.compiler.reset()  # or recorded graphs would keep the group from ending
     assert equal(*found)
+    return codes
 
 
-@pytest.mark.parametrize(
-    ("style", "recipe", "backend"),
-    [
-        # It reduces seeds, and one value alone. How codes are joined takes kernels, each of them Inductor's time.
-        (tp.ColwiseParallel(input_layouts=Shard(1)), "x=fp8(), w=fp8(), dy=nvfp4(stochastic=true)", "inductor"),
-        (tp.RowwiseParallel(output_layouts=Shard(1)), "mxfp8", "aot_eager"),
-    ],
-    ids=["columns", "rows"],
-)
-def test_compiled(style: Any, recipe: str, backend: str) -> None:
-    spawn(partial(compiled, backend=backend), 2, style, recipe)
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
+    """It reduces seeds, and one value alone. How codes are joined takes kernels, each of them Inductor's time. dx is
+    summed while dw is made, if Inductor does not seek another order to save memory."""
+    style, recipe = tp.ColwiseParallel(input_layouts=Shard(1)), "x=fp8(), w=fp8(), dy=nvfp4(stochastic=true)"
+    options = {"reorder_for_peak_memory": False, "fx_graph_cache": False}
+    codes = compiled(rank, style, recipe, options=options)
+    order = re.findall(r"(gemm|reduce_scatter_tensor|wait_tensor)(?:\.default)?\(", codes[-1])
+    assert order[-4:] == ["gemm", "reduce_scatter_tensor", "gemm", "wait_tensor"], order
 
 
 @on_ranks(2)
@@ -75,7 +84,7 @@ def test_a_compiler_gathers_once_what_layers_share(rank: int) -> None:
 
     column = tp.ColwiseParallel(input_layouts=Shard(1))
     net = lpq.convert(Siblings(WIDTH, WIDTH, WIDTH, bias=False), "fp8-current")
-    parallelize_module(net, init_device_mesh("cpu", (2,)), {"q": column, "k": column})
+    parallelize_module(net, mesh_of(), {"q": column, "k": column})
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     net.compile(fullgraph=True, backend=backend)
     net(data()[0].chunk(2, 1)[rank].clone().requires_grad_()).sum().backward()
@@ -85,16 +94,13 @@ def test_a_compiler_gathers_once_what_layers_share(rank: int) -> None:
     assert seen[0]["_c10d_functional::all_reduce"] == 3, seen[0]  # likewise
 
 
-def _checkpointed(rank: int, recipe: str) -> None:
+@on_ranks(2)
+def test_checkpointed(rank: int) -> None:
     def checkpointed(net: Gated) -> None:
         forward = net.forward
         net.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
 
-    agree(run(recipe, True, False, prepare=checkpointed), run(recipe, True, False))
-
-
-def test_checkpointed() -> None:
-    spawn(_checkpointed, 2, "fp8-delayed")
+    agree(run("fp8-delayed", True, False, prepare=checkpointed), run("fp8-delayed", True, False))
 
 
 @on_ranks(2)
@@ -112,10 +118,13 @@ def test_compiled_in_a_checkpoint_with_random_bits(rank: int) -> None:
 def test_torch_cannot_compile_a_checkpoint_that_draws_random_numbers(rank: int) -> None:
     """Where this works the guide can leave out a remedy."""
     net = nn.Sequential(nn.Dropout(), nn.Linear(WIDTH, WIDTH))
-    parallelize_module(net, init_device_mesh("cpu", (2,)), {"1": torch_styles.ColwiseParallel()})
+    parallelize_module(net, mesh_of(), {"1": torch_styles.ColwiseParallel()})
     compiled = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), backend="aot_eager")
     with pytest.raises(AssertionError, match="expected all tensors_saved_with_vc_check to be Tensors"):
         compiled(torch.ones(4, WIDTH, requires_grad=True))
+
+
+# ---------------------------------------------------------------------------------- FSDP2
 
 
 def _trained(
@@ -150,21 +159,24 @@ def with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu
 
 def gathered_with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu") -> None:
     """The same by weights that are gathered quantized, to the bit."""
-    losses, trained = _trained(recipe, shape, device, "high_precision")
-    expected, weights = _trained(recipe, shape, device)
+    (losses, trained), (expected, weights) = (_trained(recipe, shape, device, w) for w in ("high_precision", None))
     assert losses == expected
-    for name, weight in weights.items():
-        assert torch.equal(trained[name], weight), name
+    assert equal(trained.values(), weights.values())
 
 
 @pytest.mark.parametrize("weights", [None, "high_precision"])
-def test_with_fsdp2(weights: Any) -> None:
-    spawn(with_fsdp, 4, "fp8-current", (2, 2), "cpu", weights)
+@on_ranks(4)
+def test_with_fsdp2(rank: int, weights: Any) -> None:
+    with_fsdp(rank, "fp8-current", (2, 2), "cpu", weights)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
-def test_gathered_with_fsdp2(shape: tuple[int, int]) -> None:
-    spawn(gathered_with_fsdp, 2, "fp8-current", shape)
+@on_ranks(2)
+def test_gathered_with_fsdp2(rank: int, shape: tuple[int, int]) -> None:
+    gathered_with_fsdp(rank, "fp8-current", shape)
+
+
+# ---------------------------------------------------------------------------------- other styles, files
 
 
 class Attention(nn.Module):
@@ -186,21 +198,19 @@ class Attention(nn.Module):
 @on_ranks(2)
 def test_an_input_that_is_prepared_for_several_layers(rank: int, local: bool) -> None:
     """The parent of q, k and v is told how its input lies."""
-    x, dy = data()
     found = []
     for parallel in (False, True):
         torch.manual_seed(0)
-        net = nn.Sequential(Attention())
-        lpq.convert(net, "mxfp8")
-        mine, grad = x, dy
+        net = lpq.convert(nn.Sequential(Attention()), "mxfp8")
+        mine, grad = data()
         if parallel:
-            mine, grad = (t.chunk(2, 1)[rank].contiguous() for t in (x, dy))
+            mine, grad = (t.chunk(2, 1)[rank].contiguous() for t in (mine, grad))
             styles = {
                 "0": tp.PrepareInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
                 **{f"0.{name}": tp.ColwiseParallel() for name in "qkv"},
                 "0.o": tp.RowwiseParallel(output_layouts=Shard(1), use_local_output=local),
             }
-            parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+            parallelize_module(net, mesh_of(), styles)
         mine = mine.clone().requires_grad_()
         y = net(mine)
         assert isinstance(y, DTensor) is (parallel and not local)
@@ -208,23 +218,21 @@ def test_an_input_that_is_prepared_for_several_layers(rank: int, local: bool) ->
         y.backward(grad)
         assert mine.grad is not None
         made = {"y": y.detach(), "dx": mine.grad}
-        if parallel:
-            mesh = init_device_mesh("cpu", (2,))
-            made = {name: DTensor.from_local(t, mesh, [Shard(1)]).full_tensor() for name, t in made.items()}
+        made = {name: joined(t) for name, t in made.items()} if parallel else made
         found.append(made | {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None})
     agree(found[1], found[0])
 
 
-def _loaded_elsewhere(rank: int, folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_loads_on_another_layout(rank: int, tmp_path: Path) -> None:
     """A file of FSDP2 and two ranks goes on on four ranks, on others of both, and in one process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of("dp", "tp")
 
     def made(layout: str, seed: int) -> tuple[Gated, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        net = Gated(WIDTH, INNER)
-        lpq.convert(net, "fp8-delayed")
+        net = lpq.convert(Gated(WIDTH, INNER), "fp8-delayed")
         if layout != "alone":
-            parallelize_module(net, init_device_mesh("cpu", (4,)) if layout == "four" else mesh["tp"], plan(False))
+            parallelize_module(net, mesh_of() if layout == "four" else mesh["tp"], plan(False))
         if layout == "both":
             fully_shard(net, mesh=mesh["dp"])
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
@@ -233,17 +241,13 @@ def _loaded_elsewhere(rank: int, folder: str) -> None:
     x, dy = data()
     net(x).backward(dy)
     optimizer.step()
-    lpq.checkpoint.save(net, folder, optimizer)
+    lpq.checkpoint.save(net, tmp_path / "saved", optimizer)
     expected, kept = net(x).detach(), {name: whole(memory) for name, memory in net.named_buffers()}
     assert any(memory.any() for memory in kept.values())
     for layout in ("alone", "four", "both"):
         other, optimizer = made(layout, 1)
-        lpq.checkpoint.load(other, folder, optimizer)
+        lpq.checkpoint.load(other, tmp_path / "saved", optimizer)
         for name, memory in other.named_buffers():
             assert torch.equal(whole(memory), kept[name]), (layout, name)
         y = other(x).detach()
         assert (y - expected).norm() < 1e-5 * expected.norm(), layout
-
-
-def test_a_checkpoint_loads_on_another_layout(tmp_path: Path) -> None:
-    spawn(_loaded_elsewhere, 4, str(tmp_path))

@@ -13,10 +13,9 @@ import torch.distributed as dist
 import value_formats
 import whole_formats
 from products import multiplied
-from ranks import on_ranks, spawn
-from support.comparing import as_bytes
+from ranks import mesh_of, on_ranks
+from support.comparing import equal_bytes
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -105,7 +104,7 @@ def different(text: str, mode: str) -> set[str]:
     """Which of x, w and dy this rank does not multiply as one process does."""
     ranks = dist.get_world_size()
     layer, whole = _layer(text), _layer(text)
-    parallelize_module(layer, init_device_mesh(_device(), (ranks,)), _style(mode))
+    parallelize_module(layer, mesh_of(device=_device()), _style(mode))
     _step(layer, mode, 0)
     _step(whole, None, 0)
     states, recipe = whole.states(), whole.recipe
@@ -123,9 +122,8 @@ def different(text: str, mode: str) -> set[str]:
     names, found = ("x", "w", "dy", "w", "dy", "x"), [operand for pair in products for operand in pair[:2]]
     wrong = set()
     for name, operand, (whole_operand, dim) in zip(names, found, wanted, strict=True):
-        for a, b in zip(operand.tensors(), _part(whole_operand, dim), strict=True):
-            if a.shape != b.shape or not torch.equal(as_bytes(a), as_bytes(b)):
-                wrong.add(name)
+        if not equal_bytes(operand.tensors(), _part(whole_operand, dim)):
+            wrong.add(name)
     _step(whole, None, 1)
     for name, memory in whole.memories().items():
         assert torch.equal(getattr(layer, name).to_local(), memory), name
@@ -134,11 +132,9 @@ def different(text: str, mode: str) -> set[str]:
 
 def same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
     _register()
-    draw, linear.draw_seeds = linear.draw_seeds, lambda *_: SEEDS.to(_device()) + rank
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "draw_seeds", lambda *_: SEEDS.to(_device()) + rank)
         assert {mode: different(text, mode) for mode in modes} == {mode: set() for mode in modes}
-    finally:
-        linear.draw_seeds = draw
 
 
 def _register() -> None:
@@ -147,24 +143,23 @@ def _register() -> None:
 
 
 @pytest.mark.parametrize("text", KINDS)
-def test_operands_of_a_sequence(text: str) -> None:
-    spawn(same_operands, 2, text, MODES[1::2])
+@on_ranks(2)
+def test_operands_of_a_sequence(rank: int, text: str) -> None:
+    same_operands(rank, text, MODES[1::2])
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "nvfp4(rht=true, stochastic=true)"])
-def test_without_a_sequence(text: str) -> None:
-    spawn(same_operands, 2, text, MODES[::2])
+@on_ranks(2)
+def test_without_a_sequence(rank: int, text: str) -> None:
+    same_operands(rank, text, MODES[::2])
 
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_without_the_reduction_each_rank_has_another_scale(rank: int, mode: str) -> None:
-    reduce, reduce_statistics.reduce_max = reduce_statistics.reduce_max, lambda values, group: list(values)
-    try:
-        found = different("fp8", mode)
-    finally:
-        reduce_statistics.reduce_max = reduce
-    assert found == OTHER[mode][rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce_statistics, "reduce_max", lambda values, group: list(values))
+        assert different("fp8", mode) == OTHER[mode][rank]
 
 
 @on_ranks(2)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, spawn
+from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -30,7 +29,7 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def _pipeline(rank: int, zero_bubble: bool, frozen: bool) -> None:
+def pipeline(rank: int, zero_bubble: bool, frozen: bool) -> None:
     """``frozen`` layers are given the shapes; for others torch finds them by passes over memory that no data fills."""
     ranks, own = dist.get_world_size(), 2 if zero_bubble else 1
     numbers = [rank + i * ranks for i in range(own)]
@@ -63,20 +62,26 @@ def filled(memory: Tensor) -> Tensor:
 
 
 OLD = "zero-bubble schedules of torch 2.11 fail with any autograd function that is written in Python"
+AS_OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason=OLD)
 
 
-@pytest.mark.parametrize(("zero_bubble", "frozen"), [(False, False), (False, True), (True, False)])
-def test_each_micro_batch_is_one_step(zero_bubble: bool, frozen: bool) -> None:
-    if zero_bubble and torch.__version__ < (2, 12):
-        pytest.skip(OLD)
-    spawn(_pipeline, 2, zero_bubble, frozen)
+@pytest.mark.parametrize(
+    ("zero_bubble", "frozen"),
+    [
+        (False, False),
+        (False, True),
+        pytest.param(True, False, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason=OLD)),
+    ],
+)
+@on_ranks(2)
+def test_each_micro_batch_is_one_step(rank: int, zero_bubble: bool, frozen: bool) -> None:
+    pipeline(rank, zero_bubble, frozen)
 
 
 @on_ranks(2)
 def test_a_backward_in_parts_under_tensor_parallelism(rank: int) -> None:
     """The gradients of the input first, and of the weights later, under tensor parallelism."""
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
+    ranks, mesh = dist.get_world_size(), mesh_of()
     found: list[list[Tensor]] = []
     for together in (True, False):
         net = lpq.convert(part(0), "fp8-delayed")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from sharded import How, batch, built, model
+from sharded import SMALL, How, batch, built, model
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -19,7 +19,8 @@ from lpq.distributed import trained
 from lpq.distributed.model_gathers import Gathering
 from lpq.optim import MasterWeights
 
-HOW = How("mxfp8", width=64, inner=128)
+HOW = How("mxfp8", ranks=2, **SMALL)
+Wrap = Callable[[Any], Any]
 
 
 def _backward(net: nn.Module) -> None:
@@ -32,15 +33,15 @@ def _split(net: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return weights, [p for p in net.parameters() if not any(p is w for w in weights)]
 
 
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _refused(optimizer: Optimizer, words: str) -> None:
-    before = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in _params(optimizer)]
     with pytest.raises(RuntimeError, match=words):
         optimizer.step()
     assert all(a is p.grad for a, p in zip(before, _params(optimizer), strict=True))
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _exchange(optimizer: Optimizer, *indices: int) -> None:
@@ -50,7 +51,7 @@ def _exchange(optimizer: Optimizer, *indices: int) -> None:
         params[index] = params[2]
 
 
-def _one_that_stands_in_it_several_times(net: nn.Module, wrap: Callable[[Optimizer], Optimizer]) -> None:
+def _one_that_stands_in_it_several_times(net: nn.Module, wrap: Wrap) -> None:
     optimizer = wrap(AdamW(net.parameters()))
     _backward(net)
     _exchange(optimizer, 3, 7)
@@ -61,7 +62,7 @@ def _one_that_stands_in_it_several_times(net: nn.Module, wrap: Callable[[Optimiz
     )
 
 
-def _one_that_stands_in_none(net: nn.Module, wrap: Callable[[Optimizer], Optimizer]) -> None:
+def _one_that_stands_in_none(net: nn.Module, wrap: Wrap) -> None:
     """It is named once, after so many steps that an optimizer of it would have made one."""
     weights, rest = _split(net)
     optimizer = wrap(AdamW([*rest, *weights[:1]]))
@@ -103,8 +104,7 @@ def _one_for_what_is_no_weight(net: nn.Module) -> Iterator[Optimizer]:
 
 def _several_models(net: nn.Module) -> Iterator[Optimizer]:
     """Of which another one has a weight twice that is not lpq's, with which torch goes on."""
-    other, plain = model(64, 128), nn.Linear(4, 4)
-    lpq.convert(other, "mxfp8", weights="high_precision")
+    other, plain = lpq.convert(model(64, 128), "mxfp8", weights="high_precision"), nn.Linear(4, 4)
     _backward(other)
     plain(torch.ones(2, 4)).sum().backward()
     yield AdamW([*net.parameters(), *plain.parameters(), *other.parameters()])
@@ -114,10 +114,8 @@ def _several_models(net: nn.Module) -> Iterator[Optimizer]:
 
 def _one_for_each_weight(net: nn.Module) -> Iterator[Optimizer]:
     """Which steps as soon as its gradient is there, as in fused backward."""
-    optimizers = [AdamW([p]) for p in net.parameters()]
-    gradients = [p.grad for p in net.parameters()]
-    for p in net.parameters():
-        p.grad = None
+    optimizers, gradients = [AdamW([p]) for p in net.parameters()], [p.grad for p in net.parameters()]
+    net.zero_grad()
     for one, gradient in zip(reversed(optimizers), reversed(gradients), strict=True):
         _params(one)[0].grad = gradient
         yield one
@@ -150,46 +148,41 @@ def _one_that_steps_later(net: nn.Module) -> None:
     often, seldom = AdamW([*rest, *weights[:2]]), SGD(weights[2:], lr=0.1)
     for number in range(trained.PATIENCE + 1):
         _backward(net)
-        often.step()
-        often.zero_grad()
-        if number % 8 == 7:
-            seldom.step()
-            seldom.zero_grad()
+        for optimizer in (often, seldom) if number % 8 == 7 else (often,):
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def _exchanged_under_masters(make: Callable[[], nn.Module]) -> None:
+def _exchanged_under_masters(net: nn.Module, other: nn.Module) -> None:
     """Its masters are those of weights that are not the model's any more."""
-    net, other = make(), make()
     optimizer = MasterWeights(AdamW(net.parameters()))
     optimizer.param_groups[0]["params"][:] = other.parameters()
     _backward(other)
     _refused(optimizer, r"^a \[64\] parameter took the place of another one after MasterWeights was made.*afterwards")
 
 
-def _all(make: Callable[[str], nn.Module], legitimate: tuple[str, ...]) -> None:
-    for weights in ("high_precision", "quantized"):
-        wraps: list[Any] = [lambda optimizer: optimizer, *([MasterWeights] if weights == "quantized" else [])]
-        for wrap in wraps:
-            _one_that_stands_in_it_several_times(make(weights), wrap)
-            if weights == "high_precision" or wrap is MasterWeights:
-                _one_that_stands_in_none(make(weights), wrap)
-        if weights in legitimate:
-            _what_is_legitimate(lambda weights=weights: make(weights))  # type: ignore[misc]
-            _one_that_steps_later(make(weights))
-    _exchanged_under_masters(lambda: make("quantized"))
+def _all(make: Callable[[str], nn.Module]) -> None:
+    plain: Wrap = lambda optimizer: optimizer  # noqa: E731
+    for weights, wrap in (("high_precision", plain), ("quantized", plain), ("quantized", MasterWeights)):
+        _one_that_stands_in_it_several_times(make(weights), wrap)
+        if weights == "high_precision" or wrap is MasterWeights:
+            _one_that_stands_in_none(make(weights), wrap)
+    _what_is_legitimate(lambda: make("high_precision"))
+    _one_that_steps_later(make("high_precision"))
+    _exchanged_under_masters(make("quantized"), make("quantized"))
 
 
-def _unsharded(weights: str) -> nn.Module:
-    return lpq.convert(model(64, 128), "mxfp8", weights=weights)  # type: ignore[arg-type]
+def _unsharded(weights: Any) -> Any:
+    return lpq.convert(model(64, 128), "mxfp8", weights=weights)
 
 
 def test_in_one_process() -> None:
-    _all(_unsharded, ("high_precision",))
+    _all(_unsharded)
 
 
 @on_ranks(2)
 def test_two_ranks(rank: int) -> None:
-    _all(lambda weights: built(How("mxfp8", weights=weights, width=64, inner=128, ranks=2)), ("high_precision",))
+    _all(lambda weights: built(How("mxfp8", weights, ranks=2, **SMALL)))
 
 
 def test_twice_under_masters() -> None:
@@ -242,12 +235,10 @@ def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         return concerns(self, params)
 
     monkeypatch.setattr(Gathering, "concerns", counted)
-    layer = nn.Linear(4, 4)
-    optimizer = SGD(layer.parameters(), lr=0.1)
+    optimizer = SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()
-    mine = [net[0].up.model.fsdp for net in nets]
-    assert [sum(one is own for one in asked) for own in mine] == [1] * len(nets)
+    assert [sum(one is net[0].up.model.fsdp for one in asked) for net in nets] == [1] * len(nets)
     later = _unsharded("high_precision")
     optimizer.step()  # which asks the new one alone
     optimizer.add_param_group({"params": [*later.parameters()]})
@@ -263,10 +254,7 @@ def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_model_moves_after_a_step_without_some_of_its_weights() -> None:
     """To exchange a tensor, torch wants no weak reference to it."""
     net = _unsharded("high_precision")
-    weights, rest = _split(net)
-    optimizer = SGD([*rest, *weights[:1]], lr=0.1)
-    for weight in weights[1:]:
-        weight.requires_grad_(False)
+    (optimizer,) = _frozen_weights(net)
     _backward(net)
     optimizer.step()
     net.to(torch.bfloat16)

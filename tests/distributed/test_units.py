@@ -13,15 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, on_ranks
+from sharded import decoded
 from support.comparing import equal
 from support.modes import Watched
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lpq
-from lpq.core import QuantizedTensor
 from lpq.distributed.gather_unit import Unit
 from lpq.nn import GroupedLinear
 from lpq.optim import MasterWeights
@@ -34,8 +33,7 @@ GATHERED = {
     "plain": "x=mxfp8(), w=identity(dtype=bfloat16), dy=mxfp8()",
 }  # fmt: skip
 """The recipe of each layer whose weight is gathered from high precision, in the order in which FSDP2 asks them."""
-FEW = ["tensor", "rows", "delayed", "sixteen"]
-STORED = "fp8-current"
+FEW: dict[str, Any] = {"names": ["tensor", "rows", "delayed", "sixteen"], "stored": False}
 
 
 class Mixed(nn.Module):
@@ -55,30 +53,26 @@ class Mixed(nn.Module):
             x = x + (checkpoint(layer, x, use_reentrant=False) if name == self.again else layer(x))
         for layer in self.stored:
             x = x + layer(x)
-        offs = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
-        y: Tensor = self.experts(x, offs)
+        y: Tensor = self.experts(x, torch.tensor(COUNTS).cumsum(0, dtype=torch.int32))
         return y
 
 
-def built(together: bool, weights: str | None = "high_precision", compiled: bool = False, **options: Any) -> Mixed:
+def built(together: bool, weights: Any = "high_precision", compiled: bool = False, **options: Any) -> Any:
     """A model of these, converted and sharded, with the same values each time."""
     torch.manual_seed(0)
-    how = {key: options.pop(key) for key in ("names", "stored", "again") if key in options}
-    net = Mixed(**how)
-    rules = [{"match": name, "recipe": GATHERED[name]} for name in net.layers]
-    lpq.convert(net.layers, {"rules": rules}, weights=weights)  # type: ignore[arg-type]
+    net = Mixed(**{key: options.pop(key) for key in ("names", "stored", "again") if key in options})
+    lpq.convert(net.layers, {"rules": [{"match": n, "recipe": GATHERED[n]} for n in net.layers]}, weights=weights)
     if "none" in net.layers:
         net.layers["none"].recipe = None
-    lpq.convert(net.experts, "mxfp8", weights=weights)  # type: ignore[arg-type]
+    lpq.convert(net.experts, "mxfp8", weights=weights)
     if net.stored:
-        lpq.convert(net.stored, STORED, weights="quantized", ranks=2)
+        lpq.convert(net.stored, "fp8-current", weights="quantized", ranks=2)
     layers = [*net.layers.values(), *net.stored]
     for layer in layers if compiled and dist.get_rank() == 0 else ():  # the other rank does the same collectives
         layer.compile(backend="aot_eager")
     for layer in [] if together else [*layers, net.experts]:
         fully_shard(layer, **options)
-    fully_shard(net, **{"reshard_after_forward": True, **options})
-    return net
+    return fully_shard(net, **{"reshard_after_forward": True, **options})
 
 
 def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,10 +80,10 @@ def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype).requires_grad_()
 
 
-Between = Callable[[Mixed], None]
+Between = Callable[[Any], None]
 
 
-def trained(net: Mixed, between: Between | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def trained(net: Any, between: Between | None = None, dtype: torch.dtype = torch.float32) -> list[Any]:
     """All that three steps compute; ``between``: done after each step."""
     plain = torch.optim.SGD(net.parameters(), lr=0.5)
     optimizer: Any = MasterWeights(plain, keep=False) if net.stored else plain
@@ -99,44 +93,41 @@ def trained(net: Mixed, between: Between | None = None, dtype: torch.dtype = tor
         x = batch(number, dtype)
         y = net(x)
         y.float().square().mean().backward()
-        found += [y.detach(), x.grad, *(_local(p.grad) for p in net.parameters() if p.grad is not None)]
+        found += [y.detach(), x.grad, *_gradients(net)]
         optimizer.step()
         optimizer.zero_grad()
-        found += [_local(p.detach()) for p in net.parameters()]
+        found += map(decoded, net.parameters())
         if between is not None:
             between(net)
     return found
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return (local.dequantize() if isinstance(local, QuantizedTensor) else local).clone()
+def _gradients(net: Any) -> list[Tensor]:
+    return [decoded(p.grad) for p in net.parameters() if p.grad is not None]
 
 
 # ---------------------------------------------------------------------------------- kinds of weights
 
-KINDS: dict[str, dict[str, Any]] = {
-    "resharded": {"mp_policy": BF16},
-    "kept gathered": {"mp_policy": BF16, "reshard_after_forward": False},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "compiled": {"compiled": True, "names": FEW},
+KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "resharded": ({"mp_policy": BF16}, ["EncodedLoad 9", "Ordinary 1"]),
+    "kept gathered": (
+        {"mp_policy": BF16, "reshard_after_forward": False},
+        ["EncodedLoad 6", "High 1", "Ordinary 1", "High 1", "High 1"],
+    ),
+    "offloaded": (
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        ["EncodedLoad 1"] * 3 + ["Ordinary 1"] + ["EncodedLoad 1"] * 6,
+    ),
+    "compiled": ({"compiled": True, "names": ["tensor", "delayed"]}, ["EncodedLoad 4"]),
 }
-
-
-LOADS = {
-    "resharded": ["EncodedLoad 9", "Ordinary 1"],
-    "kept gathered": ["EncodedLoad 6", "High 1", "Ordinary 1", "High 1", "High 1"],
-    "offloaded": ["EncodedLoad 1"] * 3 + ["Ordinary 1"] + ["EncodedLoad 1"] * 6,
-    "compiled": ["EncodedLoad 6"],
-}
-"""The loads of each plan. The weight without a recipe travels as it is, and those whose operands together have more
-bytes than it has in bf16 in high precision; where shards are offloaded, FSDP2 moves each of them by itself."""
+"""Options, and the loads of each plan. The weight without a recipe travels as it is, and those whose operands together
+have more bytes than it has in bf16 in high precision; where shards are offloaded, FSDP2 moves each by itself."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_weights_of_all_kinds_are_as_each_alone(rank: int, kind: str) -> None:
-    options = KINDS[kind]
+    options, loads = KINDS[kind]
     dtype = torch.bfloat16 if "mp_policy" in options else torch.float32
     found = trained(one := built(True, **options), dtype=dtype)
     alone = {name: option for name, option in options.items() if name != "compiled"}
@@ -144,23 +135,21 @@ def test_weights_of_all_kinds_are_as_each_alone(rank: int, kind: str) -> None:
     assert not any(t.isnan().any() for t in found)
     unit: Any = one.layers["tensor"].gather.unit
     plans = [[f"{type(load).__name__} {len(load.gathers)}" for load in p.loads.values()] for p in unit._plans.values()]
-    assert plans == [LOADS[kind]] * (1 if kind == "kept gathered" else 2)
+    assert plans == [loads] * (1 if kind == "kept gathered" else 2)
 
 
 # ---------------------------------------------------------------------------------- what happens between
 
 
-def _nan(net: Mixed) -> None:
+def _nan(net: Any) -> None:
     """In the last rows of all."""
     with torch.no_grad():
-        net.layers["tensor"].weight.to_local()[-1] = torch.nan if dist.get_rank() == 1 else 0.5  # type: ignore[operator]
+        net.layers["tensor"].weight.to_local()[-1] = torch.nan if dist.get_rank() == 1 else 0.5
 
 
 @on_ranks(2)
 def test_nan_on_one_rank(rank: int) -> None:
-    found, ordinary = (
-        trained(built(True, weights, names=FEW, stored=False), _nan) for weights in ("high_precision", None)
-    )
+    found, ordinary = (trained(built(True, weights, **FEW), _nan) for weights in ("high_precision", None))
     assert equal(found, ordinary, nan=True)
     assert any(t.isnan().all() for t in found), "it reaches the scale of all rows"
 
@@ -168,34 +157,31 @@ def test_nan_on_one_rank(rank: int) -> None:
 @on_ranks(2)
 def test_gathered_before_the_step(rank: int) -> None:
     """By hand, while the optimizer writes to the shards."""
-    found = []
-    for weights in ("high_precision", None):
-        net = built(True, weights, names=FEW, stored=False)
+    found: dict[Any, list[Tensor]] = {"high_precision": [], None: []}
+    for weights, seen in found.items():
+        net = built(True, weights, **FEW)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         for number in range(3):
             y = net(batch(number))
             y.square().sum().backward()
-            net.unshard()  # type: ignore[attr-defined]
+            net.unshard()
             optimizer.step()
-            net.reshard()  # type: ignore[attr-defined]
+            net.reshard()
             optimizer.zero_grad()
-            found.append([y.detach(), *(_local(p.detach()) for p in net.parameters())])
-    assert all(equal(a, b, nan=True) for a, b in zip(found[:3], found[3:], strict=True))
+            seen += [y.detach(), *map(decoded, net.parameters())]
+    assert equal(*found.values(), nan=True)
 
 
 @on_ranks(2)
 def test_watched(rank: int) -> None:
     """A dispatch mode around backward, in which lpq runs as operators."""
     found = []
-    for watched in (True, False):
-        net, x = built(True, names=FEW, stored=False), batch(0)
-        y = net(x)
-        if watched:
-            with Watched():
-                y.square().sum().backward()
-        else:
-            y.square().sum().backward()
-        found.append([x.grad, *(_local(p.grad) for p in net.parameters())])
+    for mode in (Watched(), torch.enable_grad()):
+        net, x = built(True, **FEW), batch(0)
+        loss = net(x).square().sum()
+        with mode:
+            loss.backward()
+        found.append([x.grad, *_gradients(net)])
     assert equal(*found, nan=True)
 
 
@@ -205,21 +191,16 @@ def test_one_runs_again(rank: int) -> None:
     there: dict[str, bool] = {}
     found = []
     for weights in ("high_precision", None):
-        net = built(True, weights, names=FEW, stored=False, again="rows", mp_policy=BF16)
-        if weights is not None:
-            for name in ("tensor", "rows", "sixteen"):
+        net = built(True, weights, again="rows", mp_policy=BF16, **FEW)
+        for name in ("tensor", "rows", "sixteen") if weights else ():
 
-                def see(layer: Any, *_: Any, name: str = name) -> None:
-                    there[name] = all(t.untyped_storage().size() for t in layer.weight.row.tensors())
+            def see(layer: Any, *_: Any, name: str = name) -> None:
+                there[name] = all(t.untyped_storage().size() for t in layer.weight.row.tensors())
 
-                net.layers[name].register_full_backward_hook(see)
+            net.layers[name].register_full_backward_hook(see)
         found.append(trained(net, dtype=torch.bfloat16))
     assert equal(*found, nan=True)
     assert there == {"tensor": False, "rows": True, "sixteen": False}
-
-
-class Mishap(Exception):
-    """An error in the middle of a gather."""
 
 
 @on_ranks(2)
@@ -228,19 +209,19 @@ def test_a_caught_error(rank: int) -> None:
 
     def begin(self: Unit, *args: Any) -> Any:
         usual(self, *args)
-        raise Mishap
+        raise ZeroDivisionError
 
     found, usual = [], Unit.begin_all
     for fails in (True, False):
-        net = built(True, names=FEW, stored=False)
+        net = built(True, **FEW)
         net(batch(0)).square().sum().backward()
         with pytest.MonkeyPatch.context() as patch:
             if fails:
                 patch.setattr(Unit, "begin_all", begin)
-                with pytest.raises(Mishap):
+                with pytest.raises(ZeroDivisionError):
                     net(batch(1))
                 for module in net.modules():
-                    assert not hasattr(module, "unshard") or module.reshard() is None  # type: ignore[operator]
+                    assert not hasattr(module, "unshard") or module.reshard() is None
         with torch.no_grad():
             for p in net.parameters():
                 p.mul_(2.0)
@@ -254,13 +235,12 @@ def test_ordinary_in_the_first_place(rank: int) -> None:
     found = []
     for together in (True, False):
         torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        net: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
         lpq.convert(net, "fp8-current", weights="high_precision")
         net[0].weight = nn.Parameter(torch.eye(WIDTH))
         for layer in () if together else net:
             fully_shard(layer)
-        fully_shard(net)
-        y = net(batch(0))
+        y = fully_shard(net)(batch(0))
         y.square().sum().backward()
-        found.append([y.detach(), *(_local(p.grad) for p in net.parameters())])
+        found.append([y.detach(), *_gradients(net)])
     assert equal(*found, nan=True)

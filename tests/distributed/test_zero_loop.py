@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from casting import buffers
 from ranks import on_ranks
-from support.comparing import as_bytes
+from sharded import bytes_of
+from support.comparing import equal_states
 from torch import Tensor, nn
 
 import lpq
@@ -26,14 +26,14 @@ def _source() -> str:
     return found[1]
 
 
-def _of_one_process() -> list[list[Tensor]]:
+def _of_one_process() -> list[dict[str, Tensor]]:
     """The bytes of the weights before the loop, and after each step of a loop that knows of no other rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64, bias=False))
     masters = [w.detach().clone() for w in model.parameters()]
     lpq.convert(model, "mxfp8", weights="quantized")
     weights = [w for w in model.parameters() if isinstance(w, QuantizedTensor)]
-    found = [_bytes(weights)]
+    found = [bytes_of(weights)]
     for _ in range(3):
         x = torch.randn(32, 64)
         (model(x) - x).square().mean().backward()
@@ -42,16 +42,8 @@ def _of_one_process() -> list[list[Tensor]]:
             master -= 0.1 * weight.grad.float()
             weight.data.copy_(master)
         model.zero_grad()
-        found.append(_bytes(weights))
+        found.append(bytes_of(weights))
     return found
-
-
-def _bytes(weights: list[QuantizedTensor]) -> list[Tensor]:
-    return [as_bytes(buffer).clone() for weight in weights for buffer in buffers(weight)]
-
-
-def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 @on_ranks(2)
@@ -62,6 +54,6 @@ def test_two_ranks_train_as_one_process(rank: int) -> None:
         patch.setattr(dist, "destroy_process_group", lambda: None)
         exec(compile(_source(), "zero.py", "exec", dont_inherit=True), names)
     before, *_, after = _of_one_process()
-    made = _bytes(names["weights"])
-    assert _equal(made, after)
-    assert not _equal(made, before)
+    made = bytes_of(names["weights"])
+    assert equal_states(made, after)
+    assert not equal_states(made, before)
