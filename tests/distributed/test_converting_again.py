@@ -65,45 +65,47 @@ def test_a_recipe_that_quantizes_the_weight_alike_leaves_it_as_it_is(policy: Any
     _trains(net)
 
 
-@pytest.mark.parametrize("weights", ["quantized", "high_precision", None])
-@pytest.mark.parametrize(
-    ("policy", "wanted"),
-    [
-        ("mxfp8", "as mxfp8: mxfp8"),
-        (LATER, "as mxfp8: fp8-current until step 2, then mxfp8"),
-        (LEFT, "in high precision: fp8-current until step 2, then left alone"),
-        ("bf16", r"as identity\(dtype=bfloat16\): bf16"),
-    ],
-    ids=["another format", "at a later step", "left alone later", "bf16"],
-)
-def test_another_format_is_refused_and_nothing_changes(policy: Any, wanted: str, weights: Any) -> None:
+KEEPS = "its weight is stored as fp8, which it keeps, and the policy wants it"
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    # a policy, options, what is raised
+    "another format": ("mxfp8", {}, RecipeError, rf"^0: {KEEPS} as mxfp8: mxfp8\. .*w=fp8; .*{REMEDY}$"),
+    "stored in another format": ("mxfp8", {"weights": "quantized"}, RecipeError, rf"^0: {KEEPS} as mxfp8: mxfp8\. .*"),
+    "at a later step": (LATER, {}, RecipeError, f"^0: {KEEPS} as mxfp8: fp8-current until step 2, then mxfp8"),
+    "left alone later": (
+        LEFT, {"weights": "high_precision"}, RecipeError,
+        f"^0: {KEEPS} in high precision: fp8-current until step 2, then left alone",
+    ),
+    "bf16": ("bf16", {}, RecipeError, rf"^0: {KEEPS} as identity\(dtype=bfloat16\): bf16"),
+    # the first layer, which matches, is not converted either
+    "it matches no more": (ONE_LEFT, {}, RecipeError, f"^2: {KEEPS} in high precision"),
+    "high precision": (
+        "fp8-current", {"weights": "high_precision"}, ValueError,
+        rf"^0: its weight is stored as fp8, and weights='high_precision' .*{REMEDY}$",
+    ),
+    "ranks that cut its blocks": (
+        "fp8-current", {"weights": "quantized", "ranks": 3}, ValueError,
+        rf"^0: its weight is stored as fp8 and cannot be cut for ranks=3: its 128 rows .* uneven\. .*{REMEDY}$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_changes_nothing(case: str) -> None:
+    policy, options, error, words = REFUSED[case]
     net = _stored()
     before = _all_of(net), bytes_of(net)
-    words = rf"^0: its weight is stored as fp8, which it keeps, and the policy wants it {wanted}\. .*w=fp8; .*{REMEDY}$"
-    with pytest.raises(RecipeError, match=words):
-        lpq.convert(net, policy, weights=weights)
+    with pytest.raises(error, match=words):
+        lpq.convert(net, policy, **options)
     assert _all_of(net) == before[0]
     assert equal_states(before[1], bytes_of(net))
     _trains(net)
 
 
-def test_a_policy_that_matches_a_stored_layer_no_more_is_refused() -> None:
-    net = _stored()
-    before = _all_of(net)
-    with pytest.raises(RecipeError, match=r"^2: its weight is stored as fp8, .* wants it in high precision"):
-        lpq.convert(net, ONE_LEFT)
-    assert _all_of(net) == before  # the first layer, which matches, is not converted either
-    ordinary = lpq.convert(lpq.convert(_layers(), "fp8-current"), ONE_LEFT)
-    assert isinstance(ordinary, nn.Sequential)
+def test_what_is_not_refused() -> None:
+    """An ordinary layer that a policy leaves, and ranks that cut whole blocks."""
+    ordinary: Any = lpq.convert(lpq.convert(_layers(), "fp8-current"), ONE_LEFT)
     assert ordinary[2].recipe is None
-
-
-def test_high_precision_is_refused_for_what_is_stored_quantized() -> None:
-    net = _stored()
-    before = _all_of(net)
-    with pytest.raises(ValueError, match=rf"^0: its weight is stored as fp8, and weights='high_precision' .*{REMEDY}$"):
-        lpq.convert(net, "fp8-current", weights="high_precision")
-    assert _all_of(net) == before
+    lpq.convert(_stored(), "fp8-current", weights="quantized", ranks=2)
 
 
 def test_the_remedy_works() -> None:
@@ -114,16 +116,6 @@ def test_the_remedy_works() -> None:
         lpq.convert(net, "mxfp8", weights=weights)
         assert [e.note.partition(":")[0] for e in lpq.report(net).weights] == [note] * 2
         _trains(net)
-
-
-def test_ranks_that_cut_its_blocks_are_refused() -> None:
-    net = _stored()
-    before = _all_of(net)
-    words = rf"^0: its weight is stored as fp8 and cannot be cut for ranks=3: its 128 rows .* uneven\. .*{REMEDY}$"
-    with pytest.raises(ValueError, match=words):
-        lpq.convert(net, "fp8-current", weights="quantized", ranks=3)
-    assert _all_of(net) == before
-    lpq.convert(net, "fp8-current", weights="quantized", ranks=2)
 
 
 def test_ranks_for_which_no_weight_is_prepared_are_refused() -> None:

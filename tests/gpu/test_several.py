@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from several import (
+from support.several import (
     DTYPES,
     ENCODED,
     MEASURED,

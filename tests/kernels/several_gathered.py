@@ -10,8 +10,8 @@ import imitated
 import pytest
 import torch
 from ranks import fully_shard
-from several import bind_real, real_transposes
 from support.modes import Watched
+from support.several import bind_real, real_transposes
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

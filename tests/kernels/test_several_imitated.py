@@ -10,7 +10,8 @@ import imitated
 import pytest
 import torch
 from ranks import spawn
-from several import (
+from several_gathered import check
+from support.several import (
     DTYPES,
     ENCODED,
     MEASURED,
@@ -22,7 +23,6 @@ from several import (
     check_versions,
     real_transposes,
 )
-from several_gathered import check
 
 from lpq.formats.format import Direction
 from lpq.kernels.cuda import CudaKernel
