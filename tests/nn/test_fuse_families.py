@@ -108,6 +108,17 @@ def experts_of(net: Any) -> Any:
     return net.model.layers[0].mlp.experts
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Phi3"])
+def test_a_block_compiles_whole(family: str) -> None:
+    net = lpq.fuse(model(family)).eval()
+    mlp = net.transformer.h[0].mlp if family == "GPT2" else net.model.layers[0].mlp
+    x = torch.randn(2, 16, 64).bfloat16()
+    with torch.no_grad():
+        expected = mlp(x)
+        mlp.compile(backend="aot_eager", fullgraph=True)
+        assert torch.equal(mlp(x), expected)
+
+
 def test_the_page_says_so() -> None:
     rows = re.findall(r"^\| ([A-Z][\w, ]+) \| (fused|fused in part|–) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     said = {name: (block != "–", norms) for names, block, norms in rows for name in names.split(", ")}
