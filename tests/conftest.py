@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lpq.registry.loader import GROUP, OWN
 
 __all__ = ["lpq_command"]
 
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("distributed", "formats")]  # which others share
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see
 settings.register_profile("quick", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=400, deadline=None)
@@ -67,6 +69,13 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # libraries count what is left of theirs
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., object]]:
+    """Register plugins in this process, which forgets them after the test."""
+    yield registry.register
+    registry.refresh()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

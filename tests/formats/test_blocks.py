@@ -12,16 +12,8 @@ from lpq.formats.blocks import block_amax, expand_blocks, pad_blocks, scale_bloc
 from lpq.formats.layout import Block, Stat
 
 BLOCKS: list[Block] = [
-    (1, 1),
-    (1, 16),
-    (1, 32),
-    (16, 16),
-    (3, 5),
-    (1, None),
-    (None, 1),
-    (None, None),
-    (4, None),
-]
+    (1, 1), (1, 16), (1, 32), (16, 16), (3, 5), (1, None), (None, 1), (None, None), (4, None),
+]  # fmt: skip
 SIZES = st.integers(1, 70)
 VIEWS = {
     "plain": lambda t: t.clone(),

@@ -51,12 +51,9 @@ def test_what_is_no_buffer_is_another_matter() -> None:
 
 SHAPES = [(24, 384), (24, 16), (1, 300), (0, 64), (5, 0)]
 BY_COLUMNS = {
-    "mxfp8": True,
-    "fp8(scaling=block)": True,
-    "fp8(scaling=block, block=128x128)": False,
-    "nvfp4": True,
+    "mxfp8": True, "fp8(scaling=block)": True, "fp8(scaling=block, block=128x128)": False, "nvfp4": True,
     "nvfp4(block=16x16)": False,
-}
+}  # fmt: skip
 """Whether scales lie column by column when they are fresh."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -64,13 +64,19 @@ def _bind_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "bind_few", step.bind)
 
 
-def kept_for_backward(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """Return the output of ``forward``, and the bytes that autograd keeps for backward, each memory counted once."""
+def kept_for_backward(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) -> tuple[Tensor, int]:
+    """Return the output of ``forward``, and the bytes that autograd keeps for backward, each memory counted once.
+
+    Args:
+        besides: tensors whose memory does not count
+    """
     memories: dict[int, int] = {}
+    others = {t.untyped_storage().data_ptr() for t in besides}
 
     def pack(saved: Tensor) -> Tensor:
         memory = plain(saved).untyped_storage()
-        memories[memory.data_ptr()] = memory.nbytes()
+        if memory.data_ptr() not in others:
+            memories[memory.data_ptr()] = memory.nbytes()
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):

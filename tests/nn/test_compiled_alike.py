@@ -3,8 +3,6 @@ at most: layers behind the eighth would run uncompiled."""
 
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import lpq
 
-WIDTH, BLOCKS = 64, 3
+WIDTH, BLOCKS = 64, 2
 
 
 class Block(nn.Module):
@@ -49,7 +47,7 @@ def graphs(model: nn.Module) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4", "mxfp8-fwd-nvfp4-bwd"])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
 def test_layers_of_one_recipe_share_a_graph(recipe: str) -> None:
     model = lpq.convert(nn.Sequential(*(Block() for _ in range(BLOCKS))), recipe)
     assert len({block.up.qualified_name for block in model}) == BLOCKS
@@ -62,8 +60,7 @@ def test_layers_for_groups_share_a_graph() -> None:
 
 def test_layers_of_two_recipes_have_a_graph_each() -> None:
     model = lpq.convert(nn.Sequential(*(Block() for _ in range(BLOCKS))), "mxfp8")
-    for block in islice(model, 1):
-        block.up.recipe = "fp8-current"  # type: ignore[union-attr, assignment]
+    model[0].up.recipe = "fp8-current"
     assert graphs(model) == 2
 
 

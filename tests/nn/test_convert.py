@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import products
+from support.small_models import converted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 import lpq
-from lpq import registry
 from lpq.core import PrecisionWarning
 from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
@@ -119,11 +119,6 @@ def test_a_model_may_be_converted_again_and_back() -> None:
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_unconverted_models_are_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"not converted: call lpq\.convert"):
-        lpq.report(Net())
-
-
 def test_a_policy_switches_recipes_by_step() -> None:
     rules = [
         {"match": ["blocks.0.*"], "recipe": "fp8-delayed", "until": 0.5},
@@ -156,47 +151,10 @@ def test_a_converted_model_copies_and_pickles() -> None:
         assert other.blocks[0][0].recipe == model.blocks[0][0].recipe
 
 
-def test_plugins_may_convert_other_modules(request: pytest.FixtureRequest) -> None:
-    class Doubled(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * self.inner(x)
-
-    class Plugin:
-        @staticmethod
-        @registry.hookimpl
-        def lpq_convert_module(module, fqn, recipe):
-            return Doubled(module) if type(module) is nn.LayerNorm else None
-
-    request.addfinalizer(registry.refresh)
-    registry.register(Plugin, name="doubling")
-    model = lpq.convert(Net(), "mxfp8")
-    assert isinstance(model.norm, Doubled)
-    assert isinstance(model.blocks[0][0], lpq.nn.Linear)
-    assert "norm" in [e.name for e in lpq.report(model).converted]
-
-
 def test_moving_a_converted_model_moves_its_state() -> None:
     model = lpq.convert(Net(), "fp8-delayed").to("meta")
     assert all(b.device.type == "meta" for b in model.buffers())
     assert all(b.dtype == torch.float32 for b in lpq.convert(Net(), "fp8-delayed").to(torch.bfloat16).buffers())
-
-
-def test_a_plugin_may_take_a_whole_block(request: pytest.FixtureRequest) -> None:
-    class Plugin:
-        @staticmethod
-        @registry.hookimpl
-        def lpq_convert_module(module, fqn, recipe):
-            return nn.Identity() if fqn == "blocks.1" else None
-
-    request.addfinalizer(registry.refresh)
-    registry.register(Plugin, name="blocks")
-    model = lpq.convert(Net(), "mxfp8")
-    assert isinstance(model.blocks[1], nn.Identity)
-    assert [e.name for e in lpq.report(model).converted if e.name.startswith("blocks.1")] == ["blocks.1"]
 
 
 def test_a_module_in_two_places_is_one_module() -> None:
@@ -242,24 +200,6 @@ def test_transformer_layers_multiply_in_low_precision_in_evaluation_too(monkeypa
         assert converted(x, src_key_padding_mask=mask).shape == x.shape
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "3"])
-def test_a_step_is_a_whole_number(step: object) -> None:
-    with pytest.raises(ValueError, match="a step is a whole number from 0 on"):
-        lpq.set_step(lpq.convert(Net(), "mxfp8"), step)
-
-
-def test_what_is_no_converted_model_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="not converted"):
-        lpq.set_step(Net(), 3)
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str: pass"):
-        lpq.convert("model", "mxfp8")
-    t = lpq.quantizer("mxfp8").quantize(torch.randn(4, 32))
-    with pytest.raises(TypeError, match=r"t\.row and t\.col, and not a QuantizedTensor"):
-        lpq.gemm(t, t)
-    with pytest.raises(TypeError, match="and not a list"):
-        lpq.quantizer("mxfp8").quantize([1.0])
-
-
 def test_rules_that_never_hold_are_reported() -> None:
     def unreached(*rules: dict[str, object]) -> tuple[int, ...]:
         return lpq.report(lpq.convert(Net(), {"rules": list(rules)}, steps=1000)).unreached
@@ -281,17 +221,15 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("weights", "gathered", "left_out"),
-    [
-        ("high_precision", "gathered as mxfp8", "in high precision, whole on every rank and not gathered"),
-        ("quantized", "stored and gathered as mxfp8", "stored as mxfp8, whole on every rank and not gathered"),
-    ],
-)
-def test_the_report_says_which_weights_fully_shard_leaves_out(
-    weights: str, gathered: str, left_out: str, mesh: DeviceMesh
-) -> None:
-    model = lpq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "mxfp8", weights=weights)
+NOTES = {
+    "high_precision": ("gathered as mxfp8", "in high precision, whole on every rank and not gathered"),
+    "quantized": ("stored and gathered as mxfp8", "stored as mxfp8, whole on every rank and not gathered"),
+}
+
+
+@pytest.mark.parametrize("weights", NOTES)
+def test_the_report_says_which_weights_fully_shard_leaves_out(weights: str, mesh: DeviceMesh) -> None:
+    model, (gathered, left_out) = converted("mxfp8", 64, 64, 64, 64, weights=weights), NOTES[weights]
 
     def notes() -> list[str]:
         return [e.note.partition(":")[0] for e in lpq.report(model).weights]
@@ -299,29 +237,21 @@ def test_the_report_says_which_weights_fully_shard_leaves_out(
     assert notes() == [gathered] * 3
     fully_shard(model[0], mesh=mesh)
     assert notes() == [gathered, left_out, left_out]
-    fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
-    assert notes() == [gathered, left_out, gathered]
-    assert "fully_shard ignores it, or got no module that it is in" in str(lpq.report(model))
-    model(torch.randn(32, 64)).sum().backward()
-    assert notes() == [gathered, left_out, gathered]
-
-
-@pytest.mark.parametrize(("weights", "note"), [("high_precision", "gathered"), ("quantized", "stored and gathered")])
-def test_the_report_is_the_same_while_a_weight_is_gathered(weights: str, note: str, mesh: DeviceMesh) -> None:
-    """Between forward and backward the layer has the whole weight, quantized; that is not how it is kept."""
-    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, ignored_params={model[1].weight}, reshard_after_forward=False)
     before = lpq.report(model)
-    assert before.weights[0].note.startswith(f"{note} as mxfp8")
-    model(torch.randn(32, 64))
-    assert not hasattr(model[0].weight, "device_mesh")
+    assert notes() == [gathered, left_out, gathered]
+    assert "fully_shard ignores it, or got no module that it is in" in str(before)
+    y = model(torch.randn(32, 64))
+    assert not hasattr(model[2].weight, "device_mesh")
+    assert lpq.report(model) == before, "between forward and backward the layer has the whole weight, quantized"
+    y.sum().backward()
     assert lpq.report(model) == before
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])
 def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: Any, mesh: DeviceMesh) -> None:
     """Its steps would train nothing."""
-    model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
+    model, x = converted("mxfp8", 64, 64, weights=weights), torch.ones(4, 64)
     wrap: Callable[[Optimizer], Optimizer] = MasterWeights if weights == "quantized" else lambda optimizer: optimizer
     early = wrap(AdamW(model.parameters()))
     model(x).sum().backward()
@@ -344,39 +274,31 @@ def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: A
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])
 def test_a_model_may_lie_in_shared_memory(weights: Any) -> None:
-    model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
+    model, x = converted("mxfp8", 64, 64, weights=weights), torch.ones(4, 64)
     before, alone = model(x), model[0].weight.is_shared()
     assert (alone, model.share_memory()[0].weight.is_shared()) == (False, True)
     assert torch.equal(model(x), before)
 
 
-def _with_its_own_weights(model: nn.Module) -> nn.Module:
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    return model
-
-
-BETWEEN: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "to": lambda model: model.to(torch.bfloat16).to("cpu"),
-    "share_memory": lambda model: model.share_memory(),
-    "to_empty": lambda model: model.to_empty(device="cpu"),
-    "deepcopy": copy.deepcopy,
+BETWEEN: dict[str, Callable[[Any], Any]] = {
+    "to": lambda model: model.to(torch.bfloat16).to("cpu"), "share_memory": lambda model: model.share_memory(),
+    "to_empty": lambda model: model.to_empty(device="cpu"), "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "assign": _with_its_own_weights,
-}
+    "assign": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True) and model,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])
 def test_it_is_refused_whatever_became_of_the_model_in_between(weights: Any, between: str, mesh: DeviceMesh) -> None:
-    model = BETWEEN[between](lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights))
+    model = BETWEEN[between](converted("mxfp8", 64, 64, weights=weights))
     early = AdamW(model.parameters())
     early.step()
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    with pytest.raises(RuntimeError, match="that fully_shard replaced"):
-        early.step()
-    model(torch.ones(4, 64, dtype=model[0].weight.dtype))  # what was gathered is a weight of neither
-    with pytest.raises(RuntimeError, match="that fully_shard replaced"):
-        early.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="that fully_shard replaced"):
+            early.step()
+        model(torch.ones(4, 64, dtype=model[0].weight.dtype))  # what was gathered is a weight of neither
 
 
 def test_a_model_of_which_nothing_can_be_converted_is_warned_of() -> None:
@@ -427,20 +349,6 @@ def test_a_weight_that_no_format_encodes_is_refused_before_anything_is_changed()
     first_alone = {"rules": [{"match": ["0"], "recipe": "mxfp8"}]}
     lpq.convert(model, first_alone)  # a layer that is left alone may be of any dtype
     assert type(model[1]) is nn.Linear
-
-
-@pytest.mark.parametrize("steps", [0, -3, "a", 2.0])
-def test_a_run_has_a_step(steps: Any) -> None:
-    with pytest.raises(ValueError, match=f"steps={steps!r}: it is the length of the run in steps"):
-        lpq.convert(Net(), "mxfp8", steps=steps)
-
-
-def test_holding_the_weights_of_what_was_not_converted_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match="hold_weights: the model has no layer of lpq"),
-        lpq.hold_weights(nn.Linear(2, 2)),
-    ):
-        pass
 
 
 def test_messages_name_the_layer() -> None:

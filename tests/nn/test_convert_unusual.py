@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.small_models import converted, linears
+from torch import nn
+from torch.nn import utils
+from torch.nn.utils import prune
 
 import lpq
-from lpq import registry
-from lpq.registry.errors import LpqError, PluginError
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
-def _pruned(layer: nn.Linear) -> None:
-    from torch.nn.utils import prune
-
-    prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-untyped-call]
-
-
-def _normed(layer: nn.Linear) -> None:
-    with pytest.warns(FutureWarning):
-        torch.nn.utils.weight_norm(layer)
-
-
-def _spectral(layer: nn.Linear) -> None:
-    torch.nn.utils.spectral_norm(layer)
-
-
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
-@pytest.mark.parametrize("computed", [_pruned, _normed, _spectral])
-def test_a_weight_that_is_computed_stays_in_high_precision(computed: Callable[[nn.Linear], None], weights: Any) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "computed", [lambda layer: prune.l1_unstructured(layer, "weight", 0.5), utils.weight_norm, utils.spectral_norm]
+)
+def test_a_weight_that_is_computed_stays_in_high_precision(
+    computed: Callable[[nn.Linear], object], weights: Any
+) -> None:
     def made() -> nn.Sequential:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model = linears(64, 64, 64)
         computed(model[0])
         return model
 
@@ -54,9 +44,9 @@ def test_a_weight_that_is_computed_stays_in_high_precision(computed: Callable[[n
 
 def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
     """It would go on as it was, whatever the class of the layer."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = linears(64, 64, 64)
     before = model[0].forward
-    model[0].forward = lambda x: before(x)  # type: ignore[method-assign]
+    model[0].forward = lambda x: before(x)
     lpq.convert(model, "nvfp4")
     report = lpq.report(model)
     assert [entry.name for entry in report.converted] == ["1"]
@@ -65,7 +55,7 @@ def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
 
 
 def test_the_report_tells_what_is_not_there_any_more() -> None:
-    model = lpq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "nvfp4")
+    model = converted("nvfp4", 64, 64, 64, 64)
     model[0] = nn.Linear(64, 64)
     del model[2]
     assert [(entry.name, entry.note) for entry in lpq.report(model).converted] == [
@@ -73,59 +63,6 @@ def test_the_report_tells_what_is_not_there_any_more() -> None:
         ("1", "nvfp4"),
         ("2", "nvfp4; since then taken out of the model"),
     ]
-
-
-def test_what_is_no_model_has_no_report() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
-        lpq.report(3)  # type: ignore[arg-type]
-    model = lpq.convert(nn.Sequential(nn.Sequential(nn.Linear(64, 64))), "mxfp8")
-    with pytest.raises(ValueError, match="or pass the whole that it is part of"):
-        lpq.report(model[0])
-
-
-class Odd(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@pytest.fixture
-def refreshed() -> Iterator[None]:
-    yield
-    registry.refresh()
-
-
-@pytest.mark.usefixtures("refreshed")
-def test_a_conversion_to_what_is_no_module_is_refused() -> None:
-    class Plugin:
-        @registry.hookimpl
-        def lpq_convert_module(self, module: nn.Module) -> object:
-            return 3 if isinstance(module, Odd) else None
-
-    registry.register(Plugin(), name="odd")
-    with pytest.raises(LpqError, match=r"returned 3 for 1 \(Odd\), and that is no torch.nn.Module"):
-        lpq.convert(nn.Sequential(nn.Linear(64, 64), Odd()), "mxfp8")
-
-
-@pytest.mark.usefixtures("refreshed")
-def test_a_class_is_a_plugin_if_its_hooks_are_static() -> None:
-    class Plugin:
-        @registry.hookimpl
-        def lpq_convert_module(self, module: nn.Module) -> None: ...
-
-    class Heir(Plugin): ...
-
-    class Static:
-        @staticmethod
-        @registry.hookimpl
-        def lpq_convert_module(module: nn.Module) -> None: ...
-
-    for plugin in (Plugin, Heir):
-        remedy = rf"hooks take self. Remedy: register an object of it, as {plugin.__name__}\(\)"
-        with pytest.raises(PluginError, match=remedy):
-            registry.register(plugin, name="odd")
-    assert "odd" not in {plugin.name for plugin in registry.plugins()}
-    registry.register(Static, name="static")
-    registry.register(Plugin(), name="odd")
 
 
 def test_policies_name_layers_as_if_nothing_wrapped_them() -> None:
@@ -140,8 +77,7 @@ def test_policies_name_layers_as_if_nothing_wrapped_them() -> None:
 
 def test_what_another_recipe_remembers_of_more_steps_is_dropped(tmp_path: Any) -> None:
     def net(history: int) -> nn.Module:
-        recipe = f"x=fp8(scaling=delayed, history={history}), w=fp8(), dy=fp8()"
-        return lpq.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+        return converted(f"x=fp8(scaling=delayed, history={history}), w=fp8(), dy=fp8()", 64, 64)
 
     long, short = net(8), net(4)
     for model in (long, short):

@@ -121,14 +121,10 @@ class Previous(pickle.Pickler):
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [
-        ("fp8-delayed", {"accumulate": "grad"}),
-        (STAGED, {}),
-        ("mxfp8", {"weights": "high_precision"}),
-        ("nvfp4", {"weights": "quantized"}),
-    ],
+    [("fp8-delayed", {"accumulate": "grad"}), (STAGED, {}), ("mxfp8", {"weights": "high_precision"}),
+     ("nvfp4", {"weights": "quantized"})],
     ids=["fp8-delayed", "by step", "high_precision", "quantized"],
-)
+)  # fmt: skip
 def test_models_that_the_previous_version_pickled_are_loaded(policy: Any, options: Any) -> None:
     model, x = lpq.convert(net(), policy, **options), torch.randn(16, 64)
     model(x).square().mean().backward()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from counting import encodings, products
+from counting import encodings, kept_for_backward, products
 from support.comparing import equal
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from support.passes import autocast, compiled, plainly, recomputed, step
+from torch import Tensor, nn
 
 import lpq
 from lpq.core import encode_operands, gemm
@@ -24,31 +26,13 @@ COMPILED = ("fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")
 """With state, with random bits, and with other formats in each product; the conformance kit compiles every format."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    """Every test compiles the same few functions anew, and the compiler counts."""
-    torch._dynamo.reset()
-
-
-def layer(recipe: str | None, fan_in: int = 48, fan_out: int = 32, dtype: torch.dtype = torch.float32) -> lpq.nn.Linear:
+def layer(recipe: str | None, *sizes: int, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(3)
-    return lpq.nn.Linear(fan_in, fan_out, dtype=dtype, recipe=recipe)
+    return lpq.nn.Linear(*(sizes or (48, 32)), dtype=dtype, recipe=recipe)
 
 
-def run(module: nn.Module, x: torch.Tensor, seed: int = 5) -> tuple[torch.Tensor, ...]:
-    """Output and every gradient, from a fixed state of the generator."""
-    torch.manual_seed(seed)
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    y = module(x)
-    (y.float().square().sum() / 7).backward()
-    return (y.detach(), x.grad, *(p.grad.clone() for p in module.parameters()))
-
-
-def run_outside(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As without autocast."""
-    with torch.autocast("cpu", enabled=False):
-        return run(module, x)
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @EVERY
@@ -76,49 +60,23 @@ def test_the_three_gemms_multiply_the_encoded_operands(recipe: str, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_unquantized_recipe_is_nn_linear_bit_for_bit(dtype: torch.dtype, bias: bool) -> None:
-    plain = nn.Linear(48, 32, bias=bias, dtype=dtype)
+    plain, x = nn.Linear(48, 32, bias=bias, dtype=dtype), drawn(2, 5, 48, dtype=dtype)
     ours = lpq.convert(copy.deepcopy(plain), "identity")
     assert isinstance(ours, lpq.nn.Linear)
-    x = torch.randn(2, 5, 48, dtype=dtype)
-    assert equal(run(plain, x), run(ours, x))
-    assert not equal(run(plain, x), run(lpq.convert(ours, "mxfp8"), x))
-
-
-def test_bf16_under_autocast_is_nn_linear_bit_for_bit() -> None:
-    plain = nn.Linear(48, 32)
-    ours = lpq.convert(copy.deepcopy(plain), "bf16")
-    x = torch.randn(6, 48)
-    with torch.autocast("cpu", torch.bfloat16):
-        a, b = run(plain, x), run(ours, x)
-    assert equal(a, b)
-    assert a[0].dtype == b[0].dtype == torch.bfloat16
+    assert equal(step(plain, x), step(ours, x))
+    assert not equal(step(plain, x), step(lpq.convert(ours, "mxfp8"), x))
+    if dtype is torch.float32:
+        found = step(lpq.convert(ours, "bf16"), x, autocast)
+        assert found[0].dtype == torch.bfloat16
+        assert equal(found, step(plain, x, autocast))
 
 
 @EVERY
 def test_autocast_gives_the_autocast_dtype_and_parameter_gradients(recipe: str) -> None:
-    module = layer(recipe)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, dx, dw, db = run(module, torch.randn(6, 48))
-    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (torch.bfloat16, *[torch.float32] * 3)
-    reference = layer(None)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = run(reference, torch.randn(6, 48, generator=torch.Generator().manual_seed(0)))
-    assert expected[0].shape == y.shape
-
-
-def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that autograd holds for backward, parameters and their views aside."""
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    held: dict[int, int] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage()._cdata not in own:
-            held[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        module(x.requires_grad_())
-    return sum(held.values())
+    y, *gradients = step(layer(recipe), drawn(6, 48), autocast)[:4]
+    assert y.dtype == torch.bfloat16
+    assert [t.dtype for t in gradients] == [torch.float32] * 3
+    assert y.shape == (6, 32)
 
 
 @pytest.mark.parametrize(
@@ -130,77 +88,40 @@ def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
     ],
 )  # fmt: skip
 def test_backward_holds_the_encoded_operands_and_nothing_else(recipe: str, x_bytes: float, w_bytes: float) -> None:
-    module = layer(recipe, 256, 512, torch.bfloat16)
-    held = saved_bytes(module, torch.randn(1024, 256, dtype=torch.bfloat16))
+    module, x = layer(recipe, 256, 512, dtype=torch.bfloat16), torch.randn(1024, 256).bfloat16().requires_grad_()
+    _, held = kept_for_backward(lambda: module(x), module.parameters())
     expected = 1024 * 256 * x_bytes + 512 * 256 * w_bytes
     assert expected <= held <= expected + 4096 + 4 * 256  # a few scalars, and one scale a row for fp8-row
 
 
-def test_every_recipe_is_counted() -> None:
-    counted = {"bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4"}
-    assert counted <= set(lpq.registry.recipes())
-
-
 @EVERY
 def test_checkpointing_gives_the_same_gradients(recipe: str) -> None:
-    x = torch.randn(24, 48)
     plain = nn.Sequential(layer(recipe), nn.ReLU(), layer(recipe, 32, 16))
-    wrapped = copy.deepcopy(plain)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = wrapped
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    again = Checkpointed()
-    for step in range(3):
-        assert equal(run(plain, x, step), run(again, x, step))
-    assert equal(plain.buffers(), wrapped.buffers())
+    again = copy.deepcopy(plain)
+    for number in range(3):
+        x = drawn(24, 48) * (1 + number)
+        assert equal(step(again, x, recomputed), step(plain, x))
 
 
 def test_compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_weights() -> None:
+    torch._dynamo.reset()
     sizes = itertools.pairwise((48, 32, 24, 16))
     eager = nn.Sequential(*(layer(recipe, *size) for recipe, size in zip(COMPILED, sizes, strict=True)))
     module = copy.deepcopy(eager)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for step, tokens in enumerate((24, 24, 8, 7)):  # the third is another size: from there on it may be any
-        x = torch.randn(tokens, 48)
-        a = run(eager, x, step)
-        leaf = x.clone().requires_grad_()
-        module.zero_grad()
-        torch.manual_seed(step)
-        y = compiled(leaf)
-        (y.float().square().sum() / 7).backward()
-        assert equal(a, (y.detach(), leaf.grad, *(p.grad for p in module.parameters())))
-    assert equal(eager.buffers(), module.buffers())
+    for tokens in (24, 8, 7):  # the second is another size: from there on it may be any
+        assert equal(step(module, drawn(tokens, 48), lambda _, x: compiled(x)), step(eager, drawn(tokens, 48)))
     with lpq.hold_weights(eager), lpq.hold_weights(module):
-        torch.manual_seed(0)
-        expected = eager(x)
-        torch.manual_seed(0)
-        assert torch.equal(compiled(x), expected)
-
-
-def test_layers_side_by_side_draw_the_same_seeds_compiled() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (layer("nvfp4", 48, 32) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.q(x) * self.k(x) + self.v(x)
-
-    eager = Fork()
-    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
-    x = torch.randn(24, 48)
-    assert equal(run(eager, x, 1), run(compiled, x, 1))
-    assert not equal(run(eager, x, 1), run(compiled, x, 2))
+        found = []
+        for run in (eager, compiled):
+            torch.manual_seed(0)
+            found.append(run(drawn(7, 48)))
+        assert torch.equal(*found)
 
 
 def test_compiled_where_the_number_of_rows_is_in_the_data() -> None:
     """As of experts, which take the tokens that are routed to them."""
+    torch._dynamo.reset()
     eager = nn.ModuleList(map(layer, ("fp8-current", "fp8-block", "mxfp8", "nvfp4")))
 
     def routed(modules: nn.ModuleList, x: torch.Tensor, chosen: torch.Tensor) -> list[torch.Tensor]:
@@ -242,12 +163,9 @@ def test_frozen_tensors_cost_no_gemm(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 @EVERY
 def test_leading_dimensions_are_rows(recipe: str) -> None:
-    x = torch.randn(4, 6, 48)
-    a, b = run(layer(recipe), x), run(layer(recipe), x.reshape(24, 48))
+    a, b = step(layer(recipe), drawn(4, 6, 48)), step(layer(recipe), drawn(24, 48))
     assert a[0].shape == (4, 6, 32)
-    assert torch.equal(a[0].reshape(24, 32), b[0])
-    assert torch.equal(a[1].reshape(24, 48), b[1])
-    assert equal(a[2:], b[2:])
+    assert equal([a[0].flatten(0, 1), a[1].flatten(0, 1), *a[2:]], b)
     assert layer(recipe)(torch.randn(48)).shape == (32,)
 
 
@@ -323,40 +241,29 @@ def test_the_recipe_says_which_sums_may_be_fast(monkeypatch: pytest.MonkeyPatch)
         assert [product.fast_accumulate for product in seen] == expected
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=fp8(), wgrad=bf16"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fprop=mxfp8, dgrad=fp8(), wgrad=bf16"])
 def test_a_weight_stored_quantized_gives_the_same_products_compiled_too(recipe: str) -> None:
-    eager, stored = layer(recipe), layer(recipe)
-    quantized = stored.recipe.w.quantize(stored.weight.detach())
-    stored.weight = nn.Parameter(quantized)
-    compiled = torch.compile(stored, fullgraph=True, backend="aot_eager")
-    x = torch.randn(24, 48)
-
-    def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        y = module(leaf)
-        y.square().sum().backward()
-        return y.detach(), leaf.grad
-
-    expected = step(eager)
-    assert equal(step(stored), expected)
-    stored.weight.grad = None
-    assert equal(step(compiled), expected)
-    assert torch.equal(stored.weight.grad, eager.weight.grad)
-    other = layer("mxfp8" if recipe != "mxfp8" else "fp8-row")
-    other.weight = nn.Parameter(quantized)
+    eager, stored, x = layer(recipe), layer(recipe), drawn(24, 48)
+    stored.weight = nn.Parameter(stored.recipe.w.quantize(stored.weight.detach()))
+    expected = step(eager, x)
+    for run in (plainly, compiled):
+        assert equal(step(stored, x, run), expected)
+    other = layer("fp8-row")
+    other.weight = stored.weight
     with pytest.raises(ValueError, match=r"and the recipe wants .*: use one with w="):
-        other(x.clone().requires_grad_())
+        other(x)
 
 
 def test_autocast_does_not_reach_into_the_products() -> None:
-    x = torch.randn(24, 48)
-    with torch.autocast("cpu", torch.bfloat16):
-        for recipe in COMPILED:
-            assert torch.equal(run(layer(recipe), x)[0], run_outside(layer(recipe), x)[0].bfloat16())
-        eager = nn.Sequential(*map(layer, COMPILED, (48, 32, 32)))
-        compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
-        assert equal(run(eager, x), run(compiled, x))
+    for recipe in COMPILED:
+        assert torch.equal(
+            step(layer(recipe), drawn(24, 48), autocast)[0], step(layer(recipe), drawn(24, 48))[0].bfloat16()
+        )
+    sizes = ((48, 32), (32, 32), (32, 32))
+    eager = nn.Sequential(*(layer(recipe, *size) for recipe, size in zip(COMPILED, sizes, strict=True)))
+    again = copy.deepcopy(eager)
+    found = step(again, drawn(24, 48), lambda module, x: autocast(partial(compiled, module), x))
+    assert equal(step(eager, drawn(24, 48), autocast), found)
 
 
 def test_a_checkpoint_without_the_state_starts_it_afresh() -> None:

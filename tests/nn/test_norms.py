@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from counting import encodings
 from support.comparing import equal, equal_states
+from support.passes import Run, compiled, offloaded, plainly, recomputed, reentrant, step
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.core import QuantizedTensor
@@ -59,16 +58,6 @@ def given(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*ROWS, IN, dtype=dtype)
 
 
-def step(model: Any, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor | None]:
-    """y, dx and the gradients of all parameters."""
-    x = x.detach().requires_grad_()
-    model.zero_grad()
-    torch.manual_seed(3)
-    y = (model if run is None else run)(x)
-    y.backward(torch.sin(y.detach()))
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", NORMS)
 def test_results_and_gradients_are_those_of_the_parts(recipe: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,67 +71,40 @@ def test_results_and_gradients_are_those_of_the_parts(recipe: str, kind: str, mo
     assert fused.state_dict().keys() == plain.state_dict().keys()
 
 
-def reentrant(model: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(model, x, use_reentrant=True)
-
-
-def recomputed(model: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(model, x, use_reentrant=False)
-
-
-def offloaded(model: Any) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return model(x)
-
-    return run
-
-
-def hooked(model: Any) -> Callable[[Tensor], Tensor]:
+def hooked(model: Any, x: Tensor) -> Tensor:
     """A hook before the norm, and one behind its backward."""
     model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.norm.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 0.5,))
-    return model
+    return plainly(model, x)
+
+
+def seen(model: Any, x: Tensor) -> Tensor:
+    """A hook behind the norm, which hands on an ordinary tensor then."""
+    handle = model.norm.register_forward_hook(lambda module, args, y: None)
+    y = plainly(model, x)
+    handle.remove()
+    return y
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
-@pytest.mark.parametrize("way", [reentrant, recomputed, offloaded, hooked])
-def test_under(way: Callable[[Any], Callable[[Tensor], Tensor]], recipe: str) -> None:
+@pytest.mark.parametrize("run", [reentrant, recomputed, offloaded, hooked])
+def test_under(run: Run, recipe: str) -> None:
     plain, fused = pair(recipe)
-    expected, found = (step(model, given(), way(model)) for model in (plain, fused))
-    assert equal(found, expected)
-
-
-def compiled(model: Any) -> Callable[[Tensor], Tensor]:
-    return torch.compile(model, fullgraph=True, backend="aot_eager")
-
-
-def watched(model: Any) -> Callable[[Tensor], Tensor]:
-    """A hook behind the norm, which hands on an ordinary tensor then."""
-
-    def run(x: Tensor) -> Tensor:
-        handle = model.norm.register_forward_hook(lambda module, args, y: None)
-        y = model(x)
-        handle.remove()
-        return y  # type: ignore[no-any-return]
-
-    return run
+    assert equal(step(fused, given(), run), step(plain, given(), run))
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("way", [recomputed, watched, compiled])
-def test_layers_that_remember_have_one_history_while_the_norm_encodes(
-    way: Callable[[Any], Callable[[Tensor], Tensor]],
-) -> None:
+@pytest.mark.parametrize("way", ["recomputed", "seen", "compiled"])
+def test_layers_that_remember_have_one_history_while_the_norm_encodes(way: str) -> None:
     plain, fused = pair("fp8-delayed")
-    runs = way(plain), way(fused)
+    whole = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    runs: dict[str, Run] = {"recomputed": recomputed, "seen": seen, "compiled": lambda _, x: plainly(whole, x)}
     for usual in (True, False, True):
         for number in range(2):
             x = given() * (number + 1)
-            expected, found = (step(m, x, None if usual else run) for m, run in zip((plain, fused), runs, strict=True))
-            assert equal(found, expected)
+            assert equal(step(fused, x, plainly if usual else runs[way]), step(plain, x))
             assert equal_states(fused.state_dict(), plain.state_dict())
-        shared = usual or way is recomputed
+        shared = usual or way == "recomputed"
         assert len({id(layer.x_amax) for layer in (fused.q, fused.k, fused.v)}) == (1 if shared else 3)
     assert fused.q.x_amax > 0
 
@@ -160,17 +122,17 @@ class MLP(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("way", [recomputed, lambda model: model])
-def test_before_a_fused_swiglu_layers_share_a_history_too(way: Callable[[Any], Callable[[Tensor], Tensor]]) -> None:
-    plain, fused = [], []
+@pytest.mark.parametrize("run", [recomputed, plainly])
+def test_before_a_fused_swiglu_layers_share_a_history_too(run: Run) -> None:
+    found: list[list[Any]] = [[], []]
     for one in (False, True):
         torch.manual_seed(1)
         model: Any = lpq.convert(MLP(one).to(torch.bfloat16), "fp8-delayed")
         model.norm.consumers = (model.mlp.gate_proj, model.mlp.up_proj) if one else ()
         for number in range(3):
-            (fused if one else plain).extend(step(model, given() * (number + 1), way(model)))
-        (fused if one else plain).extend(v.clone() for v in model.state_dict().values())
-    assert equal(fused, plain)
+            found[one] += step(model, given() * (number + 1), run)
+        found[one] += [v.clone() for v in model.state_dict().values()]
+    assert equal(*found)
     assert model.mlp.gate_proj.x_amax is model.mlp.up_proj.x_amax
 
 
@@ -261,8 +223,7 @@ def test_copies_and_pickles_know_their_own_layers() -> None:
 
 def test_compiled_it_computes_plainly() -> None:
     plain, fused = pair("mxfp8")
-    whole = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    assert equal(step(fused, given(), whole), step(plain, given()))
+    assert equal(step(fused, given(), compiled), step(plain, given()))
 
 
 @pytest.mark.parametrize("norm", [NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)], ids=["rounds", "offset"])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import converted
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-import lpq
 from lpq.optim import MasterWeights
 
 OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
@@ -22,14 +22,12 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 
 
 def _net(recipe: str) -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    return lpq.convert(net, recipe, weights="quantized")
+    return converted(recipe, *[64] * 7, weights="quantized")
 
 
 def _step(net: nn.Module, optimizer: Optimizer, spoiled: dict[int, float]) -> list[str]:
     """Return the warnings of one step in which weights get a gradient with one number that is not finite."""
-    for i, layer in enumerate(net):  # type: ignore[arg-type]
+    for i, layer in enumerate(net):
         layer.weight.grad = torch.full((64, 64), 0.01)
         if i in spoiled:
             layer.weight.grad[17, 23] = spoiled[i]
@@ -45,11 +43,11 @@ def test_what_is_not_finite_is_said_once(recipe: str, make: Callable[[Any], Opti
     net = _net(recipe)
     optimizer = make(net.parameters())
     begun = _step(net, optimizer, {})
-    assert len(begun) == optimizer.keep  # type: ignore[attr-defined]
+    assert len(begun) == optimizer.keep
     assert all(said.startswith("masters begin with what weights decode to") for said in begun)
     (said,) = _step(net, optimizer, {1: torch.nan, 4: torch.inf})
     assert "made NaN or infinite what is stored quantized: 1.weight, 4.weight. The gradients" in said
-    assert [bool(layer.weight.dequantize().isfinite().all()) for layer in net] == [i not in (1, 4) for i in range(6)]  # type: ignore[arg-type, union-attr, operator]
+    assert [bool(layer.weight.dequantize().isfinite().all()) for layer in net] == [i not in (1, 4) for i in range(6)]
     assert _step(net, optimizer, {}) == []
     (said,) = _step(net, optimizer, dict.fromkeys(range(6), torch.nan))
     assert "0.weight, 2.weight, 3.weight and 1 more. " in said

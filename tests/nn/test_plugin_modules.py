@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq import registry
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import LpqError, PluginError
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 TWO = {"rules": [{"match": ["*"], "recipe": "nvfp4", "until": 10}, {"match": ["*"], "recipe": "mxfp8"}]}
@@ -47,23 +47,35 @@ class Opaque(Mlp):
     """A class that lpq does not serve."""
 
 
-class Plugin:
-    """Makes one of the two of each ``Mlp``."""
+class Converts:
+    """A plugin that converts as this function says, which is given the module, its name and the recipe."""
 
-    def __init__(self, makes: type[nn.Module]) -> None:
-        self.makes = makes
+    def __init__(self, convert: Callable[[Any, str, Any], object]) -> None:
+        self.convert = convert
 
     @registry.hookimpl
-    def lpq_convert_module(self, module: nn.Module, recipe: Any) -> nn.Module | None:
-        if type(module) is not Mlp:
-            return None
-        return Layers(module, recipe) if self.makes is Layers else self.makes()
+    def lpq_convert_module(self, module: Any, fqn: str, recipe: Any) -> object:
+        return self.convert(module, fqn, recipe)
+
+
+Plugin = Callable[[Callable[[Any, str, Any], object]], None]
 
 
 @pytest.fixture
-def plugin() -> Iterator[Any]:
-    yield lambda makes: registry.register(Plugin(makes), name="mlp")
-    registry.refresh()
+def plugin(register: Callable[..., object]) -> Plugin:
+    return lambda convert: register(Converts(convert), name="acme")
+
+
+def made_layers(module: Any, fqn: str, recipe: Any) -> nn.Module | None:
+    return Layers(module, recipe) if type(module) is Mlp else None
+
+
+def clashes(module: Any, fqn: str, recipe: Any) -> nn.Module | None:
+    """Make layers that have the name of a buffer of another recipe."""
+    made = made_layers(module, fqn, recipe)
+    if made is not None:
+        made.up.x_amax_history = "mine"
+    return made
 
 
 def model() -> nn.Sequential:
@@ -75,8 +87,8 @@ def titles(model: Any) -> list[str | None]:
     return [m.recipe and m.recipe.title for m in (model[0], model[1].up, model[1].down)]
 
 
-def test_layers_inside_follow_the_rules_that_end(plugin: Any) -> None:
-    plugin(Layers)
+def test_layers_inside_follow_the_rules_that_end(plugin: Plugin) -> None:
+    plugin(made_layers)
     made = lpq.convert(model(), TWO, steps=20)
     assert titles(made) == ["nvfp4", "nvfp4", "bf16"], "what the plugin gave another recipe keeps it"
     assert (made[1].up.qualified_name, made[1].down.qualified_name) == ("1.up", "")
@@ -89,8 +101,8 @@ def test_layers_inside_follow_the_rules_that_end(plugin: Any) -> None:
     ]
 
 
-def test_converted_again_layers_inside_get_what_is_said_of_their_names(plugin: Any) -> None:
-    plugin(Layers)
+def test_converted_again_layers_inside_get_what_is_said_of_their_names(plugin: Plugin) -> None:
+    plugin(made_layers)
     made = lpq.convert(model(), "mxfp8")
     lpq.convert(made, {"rules": [{"match": ["*.up"], "recipe": "nvfp4"}, {"match": ["0"], "recipe": "mxfp8"}]})
     assert titles(made) == ["mxfp8", "nvfp4", None]
@@ -99,8 +111,8 @@ def test_converted_again_layers_inside_get_what_is_said_of_their_names(plugin: A
     assert titles(made) == ["fp8-current", "fp8-current", "fp8-current"]
 
 
-def test_the_report_says_what_cannot_follow(plugin: Any) -> None:
-    plugin(Opaque)
+def test_the_report_says_what_cannot_follow(plugin: Plugin) -> None:
+    plugin(lambda module, *_: Opaque() if type(module) is Mlp else None)
     made = lpq.convert(model(), TWO, steps=20)
     notes = {e.name: e.note for e in lpq.report(made).converted}
     assert notes["1"].startswith("nvfp4, and nothing later: there is no lpq.nn.Linear")
@@ -110,79 +122,68 @@ def test_the_report_says_what_cannot_follow(plugin: Any) -> None:
     assert [(e.name, e.note) for e in report.left] == [("1", "a plugin made it for nvfp4, and none converts it again")]
 
 
-def test_a_plugin_may_change_the_whole_model_in_place() -> None:
-    class Takes:
-        @staticmethod
-        @registry.hookimpl
-        def lpq_convert_module(module: nn.Module, fqn: str) -> nn.Module | None:
-            if fqn:
-                return None
-            del module[1]  # type: ignore[attr-defined]
-            return module
-
-    registry.register(Takes, name="takes")
-    try:
-        made = lpq.convert(model(), "mxfp8")
-    finally:
-        registry.refresh()
-    assert [type(m) for m in made] == [nn.Linear]
-    assert [e.name for e in lpq.report(made).converted] == [""]
+def without_the_second(module: Any, fqn: str, recipe: Any) -> object:
+    if not fqn:
+        del module[1]
+    return None if fqn else module
 
 
-def test_a_plugin_may_keep_a_linear_as_it_is() -> None:
-    class Keeps:
-        @staticmethod
-        @registry.hookimpl
-        def lpq_convert_module(module: nn.Module, fqn: str) -> nn.Module | None:
-            return module if fqn == "0" else None
-
-    registry.register(Keeps, name="keeps")
-    try:
-        made = lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "mxfp8")
-    finally:
-        registry.refresh()
-    assert [type(m) for m in made] == [nn.Linear, lpq.nn.Linear]
+TAKES: dict[str, tuple[Any, list[type[nn.Module]], list[str]]] = {
+    "the whole model, in place": (without_the_second, [nn.Linear], [""]),
+    "a linear as it is": (lambda module, fqn, _: module if fqn == "0" else None, [nn.Linear, Mlp], ["0"]),
+    "another module": (lambda module, fqn, _: nn.Tanh() if fqn == "1" else None, [lpq.nn.Linear, nn.Tanh], ["0", "1"]),
+    "nothing": (lambda *_: None, [lpq.nn.Linear, Mlp], ["0"]),
+}
 
 
-class Raises:
-    @registry.hookimpl
-    def lpq_convert_module(self, module: nn.Module) -> None:
-        if type(module) is Mlp:
-            raise KeyError("key")
+@pytest.mark.parametrize("what", TAKES)
+def test_a_plugin_may_take(what: str, plugin: Plugin) -> None:
+    convert, types, names = TAKES[what]
+    plugin(convert)
+    made = lpq.convert(model(), "mxfp8")
+    assert [type(m) for m in made] == types
+    assert [e.name for e in lpq.report(made).converted] == names
 
 
-class ReturnsNone:
-    @registry.hookimpl
-    def lpq_convert_module(self, module: nn.Module) -> object:
-        return 3 if type(module) is Mlp else None
+FAILS: list[tuple[Any, str]] = [
+    (lambda module, *_: {}["key"] if type(module) is Mlp else None, "KeyError: 'key'"),
+    (
+        lambda module, *_: 3 if type(module) is Mlp else None,
+        r"returned 3 for 1 \(Mlp\), and that is no torch.nn.Module",
+    ),
+    (clashes, "x_amax_history, and the layer"),
+]
 
 
-class Clashes:
-    """Makes layers that have the name of a buffer of another recipe."""
-
-    @registry.hookimpl
-    def lpq_convert_module(self, module: nn.Module, recipe: Any) -> nn.Module | None:
-        if type(module) is not Mlp:
-            return None
-        made = Layers(module, recipe)
-        made.up.x_amax_history = "mine"
-        return made
-
-
-@pytest.mark.parametrize("plugin", [Raises, ReturnsNone, Clashes])
-def test_nothing_is_changed_where_a_plugin_fails_for_a_later_module(plugin: Any) -> None:
+@pytest.mark.parametrize(("convert", "words"), FAILS, ids=["raises", "returns 3", "clashes"])
+def test_nothing_is_changed_where_a_plugin_fails_for_a_later_module(convert: Any, words: str, plugin: Plugin) -> None:
     rules = {"rules": [{"match": ["*"], "recipe": "mxfp8", "until": 10}, {"match": ["*"], "recipe": "fp8-delayed"}]}
     net = model()
-    registry.register(plugin(), name="fails")
-    try:
-        with pytest.raises((LpqError, ValueError), match=r"KeyError: 'key'|returned 3|x_amax_history, and the layer"):
-            lpq.convert(net, rules, steps=20)
-    finally:
-        registry.refresh()
+    plugin(convert)
+    with pytest.raises((LpqError, ValueError), match=words):
+        lpq.convert(net, rules, steps=20)
+    registry.refresh()
     assert [type(module) for module in net] == [nn.Linear, Mlp]
     with pytest.raises(ValueError, match="was not converted"):
         lpq.report(net)
     lpq.convert(net, "mxfp8")
+
+
+def test_a_class_is_a_plugin_if_its_hooks_are_static(register: Callable[..., object]) -> None:
+    class Heir(Converts): ...
+
+    class Static:
+        @staticmethod
+        @registry.hookimpl
+        def lpq_convert_module(module: nn.Module) -> None: ...
+
+    for cls in (Converts, Heir):
+        remedy = rf"hooks take self. Remedy: register an object of it, as {cls.__name__}\(\)"
+        with pytest.raises(PluginError, match=remedy):
+            register(cls, name="odd")
+    assert "odd" not in {plugin.name for plugin in registry.plugins()}
+    register(Static, name="static")
+    register(Converts(lambda *_: None), name="odd")
 
 
 def test_a_warning_that_is_an_error_leaves_a_converted_model() -> None:

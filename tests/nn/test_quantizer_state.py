@@ -7,53 +7,41 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal_states
+from support.small_models import converted, linears
 from torch import nn
 
 import lpq
 
 
-def layer(recipe: str, fan_in: int = 48, fan_out: int = 32) -> lpq.nn.Linear:
-    torch.manual_seed(3)
-    return lpq.nn.Linear(fan_in, fan_out, recipe=recipe)
+def layer() -> Any:
+    return converted("fp8-delayed", 48, 32)[0]
 
 
 def test_delayed_scaling_resumes_bitwise() -> None:
-    def model() -> nn.Sequential:
-        return nn.Sequential(layer("fp8-delayed"), nn.ReLU(), layer("fp8-delayed", 32, 16))
+    """Control: without the histories it trains on otherwise."""
 
-    def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    def trained(steps: range, saved: Any = None, without: str = "nothing") -> tuple[Any, Any]:
+        model = converted("fp8-delayed", 48, 32, 16, between=nn.ReLU)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if saved is not None:
+            model.load_state_dict({k: v for k, v in saved[0].items() if without not in k})
+            optimizer.load_state_dict(saved[1])
         for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(16, 48, generator=generator) * (1 + step)
-            module(x).square().mean().backward()
+            x = torch.randn(16, 48, generator=torch.Generator().manual_seed(step)) * (1 + step)
+            model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    whole = model()
-    optimizer = torch.optim.AdamW(whole.parameters())
-    train(whole, optimizer, range(3))
-    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    saved, whole = trained(range(3)), trained(range(6))[0]
     assert {"0.weight", "0.bias", "0.x_amax_history", "0.w_amax_history", "0.dy_amax_history"} <= set(saved[0])
-    train(whole, optimizer, range(3, 6))
-    resumed = model()
-    resumed.load_state_dict(saved[0])
-    optimizer = torch.optim.AdamW(resumed.parameters())
-    optimizer.load_state_dict(saved[1])
-    train(resumed, optimizer, range(3, 6))
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True)
-    )
-    forgetful = model()
-    forgetful.load_state_dict({k: v for k, v in saved[0].items() if "amax" not in k})
-    optimizer = torch.optim.AdamW(forgetful.parameters())
-    optimizer.load_state_dict(saved[1])
-    train(forgetful, optimizer, range(3, 6))
-    assert not torch.equal(whole[0].weight, forgetful[0].weight)  # the history matters
+    assert equal_states(trained(range(3, 6), saved)[0], whole)
+    assert not torch.equal(trained(range(3, 6), saved, without="amax")[0]["0.weight"], whole["0.weight"])
 
 
 def test_the_history_moves_in_backward_only() -> None:
-    module = layer("fp8-delayed")
-    x = torch.randn(8, 48)
+    module, x = layer(), torch.randn(8, 48)
     with torch.no_grad():
         module(x)
     y = module(x)
@@ -66,7 +54,7 @@ def test_the_history_moves_in_backward_only() -> None:
 
 def test_buffers_of_the_user_are_nobodys_memory() -> None:
     """Names alone do not make a buffer one that a quantizer remembers in."""
-    module = layer("fp8-delayed")
+    module = layer()
     module.register_buffer("x_mean", torch.ones(3))
     module(torch.randn(8, 48)).sum().backward()
     assert set(module.memories()) == {f"{t}_{key}" for t in ("x", "w", "dy") for key in ("amax_history", "amax")}
@@ -85,7 +73,7 @@ def test_buffers_of_the_user_are_nobodys_memory() -> None:
 def test_a_layer_of_meta_remembers_where_its_weight_is_put() -> None:
     """From a checkpoint without that entry, too."""
     with torch.device("meta"):
-        module = layer("fp8-delayed")
+        module = lpq.nn.Linear(48, 32, recipe="fp8-delayed")
     module.load_state_dict(nn.Linear(48, 32).state_dict(), assign=True)
     assert all(memory.device.type == "cpu" and not memory.any() for memory in module.memories().values())
     x = torch.randn(8, 48)
@@ -93,15 +81,12 @@ def test_a_layer_of_meta_remembers_where_its_weight_is_put() -> None:
     assert module.x_amax_history[0] == x.abs().max()
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "fp8-delayed",
-        {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": "fp8-delayed"}]},
-    ],
-)
+LATER = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": "fp8-delayed"}]}
+
+
+@pytest.mark.parametrize("policy", ["fp8-delayed", LATER])
 def test_a_name_that_is_taken_is_refused_before_anything_is_changed(policy: Any) -> None:
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    net: Any = linears(64, 64, 64, 64)
     net[1].register_buffer("x_amax", torch.ones(()))
     with pytest.raises(ValueError, match=r"^1: fp8-delayed remembers x_amax, and the layer has an attribute of that"):
         lpq.convert(net, policy)

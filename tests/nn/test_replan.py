@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from support.small_models import converted
 
 import lpq
 from lpq.recipes import RecipeError
@@ -22,10 +22,7 @@ FRACTIONS = {
 }
 
 NAMES = ("nvfp4", "mxfp8", "fp8-current")
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+SIZES = (32, 32, 32)
 
 
 def titles(model: Any, steps: range) -> list[str]:
@@ -37,10 +34,10 @@ def titles(model: Any, steps: range) -> list[str]:
 
 
 def test_a_model_gets_the_length_of_its_run_later() -> None:
-    later = lpq.convert(net(), FRACTIONS, steps="later")
+    later = converted(FRACTIONS, *SIZES, steps="later")
     assert "nvfp4 until 0.5 of the run, then mxfp8 until 0.8 of the run, then fp8-current" in str(lpq.report(later))
     lpq.replan(later, steps=10)
-    told = lpq.convert(net(), FRACTIONS, steps=10)
+    told = converted(FRACTIONS, *SIZES, steps=10)
     assert str(lpq.report(later)) == str(lpq.report(told))
     assert titles(later, range(11)) == titles(told, range(11))
     assert len(set(titles(later, range(11)))) == 3
@@ -49,21 +46,21 @@ def test_a_model_gets_the_length_of_its_run_later() -> None:
 
 
 def test_until_then_it_is_at_step_0() -> None:
-    model = lpq.convert(net(), FRACTIONS, steps="later")
+    model = converted(FRACTIONS, *SIZES, steps="later")
     assert titles(model, range(1)) == ["nvfp4"]
     with pytest.raises(RecipeError, match=r"until = 0\.5 .* call lpq\.replan\(model, steps=…\)"):
         lpq.set_step(model, 1)
-    without = lpq.convert(net(), {"rules": [{"match": "*", "recipe": "mxfp8", "until": 5}]}, steps="later")
+    without = converted({"rules": [{"match": "*", "recipe": "mxfp8", "until": 5}]}, *SIZES, steps="later")
     assert titles(without, range(5)) == ["mxfp8"] * 5
     mixed = [{"match": "*", "recipe": "mxfp8", "until": 5}, {"match": "*", "recipe": "nvfp4", "until": 0.5}]
-    both = lpq.convert(net(), {"rules": mixed}, steps="later")
+    both = converted({"rules": mixed}, *SIZES, steps="later")
     assert titles(both, range(5)) == ["mxfp8"] * 5
     with pytest.raises(RecipeError, match=r"lpq\.replan"):
         lpq.set_step(both, 5)
 
 
 def test_a_model_may_be_planned_again() -> None:
-    model = lpq.convert(net(), FRACTIONS, steps=1000)
+    model = converted(FRACTIONS, *SIZES, steps=1000)
     lpq.set_step(model, 700)
     lpq.replan(pickle.loads(pickle.dumps(model)), steps=5)
     lpq.replan(model, steps=4)
@@ -76,15 +73,14 @@ def test_a_model_may_be_planned_again() -> None:
 
 
 def test_parts_that_were_converted_by_themselves_keep_their_policies() -> None:
-    model = net()
-    lpq.convert(model, FRACTIONS, steps=10)
-    lpq.convert(model[2], {"rules": [{"match": "*", "recipe": "mxfp8", "until": 0.5}]}, steps="later")
+    model = converted(FRACTIONS, *SIZES, steps=10)
+    lpq.convert(model[1], {"rules": [{"match": "*", "recipe": "mxfp8", "until": 0.5}]}, steps="later")
     lpq.replan(model, steps=4)
     lpq.set_step(model, 1)
-    assert (model[0].recipe, model[2].recipe) == (lpq.recipe("nvfp4"), lpq.recipe("mxfp8"))
+    assert (model[0].recipe, model[1].recipe) == (lpq.recipe("nvfp4"), lpq.recipe("mxfp8"))
     lpq.set_step(model, 2)
-    assert (model[0].recipe, model[2].recipe) == (lpq.recipe("mxfp8"), None)
-    assert {m.lpq_conversion.steps for m in (model, model[2])} == {4}
+    assert (model[0].recipe, model[1].recipe) == (lpq.recipe("mxfp8"), None)
+    assert {m.lpq_conversion.steps for m in (model, model[1])} == {4}
 
 
 def test_a_plan_that_a_stored_weight_cannot_follow_is_refused_and_nothing_is_changed() -> None:
@@ -93,7 +89,7 @@ def test_a_plan_that_a_stored_weight_cannot_follow_is_refused_and_nothing_is_cha
         {"match": "*", "recipe": "nvfp4", "until": 0.9},
         {"match": "*", "recipe": "mxfp8"},
     ]
-    model = lpq.convert(net(), {"rules": rules}, steps=1, weights="quantized")  # in one step the second never holds
+    model = converted({"rules": rules}, *SIZES, steps=1, weights="quantized")  # in one step the second never holds
     before = str(lpq.report(model))
     with pytest.raises(RecipeError, match=r"0: its weight is stored as mxfp8"):
         lpq.replan(model, steps=100)
@@ -101,23 +97,11 @@ def test_a_plan_that_a_stored_weight_cannot_follow_is_refused_and_nothing_is_cha
     assert len(model[0].schedule.pieces) == 1
 
 
-@pytest.mark.parametrize("steps", [0, -3, "later", 2.0, None])
-def test_a_length_is_a_number_of_steps(steps: Any) -> None:
-    model = lpq.convert(net(), "mxfp8")
-    with pytest.raises(ValueError, match=f"steps={steps!r}: it is the length of the run in steps"):
-        lpq.replan(model, steps=steps)
-
-
-def test_a_model_that_was_not_converted_has_nothing_to_plan() -> None:
-    with pytest.raises(ValueError, match=r"call lpq\.convert"):
-        lpq.replan(net(), steps=3)
-
-
 def test_a_length_that_was_never_given_is_saved_as_it_is(tmp_path: Any) -> None:
-    model = lpq.convert(net(), FRACTIONS, steps="later")
+    model = converted(FRACTIONS, *SIZES, steps="later")
     lpq.checkpoint.save(model, tmp_path / "c")
     assert lpq.checkpoint.info(tmp_path / "c").steps == "later"
-    again = lpq.convert(net(), FRACTIONS, steps="later")
+    again = converted(FRACTIONS, *SIZES, steps="later")
     lpq.checkpoint.load(again, tmp_path / "c")
     assert torch.equal(again[0].weight, model[0].weight)
     lpq.replan(again, steps=10)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +11,17 @@ import torch
 from counting import encodings, kept_for_backward
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from support.comparing import equal
-from support.small_models import Mlp
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from support.passes import Run, autocast, offloaded, plainly, recomputed, step
+from support.plugins import FormatPlugin
+from support.small_models import Mlp, converted
+from torch import Tensor
 
 import lpq
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.operations import quantizing
 from lpq.operations.encoder import Wanted, bind_encoder, in_two_steps, through_operators
 from lpq.operations.measuring import measure_reference
-from lpq.registry import FormatSpec, hookimpl, refresh, register
+from lpq.registry import refresh, register
 from lpq.registry.errors import LpqError
 
 ROWS, WIDTH, OUT = 48, 64, 96
@@ -36,7 +36,6 @@ RECIPES = (
     "x=hybrid(row=mxfp8, col=fp8(scaling=delayed), col_source=row), w=mxfp8(), dy=mxfp8()",
     "x=hybrid(row=clipped, col=clipped, col_source=row), w=clipped, dy=mxfp8()",
 )
-Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class ClippedStorage(Storage):
@@ -64,17 +63,9 @@ class ClippedQuantizer(Quantizer):
         return ClippedStorage(data=(x.float() / scale).round().clamp(-90, 90).to(torch.int8), scale=scale)
 
 
-@hookimpl
-def lpq_register_formats() -> FormatSpec:
-    return FormatSpec(
-        name="clipped", summary="a test's", quantizer=f"{__name__}:ClippedQuantizer",
-        storage=f"{__name__}:ClippedStorage", effective_bits=8,
-    )  # fmt: skip
-
-
 @pytest.fixture(autouse=True)
 def clipped() -> Iterator[None]:
-    register(sys.modules[__name__], name="clipped")
+    register(FormatPlugin("clipped", ClippedQuantizer, ClippedStorage), name="clipped")
     yield
     refresh()
 
@@ -97,9 +88,8 @@ def test_a_policy_chooses_for_each_layer() -> None:
     assert equal(gradients, same)
 
 
-def layer(recipe: str) -> lpq.nn.Linear:
-    torch.manual_seed(1)
-    return lpq.nn.Linear(WIDTH, OUT, recipe=recipe)
+def layer(recipe: str, **how: Any) -> Any:
+    return converted(recipe, WIDTH, OUT, **how)[0]
 
 
 def inputs(count: int = 1) -> list[Tensor]:
@@ -107,27 +97,16 @@ def inputs(count: int = 1) -> list[Tensor]:
     return [torch.randn(2, ROWS // 2, WIDTH, generator=drawn).mul_(1 + 3 * i).requires_grad_() for i in range(count)]
 
 
-def plainly(module: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = module(x)
-    return y
-
-
-def numbers(module: nn.Module, run: Run = plainly, steps: int = 2) -> list[Tensor]:
-    torch.manual_seed(3)
-    xs = inputs(steps)
-    ys = []
-    for x in xs:
-        ys.append(run(module, x))
-        ys[-1].square().mean().backward()
-    found = [*ys, *(x.grad for x in xs), *(p.grad for p in module.parameters()), *module.buffers()]
-    return [t.detach() for t in found if t is not None]
+def numbers(recipe: str, run: Run = plainly) -> list[Tensor | None]:
+    module = layer(recipe)
+    return [t for x in inputs(2) for t in step(module, x, run)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_number_changes(recipe: str) -> None:
-    usual = numbers(layer(recipe))
+    usual = numbers(recipe)
     for option in OPTIONS:
-        assert equal(usual, numbers(layer(f"{recipe}, {option}"))), option
+        assert equal(usual, numbers(f"{recipe}, {option}")), option
 
 
 def _two_before_backward(recipe: str) -> list[Tensor]:
@@ -151,9 +130,7 @@ def test_what_the_layer_remembered_in_forward_counts(monkeypatch: pytest.MonkeyP
     assert not equal(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
 
 
-def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NVFP4Quantizer, "transposable", True)
     refresh()
     x, seed = inputs()[0].detach(), torch.tensor(7)
@@ -183,7 +160,7 @@ def test_operands_are_made_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch)
         assert sorted((w.row, w.col) for w in seen) == [*backward, (True, True)]
         seen.clear()
         module.requires_grad_(False)
-        y, kept = kept_for_backward(lambda module=module, x=x: module(x))  # type: ignore[misc]
+        y, kept = kept_for_backward(lambda module=module, x=x: module(x))
         assert kept == WIDTH * OUT * (4 if option != "x.save=input" else 1) + 4  # the scale, or the amax
         seen.clear()
 
@@ -210,7 +187,7 @@ def test_the_bytes() -> None:
         ("w.save=weight", of_x + 4 + 4 * of_w + 4),
     ):
         module, (x,) = layer(f"{RECIPES[0]}, {option}"), inputs()
-        assert kept_for_backward(lambda module=module, x=x: module(x))[1] == bytes_kept  # type: ignore[misc]
+        assert kept_for_backward(lambda module=module, x=x: module(x))[1] == bytes_kept
 
 
 @pytest.mark.parametrize("option", OPTIONS[:2])
@@ -223,37 +200,18 @@ def test_what_is_kept_may_not_be_written_to(option: str) -> None:
         y.sum().backward()
 
 
-def _checkpointed(module: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(module, x, use_reentrant=False)
-    return y
-
-
-def _saved_elsewhere(module: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        y: Tensor = module(x)
-        return y
-
-
-def _under_autocast(module: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        y: Tensor = module(x)
-        return y.float()
-
-
-def _compiled(module: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
-    return y
-
-
 @pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]], ids=["delayed", "stochastic"])
-@pytest.mark.parametrize("run", [_checkpointed, _saved_elsewhere, _under_autocast])
+@pytest.mark.parametrize("run", [recomputed, offloaded, autocast])
 def test_ways_to_run(run: Run, recipe: str) -> None:
-    assert equal(numbers(layer(recipe), run), numbers(layer(f"{recipe}, {OPTIONS[2]}"), run))
+    assert equal(numbers(recipe, run), numbers(f"{recipe}, {OPTIONS[2]}", run))
 
 
 def test_compiled() -> None:
     """A compiler traces the choice too, and then makes its own."""
-    assert equal(numbers(layer(RECIPES[1])), numbers(layer(f"{RECIPES[1]}, {OPTIONS[2]}"), _compiled))
+    torch._dynamo.reset()
+    module = layer(f"{RECIPES[1]}, {OPTIONS[2]}")
+    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert equal(numbers(RECIPES[1]), [t for x in inputs(2) for t in step(module, x, lambda _, x: whole(x))])
 
 
 def test_a_weight_that_is_encoded_already_is_what_is_kept() -> None:
@@ -263,8 +221,7 @@ def test_a_weight_that_is_encoded_already_is_what_is_kept() -> None:
             return kept_for_backward(lambda: module(x))
 
     def stored(recipe: str) -> tuple[Tensor, int]:
-        torch.manual_seed(1)
-        module, (x,) = lpq.convert(nn.Sequential(nn.Linear(WIDTH, OUT)), recipe, weights="quantized", ranks=1), inputs()
+        module, (x,) = layer(recipe, weights="quantized", ranks=1), inputs()
         return kept_for_backward(lambda: module(x))
 
     for made in (held, stored):
@@ -287,7 +244,5 @@ def test_what_is_kept_is_part_of_a_recipe() -> None:
     assert lpq.recipe(given.text) == lpq.recipe(given.to_toml()) == lpq.recipe(given.to_dict()) == given
     taken = lpq.recipe({"fprop": given, "dgrad": given, "wgrad": usual})
     assert (taken.save_x, taken.save_w) == ("encoded", "weight")  # with the operand that is kept or made
-    assert lpq.recipe({"x": given, "w": given, "dy": given, "x.save": "encoded"}).saves == {
-        "x": "encoded",
-        "w": "weight",
-    }
+    made = lpq.recipe({"x": given, "w": given, "dy": given, "x.save": "encoded"})
+    assert made.saves == {"x": "encoded", "w": "weight"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 from support.comparing import equal, equal_states
 from support.encoding_norm import block
-from support.modes import Watched
+from support.passes import Run, plainly, recomputed, watched
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq import checkpoint as checkpoints
@@ -23,26 +21,11 @@ from lpq.nn.shared_states import shared_state
 
 HYBRID = "hybrid(row=fp8(scaling=delayed, history=2), col=fp8(scaling=delayed, history=3, dtype=e5m2))"
 RECIPES = ["fp8-delayed", "x=fp8(scaling=delayed, history=2), w=mxfp8, dy=mxfp8", f"x={HYBRID}, w=mxfp8, dy=mxfp8"]
-Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 def given(number: int) -> Tensor:
     draw = torch.Generator().manual_seed(number)
     return (torch.randn(2, 16, 32, generator=draw) * (1 + 3 * number)).requires_grad_()
-
-
-def plainly(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)  # type: ignore[no-any-return]
-
-
-def watched(module: nn.Module, x: Tensor) -> Tensor:
-    """By way of operators."""
-    with Watched():
-        return module(x)  # type: ignore[no-any-return]
-
-
-def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(module, x, use_reentrant=False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def steps(module: Any, run: Run = plainly, count: int = 3, first: int = 0) -> list[Tensor]:
@@ -52,8 +35,8 @@ def steps(module: Any, run: Run = plainly, count: int = 3, first: int = 0) -> li
         x = given(number)
         module.zero_grad()
         y = run(module, x)
-        y.backward(torch.sin(y.detach()), retain_graph=run is not checkpointed)
-        if run is not checkpointed:
+        y.backward(torch.sin(y.detach()), retain_graph=run is not recomputed)
+        if run is not recomputed:
             y.backward(torch.cos(y.detach()))  # moves nothing more
         with torch.no_grad():
             module(given(9))
@@ -63,7 +46,7 @@ def steps(module: Any, run: Run = plainly, count: int = 3, first: int = 0) -> li
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("run", [plainly, watched, checkpointed])
+@pytest.mark.parametrize("run", [plainly, watched, recomputed])
 def test_an_encoded_input_equals_one_that_each_layer_encodes(recipe: str, run: Run) -> None:
     apart, fused = block(recipe, fused=False), block(recipe)
     assert equal(steps(fused, run), steps(apart, run))
@@ -83,51 +66,47 @@ def test_it_is_another_history_that_makes_another_result() -> None:
     assert not equal(steps(fused), steps(other))
 
 
-def test_the_state_moves_where_the_producer_has_no_backward() -> None:
+def both(recipe: str, change: Any, passes: int = 2) -> tuple[Any, Any]:
+    """A model whose layers encode their inputs and one whose producer does, after some passes."""
+    made = block(recipe, fused=False), block(recipe)
+    for module in made:
+        change(module)
+        for number in range(passes):
+            module(given(number)).sum().backward()
+    return made
+
+
+@pytest.mark.parametrize("frozen", ["scale", "layers.0", "layers.1", "layers.2", "layers"])
+@pytest.mark.parametrize("recipe", RECIPES[::2])
+def test_frozen_parts_move_what_the_others_multiply(frozen: str, recipe: str) -> None:
+    """In whichever order backward comes to them; where all layers are frozen, the operand that they multiply."""
+
+    def freeze(module: Any) -> None:
+        part = module.scale if frozen == "scale" else module.get_submodule(frozen)
+        part.requires_grad_(False)
+
+    apart, fused = both(recipe, freeze)
+    amaxes = [m.name for m in fused.layers[1].state_buffers() if m.tensor == "x" and not m.name.endswith("history")]
+    whole = frozen == "layers" and recipe == RECIPES[2]
+    assert [bool(getattr(fused.layers[1], name) > 0) for name in amaxes] == (
+        [True, False] if whole else [True] * len(amaxes)
+    )
+    if whole or frozen == "scale" or recipe == RECIPES[0]:
+        assert equal_states(fused.state_dict(), apart.state_dict())
+    else:  # a frozen layer apart remembers nothing of an operand that it does not multiply
+        trained = int(frozen == "layers.0")
+        assert equal_states(fused.layers[trained].state_dict(), apart.layers[trained].state_dict())
+
+
+def test_gradients_asked_for_one_by_one_are_no_step() -> None:
     apart, fused = block(fused=False), block()
     for module in (apart, fused):
-        module.scale.requires_grad_(False)
-        module(given(0).detach()).sum().backward()
-    assert equal_states(fused.state_dict(), apart.state_dict())
-    assert fused.layers[2].x_amax > 0
-
-
-def test_frozen_layers_and_gradients_asked_for_one_by_one() -> None:
-    for frozen in ([], [0], [0, 1, 2]):
-        apart, fused = block(fused=False), block()
-        for module in (apart, fused):
-            for i in frozen:
-                module.layers[i].requires_grad_(False)
-            for number in range(2):
-                y = module(given(number)).square().sum()
-                if not frozen:
-                    torch.autograd.grad(y, [module.scale], retain_graph=True)  # no step
-                    assert number or not module.layers[1].x_amax
-                y.backward()
-        assert equal_states(fused.state_dict(), apart.state_dict())
-
-
-def test_frozen_layers_remember_the_operand_that_they_multiply() -> None:
-    apart, fused = block(RECIPES[2], fused=False), block(RECIPES[2])
-    for module in (apart, fused):
-        module.layers.requires_grad_(False)
         for number in range(2):
-            module(given(number)).sum().backward()
+            y = module(given(number)).square().sum()
+            torch.autograd.grad(y, [module.scale], retain_graph=True)
+            assert number or not module.layers[1].x_amax
+            y.backward()
     assert equal_states(fused.state_dict(), apart.state_dict())
-    assert fused.layers[1].x_row_amax > 0
-    assert not fused.layers[1].x_col_amax
-
-
-@pytest.mark.parametrize("frozen", [0, 2])
-def test_a_frozen_layer_moves_what_the_others_multiply(frozen: int) -> None:
-    """In whichever order backward comes to them."""
-    apart, fused = block(RECIPES[2], fused=False), block(RECIPES[2])
-    for module in (apart, fused):
-        module.layers[frozen].requires_grad_(False)
-        for number in range(2):
-            module(given(number)).sum().backward()
-    assert fused.layers[1].x_col_amax > 0
-    assert equal_states(fused.layers[1].state_dict(), apart.layers[1].state_dict())
 
 
 def test_a_layer_that_skips_a_pass_is_named() -> None:
@@ -145,7 +124,7 @@ def test_a_layer_that_skips_a_pass_is_named() -> None:
 
 def test_runs_that_would_be_recomputed_from_moved_states_are_refused() -> None:
     fused = block("x=fp8(scaling=delayed), w=mxfp8, dy=mxfp8")
-    first, second = (checkpointed(fused, given(number)).sum() for number in range(2))
+    first, second = (recomputed(fused, given(number)).sum() for number in range(2))
     first.backward()
     with pytest.raises(RuntimeError, match=r"layers\..*activation checkpointing runs it again in backward"):
         second.backward()

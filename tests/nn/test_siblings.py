@@ -13,9 +13,21 @@ import pytest
 import torch
 from counting import encodings, kept_for_backward
 from support.comparing import equal
+from support.passes import (
+    Run,
+    autocast,
+    compiled,
+    evaluated,
+    inferred,
+    offloaded,
+    plainly,
+    recomputed,
+    reentrant,
+    step,
+    within,
+)
 from support.small_models import Siblings
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
@@ -25,13 +37,13 @@ from lpq.operations.encoder import Wanted
 
 ROWS, WIDTH, OUT = 48, 64, (96, 32, 32)
 RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "mxfp8-fwd-bf16-bwd")
-Run = Callable[[nn.Module, Tensor], Tensor]
 
 
-def three(recipe: Any = "mxfp8", **options: Any) -> Siblings:
+def three(recipe: Any = "mxfp8", between: Callable[[Tensor], Any] = lambda x: None, **options: Any) -> Any:
     torch.manual_seed(1)
     model: Any = lpq.convert(Siblings(WIDTH, *OUT, bias=False), recipe, **options)
-    return model  # type: ignore[no-any-return]
+    model.between = between
+    return model
 
 
 def alone(model: Any) -> Any:
@@ -46,19 +58,9 @@ def given(seed: int = 2) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
-def plainly(model: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = model(x * 2)
-    return y
-
-
-def numbers(model: nn.Module, run: Run = plainly, x: Tensor | None = None) -> list[Tensor]:
-    """The result and all gradients of a step, with the same random bits each time."""
-    x = given() if x is None else x
-    torch.manual_seed(3)
-    y = run(model, x)
-    if y.requires_grad:
-        y.square().mean().backward()
-    return [y.detach(), *(g for g in (x.grad, *(p.grad for p in model.parameters())) if g is not None)]
+def numbers(model: Any, run: Run = plainly, x: Tensor | None = None) -> list[Tensor | None]:
+    """A step of the model, which gets a tensor that is no leaf, unless it is given one."""
+    return step(model, given(), lambda model, leaf: run(model, leaf * 2 if x is None else x))
 
 
 def of_x(seen: list[Wanted]) -> list[tuple[bool, bool]]:
@@ -86,53 +88,40 @@ def test_three_layers_encode_their_input_once(recipe: str, monkeypatch: pytest.M
     assert bytes_apart - bytes_together == 2 * of_col
 
 
-def test_a_write_between_two_layers_is_noticed() -> None:
-    def doubled(x: Tensor) -> None:
-        x.mul_(2)
-
-    def through_a_view(x: Tensor) -> None:
-        x.view(-1)[:WIDTH].zero_()
-
-    for write in (doubled, through_a_view):
-        together, apart = three(), alone(three())
-        together.between = apart.between = write
-        assert equal(numbers(together), numbers(apart))
+def unseen(x: Tensor) -> None:
+    x.data.mul_(2)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "x=mxfp8, w=mxfp8, dy=nvfp4(stochastic=true)"])
+def counted(x: Tensor) -> None:
+    unseen(x)
+    torch.autograd.graph.increment_version(x)
+
+
+def replaced(x: Tensor) -> None:
+    version = x._version
+    x.data = x.detach() * 3
+    assert x._version == version
+
+
+@pytest.mark.parametrize(
+    ("write", "noticed"),
+    [
+        (lambda x: x.mul_(2), True), (lambda x: x.view(-1)[:WIDTH].zero_(), True), (replaced, True),
+        (unseen, False), (counted, True),
+    ],
+    ids=["doubled", "through a view", "other memory", "that autograd does not count", "the way out of the page"],
+)  # fmt: skip
+def test_a_write_between_two_layers_is_noticed(write: Callable[[Tensor], Any], noticed: bool) -> None:
+    """One that autograd does not count is not: so these would fail if writes were not looked at."""
+    assert equal(numbers(three(between=write)), numbers(alone(three(between=write)))) == noticed
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "x=mxfp8, w=mxfp8, dy=nvfp4(stochastic=true)"])
 def test_a_write_between_two_layers_is_noticed_when_compiled(recipe: str) -> None:
     """A compiler makes the column operand later, of what the input was when the first layer got it."""
-
-    def compiled(model: nn.Module, x: Tensor) -> Tensor:
-        torch._dynamo.reset()
-        y: Tensor = torch.compile(model, fullgraph=True, backend="aot_eager")(x * 2)
-        return y
-
-    models = [three(recipe) for _ in range(3)]
-    for model in models[:2]:
-        model.between = lambda x: x.mul_(2)
-    eager, written, unwritten = (numbers(m, run) for m, run in zip(models, (plainly, compiled, plainly), strict=True))
-    assert equal(eager, written)
-    assert not equal(written, unwritten)
-
-
-def test_a_write_that_autograd_does_not_count_is_not() -> None:
-    """Which shows, too, that the test above would fail if writes were not looked at."""
-
-    def unseen(x: Tensor) -> None:
-        x.data.mul_(2)
-
-    together, apart = three(), alone(three())
-    together.between = apart.between = unseen
-    assert not equal(numbers(together), numbers(apart))
-
-    def counted(x: Tensor) -> None:
-        unseen(x)
-        torch.autograd.graph.increment_version(x)
-
-    together, apart = three(), alone(three())
-    together.between = apart.between = counted
-    assert equal(numbers(together), numbers(apart)), "the way out that the page gives"
+    written = numbers(three(recipe, lambda x: x.mul_(2)), compiled)
+    assert equal(numbers(three(recipe, lambda x: x.mul_(2))), written)
+    assert not equal(written, numbers(three(recipe)))
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
@@ -149,47 +138,20 @@ def test_between_two_passes_it_may_be_written_to_in_any_way(recipe: str) -> None
             with torch.no_grad():
                 assert torch.equal(model(x), apart(x.clone()))
         memory[:] = given(7).detach().numpy()
-        assert equal(numbers(model, Siblings.__call__, x), numbers(apart, Siblings.__call__, x.clone()))
+        assert equal(numbers(model, x=x), numbers(apart, x=x.clone()))
 
 
-def test_other_memory_is_noticed() -> None:
-    def replaced(x: Tensor) -> None:
-        version = x._version
-        x.data = x.detach() * 3
-        assert x._version == version
-
-    together, apart = three(), alone(three())
-    together.between = apart.between = replaced
-    assert equal(numbers(together), numbers(apart))
+def rules(k: str, others: str) -> Any:
+    return {"rules": [{"match": "k", "recipe": k}, {"match": "*", "recipe": others}]}
 
 
-def _stochastic() -> Siblings:
-    return three("x=nvfp4(stochastic=true), w=mxfp8(), dy=mxfp8()")
-
-
-def _delayed() -> Siblings:
-    return three("fp8-delayed")
-
-
-def _two_formats() -> Siblings:
-    rules = [{"match": "k", "recipe": "fp8-current"}, {"match": "*", "recipe": "mxfp8"}]
-    return three({"rules": rules})
-
-
-def _hooked() -> Siblings:
+def hooked() -> Any:
     model = three()
     model.k.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     return model
 
 
-def _derived_and_not() -> Siblings:
-    """The same two formats, but the layer k makes the column operand of the row operand."""
-    row, col = "hybrid(row=nvfp4, col=mxfp8)", "hybrid(row=nvfp4, col=mxfp8, col_source=row)"
-    rules = [{"match": m, "recipe": f"x={x}, w=mxfp8(), dy=mxfp8()"} for m, x in (("k", col), ("*", row))]
-    return three({"rules": rules})
-
-
-def _made_by_hand() -> Siblings:
+def made_by_hand() -> Any:
     model = three()
     for name in "qkv":
         layer = lpq.nn.Linear(WIDTH, getattr(model, name).out_features, bias=False, recipe="mxfp8")
@@ -198,12 +160,20 @@ def _made_by_hand() -> Siblings:
     return model
 
 
-@pytest.mark.parametrize(
-    ("made", "count"),
-    [(_stochastic, 3), (_delayed, 3), (_two_formats, 2), (_hooked, 2), (_derived_and_not, 2), (_made_by_hand, 3)],
-)
-def test_only_the_same_is_shared(made: Callable[[], Siblings], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = encodings(monkeypatch)
+DERIVED = "x=hybrid(row=nvfp4, col=mxfp8, col_source=row), w=mxfp8(), dy=mxfp8()"
+APART: dict[str, tuple[Callable[[], Any], int]] = {
+    "random bits": (lambda: three("x=nvfp4(stochastic=true), w=mxfp8(), dy=mxfp8()"), 3),
+    "states": (lambda: three("fp8-delayed"), 3),
+    "two formats": (lambda: three(rules("fp8-current", "mxfp8")), 2),
+    "a hook": (hooked, 2),
+    "derived and not": (lambda: three(rules(DERIVED, DERIVED.replace(", col_source=row", ""))), 2),
+    "made by hand": (made_by_hand, 3),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_only_the_same_is_shared(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, (made, count) = encodings(monkeypatch), APART[case]
     found = numbers(made())
     assert len(of_x(seen)) == count
     assert equal(found, numbers(alone(made())))
@@ -226,68 +196,24 @@ def test_a_frozen_layer_takes_part(frozen: str, made: Any, monkeypatch: pytest.M
     assert equal(found, numbers(models[1]))
 
 
-def _under_autocast(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        y: Tensor = model(x * 2)
-        assert y.dtype == torch.bfloat16
-        return y.float()
-
-
-def _reentrant(model: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(model, x * 2, use_reentrant=True)
-    return y
-
-
-def _not_reentrant(model: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(model, x * 2, use_reentrant=False)
-    return y
-
-
-def _in_a_region(model: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(lambda x: model(x * 2), x, use_reentrant=False)
-    return y
-
-
-def _saved_elsewhere(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        y: Tensor = model(x * 2)
-        return y
-
-
-def _evaluated(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y: Tensor = model(x * 2)
-        return y
-
-
-def _inferred(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        y: Tensor = model(x * 2)
-        return y
-
-
-def _watched(model: nn.Module, x: Tensor) -> Tensor:
+def counted_operators(model: Any, x: Tensor) -> Tensor:
     """An operand made before a mode watches would be a constant to a tracer."""
-    with FlopCounterMode(display=False):
-        y: Tensor = model(x * 2)
-        return y
+    return within(lambda: FlopCounterMode(display=False), model, x)
 
 
-@pytest.mark.parametrize(
-    ("run", "made"),
-    [
-        (_under_autocast, [(True, True)]),
-        (_reentrant, [(True, False), (True, True)]),
-        (_not_reentrant, [(True, True)] * 2),
-        (_in_a_region, [(True, True)] * 2),
-        (_saved_elsewhere, [(True, True)]),
-        (_evaluated, [(True, False)]),
-        (_inferred, [(True, False)] * 3),  # PyTorch counts no writes
-    ],
-)
+ONCE, TWICE = [(True, True)], [(True, False), (True, True)]
+WAYS: dict[str, tuple[Run, list[tuple[bool, bool]]]] = {
+    "autocast": (autocast, ONCE), "reentrant": (reentrant, TWICE), "recomputed": (recomputed, ONCE * 2),
+    "in a region": (lambda model, x: recomputed(lambda x: model(x * 2), x), ONCE * 2), "offloaded": (offloaded, ONCE),
+    "evaluated": (evaluated, TWICE[:1]),
+    "inferred": (lambda model, x: inferred(lambda x: model(x * 2), x), TWICE[:1] * 3),  # PyTorch counts no writes
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ["nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
-def test_ways_to_run(recipe: str, run: Run, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = encodings(monkeypatch)
+def test_ways_to_run(recipe: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, (run, made) = encodings(monkeypatch), WAYS[way]
     found = numbers(three(recipe), run)
     assert of_x(seen) == made
     assert equal(found, numbers(alone(three(recipe)), run))
@@ -302,11 +228,10 @@ def test_an_input_that_is_kept_in_place_of_its_operand(x: str, monkeypatch: pyte
     def before_a_product(model: Any, x: Tensor) -> Tensor:
         times = iter("once")
         model.between = lambda x: model.q.model.inputs.clear() if next(times) == "o" else None
-        y: Tensor = checkpoint(lambda x: nn.functional.silu(model(x)), x * 2, use_reentrant=False)
-        return y
+        return recomputed(lambda x: nn.functional.silu(model(x)), x)
 
-    def without(model: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.silu(model(x * 2))
+    def without(model: Any, x: Tensor) -> Tensor:
+        return nn.functional.silu(model(x))
 
     seen, recipe = encodings(monkeypatch), f"x={x}, w=mxfp8(), dy=mxfp8()"
     found = numbers(three(f"{recipe}, x.save=input"), before_a_product)
@@ -316,7 +241,7 @@ def test_an_input_that_is_kept_in_place_of_its_operand(x: str, monkeypatch: pyte
 
 
 def test_what_a_mode_watches_is_not_shared() -> None:
-    assert equal(numbers(three(), _watched), numbers(three()))
+    assert equal(numbers(three(), counted_operators), numbers(three()))
 
 
 class Weight(Tensor):

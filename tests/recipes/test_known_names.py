@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import lpq
-from lpq import registry
 from lpq.recipes import RecipeWarning
 from lpq.registry import RecipeSpec, hookimpl
 from lpq.registry.errors import PluginError
 
 KNOWN = {
-    "tensorwise": "fp8-current",
-    "Float8CurrentScaling": "fp8-current",
-    "rowwise": "fp8-row",
-    "rowwise_with_gw_hp": "fp8-row-bf16-wgrad",
-    "blockwise": "fp8-block",
-    "DelayedScaling": "fp8-delayed",
-    "delayedscaling": "fp8-delayed",
-    "MXFP8BlockScaling": "mxfp8",
-    "NVFP4BlockScaling": "nvfp4",
-}
+    "tensorwise": "fp8-current", "Float8CurrentScaling": "fp8-current", "rowwise": "fp8-row",
+    "rowwise_with_gw_hp": "fp8-row-bf16-wgrad", "blockwise": "fp8-block", "DelayedScaling": "fp8-delayed",
+    "delayedscaling": "fp8-delayed", "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4",
+}  # fmt: skip
 
 
 @pytest.fixture
-def plugin() -> Iterator[Any]:
-    """Register a plugin ``acme`` with these specs."""
+def plugin(register: Callable[..., object]) -> Callable[..., None]:
+    """Register a plugin ``acme`` with one recipe."""
 
-    def register(*recipes: RecipeSpec) -> None:
-        class Plugin:
-            @hookimpl
-            def lpq_register_recipes(self) -> list[RecipeSpec]:
-                return [*recipes]
+    class Plugin:
+        @hookimpl
+        def lpq_register_recipes(self) -> RecipeSpec:
+            return self.spec
 
-        registry.register(Plugin(), name="acme")
+    def make(recipe: str = "mxfp8", **more: Any) -> None:
+        Plugin.spec = RecipeSpec(name="acme", summary="", recipe=recipe, **more)
+        register(Plugin(), name="acme")
 
-    yield register
-    registry.refresh()
+    return make
 
 
 @pytest.mark.parametrize(("elsewhere", "here"), KNOWN.items())
@@ -64,7 +57,7 @@ def test_the_gradient_of_the_weight_may_be_in_high_precision() -> None:
 
 
 def test_lpq_has_the_first_word_and_a_name_of_ones_own_the_last(plugin: Any) -> None:
-    plugin(RecipeSpec(name="acme", summary="", recipe="mxfp8", aliases=("tensorwise", "AcmeScaling")))
+    plugin(aliases=("tensorwise", "AcmeScaling"))
     with pytest.warns(RecipeWarning, match="'fp8-current'"):
         assert lpq.recipe("tensorwise").title == "fp8-current"
     with pytest.warns(RecipeWarning, match="lpq takes its recipe 'acme'"):
@@ -74,7 +67,7 @@ def test_lpq_has_the_first_word_and_a_name_of_ones_own_the_last(plugin: Any) -> 
 @pytest.mark.parametrize("aliases", ["tensorwise", (3,), ("two words",)])
 def test_an_alias_is_a_name(aliases: Any, plugin: Any) -> None:
     with pytest.raises(PluginError, match="write a tuple of names, as"):
-        plugin(RecipeSpec(name="acme", summary="", recipe="mxfp8", aliases=aliases))
+        plugin(aliases=aliases)
 
 
 def test_a_format_is_told_from_its_recipes() -> None:
@@ -94,5 +87,5 @@ def test_a_format_is_told_from_its_recipes() -> None:
 def test_a_plugin_that_means_its_format_is_not_corrected(plugin: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plugin(RecipeSpec(name="acme", summary="", recipe="fp8"))
+        plugin("fp8")
         assert lpq.recipe("acme") == lpq.recipe("fp8()")

@@ -8,6 +8,7 @@ import pickle
 import tomllib
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,37 +47,29 @@ def test_the_first_match_wins_by_layer_and_step() -> None:
     assert [schedule.at(step) for step in (0, 84, 85, 10**9)] == [NVFP4, NVFP4, BF16, BF16]
 
 
-def test_after_its_last_rule_a_layer_is_left_alone() -> None:
-    until = policy((("*",), MXFP8, 10)).schedule("up")
-    assert until.pieces == ((10, MXFP8), (None, None))
-    assert (until.at(9), until.at(10)) == (MXFP8, None)
-    assert policy((("up",), MXFP8)).schedule("down").pieces == ((None, None),)
-
-
-def test_a_layer_may_be_left_alone_first() -> None:
-    warm = policy((("*",), None, 3), (("*",), NVFP4)).schedule("up")
-    assert [warm.at(step) for step in range(5)] == [None, None, None, NVFP4, NVFP4]
-
-
-def test_pieces_that_say_nothing_are_left_out() -> None:
-    rules = policy((("a*",), MXFP8, 10), (("*b",), NVFP4, 5), (("ab",), MXFP8, 20), (("*b", "c"), None, 30))
-    assert rules.schedule("ab").pieces == ((20, MXFP8), (None, None))
-    assert rules.schedule("b").pieces == ((5, NVFP4), (None, None))
-    assert policy((("*",), None, 4)).schedule("a").pieces == ((None, None),)
+HALVES = ((("a*",), MXFP8, 10), (("*b",), NVFP4, 5), (("ab",), MXFP8, 20), (("*b", "c"), None, 30))
 
 
 @pytest.mark.parametrize(
-    ("until", "steps", "end"),
+    ("rules", "layer", "pieces"),
     [
-        (0.85, 100, 85),
-        (0.55, 100, 55),
-        (0.57, 100, 57),
-        (0.1, 3, 1),
-        (1 / 3, 300, 100),
-        (1.0, 7, 7),
-        (7, 3, 7),
+        (((("*",), MXFP8, 10),), "up", ((10, MXFP8), (None, None))),  # after its last rule a layer is left alone
+        (((("up",), MXFP8),), "down", ((None, None),)),
+        (((("*",), None, 3), (("*",), NVFP4)), "up", ((3, None), (None, NVFP4))),  # and may be so first
+        (HALVES, "ab", ((20, MXFP8), (None, None))),  # pieces that say nothing are left out
+        (HALVES, "b", ((5, NVFP4), (None, None))),
+        (((("*",), None, 4),), "a", ((None, None),)),
     ],
 )
+def test_the_pieces_of_a_schedule(rules: Any, layer: str, pieces: Any) -> None:
+    assert policy(*rules).schedule(layer).pieces == pieces
+
+
+@pytest.mark.parametrize(
+    ("until", "steps", "end"), [
+        (0.85, 100, 85), (0.55, 100, 55), (0.57, 100, 57), (0.1, 3, 1), (1 / 3, 300, 100), (1.0, 7, 7), (7, 3, 7),
+    ]
+)  # fmt: skip
 def test_where_a_rule_ends(until: float, steps: int, end: int) -> None:
     assert policy((("*",), MXFP8, until)).schedule("up", steps).pieces[0][0] == end
 
@@ -154,12 +147,8 @@ def test_a_schedule_reads_as_a_sentence() -> None:
 
 
 def test_a_recipe_is_a_policy_for_every_layer() -> None:
-    for source in (
-        "mxfp8",
-        MXFP8,
-        lpq.quantizer("mxfp8"),
-        {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "mxfp8"},
-    ):
+    every = {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "mxfp8"}
+    for source in ("mxfp8", MXFP8, lpq.quantizer("mxfp8"), every):
         assert lpq.policy(source) == Policy((Rule(("*",), MXFP8),), leave=("lm_head", "gate", "router"))
         assert lpq.policy(source, include="all") == Policy((Rule(("*",), MXFP8),), least=0)
     made = lpq.policy(PAPER)
@@ -180,6 +169,10 @@ def test_files_of_rules_and_files_of_recipes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert lpq.policy("policy.toml") == expected
     assert lpq.policy("mine.toml") == lpq.policy(MXFP8)
+    path.write_text(path.read_text(), encoding="utf-8-sig")  # which begins with a byte order mark
+    assert lpq.policy(path) == expected
+    with pytest.raises(RecipeError, match=r"nowhere\.toml cannot be read: No such file"):
+        lpq.policy("nowhere.toml")
 
 
 def test_mappings_may_hold_objects() -> None:
@@ -198,13 +191,8 @@ def test_every_way_of_keeping_a_policy_gives_it_back(tmp_path_factory: pytest.Te
     file = io.BytesIO()
     torch.save(policy.to_dict(), file)
     file.seek(0)
-    for kept in (
-        lpq.policy(path),
-        lpq.policy(torch.load(file, weights_only=True)),
-        lpq.policy(policy.to_dict()),
-        pickle.loads(pickle.dumps(policy)),
-        copy.deepcopy(policy),
-    ):
+    sources = path, torch.load(file, weights_only=True), policy.to_dict()
+    for kept in (*map(lpq.policy, sources), pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
         assert kept == policy
         assert hash(kept) == hash(policy)
         assert [type(r.until) for r in kept.rules] == [type(r.until) for r in policy.rules]
@@ -228,12 +216,9 @@ def test_the_toml_is_what_a_person_would_write() -> None:
 
 def test_a_policy_is_frozen() -> None:
     rules = policy((("*",), MXFP8))
-    with pytest.raises(FrozenInstanceError):
-        rules.rules = ()
-    with pytest.raises(FrozenInstanceError):
-        rules.rules[0].until = 5
-    with pytest.raises(FrozenInstanceError):
-        rules.schedule("a").pieces = ()
+    for what, name in ((rules, "rules"), (rules.rules[0], "until"), (rules.schedule("a"), "pieces")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(what, name, ())
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -246,10 +231,7 @@ def test_a_policy_is_frozen() -> None:
             ((("*",), MXFP8), (("lm_head",), None)),
             ["rule 1 ('*') hides rule 2 ('lm_head')", "put rule 2 before rule 1"],
         ),
-        (
-            ((("a",), None), (("layers.*",), MXFP8), (("b", "layers.0.*"), BF16)),
-            ["rule 2 ('layers.*') hides rule 3"],
-        ),
+        (((("a",), None), (("layers.*",), MXFP8), (("b", "layers.0.*"), BF16)), ["rule 2 ('layers.*') hides rule 3"]),
         (((("*",), MXFP8, 0.5), (("a",), BF16, 0.25)), ["rule 1 ('*') hides rule 2 ('a')"]),
         (((("*",), MXFP8, 10), (("*",), BF16, 10)), ["rule 1 ('*') hides rule 2 ('*')"]),
         (((("*",), MXFP8), (("a",), BF16, 5)), ["rule 1 ('*') hides rule 2 ('a')"]),
@@ -339,16 +321,6 @@ def test_mistakes_in_a_file_are_told_with_their_place(tmp_path: Path, text: str,
 def test_what_is_nearly_a_policy_is_told(source: object, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         lpq.policy(source)
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "policy.toml").write_text('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"', encoding="utf-8-sig")
-    assert lpq.policy(tmp_path / "policy.toml") == policy((("*",), MXFP8))
-
-
-def test_a_missing_file_is_told() -> None:
-    with pytest.raises(RecipeError, match=r"nowhere\.toml cannot be read: No such file"):
-        lpq.policy("nowhere.toml")
 
 
 def test_recipe_takes_no_policy() -> None:

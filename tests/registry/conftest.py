@@ -11,8 +11,6 @@ import pytest
 
 from lpq import registry
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # what forks processes
-
 
 class Site:
     """A folder on ``sys.path`` into which distributions are installed."""

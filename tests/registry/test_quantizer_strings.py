@@ -16,27 +16,13 @@ from lpq.registry.grammar import Call, parse, split_items
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("true", True),
-        ("False", False),
-        ("none", None),
-        ("1024", 1024),
-        ("-3", -3),
-        ("0.5", 0.5),
-        ("1e-3", 1e-3),
-        ("inf", math.inf),
-        ("16x16", "16x16"),
-        ("e4m3", "e4m3"),
-        ("mxfp8", "mxfp8"),
-        ("'true'", "true"),
-        ("''", ""),
-        ('"a, b=(c)"', "a, b=(c)"),
-        (r'"say \"hi\""', 'say "hi"'),
-        ("nvfp4()", Call("nvfp4")),
+    ("text", "value"), [
+        ("true", True), ("False", False), ("none", None), ("1024", 1024), ("-3", -3), ("0.5", 0.5), ("1e-3", 1e-3),
+        ("inf", math.inf), ("16x16", "16x16"), ("e4m3", "e4m3"), ("mxfp8", "mxfp8"), ("'true'", "true"), ("''", ""),
+        ('"a, b=(c)"', "a, b=(c)"), (r'"say \"hi\""', 'say "hi"'), ("nvfp4()", Call("nvfp4")),
         ("nvfp4(rht=true)", Call("nvfp4", (("rht", True),))),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_values(text: str, value: object) -> None:
     for spaced in (f"a(x={text})", f"  a ( x\t=\n {text} ) "):
         ((_, found),) = parse(spaced).options
@@ -45,21 +31,15 @@ def test_values(text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem", "position"),
-    [
-        ("", "expected the name of a format", 0),
-        ("(a=1)", "expected the name of a format", 0),
-        ("16x16", "expected the name of a format", 0),
-        ("nvfp4(block=16x16 rht=true)", "expected ',' or ')'", 18),
-        ("nvfp4(rht=true", "expected ',' or ')'", 14),
-        ("nvfp4(rht=true) x", "expected nothing more", 16),
-        ("nvfp4(rht)", "expected '=' after 'rht'", 9),
-        ("nvfp4(rht=)", "expected a value", 10),
-        ("nvfp4(rht=true,)", "expected 'key=value'", 15),
-        ("nvfp4(rht=true, rht=false)", "'rht' is given twice", 16),
+    ("text", "problem", "position"), [
+        ("", "expected the name of a format", 0), ("(a=1)", "expected the name of a format", 0),
+        ("16x16", "expected the name of a format", 0), ("nvfp4(block=16x16 rht=true)", "expected ',' or ')'", 18),
+        ("nvfp4(rht=true", "expected ',' or ')'", 14), ("nvfp4(rht=true) x", "expected nothing more", 16),
+        ("nvfp4(rht)", "expected '=' after 'rht'", 9), ("nvfp4(rht=)", "expected a value", 10),
+        ("nvfp4(rht=true,)", "expected 'key=value'", 15), ("nvfp4(rht=true, rht=false)", "'rht' is given twice", 16),
         ("hybrid(row=mxfp8, col=nvfp4(rht='x)", "expected a value", 32),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_errors_show_where(text: str, problem: str, position: int) -> None:
     with pytest.raises(GrammarError) as caught:
         parse(text)

@@ -176,16 +176,12 @@ def test_refresh_sees_a_new_distribution(site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "usable", "hidden"),
-    [
-        (None, {"base", "one", "two"}, set()),
-        ("", {"base"}, {"one", "two"}),
-        (" ", {"base"}, {"one", "two"}),
-        ("two", {"base", "two"}, {"one"}),
-        ("one, two,", {"base", "one", "two"}, set()),
+    ("value", "usable", "hidden"), [
+        (None, {"base", "one", "two"}, set()), ("", {"base"}, {"one", "two"}), (" ", {"base"}, {"one", "two"}),
+        ("two", {"base", "two"}, {"one"}), ("one, two,", {"base", "one", "two"}, set()),
         ("base", {"base"}, {"one", "two"}),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_load_plugins_limits_third_parties(
     site, monkeypatch: pytest.MonkeyPatch, value: str | None, usable: set[str], hidden: set[str]
 ) -> None:

@@ -42,19 +42,12 @@ def test_nothing_in_a_message_steers_the_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "mxfp8(" + "a=mxfp8(" * 2000,
-        "mxfp8(" + "a=" * 200_000,
-        "m" * 1_000_000,
-        "mxfp8(dtype=" + "9" * 5000 + ")",
-        "mxfp8(dtype=" + "x" * 400 + ")",
-        'mxfp8(dtype="' + "x" * 9000 + '")',
-        "hybrid(row=" * 17 + "mxfp8" + ")" * 17,
+    "text", [
+        "mxfp8(" + "a=mxfp8(" * 2000, "mxfp8(" + "a=" * 200_000, "m" * 1_000_000, "mxfp8(dtype=" + "9" * 5000 + ")",
+        "mxfp8(dtype=" + "x" * 400 + ")", 'mxfp8(dtype="' + "x" * 9000 + '")', "hybrid(row=" * 17 + "mxfp8" + ")" * 17,
         "m" * 300,
-    ],
-    ids=len,
-)
+    ], ids=len
+)  # fmt: skip
 def test_a_text_of_any_depth_or_length_is_refused_in_words(text: str) -> None:
     with pytest.raises((OptionError, UnknownFormat)) as caught:
         registry.quantizer(text)

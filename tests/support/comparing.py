@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lpq.core import QuantizedTensor, Storage
+from lpq.testing.expect import same
+
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, which tell zeros of either sign and NaNs apart, as a view if it can be."""
@@ -45,6 +48,25 @@ def equal_bytes(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
         (p.dtype, p.shape) == (q.dtype, q.shape) and torch.equal(as_bytes(p), as_bytes(q))
         for p, q in zip([*a], [*b], strict=True)
     )
+
+
+def equal_operands(a: Storage, b: Storage) -> bool:
+    """True if two operands stand for matrices of one shape and dtype, by the same bytes."""
+    one, other = a.buffers(), b.buffers()
+    return (tuple(a.shape), a.dtype, [*one]) == (tuple(b.shape), b.dtype, [*other]) and equal_states(one, other)
+
+
+def equal_quantized(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """True if two tensors have the same shape and dtype, and operands of the same quantizers and bytes."""
+    one, other = ([(direction, s.quantizer) for direction, s in t.operands] for t in (a, b))
+    alike = (a.shape, a.dtype, one) == (b.shape, b.dtype, other)
+    return alike and all(equal_operands(s, t) for (_, s), (_, t) in zip(a.operands, b.operands, strict=True))
+
+
+def expect_bytes(got: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    """Fail, in words, if tensors differ in dtype, shape or bytes."""
+    for i, (one, other) in enumerate(zip([*got], [*expected], strict=True)):
+        same(one, other, f"{what}, output {i}")
 
 
 def equal_states(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import lpq
 from lpq.nn import GroupedLinear
+
+
+def linears(
+    *sizes: int, bias: bool = True, dtype: torch.dtype = torch.float32, between: type[nn.Module] | None = None
+) -> nn.Sequential:
+    """Linear layers of these sizes one after the other, with the same weights each time."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(sizes):
+        layers += [between()] if layers and between is not None else []
+        layers.append(nn.Linear(fan_in, fan_out, bias, dtype=dtype))
+    return nn.Sequential(*layers)
+
+
+def converted(
+    policy: Any, *sizes: int, bias: bool = True, dtype: torch.dtype = torch.float32,
+    between: type[nn.Module] | None = None, **how: Any,
+) -> Any:  # fmt: skip
+    """Convert ``linears``: the layers of a model, which know their names."""
+    return lpq.convert(linears(*sizes, bias=bias, dtype=dtype, between=between), policy, **how)
 
 
 class Mlp(nn.Module):

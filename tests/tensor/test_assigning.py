@@ -69,16 +69,11 @@ def test_an_ordinary_tensor_takes_no_stored_weights_place(device: str, remedy: s
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.unsqueeze_(0),
-        lambda t: t.squeeze_(),
-        lambda t: t.t_(),
-        lambda t: t.transpose_(0, 1),
-        lambda t: t.resize_(3, 3),
-        lambda t: t.as_strided_((3,), (1,)),
-    ],
-)
+    "change", [
+        lambda t: t.unsqueeze_(0), lambda t: t.squeeze_(), lambda t: t.t_(), lambda t: t.transpose_(0, 1),
+        lambda t: t.resize_(3, 3), lambda t: t.as_strided_((3,), (1,)),
+    ]
+)  # fmt: skip
 def test_its_shape_does_not_change_in_place(change: Callable[[Tensor], Tensor]) -> None:
     t = lpq.quantizer("mxfp8").quantize(normal(64, 64))
     with pytest.raises(TypeError, match="would change the shape of a QuantizedTensor in place"):

@@ -26,18 +26,12 @@ def test_what_is_joined_shares_nothing(text: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda t: t.transpose(0, 3),
-        lambda t: t.transpose(0, -3),
-        lambda t: t.permute(0, 3),
-        lambda t: t.unsqueeze(5),
-        lambda t: t.unsqueeze(-9),
-        lambda t: torch.cat([t, t], 3),
-        lambda t: torch.ops.aten.slice.Tensor(t, 4, 0, 32),
+    "call", [
+        lambda t: t.transpose(0, 3), lambda t: t.transpose(0, -3), lambda t: t.permute(0, 3), lambda t: t.unsqueeze(5),
+        lambda t: t.unsqueeze(-9), lambda t: torch.cat([t, t], 3), lambda t: torch.ops.aten.slice.Tensor(t, 4, 0, 32),
         lambda t: torch.split(t, 32, 3),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_dimensions_that_there_are_none_of(call: Callable[[torch.Tensor], object]) -> None:
     for t in (torch.ones(64, 128), lpq.quantizer("fp8").quantize(torch.ones(64, 128))):
         with pytest.raises(IndexError, match="Dimension out of range"):

@@ -10,6 +10,7 @@ import io
 
 import pytest
 import torch
+from support.comparing import equal_quantized
 from torch import Tensor
 
 import lpq
@@ -26,19 +27,13 @@ def weights() -> Tensor:
     return torch.randn(2, 48, 40) * torch.tensor([1.0, 100.0])[:, None, None]
 
 
-def alike(a: lpq.QuantizedTensor, b: lpq.QuantizedTensor) -> bool:
-    both = zip(a.operands, b.operands, strict=True)
-    pairs = [pair for (_, p), (_, q) in both for pair in zip(p.tensors(), q.tensors(), strict=True)]
-    return all(x.dtype == y.dtype and torch.equal(x.float(), y.float()) for x, y in pairs)
-
-
 @EVERY
 def test_it_is_cut_and_joined_between_matrices(text: str) -> None:
     stack = lpq.quantizer(text).quantize(weights(), stack=True)
     first, second = stack.chunk(2)
-    assert alike(torch.cat([first, second]), stack)
-    assert alike(stack.view(-1)[48 * 40 :].view(1, 48, 40)[0], stack[1])
-    assert alike(stack.detach().clone().to("cpu"), stack)
+    assert equal_quantized(torch.cat([first, second]), stack)
+    assert equal_quantized(stack.view(-1)[48 * 40 :].view(1, 48, 40)[0], stack[1])
+    assert equal_quantized(stack.detach().clone().to("cpu"), stack)
     with pytest.warns(PrecisionWarning, match="no form on the buffers"):
         assert torch.equal(stack.narrow(1, 0, 16), stack.dequantize()[:, :16])
 
@@ -48,12 +43,12 @@ def test_what_is_written_to_a_matrix_is_written_to_the_stack(text: str) -> None:
     quantizer, x = lpq.quantizer(text), weights()
     stack = quantizer.quantize(x, stack=True)
     stack[1].copy_(x[0])
-    assert alike(stack[1], quantizer.quantize(x[0]))
+    assert equal_quantized(stack[1], quantizer.quantize(x[0]))
     stack[0:1].zero_()
     assert not stack[0].dequantize().any()
     assert stack[1].dequantize().any()
     stack.copy_(x)
-    assert alike(stack, quantizer.quantize(x, stack=True))
+    assert equal_quantized(stack, quantizer.quantize(x, stack=True))
 
 
 @EVERY
@@ -62,14 +57,14 @@ def test_an_optimizer_steps_it_and_a_file_holds_it(text: str) -> None:
     stack.grad = torch.ones(2, 48, 40)
     before = stack.dequantize()
     MasterWeights(torch.optim.SGD([stack], lr=0.5), keep=False).step()
-    assert alike(stack, lpq.quantizer(text).quantize(before - 0.5, stack=True))
+    assert equal_quantized(stack, lpq.quantizer(text).quantize(before - 0.5, stack=True))
     file = io.BytesIO()
     torch.save({"w": stack.detach()}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)["w"]
     assert loaded.shape == (2, 48, 40)
-    assert alike(loaded, stack)
-    assert alike(copy.deepcopy(stack), stack)
+    assert equal_quantized(loaded, stack)
+    assert equal_quantized(copy.deepcopy(stack), stack)
 
 
 def test_what_a_stack_cannot_be_given_is_refused() -> None:

@@ -1,19 +1,25 @@
-"""Options: what equals another quantizer has its text, by which everybody knows it, however it was written."""
+"""Options: a quantizer has one text, by which everybody knows it, and is told apart by its options alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+from support.plugins import FormatPlugin
 from torch import float32
 
 import lpq
 from lpq import registry
 from lpq.core import Buffer, Quantizer, Storage
-from lpq.registry import FormatSpec
-from lpq.registry.errors import OptionError
+from lpq.registry.errors import OptionError, PluginError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "testing"))
+import broken_formats as broken
 
 
 class AcmeStorage(Storage):
@@ -30,37 +36,23 @@ class AcmeQuantizer(Quantizer):
     steps: int = 1
 
 
-class Acme:
-    @staticmethod
-    @registry.hookimpl
-    def lpq_register_formats() -> FormatSpec:
-        quantizer, storage = (f"{__name__}:{c.__name__}" for c in (AcmeQuantizer, AcmeStorage))
-        return FormatSpec(name="acme", summary="for this test", quantizer=quantizer, storage=storage, effective_bits=32)
-
-
 @pytest.fixture(autouse=True)
-def _acme() -> Iterator[None]:
-    registry.register(Acme(), name="acme")
-    yield
-    registry.refresh()
+def acme(register: Callable[..., object]) -> None:
+    register(FormatPlugin("acme", AcmeQuantizer, AcmeStorage), name="acme")
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "text"),
-    [
-        ({"alpha": 3}, {"alpha": 3.0}, "acme(alpha=3.0)"),
-        ({"alpha": -0.0}, {"alpha": 0}, "acme(alpha=0.0)"),
-        ({"limit": 7}, {"limit": 7.0}, "acme(limit=7.0)"),
-        ({"either": 1}, {"either": 1.0}, "acme(either=1.0)"),
+    ("first", "second", "text"), [
+        ({"alpha": 3}, {"alpha": 3.0}, "acme(alpha=3.0)"), ({"alpha": -0.0}, {"alpha": 0}, "acme(alpha=0.0)"),
+        ({"limit": 7}, {"limit": 7.0}, "acme(limit=7.0)"), ({"either": 1}, {"either": 1.0}, "acme(either=1.0)"),
         ({}, {"either": 2.0, "limit": None, "alpha": 0.5}, "acme"),
         ({"alpha": math.inf, "steps": 3}, {"steps": 3, "alpha": math.inf}, "acme(alpha=inf, steps=3)"),
-    ],
-    ids=str,
-)
+    ], ids=str
+)  # fmt: skip
 def test_numbers_that_are_equal_are_one_text(first: dict[str, float], second: dict[str, float], text: str) -> None:
     for one, other in ((first, second), (second, first)):
         registry.refresh()
-        registry.register(Acme(), name="acme")
+        registry.register(FormatPlugin("acme", AcmeQuantizer, AcmeStorage), name="acme")
         assert AcmeQuantizer(**one) == AcmeQuantizer(**other)
         written = ", ".join(f"{name}={'none' if value is None else value}" for name, value in one.items())
         assert lpq.quantizer(f"acme({written})").text == text
@@ -83,3 +75,28 @@ def test_annotations_that_cannot_be_read_are_said_to_be_so() -> None:
 
     with pytest.raises(OptionError, match="Unreadable cannot be read: name 'OfNoModule' is not defined"):
         Unreadable()
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "words"),
+    [
+        (broken.LeavesOneOut, "LeavesOneOut, is equal to one with another half. Remedy: let the dataclass make __eq__"),
+        (broken.IsItself, "IsItself, is not equal to a copy of itself"),
+        (broken.ComparesLetters, "ComparesLetters, compares by more than its options: == raised AttributeError"),
+    ],
+)
+def test_a_format_that_tells_options_apart_wrongly_is_refused(quantizer: type[Quantizer], words: str) -> None:
+    registry.register(broken.Plugin(quantizer), name="broken")
+    with pytest.raises(PluginError, match=words):
+        lpq.quantizer("broken")
+
+
+def test_a_value_whose_equality_misleads_is_refused() -> None:
+    registry.register(broken.Plugin(broken.TakesWords), name="broken")
+    right = lpq.quantizer("broken(mode=b)")
+    for options, given in (({"mode": broken.Word("c")}, "'c'"), ({"step": float("nan")}, "nan")):
+        with pytest.raises(
+            OptionError, match=rf"is {given}; by options quantizers are told apart, so it must be true or"
+        ):
+            dataclasses.replace(right, **options)
+    assert dataclasses.replace(right, mode="c") != right

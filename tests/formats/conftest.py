@@ -1,9 +1,0 @@
-"""Lets the tests of this folder import the list of quantizers, and what starts several processes."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]

@@ -1,0 +1,194 @@
+"""Calls and inputs that are refused in words, before anything is multiplied or changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.small_models import converted, linears
+from torch import Tensor, nn
+
+import lpq
+from lpq import calibration, observe, optim, registry
+from lpq.calibration import CalibrationError
+from lpq.checkpoint import CheckpointError
+from lpq.integrations import peft, transformers
+
+NET = converted("mxfp8", 32, 32)
+PLAIN = linears(32, 32)
+BATCHES = [torch.ones(4, 32)]
+T = lpq.quantizer("mxfp8").quantize(torch.randn(4, 32))
+NO_MODEL = r"model must be a torch\.nn\.Module, got (str|int|list|OrderedDict): pass .* as the first argument"
+MODELS: dict[str, Callable[[], Any]] = {
+    "convert": lambda: lpq.convert("mxfp8", NET), "report": lambda: lpq.report("net"),
+    "set_step": lambda: lpq.set_step(3, NET), "replan": lambda: lpq.replan("net", steps=3),
+    "hold_weights": lambda: lpq.hold_weights("net").__enter__(), "calibrate": lambda: lpq.calibrate(BATCHES, NET),
+    "layer_noise": lambda: calibration.layer_noise(BATCHES, NET), "stream": lambda: lpq.export.stream("modelopt", NET),
+    "memory": lambda: observe.memory(4, NET),
+    "load_high_precision": lambda: optim.load_high_precision(NET.state_dict(), NET),
+    "resume": lambda: transformers.resume("checkpoint", NET), "attach": lambda: transformers.attach("net"),
+    "merge_aware": lambda: peft.merge_aware("net"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_first_argument_that_is_no_model(name: str) -> None:
+    """In the same words wherever it is."""
+    with pytest.raises((TypeError, CheckpointError, CalibrationError), match=NO_MODEL):
+        MODELS[name]()
+
+
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "observing": (
+        lambda: observe.observing(3, NET).__enter__(),
+        TypeError,
+        "layers must be a converted model or .* int",
+    ),
+    "resume": (
+        lambda: transformers.resume(NET, NET),
+        CheckpointError,
+        "checkpoint must be str or Path, got Sequential: ",
+    ),
+    "export": (
+        lambda: lpq.export(NET.state_dict(), "a"),
+        CheckpointError,
+        r"model must be .* or the directory .*, got O",
+    ),
+    "hold_weights": (
+        lambda: lpq.hold_weights(PLAIN).__enter__(),
+        ValueError,
+        "hold_weights: the model has no layer of lpq",
+    ),
+    "report": (lambda: lpq.report(PLAIN), ValueError, r"not converted: call lpq\.convert"),
+    "report of a part": (lambda: lpq.report(NET[0]), ValueError, "or pass the whole that it is part of"),
+    "set_step": (lambda: lpq.set_step(PLAIN, 3), ValueError, "not converted"),
+    "replan": (lambda: lpq.replan(PLAIN, steps=3), ValueError, r"call lpq\.convert"),
+    "gemm": (lambda: lpq.gemm(T, T), TypeError, r"t\.row and t\.col, and not a QuantizedTensor"),
+    "quantize": (lambda: lpq.quantizer("mxfp8").quantize([1.0]), TypeError, "and not a list"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_arguments(name: str) -> None:
+    call, error, words = CALLS[name]
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("number", [0, -3, "a", 2.0, None, "later"])
+def test_a_number_of_steps_that_is_none(number: Any) -> None:
+    words = f"steps={number!r}: it is the length of the run in steps"
+    with pytest.raises(ValueError, match=words):
+        lpq.replan(NET, steps=number)
+    if number not in (None, "later"):
+        with pytest.raises(ValueError, match=words):
+            lpq.convert(linears(32, 32), "mxfp8", steps=number)
+    with pytest.raises(ValueError, match="a step is a whole number from 0 on"):
+        lpq.set_step(NET, -1 if number == 0 else 1.5 if number == 2.0 else number)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_a_prepared_weight_that_cannot_be_moved_is_named(weights: Any) -> None:
+    """Other code refers to it, so that torch cannot exchange it."""
+    model = converted("mxfp8", 64, 64, weights=weights)
+    held = weakref.ref(model[0].weight)
+    words = r"layer 0, .* cannot be moved or cast, .* DeepSpeed.* weights=None.*weakref"
+    with pytest.raises(RuntimeError, match=words):
+        model.to(torch.bfloat16)
+    del held
+    model.to(torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------------ inputs of a layer
+
+NESTED = [torch.randn(2, 32), torch.randn(3, 32)]
+INPUTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a wrong width": (torch.randn(3, 31), ValueError, r"the input is \[3, 31\], its last dimension must be 32"),
+    "a number": (torch.tensor(1.0), ValueError, r"the input is \[\], its last dimension must be 32"),
+    "a list": ([1.0] * 32, TypeError, "the input is a list, it must be a tensor"),
+    "none": (None, TypeError, "the input is a NoneType, it must be a tensor"),
+    "sparse": (torch.randn(2, 32).to_sparse(), TypeError, r"the input is torch\.sparse_coo: pass x\.to_dense\(\)"),
+    **{str(d): (torch.ones(2, 32).to(d), TypeError, f"the input is {d}")
+       for d in (torch.int64, torch.bool, torch.complex64, torch.float64)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_what_a_layer_does_not_multiply(case: str) -> None:
+    x, error, words = INPUTS[case]
+    for recipe in registry.recipes():
+        with pytest.raises(error, match=rf"^lpq\.nn\.Linear\(32, 32\): {words}"):
+            lpq.nn.Linear(32, 32, recipe=recipe)(x)
+    with pytest.raises(error, match=rf"^layer 0, lpq\.nn\.Linear\(32, 32\): {words}"):
+        NET(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_inputs(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor(NESTED, layout=layout)
+    with pytest.raises(TypeError, match=r"Linear\(32, 32\): the input is nested: pass x\.values\(\)"):
+        NET(x)
+    assert layout is torch.strided or NET(x.values()).shape == (5, 32)
+
+
+@pytest.mark.parametrize("recipe", registry.recipes())
+def test_another_device_and_a_weight_of_another_dtype(recipe: str) -> None:
+    """A kernel would write to the one what it reads of the other, and find it where nothing is."""
+    layer = lpq.nn.Linear(64, 32, recipe=recipe)
+    for weight, input in (("meta", "cpu"), ("cpu", "meta")):
+        with pytest.raises(RuntimeError, match=rf"32\): the input is on {input} and the weight on {weight}: move one"):
+            layer.to_empty(device=weight)(torch.randn(8, 64, device=input))
+    with pytest.raises(TypeError, match=r"the weight is torch\.float64"):
+        layer.double()(torch.ones(2, 64))
+
+
+def test_operands_on_two_devices_are_not_multiplied() -> None:
+    here, there = (lpq.quantizer("mxfp8").quantize(torch.randn(64, 64, device=d)).row for d in ("cpu", "meta"))
+    with pytest.raises(ValueError, match="a is on cpu and b on meta"):
+        lpq.gemm(here, there)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "identity"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bias_that_does_not_fit(text: str, device: str) -> None:
+    """A kernel would read behind the end of a short one, and the reference adds whatever can be broadcast."""
+    a, b = (lpq.quantizer(text).quantize(torch.randn(rows, 64, device=device)).row for rows in (48, 32))
+    for shape in ((1,), (), (31,), (48,), (48, 32), (1, 32)):
+        with pytest.raises(ValueError, match=r"gemm: the bias is \[.*\], and b has 32 rows: .* shape \[32\]"):
+            lpq.gemm(a, b, bias=torch.zeros(shape, device=device))
+    elsewhere = "meta" if device == "cpu" else "cpu"
+    with pytest.raises(ValueError, match=rf"the bias is on {elsewhere} and the operands are on {device}: move one"):
+        lpq.gemm(a, b, bias=torch.zeros(32, device=elsewhere))
+    with pytest.raises(TypeError, match="the bias is a list: it must be a tensor, or None"):
+        lpq.gemm(a, b, bias=[0.0] * 32)
+    assert lpq.gemm(a, b, bias=torch.zeros(32, device=device)).shape == (48, 32)
+
+
+def test_a_second_derivative() -> None:
+    x = torch.randn(4, 32, requires_grad=True)
+    y = NET(x).sum()  # of which dx does not depend on x: nobody would notice
+    with pytest.raises(RuntimeError, match="create_graph=True: a layer with a recipe has no second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+WRITES: list[Callable[[Tensor], object]] = [
+    lambda w: w.copy_(2 * w.detach()), lambda w: w[:32].zero_(), lambda w: w.data.fill_(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-current", "bf16"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_stored_weight_that_is_written_to_before_backward(recipe: str, write: Callable[[Tensor], object]) -> None:
+    model: nn.Sequential = converted(recipe, 64, 64, weights="quantized")
+    y = model(torch.randn(4, 64, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    with torch.no_grad():
+        write(model[0].weight)
+    words = r"0\.weight: a weight of \[64, 64\] that is stored quantized was written to after forward"
+    with pytest.raises(RuntimeError, match=words):
+        y.backward()
