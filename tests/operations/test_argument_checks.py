@@ -39,18 +39,12 @@ def test_a_seed_follows_the_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "said"),
-    [
-        (5.7, "5.7"),
-        ("5", "'5'"),
-        (True, "True"),
-        (torch.tensor(5.0), r"torch.float32 of shape \[\]"),
-        (torch.tensor(True), r"torch.bool of shape \[\]"),
-        (torch.tensor([5]), r"torch.int64 of shape \[1\]"),
+    ("seed", "said"), [
+        (5.7, "5.7"), ("5", "'5'"), (True, "True"), (torch.tensor(5.0), r"torch.float32 of shape \[\]"),
+        (torch.tensor(True), r"torch.bool of shape \[\]"), (torch.tensor([5]), r"torch.int64 of shape \[1\]"),
         (np.float64(5.7), ".*5.7"),
-    ],
-    ids=repr,
-)
+    ], ids=repr
+)  # fmt: skip
 @pytest.mark.parametrize("quantizer", [RANDOM, lpq.quantizer("mxfp8")], ids=str)
 def test_what_is_no_seed_is_refused_in_words(quantizer: Any, seed: Any, said: str) -> None:
     with pytest.raises(TypeError, match=rf"the seed is {said}.*: pass an int, or a 0-dimensional tensor of integers"):
@@ -113,23 +107,17 @@ def test_a_cast_of_masters_refuses_the_same(seed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "error", "said"),
-    [
-        (-1, ValueError, "-1"),
-        (-16, ValueError, "-16"),
-        (1 << 32, ValueError, "4294967296"),  # by whose lowest 32 bits kernels would draw
-        (True, TypeError, "True"),
-        (16.0, TypeError, "16.0"),
-        (torch.tensor(16), TypeError, "a Tensor"),
-        (None, TypeError, "None"),
-        ("16", TypeError, "'16'"),
-    ],
-    ids=repr,
-)
+    ("offset", "error", "said"), [
+        (-1, ValueError, "-1"), (-16, ValueError, "-16"), (1 << 32, ValueError, "4294967296"),
+        (True, TypeError, "True"), (16.0, TypeError, "16.0"), (torch.tensor(16), TypeError, "a Tensor"),
+        (None, TypeError, "None"), ("16", TypeError, "'16'"),
+    ], ids=repr
+)  # fmt: skip
 @pytest.mark.parametrize("quantizer", [RANDOM, lpq.quantizer("fp8")], ids=str)
 def test_what_is_no_row_to_begin_at_is_refused_in_words(
     quantizer: Any, offset: Any, error: type[Exception], said: str
 ) -> None:
+    """Of one of more than 32 bits kernels would draw by the lowest."""
     with pytest.raises(error, match=f"the offset is {said}: pass the first row of the shard in the whole tensor, "):
         quantizer.quantize(X, seed=7, offset=offset)
 
@@ -153,16 +141,14 @@ def test_an_offset_may_be_traced() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of sparse and nested tensors
 @pytest.mark.parametrize(
-    ("make", "said"),
-    [
+    ("make", "said"), [
         (Tensor.to_sparse, r"is torch.sparse_coo: pass x.to_dense\(\)"),
         (Tensor.to_sparse_csr, r"is torch.sparse_csr: pass x.to_dense\(\)"),
         (Tensor.to_mkldnn, r"is torch._mkldnn: pass x.to_dense\(\)"),
         (lambda x: torch.nested.nested_tensor([x, x]), r"is nested: pass x.values\(\)"),
         (lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged), r"is nested: pass x.values\(\)"),
-    ],
-    ids=["sparse_coo", "sparse_csr", "mkldnn", "nested", "jagged"],
-)
+    ], ids=["sparse_coo", "sparse_csr", "mkldnn", "nested", "jagged"]
+)  # fmt: skip
 @pytest.mark.parametrize("text", ["mxfp8", "identity"])
 def test_what_is_no_ordinary_tensor_is_refused_in_words(text: str, make: Any, said: str) -> None:
     with pytest.raises(TypeError, match=f"the tensor to encode {said}"):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from support.plugins import FormatPlugin
 from torch import Tensor
 
 import lpq
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, StateBuffer, Storage
 from lpq.formats.format import Direction
 from lpq.operations import format_calls
-from lpq.registry import FormatSpec, PluginError, hookimpl
+from lpq.registry import PluginError
 
 
 class Rows(Storage):
@@ -40,69 +40,6 @@ class Right(Quantizer):
         return {"data": data, "scale": scale}
 
 
-class WrongDtype(Right):
-    def buffers(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        return {"data": data.short(), "scale": scale}
-
-
-class WrongShape(Right):
-    def buffers(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        return {"data": data, "scale": scale.squeeze(1)}
-
-
-class WrongName(Right):
-    def buffers(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        return {"data": data, "scales": scale}
-
-
-class WrongDevice(Right):
-    def buffers(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        return {"data": data, "scale": scale.to("meta")}
-
-
-class NoStorage(Right):
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Any:
-        return self.buffers(x, x)
-
-
-class ExtraStat(Right):
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(x) | {"mean": x.mean()}
-
-
-class NoStat(Right):
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return {"max": x.amax()}
-
-
-class DoubleStat(Right):
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return {name: value.double() for name, value in super().measure(x).items()}
-
-
-class FlatStat(Right):
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return {name: value.squeeze(1) for name, value in super().measure(x).items()}
-
-
-class DecodesToBf16(Rows):
-    def decode(self) -> Tensor:
-        return super().decode().bfloat16()
-
-
-class DecodesTheTranspose(Rows):
-    def decode(self) -> Tensor:
-        return super().decode().t()
-
-
-@dataclass(frozen=True)
-class RecallsNothing(Right):
-    state = (StateBuffer("last"),)
-
-    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(state)
-
-
 class TurnsTheDataOnly(Rows):
     layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, 1)))
 
@@ -121,11 +58,6 @@ class Transposes(Right):
 
 
 @dataclass(frozen=True)
-class NoStats(Right):
-    stats = Quantizer.stats
-
-
-@dataclass(frozen=True)
 class MakesItsSides(Right):
     fine: bool = False
 
@@ -133,87 +65,110 @@ class MakesItsSides(Right):
         return replace(self, fine=direction == "row")
 
 
-@dataclass(frozen=True)
-class OneStat(Right):
-    stats = Right.stats[0]  # type: ignore[assignment]
+def measures(change: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]) -> dict[str, Any]:
+    return {"measure": lambda self, x: change(Right.measure(self, x), x)}
 
 
-class OneBuffer(Rows):
-    layout = Rows.layout[0]  # type: ignore[assignment]
+QUANTIZERS: dict[str, dict[str, Any]] = {
+    "WrongDtype": {"buffers": lambda self, data, scale: {"data": data.short(), "scale": scale}},
+    "WrongShape": {"buffers": lambda self, data, scale: {"data": data, "scale": scale.squeeze(1)}},
+    "WrongName": {"buffers": lambda self, data, scale: {"data": data, "scales": scale}},
+    "WrongDevice": {"buffers": lambda self, data, scale: {"data": data, "scale": scale.to("meta")}},
+    "NoStorage": {"encode": lambda self, x, stats: {"data": x}},
+    "ExtraStat": measures(lambda stats, x: stats | {"mean": x.mean()}),
+    "NoStat": measures(lambda stats, x: {"max": x.amax()}),
+    "DoubleStat": measures(lambda stats, x: {name: value.double() for name, value in stats.items()}),
+    "FlatStat": measures(lambda stats, x: {name: value.squeeze(1) for name, value in stats.items()}),
+    "RecallsNothing": {"state": (StateBuffer("last"),), "recall": lambda self, state: dict(state)},
+    "NoStats": {"stats": Quantizer.stats},
+    "OneStat": {"stats": Right.stats[0]},
+}
+"""Those that differ from what is right in one thing."""
+STORAGES: dict[str, dict[str, Any]] = {
+    "DecodesToBf16": {"decode": lambda self: Rows.decode(self).bfloat16()},
+    "DecodesTheTranspose": {"decode": lambda self: Rows.decode(self).t()},
+    "OneBuffer": {"layout": Rows.layout[0]},
+}
+for name, members in QUANTIZERS.items():
+    globals()[name] = dataclass(frozen=True)(type(name, (Right,), {**members, "__module__": __name__}))
+for name, members in STORAGES.items():
+    globals()[name] = type(name, (Rows,), {**members, "__module__": __name__})
+WRONG = [
+    ("WrongDtype", "Rows", "WrongDtype.encode returned data as torch.int16; Rows.layout declares torch.int8, block"),
+    ("WrongShape", "Rows", "scale of shape [16] for [16, 40]; Rows.layout declares torch.float32, block (1, None)"),
+    (
+        "WrongName",
+        "Rows",
+        "WrongName.encode set ['data', 'scales']; Rows.layout declares ['data', 'scale']. Remedy: ret",
+    ),
+    ("WrongDevice", "Rows", "returned scale on meta, of a matrix on cpu; Rows.layout declares torch.float32"),
+    ("NoStorage", "Rows", "NoStorage.encode returned dict and no storage. Remedy: return Rows(data=…, scale=…)"),
+    (
+        "ExtraStat",
+        "Rows",
+        "ExtraStat.measure returned mean, which ExtraStat.stats does not declare. Remedy: declare it",
+    ),
+    ("NoStat", "Rows", "NoStat.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them"),
+    (
+        "DoubleStat",
+        "Rows",
+        "DoubleStat.measure returned amax as torch.float64; DoubleStat.stats declares torch.float32",
+    ),
+    ("FlatStat", "Rows", "amax of shape [16] for [16, 40]; FlatStat.stats declares torch.float32"),
+    ("Right", "DecodesToBf16", "DecodesToBf16.decode returned torch.bfloat16; a decoded matrix is torch.float32"),
+    ("Right", "DecodesTheTranspose", "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut"),
+    ("RecallsNothing", "Rows", "RecallsNothing.recall returned no 'amax', which stats declares"),
+    (
+        "NoStats",
+        "Rows",
+        "NoStats.measure is never called, since stats declares nothing. Remedy: declare what it returns",
+    ),
+    ("OneStat", "Rows", "which is no tuple of Stat. Remedy: write a tuple, (Stat(…),), with a comma if it is one"),
+    ("Right", "OneBuffer", "which is no tuple of Buffer. Remedy: write a tuple, (Buffer(…),), with a comma"),
+    ("Transposes", "Rows", "is declared transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
+    ("Transposes", "TurnsTheDataOnly", "TurnsTheDataOnly.transposed returned scale of shape [16, 40] for [40, 16]"),
+    ("MakesItsSides", "Rows", "MakesItsSides.side('row') makes a new quantizer whenever it is called. Remedy: make it"),
+]
 
 
-WRONG: list[tuple[type[Quantizer], type[Storage], str]] = [
-    (WrongDtype, Rows, "WrongDtype.encode returned data as torch.int16; Rows.layout declares torch.int8, block"),
-    (WrongShape, Rows, "scale of shape [16] for [16, 40]; Rows.layout declares torch.float32, block (1, None)"),
-    (WrongName, Rows, "WrongName.encode set ['data', 'scales']; Rows.layout declares ['data', 'scale']. Remedy: ret"),
-    (WrongDevice, Rows, "returned scale on meta, of a matrix on cpu; Rows.layout declares torch.float32"),
-    (NoStorage, Rows, "NoStorage.encode returned dict and no storage. Remedy: return Rows(data=…, scale=…)"),
-    (ExtraStat, Rows, "ExtraStat.measure returned mean, which ExtraStat.stats does not declare. Remedy: declare it"),
-    (NoStat, Rows, "NoStat.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them"),
-    (DoubleStat, Rows, "DoubleStat.measure returned amax as torch.float64; DoubleStat.stats declares torch.float32"),
-    (FlatStat, Rows, "amax of shape [16] for [16, 40]; FlatStat.stats declares torch.float32"),
-    (Right, DecodesToBf16, "DecodesToBf16.decode returned torch.bfloat16; a decoded matrix is torch.float32"),
-    (Right, DecodesTheTranspose, "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut off"),
-    (RecallsNothing, Rows, "RecallsNothing.recall returned no 'amax', which stats declares"),
-    (NoStats, Rows, "NoStats.measure is never called, since stats declares nothing. Remedy: declare what it returns"),
-    (OneStat, Rows, "which is no tuple of Stat. Remedy: write a tuple, (Stat(…),), with a comma if it is one"),
-    (Right, OneBuffer, "which is no tuple of Buffer. Remedy: write a tuple, (Buffer(…),), with a comma"),
-    (Transposes, Rows, "is declared transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
-    (Transposes, TurnsTheDataOnly, "TurnsTheDataOnly.transposed returned scale of shape [16, 40] for [40, 16]"),
-    (MakesItsSides, Rows, "MakesItsSides.side('row') makes a new quantizer whenever it is called. Remedy: make it"),
-]  # fmt: skip
+@pytest.fixture
+def use(register: Callable[..., object]) -> Callable[..., None]:
+    """Register a format, encode a matrix both ways, with what is remembered, and decode it."""
+
+    def encode(quantizer: str, storage: str, rows: int = 16, anew: bool = True) -> None:
+        if anew:
+            register(FormatPlugin("returned", globals()[quantizer], globals()[storage]), name="returned")
+        made = lpq.quantizer("returned")
+        made.quantize(torch.randn(rows, 40), state=made.new_state() or None).dequantize()
+
+    return encode
 
 
-class Plugin:
-    def __init__(self, quantizer: type[Quantizer], storage: type[Storage]) -> None:
-        self.quantizer, self.storage = (f"{cls.__module__}:{cls.__name__}" for cls in (quantizer, storage))
-
-    @hookimpl
-    def lpq_register_formats(self) -> FormatSpec:
-        return FormatSpec(
-            name="returned", summary="", quantizer=self.quantizer, storage=self.storage, effective_bits=None
-        )
-
-
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    yield
-    registry.refresh()
-
-
-def use(quantizer: type[Quantizer], storage: type[Storage], rows: int = 16) -> None:
-    """Encode a matrix both ways, with what is remembered, and decode it."""
-    made = lpq.quantizer("returned")
-    made.quantize(torch.randn(rows, 40), state=made.new_state() or None).dequantize()
-
-
-@pytest.mark.parametrize(("quantizer", "storage", "words"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_returned_is_what_is_declared(quantizer: type[Quantizer], storage: type[Storage], words: str) -> None:
+@pytest.mark.parametrize(("quantizer", "storage", "words"), WRONG, ids=[f"{q}, {s}" for q, s, _ in WRONG])
+def test_what_is_returned_is_what_is_declared(
+    use: Callable[..., None], quantizer: str, storage: str, words: str
+) -> None:
     """The error names the plugin, the method and the buffer, what came and what is declared; at the second call too."""
-    registry.register(Plugin(quantizer, storage), name="returned")
-    for _ in range(2):
+    for anew in (True, False):
         with pytest.raises(PluginError) as raised:
-            use(quantizer, storage)
+            use(quantizer, storage, anew=anew)
         assert str(raised.value).startswith("plugin returned (registered in this process) cannot be used: returned")
         assert words in str(raised.value)
 
 
-def test_it_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_looked_at_once(use: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """No step costs more than a look into a set, until the plugins change: what is right then is looked at again."""
     looked: list[str] = []
     for name in ("_unfit_storage", "_unfit_stats", "_unfit_matrix"):
         original = getattr(format_calls, name)
         monkeypatch.setattr(format_calls, name, lambda *args, f=original, name=name: (looked.append(name), f(*args))[1])
-    registry.register(Plugin(Right, Rows), name="returned")
-    for _ in range(3):
-        use(Right, Rows)
+    for anew in (True, False, False):
+        use("Right", "Rows", anew=anew)
     assert sorted(looked) == ["_unfit_matrix", "_unfit_stats", "_unfit_storage"]
-    registry.register(Plugin(WrongDtype, Rows), name="returned")
     with pytest.raises(PluginError, match=r"WrongDtype\.encode"):
-        use(WrongDtype, Rows)
+        use("WrongDtype", "Rows")
 
 
-def test_an_empty_matrix_says_nothing_of_others() -> None:
-    registry.register(Plugin(WrongShape, Rows), name="returned")
+def test_an_empty_matrix_says_nothing_of_others(use: Callable[..., None]) -> None:
     with pytest.raises(PluginError, match="returned scale of shape"):
-        use(WrongShape, Rows, rows=0)
+        use("WrongShape", "Rows", rows=0)

@@ -13,16 +13,12 @@ from lpq.operations.derived_operands import rounds_stochastically
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("mxfp8", False),
-        ("nvfp4(rht=true)", False),
-        ("nvfp4(stochastic=true)", True),
+    ("text", "expected"), [
+        ("mxfp8", False), ("nvfp4(rht=true)", False), ("nvfp4(stochastic=true)", True),
         ("hybrid(row=mxfp8, col=nvfp4(stochastic=true))", True),
-        ("hybrid(row=nvfp4(stochastic=true), col=mxfp8)", True),
-        ("hybrid(row=mxfp8, col=fp8)", False),
-    ],
-)
+        ("hybrid(row=nvfp4(stochastic=true), col=mxfp8)", True), ("hybrid(row=mxfp8, col=fp8)", False),
+    ]
+)  # fmt: skip
 def test_either_side_counts(text: str, expected: bool) -> None:
     assert rounds_stochastically(lpq.quantizer(text)) is expected
 

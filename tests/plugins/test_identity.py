@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nasty import DTYPES, VALUES, bytes_of, normal, values
+from nasty import DTYPES, VALUES, normal, values
+from support.comparing import as_bytes
 
 import lpq
 from lpq import registry
@@ -25,9 +26,9 @@ def test_the_bytes_are_those_of_a_cast(text: str, dtype: torch.dtype, value: str
     expected = x.to(OPTIONS[text] or dtype)
     assert list(t.row.buffers()) == list(t.col.buffers()) == ["data"]
     assert t.row.data.dtype == t.col.data.dtype == expected.dtype
-    assert torch.equal(bytes_of(t.row.data), bytes_of(expected))
-    assert torch.equal(bytes_of(t.col.data), bytes_of(expected.t()))
-    assert torch.equal(bytes_of(t.dequantize()), bytes_of(expected.float().to(dtype)))
+    assert torch.equal(as_bytes(t.row.data), as_bytes(expected))
+    assert torch.equal(as_bytes(t.col.data), as_bytes(expected.t()))
+    assert torch.equal(as_bytes(t.dequantize()), as_bytes(expected.float().to(dtype)))
 
 
 @every_dtype

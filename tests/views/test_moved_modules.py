@@ -10,14 +10,11 @@ import lpq
 
 PUBLISHED = [
     ("lpq.core.blocks", ("block_amax", "expand_blocks", "pad_blocks", "scale_blocks")),
-    ("lpq.core.elements", ("pack_nibbles", "unpack_nibbles", "E4M3")),
-    ("lpq.core.exact", ("decoded",)),
-    ("lpq.core.quantizer", ("Quantizer",)),
-    ("lpq.core.storage", ("Storage",)),
-    ("lpq.core.operations", ("measure_reference", "gemm_reference")),
-    ("lpq.ops", ("choose",)),
+    ("lpq.core.elements", ("pack_nibbles", "unpack_nibbles", "E4M3")), ("lpq.core.exact", ("decoded",)),
+    ("lpq.core.quantizer", ("Quantizer",)), ("lpq.core.storage", ("Storage",)),
+    ("lpq.core.operations", ("measure_reference", "gemm_reference")), ("lpq.ops", ("choose",)),
     ("lpq.ops.cuda", ("CudaKernel",)),
-]
+]  # fmt: skip
 """What they are imported for."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.small_models import Mlp
 from torch import nn
 
 import lpq
@@ -66,13 +67,9 @@ def int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     registry.refresh()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Mlp(), Mlp())
 
 
 def train(model: nn.Module, steps: int = 20) -> list[float]:
@@ -91,8 +88,7 @@ def train(model: nn.Module, steps: int = 20) -> list[float]:
 
 @pytest.mark.parametrize("recipe", ["fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "nvfp4", "fp8-delayed", "bf16"])
 def test_the_users_view(recipe: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
+    model = blocks()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     weights = [id(p) for p in model.parameters()]
     converted = lpq.convert(model, recipe)
@@ -108,8 +104,7 @@ def test_the_users_view(recipe: str) -> None:
     "recipe", ["int8", "fprop=int8, dgrad=nvfp4, wgrad=bf16", "fprop=mxfp8, dgrad=int8, wgrad=int8"]
 )
 def test_the_authors_view(int8: str, recipe: str) -> None:
-    torch.manual_seed(0)
-    losses = train(lpq.convert(nn.Sequential(Block(), Block()), recipe))
+    losses = train(lpq.convert(blocks(), recipe))
     assert losses[-1] < 0.8 * losses[0]
 
 
