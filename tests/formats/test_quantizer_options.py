@@ -95,8 +95,7 @@ def test_a_value_whose_equality_misleads_is_refused() -> None:
     registry.register(broken.Plugin(broken.TakesWords), name="broken")
     right = lpq.quantizer("broken(mode=b)")
     for options, given in (({"mode": broken.Word("c")}, "'c'"), ({"step": float("nan")}, "nan")):
-        with pytest.raises(
-            OptionError, match=rf"is {given}; by options quantizers are told apart, so it must be true or"
-        ):
+        words = rf"is {given}; by options quantizers are told apart, so it must be true or"
+        with pytest.raises(OptionError, match=words):
             dataclasses.replace(right, **options)
     assert dataclasses.replace(right, mode="c") != right

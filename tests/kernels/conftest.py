@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import what they share, and the list of quantizers."""
+"""Lets the tests of this folder import what they share, and imitates launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "formats"), str(HERE.parent / "distributed")]
+sys.path.insert(0, str(HERE))
 
 import imitated  # noqa: E402  (from where it was just added)
 
@@ -26,3 +26,10 @@ def share_imitations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     imitated.shared_folder.mkdir(exist_ok=True)
     yield
     shutil.rmtree(imitated.shared_folder, ignore_errors=True)
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    """The names of the kernels whose launches are imitated during the test."""
+    with imitated.launches() as names:
+        yield names

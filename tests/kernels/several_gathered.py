@@ -10,6 +10,7 @@ import imitated
 import pytest
 import torch
 from ranks import fully_shard
+from support.comparing import expect_bytes
 from support.modes import Watched
 from support.several import bind_real, real_transposes
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ import lpq
 from lpq.distributed import gather_arrivals, several_matrices
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
-from lpq.testing.expect import same
 
 STEPS = 4
 ENCODED = {"fp8-current": 8, "fp8-delayed": 12}
@@ -81,5 +81,4 @@ def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[in
         made = trained(recipe, *sizes)
     assert set(names) == wanted
     assert names["encode_several"] == ENCODED.get(recipe, 0), names
-    for i, (one, other) in enumerate(zip(made, expected, strict=True)):
-        same(one, other, f"{recipe}, tensor {i}")
+    expect_bytes(made, expected, recipe)

@@ -51,7 +51,7 @@ SHAPES = ((512, 256), (250, 381))
 MANY = (512, 1)
 """How many tiles are many: a matrix of that size is taken by broader ones."""
 LEAN = Path(__file__).with_name("nvcc")
-"""A header in place of CUDA's own, which takes nvcc longer than most sources do."""
+"""A header in place of CUDA's own, which takes nvcc longer than most sources do. It declares what sources use of it."""
 Macros = tuple[str, ...]
 SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
 """The formats that are made tile by tile, and how."""
@@ -77,15 +77,13 @@ def run_nvcc(
 
 
 def by_nvcc(
-    source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True, places: Sequence[Path] = ()
-) -> str | None:
-    """Return the compiler's errors, or None. Those with CUDA's own header count. ``places``: of headers, first."""
-    first = [f"-I{place}" for place in places]
-    for more in ([f"-I{LEAN}"], []) if lean else ([],):
-        done = run_nvcc(source, macros, architecture, out, *in_haste(), *more, places=first)
-        if done.returncode == 0:
-            return None
-    return done.stdout + done.stderr
+    source: Path, macros: Macros, architecture: str, out: Path, headers: Sequence[Path] = (LEAN,),
+    places: Sequence[Path] = (),
+) -> str | None:  # fmt: skip
+    """Return the compiler's errors, or None. ``headers``: in place of CUDA's own; ``places``: of headers, first."""
+    more = [f"-I{place}" for place in headers]
+    done = run_nvcc(source, macros, architecture, out, *in_haste(), *more, places=[f"-I{place}" for place in places])
+    return None if done.returncode == 0 else done.stdout + done.stderr
 
 
 def by_nvrtc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
@@ -152,14 +150,6 @@ def asked_for() -> dict[Path, set[Macros]]:
         call_several()
         call_producers()
     return found
-
-
-def sources_of(folder: str) -> list[Path]:
-    return [source for source in SOURCES if source.parent.name == folder]
-
-
-def place_of(source: Path) -> str:
-    return f"{source.parent.name}/{source.name}"
 
 
 def set_many(patch: pytest.MonkeyPatch, many: int) -> None:
@@ -391,7 +381,8 @@ def test_it_compiles(folder: str, architecture: str, copies: Path, tmp_path: Pat
     compile_one, out = compiler(), tmp_path / "out.cubin"
     if compile_one is None:
         pytest.skip("needs nvcc on the PATH, or cuda-core with NVRTC (pip install 'lpq[cuda]')")
-    sets = [(source, macros) for source in sources_of(folder) for macros in chosen(source)[architecture]]
+    sets = [(source, macros) for source in SOURCES if source.parent.name == folder
+            for macros in chosen(source)[architecture]]  # fmt: skip
     assert sets
     together = all_in_one(sets, architecture, copies, out) if compile_one is by_nvcc else ""
     if together is not None:
@@ -404,11 +395,11 @@ def test_it_compiles(folder: str, architecture: str, copies: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc: NVRTC reads a header of its own")
-@pytest.mark.parametrize("source", SOURCES, ids=place_of)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.parent.name}/{source.name}")
 def test_no_name_is_one_of_cudas(source: Path, tmp_path: Path) -> None:
     """And CUDA has the functions that the lean header declares: its whole header is read, alone and as it is."""
     architecture = ARCHITECTURES[SOURCES.index(source) % len(ARCHITECTURES)]
-    words = by_nvcc(source, chosen(source)[architecture][0], architecture, tmp_path / "out.cubin", lean=False)
+    words = by_nvcc(source, chosen(source)[architecture][0], architecture, tmp_path / "out.cubin", headers=())
     assert words is None, words
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import imitated
 import lpq_fp8.cuda
 import pytest
 import torch
+from support.comparing import expect_bytes
+from tile_sides import on_cuda, side_of
 from torch import Tensor
 
 import lpq
@@ -24,20 +25,16 @@ from lpq.operations.derived_operands import Derived
 from lpq.operations.fused_pair import Pair
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.recoding import bind_sides
-from lpq.registry import KernelSpec
 from lpq.testing.calls import RAGGED, matrices, of_all_sizes
 from lpq.testing.comparing import Poisoned
 from lpq.testing.conformance.test_kernels import FEW, SIZES
-from lpq.testing.expect import same, same_operand
+from lpq.testing.expect import same_operand
 from lpq.testing.kernel_checks import check_of, compare, compare_views, pairs
-from lpq.testing.operands import SEED, encode, normal
+from lpq.testing.operands import DIRECTIONS, SEED, encode, normal
 from lpq.testing.options import family
 from lpq.testing.table import DTYPES
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
-]
+pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 OPS = ("measure", "quantize", "decode", "transpose", "exact", "remember")
 """Operations whose kernels take one tensor, on whatever device it is."""
 BY_TILES = (
@@ -48,35 +45,14 @@ BY_TILES = (
 """Each on both sides, beside another format, and the pairs of which recipes are made: sides know nothing of each other,
 and every pair takes some seconds to compile. On a GPU all are tried."""
 BROAD = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4")
-TURNS: dict[object, Iterator[bool]] = defaultdict(lambda: itertools.cycle((False, True)))
 
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Launches are imitated, every second one of a kernel backwards, on a GPU of two multiprocessors; their names."""
-    names = set()
-
-    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
-        names.add(self.name)
-        turns = TURNS[... if ... in TURNS else (self.source, macros, self.name)]
-        imitated.launch(self, macros, blocks, arguments, backwards=next(turns))
-
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
-    with imitated.in_place_of_launches(launch):
-        yield names
-
-
-def on_cuda(op: str, name: str) -> KernelSpec | None:
-    """The CUDA kernel of a format for an operation."""
-    found = (k for plugin in registry.plugins() for k in plugin.kernels if name in k.formats)
-    return next((k for k in found if k.op == op and k.backend == "cuda"), None)
-
-
+SHOWN = ("fp8(scaling=delayed, pow2=false)", "fp8(scaling=delayed, pow2=true)")
+"""Of which one option is that of another quantizer here, and so is the other. On a GPU they are tried."""
 QUANTIZERS = [
     pytest.param(quantizer.text, i, id=quantizer.text)
     for name in registry.formats()
-    if on_cuda("quantize", name) is not None
     for i, quantizer in enumerate(family(name).quantizers)
+    if on_cuda("quantize", quantizer) is not None and quantizer.text not in SHOWN
 ]
 QUANTIZERS += [
     pytest.param(text, i, id=text)
@@ -109,12 +85,12 @@ def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> It
 
 
 @pytest.mark.parametrize(("text", "i"), QUANTIZERS)
-def test_kernels_equal_the_reference(text: str, i: int, launched: set[str]) -> None:
+def test_kernels_equal_the_reference(text: str, i: int, launched: list[str]) -> None:
     """In all options, for all operations."""
     quantizer = lpq.quantizer(text)
     served = set()
     for op in OPS:
-        kernel = on_cuda(op, registry.format_of(type(quantizer)).name)
+        kernel = on_cuda(op, quantizer)
         for row, col in pairs(kernel, quantizer) if kernel is not None else ():
             assert kernel is not None
             sides = tuple(side for side in (row, col) if side is not None)
@@ -129,49 +105,40 @@ def test_kernels_equal_the_reference(text: str, i: int, launched: set[str]) -> N
             if any(compared):
                 served.add(op)
     assert served >= {"quantize", "measure", "decode"}
-    assert {"quantize", "decode_tiles"} <= launched
-
-
-def tile_side(text: str, direction: str, op: str = "tile") -> object:
-    quantizer = lpq.quantizer(text)
-    kernel = on_cuda(op, registry.format_of(type(quantizer)).name)
-    assert kernel is not None
-    return registry.resolve(kernel.impl)(quantizer.side(direction), direction)  # type: ignore[arg-type]
+    assert {"quantize", "decode_tiles"} <= {*launched}
 
 
 @pytest.mark.parametrize(("first", "second"), BY_TILES)
-def test_two_formats_from_one_read(first: str, second: str, launched: set[str]) -> None:
-    pair = Pair(tile_side(first, "row"), tile_side(second, "col"))  # type: ignore[arg-type]
+def test_two_formats_from_one_read(first: str, second: str, launched: list[str]) -> None:
     row, col, seed = lpq.quantizer(first).side("row"), lpq.quantizer(second).side("col"), torch.tensor(SEED)
+    pair = Pair(side_of(row, "row"), side_of(col, "col"))
     whole = first == "mxfp8" or second == "mxfp8"  # it takes a second more for each pair
     for x in (of_all_sizes(torch.bfloat16), normal(*RAGGED), *([normal(256, 128)] if whole else [])):
-        expected = quantize_reference(x, [], row, col, seed, 0, False)
-        with Poisoned():  # type: ignore[no-untyped-call]
+        with Poisoned():
             got = unbound(pair.bind)(x, [], row, col, seed, 0, False)
-        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-            same(one, other, f"{first} with {second}, {list(x.shape)}, output {i}")
+        what = f"{first} with {second}, {list(x.shape)}"
+        expect_bytes(got, quantize_reference(x, [], row, col, seed, 0, False), what)
     assert "pair" in launched
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp8(dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, pow2=false)"])
-def test_column_operands_that_are_made_of_codes(text: str, launched: set[str]) -> None:
+def test_column_operands_that_are_made_of_codes(text: str, launched: list[str]) -> None:
     """Are those of the decoded row operand, wherever that lies in memory."""
     q = lpq.quantizer(text)
-    kernel = on_cuda("reader", registry.format_of(type(q)).name)
+    kernel = on_cuda("reader", q)
     assert kernel is not None
-    reader, side = registry.resolve(kernel.impl)(q), tile_side(text, "col")
+    reader, side = registry.resolve(kernel.impl)(q), side_of(q.side("col"), "col")
     odd = normal(*RAGGED)
     odd[3, 70], odd[20, 5] = torch.nan, torch.inf
     for x in (normal(256, 128), odd, of_all_sizes(torch.bfloat16), of_all_sizes(torch.float32)):
         whole = encode(q, x)
-        recode = bind_sides(reader, side, operand_like(whole), q, torch.device("cpu"))  # type: ignore[arg-type]
+        recode = bind_sides(reader, side, operand_like(whole), q, torch.device("cpu"))
         assert recode is not None
         expected = quantize_reference(whole.decode(), [], None, q, None, 0, False)
         for operand in (whole, whole.map(lambda t: torch.cat([t, t], 1)[:, : t.shape[1]]), whole.row_major()):
-            with Poisoned():  # type: ignore[no-untyped-call]
+            with Poisoned():
                 got = recode(operand.tensors())
-            for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-                same(one, other, f"{text}, {list(x.shape)} {x.dtype}, output {i}")
+            expect_bytes(got, expected, f"{text}, {list(x.shape)} {x.dtype}")
     assert "recode" in launched
 
 
@@ -185,36 +152,31 @@ def test_column_operands_that_are_made_of_codes(text: str, launched: set[str]) -
 def test_exact_forms_that_are_made_at_once(text: str) -> None:
     """Are to the bit those of encoded operands."""
     quantizer = lpq.quantizer(text)
-    name = registry.format_of(type(quantizer)).name
-    exact = next(k for k in registry.kernels("exact", (name,)) if k.backend == "torch")
-    made = Pair(*(tile_side(text, direction, "exact_tile") for direction in ("row", "col")))  # type: ignore[arg-type]
+    exact = next(k for k in registry.kernels("exact", (text.partition("(")[0],)) if k.backend == "torch")
     row, col, seed = quantizer.side("row"), quantizer.side("col"), torch.tensor(SEED)
+    made = Pair(side_of(row, "row", "exact_tile"), side_of(col, "col", "exact_tile"))
     for x in (normal(48, 80), normal(256, 128)):
         shape = x.shape[0], x.shape[1]
-        encoding = Encoding(
-            row, col, shape, x.dtype, x.dtype, x.device, exact=(True, True), apart=True, dispatched=True
+        how = made.bind(
+            Encoding(row, col, shape, x.dtype, x.dtype, x.device, exact=(True, True), apart=True, dispatched=True)
         )
-        how = made.bind(encoding)
         assert how is not None
-        with Poisoned():  # type: ignore[no-untyped-call]
+        with Poisoned():
             *both, _ = how(x, x.data_ptr(), (), seed)
-        for got, side, direction in zip(both, (row, col), ("row", "col"), strict=True):
+        for got, side, direction in zip(both, (row, col), DIRECTIONS, strict=True):
             operand = encode(side, x if direction == "row" else x.t().contiguous(), direction=direction, seed=SEED)
             form = registry.resolve(exact.impl)(operand)
             wanted = [form.matrix] if form.factor is None else [form.matrix, form.factor]
-            for one, other in zip(got, wanted, strict=True):
-                same(one, other, f"{direction} of {text}, {list(x.shape)}")
+            expect_bytes(got, wanted, f"{direction} of {text}, {list(x.shape)}")
 
 
 @pytest.mark.parametrize("text", BROAD)
 def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MANY_TILES", 1)
-    quantizer = lpq.quantizer(text)
-    name = registry.format_of(type(quantizer)).name
-    x = normal(512, 256)
+    quantizer, x = lpq.quantizer(text), normal(512, 256)
     x[300, 100], x[5, 200] = torch.inf, torch.nan
     for op in ("quantize", "measure", "transpose"):
-        kernel = on_cuda(op, name)
+        kernel = on_cuda(op, quantizer)
         if kernel is not None and (op != "transpose" or quantizer.transposable):
             row, col = quantizer.side("row"), quantizer.side("col")
             assert compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
@@ -225,10 +187,10 @@ def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)"])
 @pytest.mark.parametrize("size", [(128, 256), (33, 70)])
 def test_transposes_are_written_to_given_memory(
-    text: str, size: tuple[int, int], launched: set[str], monkeypatch: pytest.MonkeyPatch
+    text: str, size: tuple[int, int], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantizer = lpq.quantizer(text)
-    kernel = on_cuda("transpose", registry.format_of(type(quantizer)).name)
+    kernel = on_cuda("transpose", quantizer)
     assert kernel is not None
     assert kernel.bind is not None
     bind = registry.resolve(kernel.bind)
@@ -252,12 +214,11 @@ def test_scales_of_squares_lie_as_products_read_them(size: tuple[int, int]) -> N
     expected = quantize_reference(x, [], quantizer, quantizer, None, 0, True)
     for given, measure in ((False, False), (False, True), (True, False)):
         e = Encoding(quantizer, quantizer, size, x.dtype, x.dtype, x.device, given=(given,), measure=measure)
-        with Poisoned():  # type: ignore[no-untyped-call]
+        with Poisoned():
             row, col, measured = lpq_fp8.cuda.bind(e)(x, x.data_ptr(), (amaxes if given else None,), None)
         assert [t.stride(0) % 4 for t in (row[1], col[1])] == [0, 0]
         got = (*row, *col, *measured)
-        for i, (one, other) in enumerate(zip(got, expected[: len(got)], strict=True)):
-            same(one, other, f"{size}, given {given}, measure {measure}, output {i}")
+        expect_bytes(got, expected[: len(got)], f"{size}, given {given}, measure {measure}")
 
 
 def test_words_of_the_host() -> None:
@@ -278,6 +239,7 @@ def test_factors_of_a_product() -> None:
 
 
 def kernel_of(folder: Path, body: str) -> CudaKernel:
+    folder.mkdir(exist_ok=True)
     source = folder / "own.cu"
     source.write_text(
         '#include "numbers.cuh"\n'
@@ -295,36 +257,31 @@ def run(kernel: CudaKernel, backwards: bool) -> list[int]:
     return out.tolist()
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_threads_wait_and_talk(backwards: bool, tmp_path: Path) -> None:
-    told = kernel_of(tmp_path, "out[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 16);")
-    assert run(told, backwards) == [i ^ 16 for i in range(64)]
-    (tmp_path / "b").mkdir()
-    waits = "shared[threadIdx.x] = threadIdx.x; __syncthreads(); out[threadIdx.x] = shared[63 - threadIdx.x];"
-    assert run(kernel_of(tmp_path / "b", waits), backwards) == list(range(63, -1, -1))
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-def test_a_wait_that_is_missing_is_noticed(backwards: bool, tmp_path: Path) -> None:
-    """Also where the threads of a warp have waited for each other."""
-    body = "shared[threadIdx.x] = threadIdx.x; __syncwarp(); out[threadIdx.x] = shared[63 - threadIdx.x];"
-    assert run(kernel_of(tmp_path, body), backwards) != list(range(63, -1, -1))
-
-
+SAY = "shared[threadIdx.x] = threadIdx.x; {wait} out[threadIdx.x] = shared[63 - threadIdx.x];"
 COPY = """
     __shared__ uint4 piece;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(&piece)), "l"(out));
     {wait}
     out[4 + threadIdx.x % 60] = piece.x;
 """
+NOBODYS = 0xA5A5A5A5 - (1 << 32)
 
 
-def test_a_copy_is_there_when_it_was_waited_for(tmp_path: Path) -> None:
-    assert (
-        run(kernel_of(tmp_path, COPY.format(wait='asm volatile("cp.async.wait_all;" ::: "memory");')), False)[4] == -1
-    )
-    (tmp_path / "b").mkdir()
-    assert run(kernel_of(tmp_path / "b", COPY.format(wait="")), False)[4] == 0xA5A5A5A5 - (1 << 32)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_threads_wait_and_talk(backwards: bool, tmp_path: Path) -> None:
+    """A wait that is missing is noticed, also where the threads of a warp have waited for each other."""
+    told = kernel_of(tmp_path / "a", "out[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 16);")
+    assert run(told, backwards) == [i ^ 16 for i in range(64)]
+    for wait, right in (("__syncthreads();", True), ("__syncwarp();", False)):
+        found = run(kernel_of(tmp_path / wait, SAY.format(wait=wait)), backwards)
+        assert (found == list(range(63, -1, -1))) == right
+
+
+def test_a_copy_is_there_when_it_was_waited_for_and_what_nobody_wrote_is_noticed(tmp_path: Path) -> None:
+    waits = COPY.format(wait='asm volatile("cp.async.wait_all;" ::: "memory");')
+    assert run(kernel_of(tmp_path / "a", waits), False)[4] == -1
+    assert run(kernel_of(tmp_path / "b", COPY.format(wait="")), False)[4] == NOBODYS
+    assert {*run(kernel_of(tmp_path / "c", "out[threadIdx.x] = shared[threadIdx.x];"), False)} == {NOBODYS}
 
 
 @pytest.mark.parametrize(
@@ -333,21 +290,12 @@ def test_a_copy_is_there_when_it_was_waited_for(tmp_path: Path) -> None:
         ("__stcs((uint4*)(out + 1), make_uint4(0, 0, 0, 0));", "not aligned"),
         ("__ldcs((const uint2*)(out + 1));", "not aligned"),
         ("extern __shared__ uint4 dynamic[]; dynamic[0] = make_uint4(1, 2, 3, 4);", "more shared memory is written"),
+        ("if (threadIdx.x % 2) __syncthreads(); __syncwarp();", "threads wait for others for ever"),
     ],
 )
 def test_what_a_gpu_refuses_is_told(body: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=words):
         run(kernel_of(tmp_path, body), False)
-
-
-def test_what_nobody_wrote_is_noticed(tmp_path: Path) -> None:
-    assert set(run(kernel_of(tmp_path, "out[threadIdx.x] = shared[threadIdx.x];"), False)) == {0xA5A5A5A5 - (1 << 32)}
-
-
-def test_threads_that_wait_for_ever_are_noticed(tmp_path: Path) -> None:
-    kernel = kernel_of(tmp_path, "if (threadIdx.x % 2) __syncthreads(); __syncwarp();")
-    with pytest.raises(RuntimeError, match="threads wait for others for ever"):
-        run(kernel, backwards=False)
 
 
 @pytest.fixture
@@ -369,9 +317,9 @@ Change = Callable[[Callable[[str], str]], None]
 
 def assert_noticed(op: str, text: str, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the comparison that all kernels pass."""
-    monkeypatch.setitem(TURNS, ..., itertools.repeat(backwards))
+    monkeypatch.setitem(imitated.TURNS, ..., itertools.repeat(backwards))
     quantizer = lpq.quantizer(text)
-    kernel = on_cuda(op, registry.format_of(type(quantizer)).name)
+    kernel = on_cuda(op, quantizer)
     assert kernel is not None
     with pytest.raises(AssertionError, match=r"output \d: .* differ"):
         compare(kernel, quantizer.side("row"), quantizer.side("col"), normal(150, 200), "cpu")
@@ -395,8 +343,7 @@ def test_a_kernel_that_is_wrong_is_noticed(changed: Change, monkeypatch: pytest.
 def test_a_wait_that_is_left_out_of_a_kernel_is_noticed(
     op: str, text: str, file: str, which: int, backwards: bool, changed: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = registry.format_of(type(lpq.quantizer(text))).name
-    source, wait = (nvrtc_cache.csrc() / name / file).read_text(), "__syncthreads();"
+    source, wait = (nvrtc_cache.csrc() / text.partition("(")[0] / file).read_text(), "__syncthreads();"
     parts = source.split(wait)
     without = wait.join(parts[: which + 1]) + ";" + wait.join(parts[which + 1 :])
     assert len(without) == len(source) - len(wait) + 1

@@ -112,22 +112,16 @@ def test_a_launch_that_fails_is_an_error_in_words(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+    ("changes", "words"), [
         ({"source": "common/gone.cu"}, r"gone\.cu: amax_parts: there is no file .*gone\.cu"),
         ({"arguments": "PqzP*"}, r"'PqzP\*' have \*, z; a letter is one of P, q, i, I, f, d"),
         ({"arguments": "P(q"}, r"the brackets of the arguments 'P\(q' do not enclose"),
-        ({"arguments": "P)q("}, "do not enclose"),
-        ({"arguments": "P((q))"}, "do not enclose"),
-        ({"arguments": "P()"}, "do not enclose"),
-        ({"threads": 0}, "1 to 1024 threads, and not 0"),
-        ({"threads": "256"}, "1 to 1024 threads, and not '256'"),
-        ({"shared": 1.5}, "shared=1.5 is no number of bytes"),
-        ({"threads": 2048}, "1 to 1024 threads, and not 2048"),
-        ({"shared": -1}, "shared=-1 is no number of bytes"),
-    ],
-    ids=str,
-)
+        ({"arguments": "P)q("}, "do not enclose"), ({"arguments": "P((q))"}, "do not enclose"),
+        ({"arguments": "P()"}, "do not enclose"), ({"threads": 0}, "1 to 1024 threads, and not 0"),
+        ({"threads": "256"}, "1 to 1024 threads, and not '256'"), ({"shared": 1.5}, "shared=1.5 is no number of bytes"),
+        ({"threads": 2048}, "1 to 1024 threads, and not 2048"), ({"shared": -1}, "shared=-1 is no number of bytes"),
+    ], ids=str
+)  # fmt: skip
 def test_what_cannot_be_launched_is_refused_where_it_is_written(changes: dict[str, Any], words: str) -> None:
     right = {"source": "common/amax.cu", "name": "amax_parts", "arguments": "P(qI)q", "threads": 32}
     CudaKernel(**right)
@@ -172,9 +166,8 @@ def test_what_is_recorded_is_sent_by_a_kernel_or_refused_in_words(
         host_to_device, "why_not", lambda spec, quantizers, device: "needs cuda.core, which is not installed"
     )
     registry.refresh()
-    with pytest.raises(
-        RuntimeError, match=r"recorded in a CUDA graph here: .*, which needs cuda\.core, .*Call it outside"
-    ):
+    words = r"recorded in a CUDA graph here: .*, which needs cuda\.core, .*Call it outside"
+    with pytest.raises(RuntimeError, match=words):
         host_to_device.on_device([1, 2], torch.int64, torch.device("cuda", 0))
     registry.refresh()
     monkeypatch.setattr(host_to_device, "why_not", lambda spec, quantizers, device: None)

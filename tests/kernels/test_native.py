@@ -75,15 +75,12 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("letters", "arguments"),
-    [
-        ("PqifdI", (2**64 - 1, -(2**63), -(2**31), 0.1, -0.1, 2**32 - 1)),
-        ("P(PPf)I", (1, 0, 3, INF, True)),
-        ("(PPPqfI)(PPPqfI)(PPPqfI)", (1, 2, 3, 4, 3.4028234663852886e38, False) * 3),
-        ("f", (3,)),
+    ("letters", "arguments"), [
+        ("PqifdI", (2**64 - 1, -(2**63), -(2**31), 0.1, -0.1, 2**32 - 1)), ("P(PPf)I", (1, 0, 3, INF, True)),
+        ("(PPPqfI)(PPPqfI)(PPPqfI)", (1, 2, 3, 4, 3.4028234663852886e38, False) * 3), ("f", (3,)),
         ("q" * 60, tuple(range(-30, 30))),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_a_launch_packs_its_arguments_as_struct_does(letters: str, arguments: tuple[float, ...], calls: Any) -> None:
     driver = Driver(letters)
     driver.bound(calls, letters)(*arguments)

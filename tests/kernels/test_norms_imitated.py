@@ -5,16 +5,12 @@ from __future__ import annotations
 import imitated
 import pytest
 import torch
-from test_producers_imitated import CPU, check, launched
+from test_producers_imitated import CPU, check
 
 from lpq.operations.norm_kernels import bind_gradients, bind_rows
 from lpq.operations.norms import NormKind, norm_source
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
-]
-__all__ = ["launched"]
+pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
 LAYER = NormKind(1e-5, centers=True)
 

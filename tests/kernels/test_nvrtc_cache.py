@@ -9,6 +9,7 @@ import sys
 import time
 import types
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,22 +51,23 @@ def kept() -> list[Path]:
     return list(folder.iterdir())
 
 
-def test_compiled_once(source: Path, compiled: list[object]) -> None:
-    assert nvrtc_cache.cubin(source, ("A=1",), "sm_90a") == b"code 1"
-    assert nvrtc_cache.cubin(source, ("A=1",), "sm_90a") == b"code 1"
-    assert len(compiled) == 1
-    assert [p.suffix for p in kept()] == [".cubin"]
+@pytest.fixture
+def cubin(source: Path, compiled: list[object]) -> Callable[..., bytes]:
+    """The code of the source, compiled or taken from the cache."""
+    return lambda *macros: nvrtc_cache.cubin(source, macros, "sm_90a")
 
 
 def test_what_the_code_depends_on_is_in_the_key(
-    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+    source: Path, compiled: list[object], cubin: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def count() -> int:
-        nvrtc_cache.cubin(source, ("A=1",), "sm_90a")
+        cubin("A=1")
+        cubin("A=1")
         return len(compiled)
 
     assert count() == 1
-    nvrtc_cache.cubin(source, ("A=2",), "sm_90a")
+    assert [p.suffix for p in kept()] == [".cubin"]
+    cubin("A=2")
     nvrtc_cache.cubin(source, ("A=1",), "sm_80")
     assert count() == 3
     source.with_name("mine.cuh").write_text("#define ONE 2\n")
@@ -75,7 +77,6 @@ def test_what_the_code_depends_on_is_in_the_key(
     monkeypatch.setattr(nvrtc_cache, "compiler_version", lambda: "13.1")
     assert count() == 6
     monkeypatch.setattr(nvrtc_cache, "OPTIONS", {**nvrtc_cache.OPTIONS, "fma": True})
-    assert count() == 7
     assert count() == 7
 
 
@@ -128,27 +129,42 @@ def test_a_file_that_was_just_written_is_read_each_time(source: Path, compiled: 
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"code 1", b"\0" * 40])
-def test_a_damaged_file_is_compiled_anew(source: Path, compiled: list[object], damage: bytes) -> None:
-    nvrtc_cache.cubin(source, (), "sm_90a")
+def test_a_damaged_file_is_compiled_anew(cubin: Callable[..., bytes], damage: bytes) -> None:
+    cubin()
     (file,) = kept()
     file.write_bytes(damage)
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+    assert [cubin(), cubin()] == [b"code 2"] * 2
 
 
-def test_a_cache_that_cannot_be_written_is_said(
-    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class FullWhileWritten(io.BytesIO):
+    write = full
+
+
+def opened_full(path: Path, mode: str) -> FullWhileWritten:
+    path.touch()
+    return FullWhileWritten()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "instead"), [(os, "replace", full), (Path, "open", opened_full)], ids=["renamed", "written"]
+)
+def test_a_disk_that_is_full_leaves_no_half_file(
+    cubin: Callable[..., bytes], where: Any, name: str, instead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a file").write_text("")
-    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / "a file" / "cache"))
-    with pytest.warns(KernelCacheWarning, match="LPQ_CACHE_DIR"):
-        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, instead)
+        with pytest.warns(KernelCacheWarning, match="No space left"):
+            assert cubin() == b"code 1"
+    assert kept() == []
+    assert cubin() == b"code 2"
 
 
-def test_a_cache_that_can_only_be_read_is_read(
-    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+def test_a_cache_that_can_only_be_read_is_read(cubin: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cubin() == b"code 1"
     opened = Path.open
 
     def read_only(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
@@ -159,15 +175,13 @@ def test_a_cache_that_can_only_be_read_is_read(
     monkeypatch.setattr(Path, "open", read_only)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+        assert cubin() == b"code 1"
     with pytest.warns(KernelCacheWarning, match="Permission denied"):
-        assert nvrtc_cache.cubin(source, ("A=1",), "sm_90a") == b"code 2"
+        assert cubin("A=1") == b"code 2"
     assert len(kept()) == 1
 
 
-def test_nobody_sees_a_file_that_is_half_written(
-    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_sees_a_file_that_is_half_written(cubin: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a process writes, those beside it find no file of the name that they look for."""
     seen: list[list[str]] = []
 
@@ -179,121 +193,80 @@ def test_nobody_sees_a_file_that_is_half_written(
             return half + (super().write(content[half:]) or 0)
 
     monkeypatch.setattr(Path, "open", lambda path, mode: Slow(path, mode.replace("b", "")))
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert cubin() == b"code 1"
     assert seen == [[".part"]]
     assert [path.suffix for path in kept()] == [".cubin"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(
-    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+    cubin: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the power fails in between there is no file, and not an empty one."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(f"{os.fstat(file).st_size} bytes"), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("renamed"), replace(*names)))
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert cubin() == b"code 1"
     assert done == [f"{len(b'code 1') + code_cache.DIGEST_SIZE} bytes", "renamed"]
 
 
-def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(KernelCacheWarning, match="No space left"):
-        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
-    assert kept() == []
-
-
-def test_a_disk_that_is_full_while_it_is_written_leaves_no_half_file(
-    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["cache", "a file/cache"])
+def test_a_cache_that_cannot_be_written_is_said_once(
+    place: str, cubin: Callable[..., bytes], compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Full(io.BytesIO):
-        def write(self, _: object) -> int:
-            raise OSError(28, "No space left on device")
-
-    def full(path: Path, mode: str) -> Full:
-        path.touch()
-        return Full()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full)
-        with pytest.warns(KernelCacheWarning, match="No space left"):
-            assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
-    assert kept() == []
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
-
-
-def test_it_is_said_once(source: Path, compiled: list[object], tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("not a folder")
+    (tmp_path / place.partition("/")[0]).write_text("not a folder")
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / place))
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         for macros in ((), ("A=1",), ("A=2",)):
-            nvrtc_cache.cubin(source, macros, "sm_90a")
+            cubin(*macros)
     assert len(compiled) == 3
-    assert [warning.category for warning in shown] == [KernelCacheWarning]
+    assert [(w.category, "LPQ_CACHE_DIR" in str(w.message)) for w in shown] == [(KernelCacheWarning, True)]
 
 
-def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -> None:
+def test_many_writers_leave_a_whole_file(cubin: Callable[..., bytes]) -> None:
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("error")
-        codes = list(pool.map(lambda _: nvrtc_cache.cubin(source, (), "sm_90a"), range(64)))
+        codes = list(pool.map(lambda _: cubin(), range(64)))
     (file,) = kept()
     assert all(code.startswith(b"code ") for code in codes)
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == file.read_bytes()[: -code_cache.DIGEST_SIZE]
+    assert cubin() == file.read_bytes()[: -code_cache.DIGEST_SIZE]
 
 
-def test_a_header_that_a_macro_names_belongs_to_the_key(source: Path, compiled: list[object], tmp_path: Path) -> None:
+def test_a_header_that_a_macro_names_belongs_to_the_key(
+    source: Path, cubin: Callable[..., bytes], tmp_path: Path
+) -> None:
     theirs = tmp_path / "elsewhere" / "theirs.cuh"
     theirs.parent.mkdir()
     theirs.write_text('#include "beside.cuh"\n')
     beside = theirs.with_name("beside.cuh")
     beside.write_text("")
     source.write_text("#include HEADER\n")
-    macros = (f'HEADER="{theirs}"',)
-    nvrtc_cache.cubin(source, macros, "sm_90a")
+    macro = f'HEADER="{theirs}"'
+    cubin(macro)
     beside.write_text("#define ONE 1\n")
-    assert nvrtc_cache.cubin(source, macros, "sm_90a") == b"code 2"
+    assert cubin(macro) == b"code 2"
     theirs.write_text("")
-    assert nvrtc_cache.cubin(source, macros, "sm_90a") == b"code 3"
+    assert cubin(macro) == b"code 3"
 
 
-@pytest.mark.parametrize(
-    "include",
-    [
-        '#include "mine.cuh"',
-        "#include <mine.cuh>",
-        " # include\t<mine.cuh> // mine",
-        '/**/ #include "mine.cuh"',
-        '#include /**/ "mine.cuh"',
-        '#/* two\nlines */include "mine.cuh"',
-        '/* two\n// lines */ #include "mine.cuh"',
-        '#\\\ninclude "mine.cuh"',
-        '#include \\ \r\n"mi\\\nne.cuh"',
-        '%:include "mine.cuh"',
-        '// it\'s "\n#include "mine.cuh"',
-        'const char* of = "/*", c = \'"\', *more = R"(" /*)";\n#include "mine.cuh"',
-        '#include "..//plugin/mine.cuh"',
-        "#include <..//plugin/mine.cuh>",
-    ],
-)
-def test_a_header_that_changes_is_compiled_anew(source: Path, compiled: list[object], include: str) -> None:
+INCLUDES = [
+    '#include "mine.cuh"', "#include <mine.cuh>", " # include\t<mine.cuh> // mine", '/**/ #include "mine.cuh"',
+    '#include /**/ "mine.cuh"', '#/* two\nlines */include "mine.cuh"', '/* two\n// lines */ #include "mine.cuh"',
+    '#\\\ninclude "mine.cuh"', '#include \\ \r\n"mi\\\nne.cuh"', '%:include "mine.cuh"',
+    '// it\'s "\n#include "mine.cuh"', 'const char* of = "/*", c = \'"\', *more = R"(" /*)";\n#include "mine.cuh"',
+    '#include "..//plugin/mine.cuh"', "#include <..//plugin/mine.cuh>",
+    *(f"#define NAMED(name) <name.cuh>\n#define HEADER {by}\n#include HEADER"
+      for by in ('"mine.cuh"', "<mine.cuh>", "NAMED(mine)")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("include", INCLUDES)
+def test_a_header_that_changes_is_compiled_anew(source: Path, cubin: Callable[..., bytes], include: str) -> None:
     source.write_text(f"{include}\n#include <cuda_fp16.h>\n")
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert [cubin(), cubin()] == [b"code 1"] * 2
     source.with_name("mine.cuh").write_text("#define ONE 2\n")
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
-
-
-@pytest.mark.parametrize("define", ['"mine.cuh"', "<mine.cuh>", "NAMED(mine)"])
-def test_a_header_that_the_source_names_by_a_macro_of_its_own(
-    source: Path, compiled: list[object], define: str
-) -> None:
-    source.write_text(f"#define NAMED(name) <name.cuh>\n#define HEADER {define}\n#include HEADER\n")
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
-    source.with_name("mine.cuh").write_text("#define ONE 2\n")
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+    assert cubin() == b"code 2"
 
 
 @pytest.mark.parametrize("name", ["below/mine.cuh", "../mine.cuh", "mine.txt", "{}/mine.cuh"])

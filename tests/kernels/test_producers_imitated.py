@@ -2,56 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
-
 import imitated
 import pytest
 import torch
+from support.comparing import expect_bytes
+from tile_sides import side_of
 from torch import Tensor
 
 import lpq
-from lpq import registry
-from lpq.core import Quantizer
-from lpq.formats.format import Direction
-from lpq.kernels import tiles
-from lpq.kernels.cuda import CudaKernel
 from lpq.operations import produced_tiles
 from lpq.operations.binding import Encoding
-from lpq.operations.fused_pair import TileSide
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.source import ACTIVATIONS, SWIGLU, SWIGLU_BACKWARD, Source
 from lpq.testing.comparing import Poisoned
-from lpq.testing.expect import same
 from lpq.testing.operands import SEED
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
-]
+pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    names: list[str] = []
-
-    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
-        names.append(self.name)
-        imitated.launch(self, macros, blocks, arguments, backwards=len(names) % 2 == 0)
-
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
-    with imitated.in_place_of_launches(launch):
-        yield names
-
-
-def side_of(quantizer: Quantizer | None, direction: Direction, op: str = "tile") -> TileSide | None:
-    if quantizer is None:
-        return None
-    kernels = registry.kernels(op, (registry.format_of(type(quantizer)).name,))
-    (kernel,) = (k for k in kernels if k.backend == "cuda")
-    return cast("TileSide", registry.resolve(kernel.impl)(quantizer, direction))
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +40,7 @@ def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch
         e = Encoding(row, col, shape, dtype, dtype, CPU, measure=measure, dispatched=True)
         outputs.append(TiledOutput(e, side_of(row, "row"), side_of(col, "col")))
     run = produced_tiles.bind(source, shape, dtype, CPU, outputs, [True] * source.outputs)
-    with Poisoned():  # type: ignore[no-untyped-call]
+    with Poisoned():
         made = run(inputs, [()] * source.outputs, seeds)
     for i, (output, one, x, seed) in enumerate(zip(outputs, made, source.compute(*inputs), seeds, strict=True)):
         value = one.value
@@ -82,9 +50,7 @@ def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch
         assert close.all(), (i, value[~close], x[~close])
         expected = quantize_reference(value, [], output.e.row, output.e.col, seed, 0, measure)
         got = [*one.row, *one.col, *one.stats]
-        assert len(got) == len(expected)
-        for k, (a, b) in enumerate(zip(got, expected, strict=True)):
-            same(a, b, f"{source.name} {texts} {shape} {dtype}, output {i}, tensor {k}")
+        expect_bytes(got, expected, f"{source.name} {texts} {shape} {dtype}, of its output {i}")
 
 
 MIXED = ["hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8, col=mxfp8)", "fp8(scaling=block)"]

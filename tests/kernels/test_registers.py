@@ -20,15 +20,9 @@ from lpq.kernels.cuda import CudaKernel
 
 SPILLS = re.compile(r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores")
 QUANTIZERS = [
-    "fp8",
-    "fp8(scaling=delayed, dtype=e5m2)",
-    "fp8(scaling=row, dtype=e5m2)",
-    "fp8(scaling=block, dtype=e5m2)",
-    "fp8(scaling=block, pow2=false, dtype=e5m2)",
-    "mxfp8(dtype=e5m2)",
-    "nvfp4",
-    "nvfp4(rht=true)",
-]
+    "fp8", "fp8(scaling=delayed, dtype=e5m2)", "fp8(scaling=row, dtype=e5m2)", "fp8(scaling=block, dtype=e5m2)",
+    "fp8(scaling=block, pow2=false, dtype=e5m2)", "mxfp8(dtype=e5m2)", "nvfp4", "nvfp4(rht=true)",
+]  # fmt: skip
 
 
 def spilled(source: Path, macros: tuple[str, ...], folder: Path, *options: str) -> dict[str, int]:

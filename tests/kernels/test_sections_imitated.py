@@ -4,34 +4,25 @@ bf16. A CPU imitates the GPU (``imitated``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
-
 import imitated
 import pytest
 import torch
+from support.comparing import equal_bytes, expect_bytes
+from tile_sides import side_of
 from torch import Tensor
 
 import lpq
-from lpq import registry
 from lpq.core import Quantizer, Storage
-from lpq.formats.format import Direction
-from lpq.formats.layout import row_major
 from lpq.formats.sections import Sections, bounds, matrices, starts, unit
-from lpq.kernels import sections, tiles
-from lpq.kernels.cuda import CudaKernel
+from lpq.kernels import sections
 from lpq.operations import groups, sectioned
 from lpq.operations.binding import Encoding, Operand
 from lpq.operations.encoder import Wanted
-from lpq.operations.fused_pair import TileSide
 from lpq.operations.quantizing import quantize
 from lpq.operations.states import recall
 from lpq.testing.comparing import Poisoned
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
-]
+pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 COUNTS = [0, 5, 130, 0, 16, 257, 0]
 SIZES = (3, 160, 96)
 OF_GROUPS = (
@@ -43,36 +34,10 @@ OF_STACKS += ("nvfp4(block=16x16, static=true)",)
 EITHER = [(False, False), (True, True)]
 
 
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    turns = 0
-
-    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
-        nonlocal turns
-        turns += 1
-        imitated.launch(self, macros, blocks, arguments, backwards=turns % 2 == 0)
-
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
-    with imitated.in_place_of_launches(launch):
-        yield
-
-
-def side_of(quantizer: Quantizer | None, direction: Direction) -> TileSide | None:
-    if quantizer is None:
-        return None
-    (kernel,) = (k for k in registry.kernels("tile", (registry.format_of(type(quantizer)).name,)))
-    return cast("TileSide", registry.resolve(kernel.impl)(quantizer, direction))
-
-
 def made(
-    x: Tensor,
-    offs: Tensor | None,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seeds: Tensor,
-    decoded: tuple[bool, bool],
-    given: sectioned.Given = (None, None),
-) -> sectioned.Made:
+    x: Tensor, offs: Tensor | None, row: Quantizer | None, col: Quantizer | None, seeds: Tensor,
+    decoded: tuple[bool, bool], given: sectioned.Given = (None, None),
+) -> sectioned.Made:  # fmt: skip
     *count, high, cols = x.shape
     number = len(offs) if offs is not None else count[0]
     rows = high if offs is not None else number * high
@@ -84,18 +49,13 @@ def made(
     assert sectioned.why_not(e) is None
     run = sectioned.bind_sides(e, side_of(row, "row"), side_of(col, "col"))
     assert run is not None
-    with Poisoned():  # type: ignore[no-untyped-call]
+    with Poisoned():
         return run(x, offs, seeds, given)
 
 
 def static_state(quantizer: Quantizer, count: int) -> dict[str, Tensor]:
     """Other values for each section, from ones that clamp on."""
     return {name: (0.5 + i) * 4.0 ** torch.arange(count) for i, name in enumerate(quantizer.new_state())}
-
-
-def same_bytes(first: Tensor, second: Tensor) -> bool:
-    a, b = (row_major(t).view(-1).view(torch.uint8) for t in (first, second))
-    return first.shape == second.shape and torch.equal(a, b)
 
 
 def decoded_by(operand: Storage) -> Tensor:
@@ -109,7 +69,7 @@ def check_groups(
     cols = 96
     x = torch.cat([*(3.0**i * torch.randn(n, cols) for i, n in enumerate(counts)), torch.full((7, cols), torch.nan)])
     x, offs, seeds = x.to(dtype), torch.tensor(counts).cumsum(0, dtype=torch.int32), torch.arange(len(counts)) - 3
-    sides = [None if t is None else lpq.quantizer(t).side(d) for t, d in ((row, "row"), (col, "col"))]  # type: ignore[arg-type]
+    sides = [None if t is None else lpq.quantizer(t).side(d) for t, d in ((row, "row"), (col, "col"))]
     states = [static_state(side, len(counts)) if side is not None else {} for side in sides]
     pairs = (sides[0], None), (None, sides[1])
     known = [
@@ -128,11 +88,11 @@ def check_groups(
             one = Operand(side, shape, dtype, dim=dim, tensors=wanted).group(i, start, stop, at[i])
             if not decoded[dim]:
                 other = Operand(side, shape, dtype, dim=dim, tensors=found[dim]).group(i, start, stop, at[i])
-                assert all(map(same_bytes, other.tensors(), one.tensors())), (side, dim, i)
+                expect_bytes(other.tensors(), one.tensors(), f"{side}, {dim}, {i}")
                 continue
             values = decoded_by(one)
             piece = found[dim][0][start:stop] if dim == 0 else found[dim][0][:, at[i] : at[i] + values.shape[1]]
-            assert same_bytes(piece, values), (side, dim, i)
+            expect_bytes([piece], [values], f"{side}, {dim}, {i}")
 
 
 @pytest.mark.parametrize("decoded", EITHER, ids=["encoded", "decoded"])
@@ -172,9 +132,9 @@ def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
     for tensors, operand, is_decoded in zip(found[:2], wanted, decoded, strict=True):
         assert operand is not None
         if is_decoded:
-            assert same_bytes(tensors[0], torch.stack([decoded_by(m) for m in matrices(operand)]))
+            expect_bytes(tensors, [torch.stack([decoded_by(m) for m in matrices(operand)])], text)
         else:
-            assert all(map(same_bytes, tensors, operand.tensors())), operand
+            expect_bytes(tensors, operand.tensors(), text)
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -189,9 +149,9 @@ def test_a_column_operand_that_is_made_later_takes_the_amaxes_of_the_row_operand
     assert amaxes is not None
     both = made(x, None, row, col, seeds, (False, decoded))
     later = made(x, None, None, col, seeds, (False, decoded), (None, amaxes))
-    assert all(map(same_bytes, later[1], both[1]))
+    expect_bytes(later[1], both[1], text)
     wrong = made(x, None, None, col, seeds, (False, decoded), (None, amaxes / 3))
-    assert not all(map(same_bytes, wrong[1], both[1]))
+    assert not equal_bytes(wrong[1], both[1])
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)"])

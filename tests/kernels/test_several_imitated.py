@@ -3,9 +3,6 @@ where a CPU imitates the GPU."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import imitated
 import pytest
 import torch
@@ -25,28 +22,10 @@ from support.several import (
 )
 
 from lpq.formats.format import Direction
-from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
-]
+pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def launched() -> Iterator[list[str]]:
-    """Launches are imitated, every second one backwards; their names."""
-    names: list[str] = []
-    backwards = itertools.cycle((False, True))
-
-    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
-        names.append(self.name)
-        imitated.launch(self, macros, blocks, arguments, backwards=next(backwards))
-
-    with imitated.in_place_of_launches(launch):
-        yield names
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -82,15 +61,13 @@ def test_each_is_transposed(text: str, launched: list[str], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kernels"),
-    [
+    ("recipe", "kernels"), [
         ("fp8-current", {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}),
         ("fp8-delayed", {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}),
-        ("fp8-row", {"amaxes", "place"}),
-        ("nvfp4", {"amaxes", "place", "transpose_several_of_nibbles"}),
+        ("fp8-row", {"amaxes", "place"}), ("nvfp4", {"amaxes", "place", "transpose_several_of_nibbles"}),
         ("mxfp8", {"place"}),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_gathered_weights(recipe: str, kernels: set[str]) -> None:
     """By several ranks, whose shards are measured and encoded together."""
     assert imitated.shared_folder is not None

@@ -54,15 +54,11 @@ def test_the_best_that_can_run_runs_and_the_better_one_has_a_reason(kernels) -> 
 
 
 @pytest.mark.parametrize(
-    ("forced", "backend"),
-    [
-        ("reference", "reference"),
-        ("torch", "torch"),
-        ("reference,", "reference"),
-        (" torch , reference ", "torch"),
+    ("forced", "backend"), [
+        ("reference", "reference"), ("torch", "torch"), ("reference,", "reference"), (" torch , reference ", "torch"),
         ("", "torch"),
-    ],
-)
+    ]
+)  # fmt: skip
 def test_the_environment_names_what_may_run(kernels, monkeypatch, forced: str, backend: str) -> None:
     monkeypatch.setenv("LPQ_KERNELS", forced)
     assert choose("decode", ("mxfp8",), CPU).backend == backend
@@ -192,14 +188,9 @@ def nvrtc(monkeypatch: pytest.MonkeyPatch):
 
 GPU = torch.device("cuda", 0)
 STEPS = {
-    "quantize": ("mxfp8", "mxfp8"),
-    "measure": ("fp8",),
-    "decode": ("nvfp4",),
-    "transpose": ("nvfp4(block=16x16)",),
-    "remember": ("fp8(scaling=delayed)",),
-    "tile": ("fp8",),
-    "gemm": ("nvfp4", "nvfp4"),
-}
+    "quantize": ("mxfp8", "mxfp8"), "measure": ("fp8",), "decode": ("nvfp4",), "transpose": ("nvfp4(block=16x16)",),
+    "remember": ("fp8(scaling=delayed)",), "tile": ("fp8",), "gemm": ("nvfp4", "nvfp4"),
+}  # fmt: skip
 REMEDY = (
     'NVRTC, which compiles the CUDA kernels, cannot be loaded. Install it: pip install "lpq[cuda]" nvidia-cuda-nvrtc'
 )

@@ -26,7 +26,7 @@ QUANTIZERS = [
     "hybrid(row=nvfp4(rht=true, stochastic=true), col=nvfp4(block=16x16))",
     "hybrid(row=nvfp4(search=four_over_six), col=nvfp4(block=16x16, search=four_over_six, error=mae, norm=256))",
 ]
-"""All for the oldest GPU, which has the least; the others have two."""
+"""All for the oldest GPU, which has the least; the others have one."""
 FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|approx)|rcp\.approx")
 
 
@@ -59,7 +59,7 @@ def compiled(
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", Absent())  # its own reset asks for a GPU
-    return [QUANTIZERS, QUANTIZERS[:2], QUANTIZERS[1:]][TARGETS.index(request.param)], found
+    return [QUANTIZERS, QUANTIZERS[:1], QUANTIZERS[2:]][TARGETS.index(request.param)], found
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_they_compile_to_what_the_references_compute(compiled: tuple[list[str], 
             kernels.decode(operand, torch.bfloat16)
             if side.transposable:
                 kernels.transpose(operand)
-    assert len({kernel.metadata.name for kernel in found}) >= (5 if texts == QUANTIZERS else 3)
+    assert len({kernel.metadata.name for kernel in found}) >= (5 if texts == QUANTIZERS else 2)
     for kernel in found:
         assert kernel.metadata.shared <= 48 << 10, kernel.metadata.name
         if "ptx" in kernel.asm:

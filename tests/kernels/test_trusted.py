@@ -69,9 +69,8 @@ def test_a_file_that_others_can_have_written_is_compiled_anew(
     assert cubin() == b"code 1"
     (file,) = (tmp_path / "cache" / "lpq").iterdir()
     how(file)
-    with pytest.warns(
-        KernelCacheWarning, match=r"a file in .*lpq (belongs to another user \(4711\)|can be written by)"
-    ):
+    words = r"a file in .*lpq (belongs to another user \(4711\)|can be written by)"
+    with pytest.warns(KernelCacheWarning, match=words):
         assert cubin() == b"code 2"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

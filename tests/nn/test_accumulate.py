@@ -103,9 +103,8 @@ def test_a_main_grad_that_is_gone_before_backward_is_no_reason_to_sum_elsewhere(
     net = summing("main_grad")
     y = net(batch())
     emptied(net[0].weight)
-    with pytest.raises(
-        RuntimeError, match=r"had a main_grad in forward and has none in backward.*: empty it with zero"
-    ):
+    words = r"had a main_grad in forward and has none in backward.*: empty it with zero"
+    with pytest.raises(RuntimeError, match=words):
         y.sum().backward()
     assert net[0].weight.grad is None
 

@@ -131,9 +131,8 @@ def test_a_compiled_layer_that_remembers_refuses_to_be_asked_for_a_part() -> Non
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     before = copy.deepcopy(module.state_dict())
     for ask in (lambda y: torch.autograd.grad(y, x), lambda y: y.backward(inputs=[x])):
-        with pytest.raises(
-            RuntimeError, match=r"compiled layer whose recipe remembers .* input_args= and output_args="
-        ):
+        words = r"compiled layer whose recipe remembers .* input_args= and output_args="
+        with pytest.raises(RuntimeError, match=words):
             ask(compiled(x).sum())
     assert equal_states(module.state_dict(), before)
     assert equal(steps(compiled), steps(layer()))

@@ -155,9 +155,8 @@ def test_no_leaf_gets_it(has_one: bool, differentiated: bool) -> None:
     leaf = torch.randn(32, 64, requires_grad=True)
     leaf.grad = torch.ones(32, 64) if has_one else None
     y = Encoded.apply(leaf, lpq.quantizer("mxfp8"), {}).sum()
-    with pytest.raises(
-        TypeError, match=r"of \[32, 64\] arrived encoded as mxfp8 where autograd keeps it as the \.grad"
-    ):
+    words = r"of \[32, 64\] arrived encoded as mxfp8 where autograd keeps it as the \.grad"
+    with pytest.raises(TypeError, match=words):
         y.backward(create_graph=differentiated)
     assert (leaf.grad is not None) == has_one
     assert leaf.grad is None or bool((leaf.grad == 1).all())

@@ -168,9 +168,8 @@ def test_a_length_that_is_given_later_counts() -> None:
     model = net(half, steps="later")
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
-    with pytest.warns(
-        UserWarning, match=r"the policy's step is 0 as before: its recipes change by step, and do so only"
-    ):
+    words = r"the policy's step is 0 as before: its recipes change by step, and do so only"
+    with pytest.warns(UserWarning, match=words):
         backward(model)
     lpq.replan(lpq.convert(model, half, steps="later"), steps=10)
     lpq.set_step(model, 5)

@@ -13,11 +13,13 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from typing import Any
 import pytest
 
 from lpq import registry
-from lpq.kernels import nvrtc_cache
+from lpq.kernels import nvrtc_cache, tiles
 from lpq.kernels.cuda import CudaKernel
 
 HEADER = Path(__file__).with_name("cuda.h")
@@ -56,9 +58,28 @@ def in_place_of_launches(launch: Callable[..., None]) -> Iterator[None]:
     registry.refresh()
 
 
-def found() -> bool:
-    """Whether there is a compiler for it."""
-    return shutil.which("g++") is not None
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which compiles CUDA sources for a CPU"),
+]
+"""Of each file whose tests launch what is imitated."""
+TURNS: dict[object, Iterator[bool]] = defaultdict(lambda: itertools.cycle((False, True)))
+"""Whether the next launch of a kernel goes backwards; that of each, if it is under ``...``."""
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[str]]:
+    """Imitate launches, every second one of a kernel backwards, on a GPU of two multiprocessors; yield their names."""
+    names: list[str] = []
+
+    def run(self: CudaKernel, device: int, macros: Macros, blocks: int, *arguments: float) -> None:
+        names.append(self.name)
+        turns = TURNS[... if ... in TURNS else (self.source, macros, self.name)]
+        launch(self, macros, blocks, arguments, backwards=next(turns))
+
+    with pytest.MonkeyPatch.context() as patch, in_place_of_launches(run):
+        patch.setattr(tiles, "multiprocessors", lambda device: 2)
+        yield names
 
 
 def _new_folder() -> Path:

@@ -16,6 +16,7 @@ __device__ __device_builtin__ float fabsf(float);
 __device__ __device_builtin__ float fmaf(float, float, float);
 __device__ __device_builtin__ float fmaxf(float, float);
 __device__ __device_builtin__ float fminf(float, float);
+__device__ __device_builtin__ float rsqrtf(float);
 __device__ __device_builtin__ float tanhf(float);
 }
 template <typename T> __device__ T max(T a, T b) { return a < b ? b : a; }
