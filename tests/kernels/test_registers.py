@@ -1,23 +1,27 @@
-"""Kernels that cast large matrices keep all they need in registers: while they did not, operands of E5M2 took up to 1.4
-times as long as those of E4M3. No result shows that, and a CPU can tell."""
+"""Kernels that cast large matrices, and the grouped product of FP8, keep all they need in registers: while casts did
+not, operands of E5M2 took up to 1.4 times as long as those of E4M3. No result shows that, and a CPU can tell."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import imitated
 import merged
 import pytest
 import torch
-from test_csrc_compiles import run_nvcc
+from lpq_fp8 import groups_hopper
+from test_csrc_compiles import Macros, run_nvcc
 
 import lpq
 from lpq import registry
 from lpq.kernels import tiles
 from lpq.kernels.cuda import CudaKernel
 
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which says where values lie")
 SPILLS = re.compile(r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores")
 QUANTIZERS = [
     "fp8", "fp8(scaling=delayed, dtype=e5m2)", "fp8(scaling=row, dtype=e5m2)", "fp8(scaling=block, dtype=e5m2)",
@@ -55,8 +59,6 @@ def launched(text: str, patch: pytest.MonkeyPatch) -> tuple[Path, tuple[str, ...
 @pytest.fixture(scope="module")
 def spills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """The bytes that the kernel of each quantizer spills: all are compiled at once."""
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc on the PATH, which says what a kernel spills")
     folder = tmp_path_factory.mktemp("registers")
     copies = merged.headers(folder / "csrc")
     with pytest.MonkeyPatch.context() as patch:
@@ -76,8 +78,6 @@ def test_large_matrices_are_cast_in_registers(text: str, spills: dict[str, int])
 
 
 def test_spills_are_noticed(tmp_path: Path) -> None:
-    if not shutil.which("nvcc"):
-        pytest.skip("needs nvcc on the PATH, which says what a kernel spills")
     source = tmp_path / "many.cu"
     source.write_text(
         'extern "C" __global__ void __launch_bounds__(1024, 2) many(volatile int* x) {\n'
@@ -87,3 +87,28 @@ def test_spills_are_noticed(tmp_path: Path) -> None:
         "}\n"
     )
     assert spilled(source, (), tmp_path)["many"] > 0
+
+
+# ------------------------------------------------------------------------------------------ grouped products
+
+
+SUMS = 4 * 64
+"""The bytes of a thread's sums of 64 rows."""
+
+
+def every() -> Iterator[Macros]:
+    """Each two macros that go together, in one set at least."""
+    for tall, columns, blocks in itertools.product((128, 256), (False, True), groups_hopper.BLOCKS.values()):
+        if blocks != 1 or tall == 128:
+            yield groups_hopper.macros(tall, columns, blocks, a_e5m2=tall == 128, b_e5m2=tall == 256 and columns)
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("macros", sorted(set(every())), ids=" ".join)
+def test_sums_are_kept_in_registers(macros: Macros, tmp_path: Path) -> None:
+    source = groups_hopper.KERNELS[128].source
+    done = run_nvcc(source, macros, "sm_90a", tmp_path / "out.cubin", "-Xptxas", "-v")
+    assert done.returncode == 0, done.stderr
+    (frame,) = re.findall(r"(\d+) bytes stack frame", done.stderr)
+    assert int(frame) < SUMS, done.stderr
+    assert "serialized" not in done.stderr, "a product waits for the one before it"

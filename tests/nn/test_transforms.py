@@ -1,13 +1,17 @@
-"""Transforms of torch.func do not pass through a layer with a recipe, and the layer says so."""
+"""Transforms of torch.func, which a layer with a recipe refuses, and models that ``torch.export`` has taken: they run
+as their layers do, and give no gradient that is not theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from support.small_models import converted, linears
+from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import lpq
@@ -74,3 +78,112 @@ def _trained(model: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
     model.zero_grad()
     model(x).square().sum().backward()
     return list(model.parameters())
+
+
+# ------------------------------------------------------------------------------------------ exported models
+
+
+RECIPES = (
+    "fp8-current", "fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current", "bf16",
+)  # fmt: skip
+"""Of the whole tensor, of a state, of random bits, and mixed: each calls other operators."""
+X = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
+WORDS = r"no gradient flows through torch\.ops\.lpq\.\w+: .*has forward only"
+
+
+def exported(recipe: str, strict: bool = False, **how: Any) -> tuple[nn.Module, nn.Module]:
+    model = converted(recipe, 48, 32)
+    return model, torch.export.export(model, (X,), strict=strict, **how).module()
+
+
+def seeded(model: nn.Module, *given: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    y: Tensor = model(*(given or (X,)))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strict"), [*((recipe, False) for recipe in RECIPES), *((recipe, True) for recipe in RECIPES[-3:])]
+)
+def test_it_runs_with_weights_that_require_a_gradient(recipe: str, strict: bool) -> None:
+    """Forward is the layer's to the bit; backward is right where all is in high precision, and else an error in words:
+    a gradient that is missing, or another recipe's, would train something else in silence."""
+    model, module = exported(recipe, strict)
+    y = seeded(module)
+    assert torch.equal(y, seeded(model))
+    dy = torch.randn_like(y)
+    if recipe != "bf16":
+        with pytest.raises(RuntimeError, match=WORDS):
+            y.backward(dy)
+        assert all(p.grad is None for p in module.parameters())
+        return
+    y.backward(dy)
+    seeded(model).backward(dy)
+    for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4"])
+def test_a_grouped_layer_gives_no_gradient_either(recipe: str | None) -> None:
+    layer, offs = lpq.nn.GroupedLinear(2, 48, 32, recipe=recipe), torch.tensor([9, 24]).int()
+    y = seeded(torch.export.export(layer, (X, offs), strict=False).module(), X, offs)
+    assert torch.equal(y, seeded(layer, X, offs))
+    with pytest.raises(RuntimeError, match=WORDS):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_saved_and_loaded(recipe: str) -> None:
+    model, file = converted(recipe, 48, 32), BytesIO()
+    rows = torch.export.Dim("rows", min=2, max=1000)
+    torch.export.save(torch.export.export(model, (X,), dynamic_shapes=({0: rows},)), file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    for given in (X, X[:7]):
+        assert torch.equal(seeded(module, given), seeded(model, given))
+
+
+@pytest.mark.slow
+@pytest.mark.starts
+def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
+    """Its runtime, which is no Python, passes None for the empty list of statistics."""
+    model = converted("mxfp8", 48, 32).eval()
+    with torch.no_grad():
+        made = torch.export.export(model, (X,))
+        path = torch._inductor.aoti_compile_and_package(made, package_path=str(tmp_path / "model.pt2"))
+        assert torch.equal(torch._inductor.aoti_load_package(path)(X), model(X))
+
+
+def test_it_encodes_only_what_forward_multiplies() -> None:
+    """An inference graph has nothing of backward: of each tensor its row operand."""
+    _, module = exported("nvfp4")
+    encoded = [node for node in module.graph.nodes if node.target is torch.ops.lpq.quantize.default]
+    assert [node.args[3] for node in encoded] == [""] * 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_weight_that_is_stored_quantized_is_refused(strict: bool, tmp_path: Path) -> None:
+    """PyTorch finds buffers that are no parameters, and asks for an issue to be filed. The remedy is exported."""
+    model, plain = converted("mxfp8", 48, 32, weights="quantized"), linears(48, 32)
+    words = r"layer 0, lpq\.nn\.Linear\(48, 32\): torch\.export takes no weight that is stored quantized\. .*import"
+    with pytest.raises(RuntimeError, match=words):
+        torch.export.export(model, (X,), strict=strict)
+    lpq.export(model, tmp_path / "model.pt", layout="lpq", decode=True)
+    lpq.checkpoint.import_file(lpq.convert(plain, "mxfp8"), tmp_path / "model.pt")
+    assert torch.equal(torch.export.export(plain, (X,), strict=strict).module()(X), model(X))
+
+
+def codes(x: Tensor) -> list[Tensor]:
+    made: list[Tensor] = torch.ops.lpq.quantize(x, [], "nvfp4", "", None, 0, False)
+    return made
+
+
+def test_an_operator_runs_by_itself_where_a_gradient_is_wanted() -> None:
+    """Also a body that no autograd could record, as it writes into tensors that it was handed. torch warns."""
+    x = torch.randn(16, 32, requires_grad=True)
+    assert codes(x)[0].dtype == torch.uint8
+    decoded = torch.ops.lpq.decode([t.clone() for t in codes(x)], "nvfp4", [16, 32], torch.float32, torch.float32)
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        decoded.sum().backward()
+    assert x.grad is None

@@ -1,13 +1,16 @@
-"""Recipes and policies of any size and depth, and files that are none: fast, or refused in words at once."""
+"""Patterns, and recipes and policies of any size and depth, and files that are none: fast, or refused in words."""
 
 from __future__ import annotations
 
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lpq
 from lpq.recipes import RecipeError, globs, rules
@@ -16,6 +19,47 @@ from lpq.registry import registry
 from lpq.registry.errors import LpqError
 from lpq.train.config import read
 from lpq.train.errors import TrainError
+
+NAMES = ["".join(letters) for length in range(6) for letters in product("ab.", repeat=length)]
+PATTERNS = st.lists(st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]"]), max_size=5).map("".join)
+
+
+def test_a_star_goes_through_dots() -> None:
+    assert matches("layers.*", "layers.0.mlp.up")
+    assert matches("*", "")
+    assert matches("layers.[01].*", "layers.1.up")
+    assert not matches("layers", "layers.0")
+    assert not matches("Layers.*", "layers.0")
+
+
+@given(PATTERNS, PATTERNS)
+def test_covering_is_never_claimed_wrongly(a: str, b: str) -> None:
+    if covers(a, b):
+        assert all(matches(a, name) for name in NAMES if matches(b, name))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("*", "lm_head"), ("*", "*"), ("*", ""), ("layers.*", "layers.0.*"), ("*.mlp.*", "layers.*.mlp.up"),
+        ("*head", "lm_head"), ("layers.?.up", "layers.[01].up"), ("layers.[01].up", "layers.1.up"),
+        ("a**", "a*"), ("*a*", "*ba*"), ("lm_head", "lm_head"), ("[!a]", "b"), ("a[", "a["),
+    ],
+)  # fmt: skip
+def test_covering_is_seen(a: str, b: str) -> None:
+    assert covers(a, b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [
+        ("lm_head", "*"), ("?", "*"), ("layers.0.*", "layers.*"), ("[ab]", "?"), ("a*", "*a"), ("", "a"), ("a", ""),
+    ]
+)  # fmt: skip
+def test_not_covering_is_seen(a: str, b: str) -> None:
+    assert not covers(a, b)
+
+
+# ------------------------------------------------------------------------------------------ any size
 
 
 def test_two_thousand_rules_take_no_time() -> None:
