@@ -133,7 +133,7 @@ def test_a_grouped_layer_gives_no_gradient_either(recipe: str | None) -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES[1:4])
 def test_it_is_saved_and_loaded(recipe: str) -> None:
     model, file = converted(recipe, 48, 32), BytesIO()
     rows = torch.export.Dim("rows", min=2, max=1000)
