@@ -76,7 +76,7 @@ class EncodingNorm(nn.Module):
         (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
         with on_device(x.device):
             layers = [layer for layer in self.consumers if layer.passes.plan is not None]
-            y: Tensor = EncodedNorm.apply(x, weight, bias, self.norm, bound, layers)  # type: ignore[no-untyped-call]
+            y: Tensor = EncodedNorm.apply(x, weight, bias, bound, layers)  # type: ignore[no-untyped-call]
         return y
 
     def why_not(self, x: Tensor) -> str | None:
@@ -100,9 +100,13 @@ class EncodingNorm(nn.Module):
             if hooks_before(module) or hooks_behind(module):
                 return _Call(HOOKED)
         for layer in self.consumers:
-            if (why := _why_looked_at(layer)) is not None:
-                return _Call(why)
             weight = layer._parameters.get("weight")
+            if layer.layouts is not None or hasattr(weight, "device_mesh"):
+                return _Call(f"the weight of {layer.title} is shared out over ranks")
+            if hooks_before(layer) or hooks_behind(layer):
+                return _Call(f"{layer.title} has a forward hook, which looks at its input")
+            if layer.passes.observers:
+                return _Call(f"{layer.title} has an observer, which is told of its input")
             trains = trains or weight is None or weight.requires_grad
             plans.append(layer.passes.plan)
         col = trains and torch.is_grad_enabled()
@@ -167,6 +171,7 @@ class _Call(NamedTuple):
 class BoundNorm(NamedTuple):
     """A norm of inputs of one shape, with its kernels."""
 
+    norm: NormKind
     encode: Encode
     gradients: Gradients | None
     """None: ``NormKind.gradients`` computes them."""
@@ -177,12 +182,11 @@ class EncodedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormKind, bound: BoundNorm,
-        layers: Sequence[Layer],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bound: BoundNorm, layers: Sequence[Layer]
+    ) -> Tensor:
         columns = (weight,) if bias is None else (weight, bias)
         y, rows = bound.encode(x, columns, layers)
-        ctx.norm, ctx.bound, ctx.given = norm, bound, 1 + len(columns)
+        ctx.bound, ctx.given = bound, 1 + len(columns)
         ctx.save_for_backward(x, *columns, *rows)
         return y
 
@@ -195,8 +199,8 @@ class EncodedNorm(torch.autograd.Function):
             with on_device(dy.device):
                 grads = compute(dy, *saved, needed[1])
         else:
-            grads = ctx.norm.gradients(dy, saved[:count], saved[count:], needed)
-        return *grads, *[None] * (6 - count)
+            grads = ctx.bound.norm.gradients(dy, saved[:count], saved[count:], needed)
+        return *grads, *[None] * (5 - count)
 
 
 def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False) -> BoundNorm:
@@ -227,7 +231,7 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool,
             of_row, of_col, measured = encoder.encode(as_matrix(value), state, None)
         else:
             assert find is not None
-            x = aligned(x)
+            (x,) = aligned(x)
             rows = find(x)
             ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state,), (None,))
         of_side = None if side is None else side.over(of_col)
@@ -241,18 +245,7 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool,
             encoded.encoded_by = EncodedBy(layers, state, measured, col)
         return encoded, rows
 
-    return BoundNorm(encode, gradients)
-
-
-def _why_looked_at(layer: Layer) -> str | None:
-    """Why this layer is to be given an ordinary tensor in this pass, whatever its recipe."""
-    if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
-        return f"the weight of {layer.title} is shared out over ranks"
-    if hooks_before(layer) or hooks_behind(layer):
-        return f"{layer.title} has a forward hook, which looks at its input"
-    if layer.passes.observers:
-        return f"{layer.title} has an observer, which is told of its input"
-    return None
+    return BoundNorm(norm, encode, gradients)
 
 
 def _why_not_alike(layers: Sequence[tuple[Layer, Plan]]) -> str | None:

@@ -59,7 +59,7 @@ def bind_gradients(
     empty, matrix, sums = allocator(device), fresh(shape, dtype), fresh((blocks, cols), torch.float32)
 
     def compute(dy: Tensor, x: Tensor, weight: Tensor, factor: Tensor, of_weight: bool) -> tuple[Tensor, Tensor | None]:
-        dy, x, weight = aligned(dy), aligned(x), aligned(weight)
+        dy, x, weight = aligned(dy, x, weight)
         dx, parts = empty(*matrix), empty(*sums) if of_weight else None
         launch(
             x.data_ptr(), dy.data_ptr(), weight.data_ptr(), factor.data_ptr(), dx.data_ptr(),

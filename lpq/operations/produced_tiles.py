@@ -273,7 +273,7 @@ def bind(
                 raise _unfit(source, i, x, count, held)
             address = x.data_ptr()
             if address % ALIGNED or not x.is_contiguous():
-                copies.append(aligned(x))  # which lives until the launch
+                copies += aligned(x)  # which lives until the launch
                 address = copies[-1].data_ptr()
             arguments.append(address)
         found = nothing if find is None else find(arguments)  # type: ignore[arg-type]
@@ -315,7 +315,7 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
     tail = kernels.tail
 
     def run(halves: Tensor, *others: Tensor) -> Tensor:
-        halves, *others = (aligned(x) for x in (halves, *others))  # type: ignore[assignment]
+        halves, *others = aligned(halves, *others)  # type: ignore[assignment]
         y, at = empty(*memory), halves.data_ptr()
         values = [y.data_ptr() + i * half for i in range(made)] + [0] * (source.outputs - made)
         launch(at, at + half, *(x.data_ptr() for x in others), *(p for value in values for p in (0, 0, value)), *tail)
@@ -332,7 +332,7 @@ def _unfit(source: Source, i: int, x: Tensor, count: int, dtype: torch.dtype) ->
     )
 
 
-def aligned(x: Tensor) -> Tensor:
+def aligned(*matrices: Tensor) -> list[Tensor]:
     """The same numbers, contiguous from a multiple of ``ALIGNED`` bytes on."""
-    x = x.contiguous()
-    return x if x.data_ptr() % ALIGNED == 0 else x.clone()
+    same = [x.contiguous() for x in matrices]
+    return [x if x.data_ptr() % ALIGNED == 0 else x.clone() for x in same]

@@ -221,6 +221,42 @@ def test_a_fused_block_adds_no_launch_and_no_call(recipe: str, gpu: Gpu) -> None
     assert all(now <= before for now, before in zip(found, BLOCKS[recipe], strict=True)), found
 
 
+class Normed(nn.Module):
+    """A norm and two layers behind it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        first, second = (layer(y) for layer in self.layers)
+        return first + second  # type: ignore[no-any-return]
+
+
+NORMS = {
+    # recipe: launches and Python calls of a norm that encodes and two layers, and of them apart.
+    "fp8-current": (20, 103, 18, 78),
+    "fp8-delayed": (20, 120, 20, 84),
+    "mxfp8": (19, 102, 15, 79),
+}
+"""On Hopper; torch's launches for the norm apart are not among them. A number may fall: lower it then."""
+
+
+@pytest.mark.parametrize("recipe", NORMS)
+def test_a_norm_that_encodes_adds_no_launch_and_no_call(recipe: str, gpu: Gpu) -> None:
+    gpu.sm = HOPPER
+    refresh()
+    found: tuple[int, ...] = ()
+    for norm in (lpq.nn.RMSNorm(SIZE), nn.RMSNorm(SIZE)):
+        block = lpq.convert(Normed(norm).to(torch.bfloat16), recipe, include="all")
+        if isinstance(norm, lpq.nn.RMSNorm):
+            norm.consumers = tuple(block.layers)
+        found += launched_by(block, torch.zeros(SIZE, SIZE, dtype=torch.bfloat16), gpu)
+    assert all(now <= before for now, before in zip(found, NORMS[recipe], strict=True)), found
+
+
 @pytest.mark.parametrize(("recipe", "more"), [("mxfp8", -1), ("fp8-delayed", 4)])
 def test_an_input_that_a_norm_encoded_costs_few_calls_more_than_another(recipe: str, more: int, gpu: Gpu) -> None:
     """The state of inputs moves together with the others of the first layer that moves it."""
