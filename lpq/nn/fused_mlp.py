@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.nn.linear import Layer
 from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Within
 from lpq.nn.passes import Passes
@@ -130,7 +131,16 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
             return f"its {name} is observed"
         if name == "down" and layer.passes.plan.draws_for_x:
             return f"its {name} rounds inputs with random bits"
+        if name != "down" and layer.passes.plan.dearer_fused and _multiplies_in_bf16(layer):
+            return f"gradients of its {name} are measured first and multiplied in bf16 here: fused, that takes longer"
     return None
+
+
+def _multiplies_in_bf16(layer: Layer) -> bool:
+    plan, weight = layer.passes.plan, layer._parameters.get("weight")
+    if plan is None or weight is None:
+        return False
+    return any(multiplied_exactly(product, weight.device) for product in (plan.dgrad, plan.wgrad))
 
 
 class BoundMLP(NamedTuple):

@@ -66,6 +66,10 @@ class Plan:
     """Whether anything is rounded with random bits."""
     draws_for_x: bool
     """Whether the input is."""
+    dearer_fused: bool
+    """Whether a kernel that computes the gradient of the output takes longer than what it spares, where that is
+    multiplied in bf16: it computes all elements twice, as the whole matrix is measured first, and encodes what the
+    layer by itself would make as a matrix in bf16."""
     memories: tuple[LayerBuffer, ...]
     """The buffers that hold the states of quantizers."""
     remembered: tuple[str, ...]
@@ -92,11 +96,13 @@ class Plan:
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         draws = rounds_stochastically(recipe.x)
+        sides = recipe.dy.side("row"), recipe.dy.side("col")
+        dearer = any(of[1:]) and any(stat.of_all for side in sides for stat in side.stats)
         own = draws or any(memory.tensor == "x" and memory.moves for memory in kept)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         remembered = tuple(dict.fromkeys(memory.tensor for memory in kept))
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
-        return cls(*tensors, fast_sums, stochastic, draws, kept, remembered, moving, shares, *keeps, *of)
+        return cls(*tensors, fast_sums, stochastic, draws, dearer, kept, remembered, moving, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from imitated_gpu import BLACKWELL, HOPPER, imitated_gpu
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ import lpq
 from lpq.nn import SwiGLU
 from lpq.nn.fused_mlp import why_apart
 from lpq.observe import FLOPS, Observed, observing
+from lpq.registry import refresh
 
 RECIPES = (
     "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4()",
@@ -363,3 +365,21 @@ def test_hooks_of_all_modules() -> None:
     finally:
         handle.remove()
     assert apart(fused) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sm", "fused"),
+    [
+        ("nvfp4", HOPPER, False), ("mxfp8-fwd-nvfp4-bwd", HOPPER, False), ("mxfp8", HOPPER, True),
+        ("fp8-current", HOPPER, True), ("nvfp4", BLACKWELL, True),
+    ],
+)  # fmt: skip
+def test_gradients_that_are_measured_and_multiplied_in_bf16_keep_layers_apart(
+    recipe: str, sm: int, fused: bool
+) -> None:
+    with imitated_gpu() as gpu:
+        gpu.sm = sm
+        refresh()
+        model, _ = pair(recipe)
+        assert (apart(model) is None) == fused
+        assert fused or "multiplied in bf16" in str(apart(model))
