@@ -58,7 +58,7 @@ def test_it_has_the_tensors_that_its_recipe_keeps() -> None:
 )
 def test_it_has_the_kernels_that_its_recipe_runs(bias: bool, product: str) -> None:
     """On Hopper, with kernels that do nothing."""
-    assert "Without a bias it is a call of cuBLASLt" in " ".join(PAGE.split())
+    assert "A layer without a bias calls cuBLASLt" in " ".join(PAGE.split())
     sources: list[str] = []
     products: list[str] = []
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
