@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     if (at.writes) *(of_rows ? of_rows + at.in_row : of_cols + at.in_col) = found;
 #else
     __shared__ Columns columns;
-    if (of_cols) fp8::find_cols(t, w, columns);
+    if (of_cols) find_cols(t, w, columns);
     if (of_rows) {
         const i64 blocks = (cols + UNIT - 1) / UNIT;
         u32 found[LINES];
