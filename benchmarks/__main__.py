@@ -9,6 +9,8 @@ python -m benchmarks grouped                                a linear layer for e
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
 python -m benchmarks.after_step                             what an optimizer could save that leaves operands behind
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
+python -m benchmarks llama --fused --layers 6 --hidden 4096 --width 14336 --batch 2 --sequence 4096  as wide as an 8B
+python -m benchmarks llama --fused --layers 2 --hidden 4096 --width 14336 --experts 8       Mixtral, so wide
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
 python -m benchmarks show [PART ...]                        print stored results; needs no GPU
 python -m benchmarks page                                   put stored results into docs and benchmarks/NOTES.md
@@ -94,7 +96,8 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
         return part if options.size == SIZE else f"{part}-{options.size[0]}x{options.size[1]}"
     ways = [str(ranks)] if ranks > 1 else []
     if part == "llama" and (decoder := _decoder(options)) != shapes.Decoder():
-        ways.append(f"{decoder.layers}x{decoder.hidden}-{decoder.batch}x{decoder.sequence}")
+        inside = [f"{decoder.experts}x{decoder.ffn}"] if decoder.experts else [str(decoder.width)] * (decoder.width > 0)
+        ways += [f"{decoder.layers}x{decoder.hidden}", *inside, f"{decoder.batch}x{decoder.sequence}"]
     if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
     ways += [way for way, on in (("liger", options.liger), ("one-thread", options.one_thread)) if on]

@@ -1,4 +1,4 @@
-"""Tokens a second and peak memory of training Hugging Face's Llama with random weights.
+"""Tokens a second and peak memory of training Hugging Face's Llama, or its Mixtral, with random weights.
 
 On one GPU everything is in bf16. Under torchrun FSDP2 shards the model, a unit for each decoder layer: fp32 shards,
 bf16 compute. The optimizer is fused AdamW, and the head is left as it is.
@@ -60,7 +60,9 @@ def measure(
     so far. ``profile``: print where the host's time goes, too. ``liger``: all have Liger's rotary positions and its
     loss."""
     if liger:
-        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(rms_norm=False, swiglu=False)
+        kind = "mixtral" if shape.experts else "llama"
+        apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")
+        apply(rms_norm=False, swiglu=False)
     peers = dist.new_group(backend="gloo") if ranks() > 1 else None
     results: list[dict[str, Any]] = []
     for contender in everyone:
@@ -140,18 +142,21 @@ def _step(contender: Contender, shape: Decoder, device: torch.device) -> Callabl
 
 def made(contender: Contender, shape: Decoder, device: torch.device) -> Any:
     """The model of a contender in fp32: all but its head converted, and each layer compiled if so wished."""
-    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, masking_utils
 
     # No sequence is packed here. To see that, each step would wait for the GPU.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    config = LlamaConfig(
+    of_experts: dict[str, Any] = {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
+    kinds: tuple[Any, Any] = (MixtralForCausalLM, MixtralConfig) if shape.experts else (LlamaForCausalLM, LlamaConfig)
+    make, describe = kinds
+    config = describe(
         vocab_size=shape.words, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=shape.sequence,
-        tie_word_embeddings=False, use_cache=False,
+        tie_word_embeddings=False, use_cache=False, **(of_experts if shape.experts else {}),
     )  # fmt: skip
     torch.manual_seed(0)
     with device:
-        model: Any = LlamaForCausalLM(config)
+        model: Any = make(config)
     model.train()
     model.model = contender.convert(model.model)
     for layer in model.model.layers if contender.compiled else ():

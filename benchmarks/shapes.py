@@ -105,10 +105,14 @@ class Decoder:
     """Sequences."""
     sequence: int = 2048
     words: int = 32000
+    width: int = 0
+    """The features inside an MLP; 0: four times as many as outside."""
+    experts: int = 0
+    """The experts in place of each MLP, two of which a token goes to, as in Mixtral."""
 
     @property
     def ffn(self) -> int:
-        return 4 * self.hidden
+        return self.width or 4 * self.hidden
 
     @property
     def heads(self) -> int:

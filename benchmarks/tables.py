@@ -226,6 +226,8 @@ def llama(result: Result) -> dict[str, Table]:
     rows: list[Result] = result["results"]
     peaks = {name(row): row.get("peak_bytes") for row in rows}
     size = f"{result['layers']} layers, hidden {result['hidden']}, batch {result['batch']} x {result['sequence']}"
+    size += f", MLPs of {result['width']}" if result.get("width") else ""
+    size += f", {result['experts']} experts" if result.get("experts") else ""
     memory = [
         [
             name(row), number(row["peak_bytes"] / 2**30 if row["peak_bytes"] else None, 1),

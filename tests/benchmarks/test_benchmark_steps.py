@@ -155,6 +155,17 @@ def test_a_model_is_sharded_with_weights_gathered_both_ways() -> None:
     spawn(_llama, 2, fresh=True)
 
 
+def test_a_model_of_experts_is_trained_with_fused_blocks() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    everyone = contenders.of_models(("mxfp8",), compiled=False, sharded=False, fused=True)
+    *_, result = huggingface.measure(everyone, Decoder(1, 128, 1, 32, 64, width=96, experts=2), 1, CPU)
+    assert [(row["recipe"], row["failure"]) for row in result["results"]] == [
+        ("bf16", None), ("mxfp8", None), ("mxfp8, fused", None),
+    ]  # fmt: skip
+    plain, apart, fused = (row["loss"] for row in result["results"])
+    assert plain != apart == fused
+
+
 def test_the_gpu_is_busy_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [("gemm", 0, 10), ("copy", 5, 10), ("ncclAllGather", 15, 50), ("gemm", 20, 10)]
     events = [{"name": name, "ts": ts, "dur": dur} for name, ts, dur in spans]
