@@ -24,7 +24,7 @@ from lpq.operations.group_products import Run
 from lpq.operations.measuring import measure_reference
 from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
-from lpq.operations.recoding import Reader
+from lpq.operations.recoding import CodeReader
 from lpq.operations.transposing import transpose_reference
 from lpq.registry.operations import Operation
 
@@ -139,7 +139,7 @@ class Tile(Protocol[Q]):
 class ReadCodes(Protocol[Q]):
     """A kernel for ``reader``."""
 
-    def __call__(self, quantizer: Q, /) -> Reader:
+    def __call__(self, quantizer: Q, /) -> CodeReader:
         """Describe how the codes of an operand are read."""
 
 

@@ -29,7 +29,7 @@ Recode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 one."""
 
 
-class Reader(NamedTuple):
+class CodeReader(NamedTuple):
     """How the codes of an operand are read."""
 
     header: Path
@@ -57,12 +57,12 @@ def _bind(row: Operand, col: Quantizer, device: torch.device, kernels: object) -
         choice = choose("reader", (row.quantizer.text,), device)
     except KernelError:
         return None
-    reader: Reader | None = choice.impl(row.quantizer) if choice.impl is not None else None
+    reader: CodeReader | None = choice.impl(row.quantizer) if choice.impl is not None else None
     side = side_of(col, "col", device)
     return None if reader is None or isinstance(side, str) else bind_sides(reader, side, row, col, device)
 
 
-def bind_sides(reader: Reader, side: TileSide, row: Operand, col: Quantizer, device: torch.device) -> Recode | None:
+def bind_sides(reader: CodeReader, side: TileSide, row: Operand, col: Quantizer, device: torch.device) -> Recode | None:
     """Bind the kernel of a reader and of a column operand's side; None if that
     must know a statistic beforehand, or either is rotated."""
     rotated = row.quantizer.rotation is not None or col.rotation is not None

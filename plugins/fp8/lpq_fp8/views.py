@@ -22,7 +22,7 @@ from lpq.kernels.tiles import (
 from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
 from lpq.operations.binding import Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
-from lpq.operations.recoding import Reader
+from lpq.operations.recoding import CodeReader
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
@@ -72,7 +72,7 @@ def _tiled(operands: Sequence[Operand]) -> tuple[Shape, int]:
 transpose = unbound_transpose(bind_transpose)
 
 
-def reader(quantizer: FP8Quantizer) -> Reader:
+def reader(quantizer: FP8Quantizer) -> CodeReader:
     """How the codes of an operand are read."""
     high, wide = quantizer.scaled_block
 
@@ -80,7 +80,7 @@ def reader(quantizer: FP8Quantizer) -> Reader:
         data, scale = buffers
         return data.data_ptr(), scale.data_ptr(), high or 0, wide or 0, *(scale.stride() or (0, 0))
 
-    return Reader(csrc() / "fp8/codes.cuh", f"fp8::Codes<{quantizer.dtype.upper()}>", "PPqqqq", fields)
+    return CodeReader(csrc() / "fp8/codes.cuh", f"fp8::Codes<{quantizer.dtype.upper()}>", "PPqqqq", fields)
 
 
 def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_ke
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Exact
-from lpq.operations.recoding import Reader
+from lpq.operations.recoding import CodeReader
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import MXFP8Storage
 
@@ -54,14 +54,14 @@ def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Ten
     return exact
 
 
-def reader(quantizer: MXFP8Quantizer) -> Reader:
+def reader(quantizer: MXFP8Quantizer) -> CodeReader:
     """How the codes of an operand are read."""
 
     def fields(buffers: Sequence[Tensor]) -> Sequence[float]:
         data, scale = buffers
         return data.data_ptr(), scale.data_ptr(), *scale.stride()
 
-    return Reader(csrc() / "mxfp8/codes.cuh", f"mxfp8::Codes<{quantizer.dtype.upper()}>", "PPqq", fields)
+    return CodeReader(csrc() / "mxfp8/codes.cuh", f"mxfp8::Codes<{quantizer.dtype.upper()}>", "PPqq", fields)
 
 
 @cache
