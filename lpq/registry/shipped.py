@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lpq.registry.grammar import NAME
-
 FOLDER = Path(__file__).parent / "policies"
 
 
@@ -17,5 +15,4 @@ def policies() -> dict[str, str]:
 
 def policy_file(name: object) -> Path | None:
     """The file of the policy with this name; None if there is none."""
-    path = FOLDER / f"{name}.toml" if isinstance(name, str) and NAME.fullmatch(name) else None
-    return path if path is not None and path.is_file() else None
+    return next((path for path in FOLDER.glob("*.toml") if path.stem == name), None)
