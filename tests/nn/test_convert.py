@@ -319,7 +319,7 @@ def test_a_policy_that_matches_nothing_is_warned_of() -> None:
 
 
 STORED_NOTHING = [
-    ("mxfp8", 4, "0: in high precision: its 90 rows over 4 ranks are uneven; 1: in high precision: shards of 16 .*"),
+    ("mxfp8", 4, "0: in high precision: its 90 rows over 4 ranks are uneven; 1: gathered as mxfp8: .* shards of 16 .*"),
     ({"rules": [{"match": "*", "recipe": "skip"}]}, None, "no linear layer has a recipe"),
 ]
 
