@@ -50,7 +50,7 @@ def bind_any(quantizer: Quantizer, e: Encoding, state: bool) -> tuple[Run, tuple
     assert sections is not None
     if not sections.at_once or (e.row is None and e.col is None):
         return None
-    if quantizer.col_source != "original" or 0 in (sections.number, cols) or (sections.stack and not rows):
+    if 0 in (sections.number, cols) or (sections.stack and not rows):
         return None
     if e.measure and not (e.row is not None and same_amaxes(quantizer.side("row"), quantizer.side("col"))):
         return None

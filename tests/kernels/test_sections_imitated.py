@@ -118,6 +118,42 @@ def test_one_operand_and_two_formats(row: str | None, col: str | None, decoded: 
     check_groups(row, col, decoded, [33, 0, 150], torch.float32)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hybrid(row=fp8, col=identity, col_source=row)", "hybrid(row=identity, col=fp8, col_source=row)",
+        "hybrid(row=mxfp8, col=nvfp4(rht=true, stochastic=true), col_source=row)",
+        "hybrid(row=nvfp4(scaling=row), col=mxfp8, col_source=row)",
+        "hybrid(row=fp8(static=true), col=fp8(static=true, dtype=e5m2), col_source=row)",
+    ],
+)  # fmt: skip
+def test_columns_of_groups_that_are_made_of_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels encode the rows, and what they decode to: the host waits for neither."""
+
+    def waits(why: str) -> None:
+        pytest.fail(why)
+
+    torch.manual_seed(0)
+    quantizer, counts = lpq.quantizer(text), [33, 0, 150]
+    x, offs = torch.randn(sum(counts), 96).bfloat16(), torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    seeds, state = torch.arange(len(counts)) - 1, static_state(quantizer, len(counts)) or None
+    wanted = Wanted(quantizer, (len(x), 96), x.dtype, x.device)
+    reference = groups.encode_groups_reference(x, offs, wanted, seeds, state)
+    monkeypatch.setattr(groups, "at_once", lambda *_: True)
+    monkeypatch.setattr(groups, "tell_of_waiting", waits)
+    monkeypatch.setattr(sectioned, "side_of", lambda quantizer, direction, device: side_of(quantizer, direction))
+    both = groups.encode_groups(quantizer, x, offs, row=True, col=True, seeds=seeds, state=state)
+    at = 0
+    for dim, operand in enumerate(both):
+        assert operand is not None
+        side, end = operand.quantizer, at + len(operand.tensors)
+        begins, alone = starts(offs.tolist(), unit(side, dim)), operand._replace(tensors=reference[at:end])
+        for i, (start, stop) in enumerate(bounds(offs.tolist())):
+            first, second = (o.group(i, start, stop, begins[i]).tensors() for o in (operand, alone))
+            expect_bytes(first, second, f"{text}, {dim}, {i}")
+        at = end
+
+
 @pytest.mark.parametrize("decoded", EITHER, ids=["encoded", "decoded"])
 @pytest.mark.parametrize("text", OF_STACKS)
 def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
