@@ -210,7 +210,7 @@ struct Row : Side {
                 const float scale = decode<E4M3>(code_of[i]);
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
                 if constexpr (IN_SECTIONS) {
-                    decode_exact<WAY>(values, p, by_rows<WAY> ? t.row + (i < t.high ? i : 0) : t.section(), v);
+                    decode_exact<WAY>(values, p, !by_rows<WAY> ? t.section() : i < t.high ? t.row + i : t.begin(), v);
                     values = narrowed(v);
                 }
                 if (i < t.high && inside) stream(to, values);
@@ -383,7 +383,8 @@ struct Col : Side {
             if constexpr (EXACT) {
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
                 if constexpr (IN_SECTIONS) {
-                    decode_exact<WAY>(values, p, by_rows<WAY> ? t.section() * t.cols + t.col + (j < t.wide ? j : 0) : t.section(), v);
+                    const i64 own = t.section() * t.cols + (j < t.wide ? t.col + j : 0);
+                    decode_exact<WAY>(values, p, by_rows<WAY> ? own : t.section(), v);
                     if (ROTATED && cut) {
                         hadamard16(t.lane_row & 8, v);
 #pragma unroll
