@@ -51,8 +51,9 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     seen = _Uses()
     like = _copy(block, seen, {})
     given = _arguments(block, next(iter(norms.values())))
+    device = given[0][0].device.type
     try:
-        with torch.no_grad(), torch.autocast(given[0][0].device.type, enabled=False), seen:
+        with torch.no_grad(), torch.autocast(device if device != "meta" else "cpu", enabled=False), seen:
             out = type(block).forward(like, *given[0], **given[1])
     except Exception:  # other code's, which may raise anything on such an input
         return dict.fromkeys(norms, UNKNOWN)

@@ -7,7 +7,7 @@ and returns what the last returns, or a dropout of it, ``mlp`` may stand for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import permutations
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +22,6 @@ from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
 from lpq.nn.fused_mlp import SwiGLU, mlp, why_apart
 from lpq.nn.halves import activate
-from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
@@ -38,7 +37,10 @@ SERVES = f"{ENCODES}, and hands it to others in high precision, from the same ru
 ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 HOOKED = "hooks are called with its activation"
+SIZES = "in_features", "out_features"
+"""The attributes of a linear layer."""
 REPLACED = "its forward was replaced on the object"
+SINCE = "lpq.fuse has not looked at it as it is now: call lpq.fuse again"
 
 
 class BlockParts(NamedTuple):
@@ -119,7 +121,8 @@ def fuse(model: nn.Module) -> nn.Module:
 
     A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. So is a norm whose output goes to
     layers of lpq alone: it encodes the output for them. Results and gradients stay the same to the bit, but for the
-    order in which a norm's kernels add on a GPU; classes, parameters, hooks and the keys of the state dict stay, too.
+    order in which a norm's kernels add on a GPU, and in which autograd adds the gradients of the input of an RMSNorm in
+    fp32; classes, parameters, hooks and the keys of the state dict stay, too.
     A pass in which something stands between the layers, such as a hook of one of them, runs as before. ``lpq.report``
     lists the fused blocks, and says of others why they are not. Returns the model.
 
@@ -183,24 +186,28 @@ def _release(block: FusedBlock) -> None:
 
 
 def find_parts(module: nn.Module) -> BlockParts | str | None:
-    """The parts of a block that can be fused; the reason why another block with two or three such layers cannot; None
-    for a module that is no such block, or is fused already."""
+    """The parts of a block that can be fused, though perhaps not with the layers that it has, as where one has an
+    adapter; the reason why another block with two or three such layers cannot; None for a module that is no such block,
+    or is fused already."""
     children = {name: m for name, m in module._modules.items() if m is not None}
     own = [name for name, m in children.items() if next(m.parameters(), None) is not None]
     if len(own) not in (2, 3) or isinstance(module, FusedBlock | SwiGLU):
         return None
-    if not all(isinstance(children[name], nn.Linear | Layer) for name in own):
-        return None
+    if not all(isinstance(getattr(children[name], size, None), int) for name in own for size in SIZES):
+        return None  # an adapter has the sizes of the layer that is in it
     orders = [names for names in permutations(own) if _fit(*(children[name] for name in names))]
     if orders and "forward" in vars(module):
         return REPLACED
+    something_else = False
     for *before, down in orders:
-        if (found := _activation(module, before, down)) is not None:
+        found = _activation(module, before, down)
+        something_else |= found is OTHER
+        if isinstance(found, tuple):
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, found[1])):
                 return HOOKED
             halves = _makes_halves([children[name] for name in before], children[down])
             return BlockParts((*before,), down, *found, halves, dict(module._modules))  # type: ignore[arg-type]
-    return OTHER if orders else None
+    return OTHER if something_else else None
 
 
 def _fit(*layers: Any) -> bool:
@@ -232,6 +239,7 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Every block with its name, and the reason why it is not fused."""
     looked_at: list[str] = []
+    gathered = _gathered(model)
     why: dict[int, str] = {}
     """The reasons of norms, which the block around them knows."""
     for own_name, module in model.named_modules():
@@ -240,23 +248,45 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             looked_at.append(f"{name}." if name else "")
         if isinstance(module, FusedBlock):
             *before, down = layers_of(module)
-            yield name, module, _why_changed(module) or (None if module.lpq_parts.halves else why_apart(before, down))
+            halves = module.lpq_parts.halves
+            yield name, module, _why_changed(module) or (None if halves else why_apart(before, down, gathered))
         elif isinstance(module, SwiGLU) and type(module).forward is SwiGLU.forward:
-            yield name, module, why_apart((module.gate_proj, module.up_proj), module.down_proj)
+            yield name, module, why_apart((module.gate_proj, module.up_proj), module.down_proj, gathered)
         elif isinstance(module, EncodingNorm) and module.consumers:
-            weight: Any = module._parameters["weight"]
-            yield name, module, module.why_not(weight.new_empty(1, weight.shape[0]))
+            yield name, module, _why_plain(module, name, gathered)
         elif not any(f"{name}.".startswith(prefix) for prefix in looked_at):
             continue
         elif id(module) in why:
             yield name, module, why[id(module)]
         elif isinstance(module, FusedExperts):
             yield name, module, why_as_before(module)
-        elif isinstance(parts := find_parts(module), str):
-            yield name, module, parts
+        elif (parts := find_parts(module)) is not None:
+            yield name, module, parts if isinstance(parts, str) else SINCE
         else:
-            found = followers(module)
-            why |= {id(module.get_submodule(own)): places for own, places in found.items() if isinstance(places, str)}
+            for own, found in followers(module).items():
+                why[id(module.get_submodule(own))] = found if isinstance(found, str) else SINCE
+
+
+def _why_plain(norm: EncodingNorm, name: str, gathered: Collection[nn.Module]) -> str | None:
+    """Why a norm encodes nothing. A layer is called by its name in the block, by which norms of all blocks share a
+    line."""
+    weight: Any = norm._parameters["weight"]
+    device = "cpu" if weight.is_meta else weight.device
+    reason = norm.why_not(torch.empty(1, weight.shape[0], dtype=weight.dtype, device=device), gathered)
+    block, _, _ = name.rpartition(".")
+    for layer in norm.consumers if reason is not None and block else ():
+        own = layer.qualified_name
+        reason = reason and reason.replace(f"layer {own},", f"layer {own.removeprefix(f'{block}.')},")
+    return reason
+
+
+def _gathered(model: nn.Module) -> Collection[nn.Module]:
+    """The modules whose parameters FSDP2 shards, and gathers for each pass, and nothing else shares out."""
+    if not any(hasattr(p, "device_mesh") for p in model.parameters()):
+        return ()
+    from lpq.torch_private.fsdp import outermost, sites
+
+    return {module for module, site in sites(outermost(model)).items() if not site.is_parallel}
 
 
 class _StandIn(nn.Module):
@@ -281,9 +311,9 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[str, str | None] | None:
-    """The activation with which the forward of a block is ``mlp``, and the name of the dropout behind; None if its
-    forward is something else."""
+def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[str, str | None] | str | None:
+    """The activation with which the forward of a block is ``mlp``, and the name of the dropout behind; ``OTHER`` if its
+    forward is something else; None if it does not run on rows alone, as of attention or a list of layers."""
     x, y, dropped, *outputs = _numbers(len(before) + 3)
     if _makes_halves([module._modules[name] for name in before], module._modules[down]):
         (gate, up) = _numbers(2)
@@ -300,13 +330,13 @@ def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[st
     behind = next((name for name, stand_in in dropouts.items() if stand_in.given), None)
     given = [stand_in.given for stand_in in (*layers.values(), *dropouts.values()) if stand_in.given]
     if any(len(own) != 1 for own in given) or len(given) != len(layers) + (behind is not None):
-        return None
+        return OTHER
     if any(own[0] is not x for own in given[: len(before)]) or out is not (y if behind is None else dropped):
-        return None
+        return OTHER
     if behind is not None and given[-1][0] is not y:
-        return None
+        return OTHER
     activation = _named(given[len(before)][0], functions.count, outputs)
-    return None if activation is None else (activation, behind)
+    return OTHER if activation is None else (activation, behind)
 
 
 def _gate(experts: FusedExperts) -> Gate | None:

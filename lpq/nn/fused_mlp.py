@@ -10,7 +10,7 @@ layers ran one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from lpq.torch_private.hooks import global_hooks, hooks_of
 
 OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
+NO_RECIPE = "has no recipe: give it one"
 
 
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
@@ -114,16 +115,20 @@ class SwiGLU(nn.Module):
         return mlp(x, (self.gate_proj, self.up_proj), self.down_proj, ACTIVATIONS["silu"])
 
 
-def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
-    """Why layers are computed one after the other; None if they are one function. ``before``: as in ``mlp``."""
+def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection[nn.Module] = ()) -> str | None:
+    """Why layers are computed one after the other; None if they are one function. ``before``: as in ``mlp``.
+    ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass, of which this is asked before."""
     if global_hooks():
         return "a hook is called with every module"
     for name, layer in zip(("gate", "up", "down")[-1 - len(before) :], (*before, down), strict=True):
+        if type(layer) is nn.Linear:
+            return f"its {name} {NO_RECIPE}"
         if not isinstance(layer, Layer) or type(layer).forward is not Layer.forward or "forward" in vars(layer):
             return f"its {name} is a {type(layer).__name__} with a forward of its own, and no lpq.nn.Linear"
         if layer.passes.plan is None:
-            return f"its {name} has no recipe"
-        if layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh"):
+            return f"its {name} {NO_RECIPE}"
+        shared_out = hasattr(layer._parameters.get("weight"), "device_mesh") and layer not in gathered
+        if shared_out or layer.layouts is not None:
             return f"ranks share out the weight of its {name}"
         if any(hooks_of(layer)):
             return f"hooks are called with its {name}"
@@ -132,7 +137,7 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module) -> str | None:
         if name == "down" and layer.passes.plan.draws_for_x:
             return f"its {name} rounds inputs with random bits"
         if name != "down" and layer.passes.plan.dearer_fused and _multiplies_in_bf16(layer):
-            return f"gradients of its {name} are measured first and multiplied in bf16 here: fused, that takes longer"
+            return f"gradients of its {name} are measured first and multiplied in bf16 here: fused, a model took longer"
     return None
 
 

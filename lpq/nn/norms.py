@@ -3,13 +3,14 @@ norm.
 
 The layers to which a norm hands its output are its ``consumers``. Where all of them encode an input alike, the norm
 returns a quantized tensor, encoded as their recipe encodes it; results and gradients are those of the norm and the
-layers apart, to the bit, but for the order in which kernels on a GPU add. Where they do not, or something else looks at
+layers apart, to the bit, but for the order in which kernels on a GPU add, and autograd in fp32, which gets the gradient
+of the input in one piece. Where they do not, or something else looks at
 the tensor in between, the norm computes as its class does, and ``why_not`` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +80,12 @@ class EncodingNorm(nn.Module):
             y: Tensor = EncodedNorm.apply(x, weight, bias, bound, layers)  # type: ignore[no-untyped-call]
         return y
 
-    def why_not(self, x: Tensor) -> str | None:
+    def why_not(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> str | None:
         """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm
-        encodes it."""
-        return self._call(x).why_not
+        encodes it. ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass."""
+        return self._call(x, gathered).why_not
 
-    def _call(self, x: Tensor) -> _Call:
+    def _call(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> _Call:
         if not self.consumers:
             return _Call(NO_CONSUMERS)
         if hooks_behind(self):
@@ -92,7 +93,7 @@ class EncodingNorm(nn.Module):
         if not can_bypass_dispatcher(x):
             return _Call(WATCHED)
         trains, plans, own = False, [], self._parameters.get("weight")
-        if own is None or type(own) not in ORDINARY:
+        if own is None or (type(own) not in ORDINARY and self not in gathered):
             return _Call(NO_WEIGHT)
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
             if module._modules.get(name) is not layer:
@@ -101,7 +102,7 @@ class EncodingNorm(nn.Module):
                 return _Call(HOOKED)
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
-            if layer.layouts is not None or hasattr(weight, "device_mesh"):
+            if layer.layouts is not None or (hasattr(weight, "device_mesh") and layer not in gathered):
                 return _Call(f"the weight of {layer.title} is shared out over ranks")
             if hooks_before(layer) or hooks_behind(layer):
                 return _Call(f"{layer.title} has a forward hook, which looks at its input")

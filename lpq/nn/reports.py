@@ -76,7 +76,7 @@ class Report:
         return "\n".join(lines)
 
     def _lines(self, entries: tuple[Entry, ...]) -> Iterator[str]:
-        every = [e.name for e in (*self.converted, *self.left)]
+        every = [e.name for e in (*self.converted, *self.left, *self.fused, *self.apart)]
         alike: dict[tuple[str, str, int], list[str]] = {}
         for i, entry in enumerate(entries):
             alike.setdefault((entry.kind, entry.note, i if self.full else 0), []).append(entry.name)

@@ -1,4 +1,5 @@
-"""Blocks and norms that lpq.fuse has found, under tensor parallelism: they run layer by layer, as the report says."""
+"""Blocks and norms that lpq.fuse has found, where ranks share out weights: under tensor parallelism they run layer by
+layer, under FSDP2 they are fused, and the report says so."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from ranks import on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -57,3 +59,19 @@ def test_tensor_parallel(rank: int) -> None:
             assert "ranks share out the weight of its gate" in apart["0.mlp"]
             assert "is shared out over ranks" in apart["0.norm"]
     assert equal(*found)
+
+
+@on_ranks(2)
+def test_fsdp(rank: int) -> None:
+    """FSDP2 gathers a weight for each pass: between passes it lies over the ranks, too."""
+    for weights in (None, "high_precision", "quantized"):
+        torch.manual_seed(0)
+        ranks = 2 if weights == "quantized" else None
+        net: Any = lpq.convert(nn.Sequential(Normed(), Normed()), "mxfp8", weights=weights, ranks=ranks, fuse=True)
+        for block in (*net, net):
+            fully_shard(block)
+        for _ in range(2):
+            report = lpq.report(net)
+            assert not report.apart, report
+            assert len(report.fused) == 4
+            net(torch.randn(2, 16, 64)).square().mean().backward()

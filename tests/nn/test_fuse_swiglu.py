@@ -332,7 +332,7 @@ def replace_forward(model: SwiGLU) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        unfit(replace_gate, "its gate is a Linear"),
+        unfit(replace_gate, "its gate has no recipe"),
         unfit(replace_forward, "its up is a Linear"),
         unfit(lambda m: setattr(m.down_proj, "recipe", None), "its down has no recipe"),
         unfit(lambda m: m.up_proj.register_forward_hook(lambda *args: None), "hooks are called with its up"),

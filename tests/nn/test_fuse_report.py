@@ -1,0 +1,112 @@
+"""What lpq.report says of the blocks and norms that lpq.fuse looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lpq
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(64), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.norm(x))
+        return x + y
+
+
+class Adapter(nn.Module):
+    """As that of peft: it has the sizes of the layer in it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.base_layer, self.in_features, self.out_features = layer, layer.in_features, layer.out_features
+        self.added = nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.added(x)
+        return y
+
+
+class Attention(nn.Module):
+    """Its layers have the sizes of a block in which one layer makes gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q, kv = self.qkv_proj(x).split(64, -1)
+        y: Tensor = self.o_proj(q * positions + kv)
+        return y
+
+
+def model(**rules: str) -> Any:
+    """Two blocks. ``rules``: the recipes of layers by the end of their names, where they are not ``mxfp8``."""
+    torch.manual_seed(0)
+    policy = [{"match": f"*.{name}_proj", "recipe": recipe} for name, recipe in rules.items()]
+    return lpq.convert(nn.Sequential(Normed(), Normed()), {"rules": [*policy, {"match": "*", "recipe": "mxfp8"}]})
+
+
+def apart(net: nn.Module) -> dict[str, str]:
+    return {entry.name: entry.note for entry in lpq.report(net).apart}
+
+
+def test_a_layer_that_a_policy_skips() -> None:
+    assert apart(lpq.fuse(model(up="skip"))) == dict.fromkeys(["0.mlp", "1.mlp"], "its up has no recipe: give it one")
+
+
+def test_a_block_with_an_adapter_is_named() -> None:
+    nets = [model(), model()]
+    for net in nets:
+        torch.manual_seed(1)
+        net[0].mlp.up_proj = Adapter(net[0].mlp.up_proj)
+    lpq.fuse(nets[0])
+    assert {name: note[:19] for name, note in apart(nets[0]).items()} == {"0.mlp": "its up is a Adapter"}
+    x = torch.randn(32, 64)
+    assert torch.equal(*[net(x) for net in nets])
+    nets[0][0].mlp.up_proj, nets[0][1].norm = nets[0][0].mlp.up_proj.base_layer, nn.LayerNorm(64)
+    notes = apart(nets[0])
+    assert notes.keys() == {"0.mlp", "1.norm"}  # the other norm serves the new layer as it served the adapter
+    assert all("call lpq.fuse again" in note for note in notes.values())
+    assert not apart(lpq.fuse(nets[0]))
+
+
+@pytest.mark.parametrize("other", [Attention(), nn.ModuleList(nn.Linear(64, 64) for _ in range(3))], ids=["a", "l"])
+def test_what_is_no_feed_forward_block_is_not_named(other: nn.Module) -> None:
+    report = lpq.report(lpq.convert(nn.Sequential(other, Gated()), "mxfp8", fuse=True))
+    assert [entry.name for entry in (*report.fused, *report.apart)] == ["1"]
+
+
+def test_a_model_without_memory_is_fused_already() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(Normed(), Normed())
+    lpq.convert(net, "mxfp8", fuse=True)
+    for _ in range(2):
+        assert len(lpq.report(net).fused) == 4
+        net.to_empty(device="cpu")
+
+
+def test_norms_with_the_same_reason_share_a_line() -> None:
+    text = str(lpq.report(lpq.fuse(model(up="nvfp4"))))
+    (line,) = [line for line in text.splitlines() if "LayerNorm" in line]
+    assert "not fused  0–1.norm (2 LayerNorm): layer mlp.up_proj, " in line
+    assert "and layer mlp.gate_proj, " in line
