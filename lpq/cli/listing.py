@@ -48,7 +48,7 @@ def formats(json: Json = False) -> None:
 
 
 def recipes(json: Json = False) -> None:
-    """List the named recipes. `lpq explain NAME` shows what one does.
+    """List the named recipes, and the policies that come with lpq. `lpq explain NAME` shows what a recipe does.
 
     A recipe that cannot be built is listed with the reason. The exit status is 0 all the same.
     """
@@ -59,15 +59,32 @@ def recipes(json: Json = False) -> None:
     if json:
         as_json(
             [
-                {
-                    "name": spec.name,
-                    "summary": spec.summary,
-                    "aliases": list(spec.aliases),
-                    "recipe": plain(spec.recipe),
-                    "broken": wrong.get(spec.name),
-                    **origin(plugin),
-                }
-                for plugin, spec in found
+                *(
+                    {
+                        "name": spec.name,
+                        "kind": "recipe",
+                        "summary": spec.summary,
+                        "aliases": list(spec.aliases),
+                        "recipe": plain(spec.recipe),
+                        "broken": wrong.get(spec.name),
+                        **origin(plugin),
+                    }
+                    for plugin, spec in found
+                ),
+                *(
+                    {
+                        "name": name,
+                        "kind": "policy",
+                        "summary": about,
+                        "aliases": [],
+                        "recipe": None,
+                        "broken": None,
+                        "plugin": None,
+                        "distribution": "lpq",
+                        "version": lpq.__version__,
+                    }
+                    for name, about in policies().items()
+                ),
             ]
         )
     else:

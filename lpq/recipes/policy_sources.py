@@ -51,10 +51,12 @@ def policy(source: PolicyLike, *, include: Include = None) -> Policy:
 
 
 def refuse_rules(source: str, remedy: str) -> None:
-    """Raise an error if ``source`` is a policy's file where a recipe is wanted."""
+    """Raise an error if ``source`` is a policy, by its name or its file, where a recipe is wanted."""
     path = toml.path(source)
     if path is not None and RULES in toml.read(path):
         raise RecipeError(f"{path} is a policy and not a recipe, since this file has rules: {remedy}")
+    if policy_file(source) is not None:
+        raise RecipeError(f"{source} is a policy and not a recipe: {remedy}")
 
 
 def _made(source: PolicyLike) -> Policy:

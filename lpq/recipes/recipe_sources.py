@@ -20,7 +20,7 @@ from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, GemmOperand
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
-from lpq.registry.shipped import policy_file
+from lpq.registry.shipped import policies, policy_file
 from lpq.registry.showing import brief
 from lpq.registry.warning import warn
 
@@ -193,7 +193,7 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         _refuse_file(name)
         if policy_file(name) is not None:
             raise RecipeError(f"{name} is a policy and not a recipe: pass it to lpq.convert or lpq.policy") from None
-        known = {*registry.recipes(), *registry.formats()}
+        known = {*registry.recipes(), *registry.formats(), *policies()}
         raise UnknownRecipe(
             f"there is no recipe and no format {brief(name)} here: {suggestion(name, known)} "
             "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"

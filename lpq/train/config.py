@@ -39,7 +39,7 @@ class TrainConfig:
     """The options of ``lpq train``; ``lpq train --config FILE`` reads the same names from a TOML file."""
 
     recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
-    policy: str | None = option(None, "A policy file (TOML): recipes by layer and step, in place of --recipe.")
+    policy: str | None = option(None, "A policy, in place of --recipe: a name of `lpq recipes`, or a TOML file.")
     baseline: bool = option(True, "Train the same model in bf16 afterwards (in fp32 where bf16 is slow) and compare.")
     steps: int = option(300, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)

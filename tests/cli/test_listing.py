@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lpq import registry
+from lpq.registry import shipped
 
 BROKEN = "import a_library_that_is_not_there\n"
 GOOD = """
@@ -32,7 +33,7 @@ GOOD = """
 def test_everything_is_listed_as_a_table_and_as_json(command: str, lpq: Callable) -> None:
     names = {
         "formats": set(registry.formats()),
-        "recipes": set(registry.recipes()),
+        "recipes": {*registry.recipes(), *shipped.policies()},
         "plugins": {p.name for p in registry.plugins()},
     }[command]
     table = lpq(command)
@@ -41,6 +42,8 @@ def test_everything_is_listed_as_a_table_and_as_json(command: str, lpq: Callable
     listed = lpq(command, "--json")
     assert (listed.status, listed.err) == (0, "")
     assert {entry["name"] for entry in json.loads(listed.out)} == names
+    if command == "recipes":
+        assert {entry["name"] for entry in json.loads(listed.out) if entry["kind"] == "policy"} == {*shipped.policies()}
 
 
 def test_what_is_said_of_a_format(lpq: Callable) -> None:
