@@ -30,6 +30,8 @@ def warnings_of(
     left_out: Mapping[str, str],
 ) -> Iterator[str]:
     """Yield the warnings about a conversion. ``names``: all names of each module."""
+    for number, reason in report.misplaced:
+        yield f"lpq.convert: rule {number} never holds: {reason}"
     wanted = {name for name, s in schedules.items() if any(recipe is not None for _, recipe in s.pieces)}
     linear = [entry for entry in report.left if entry.kind == "Linear"]
     if report.unmatched and not report.converted:

@@ -98,7 +98,8 @@ def convert(
         )
     if steps not in (None, "later"):
         check_length(steps)
-    plan = ConversionPlan.of(model, recipes.policy(policy, include=include), steps)
+    given = recipes.policy(policy, include=include)
+    plan = ConversionPlan.of(model, given, steps)
     policy = plan.policy
     modules = {name: model.get_submodule(name) for name in plan.schedules}
     check_layers(modules, plan.schedules, accumulate)
@@ -112,7 +113,7 @@ def convert(
     every = [plain_name(alias) for aliases in plan.names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     covered = coverage(model, {entry.name for entry in converted})
-    report = Report(tuple(converted), tuple(left), unmatched, unreached, coverage=covered)
+    report = Report(tuple(converted), tuple(left), unmatched, unreached, given.misplaced(every), coverage=covered)
     warnings = [*warnings_of(policy, report, plan.names, plan.schedules, plan.without)]
     report = replace(report, left=tuple(entry for entry in left if matrices(model.get_submodule(entry.name))))
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
@@ -238,6 +239,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         left=tuple(given(entry) for part, c in parts.items() for entry in named(part, c.report.left)),
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
+        misplaced=tuple(rule for c in parts.values() for rule in c.report.misplaced),
         weights=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in notes),
         parallel=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in parallel_notes(model)),
         experts=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in expert_notes(model)),

@@ -31,6 +31,8 @@ class Report:
     """Patterns of the policy that match no layer."""
     unreached: tuple[int, ...] = ()
     """The numbers of the policy's rules that hold for no layer at any step: rules before them always win."""
+    misplaced: tuple[tuple[int, str], ...] = ()
+    """The numbers of the policy's rules with ``blocks`` that are for no layer of the model, and why."""
     weights: tuple[Entry, ...] = ()
     """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
     parallel: tuple[Entry, ...] = ()
@@ -72,8 +74,13 @@ class Report:
         ):
             lines += [f"{title:>10}  {line}" for line in self._lines(entries)]
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
-        lines += [f"rule {number} never holds: the rules before it win at every step" for number in self.unreached]
+        lines += [f"rule {number} never holds: {why}" for number, why in self.never_holding]
         return "\n".join(lines)
+
+    @property
+    def never_holding(self) -> list[tuple[int, str]]:
+        """The numbers of the rules that hold for no layer at any step, each with the reason."""
+        return sorted([*((n, "the rules before it win at every step") for n in self.unreached), *self.misplaced])
 
     def _lines(self, entries: tuple[Entry, ...]) -> Iterator[str]:
         every = [e.name for e in (*self.converted, *self.left, *self.fused, *self.apart)]

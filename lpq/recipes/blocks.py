@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lpq.recipes.errors import RecipeError
 from lpq.registry.showing import brief
 
-SPAN = re.compile(r"(first|last) (\d+)(%?)")
+SPAN = re.compile(r"(first|last) (\d+) ?(%?)")
 WORDS = "'first 2', 'last 15%' or several of these with commas"
 
 

@@ -247,7 +247,25 @@ class Policy:
         holding = {number for name in layers for number, _, _ in self._holding(name, steps)}
         others = [(number, rule) for number, rule in enumerate(self.rules, 1) if number not in holding]
         found = matching((pattern for _, rule in others for pattern in rule.match), layers)
-        return tuple(number for number, rule in others if any(found[pattern] for pattern in rule.match))
+        return tuple(n for n, rule in others if any(self._in_block(rule, x) for p in rule.match for x in found[p]))
+
+    def misplaced(self, names: Iterable[str]) -> tuple[tuple[int, str], ...]:
+        """The numbers of the rules with ``blocks`` that match some of these layers and are for none of them, each with
+        the reason. None where the policy knows the blocks of the whole model: other stages of a pipeline may have them.
+        """
+        every = tuple(names)
+        layers = [name for name in every if self.left_by(name) is None]
+        numbered = [(number, rule) for number, rule in enumerate(self.rules, 1) if rule.blocks is not None]
+        if self.stacks or not numbered:
+            return ()
+        placed = self.placed(every)
+        why = "none of the layers that it matches is in its blocks"
+        if not placed.stacks:
+            why = "this model has no list of layers, so `blocks` holds nowhere"
+        matched = [(number, rule, [name for name in layers if rule.matches(name)]) for number, rule in numbered]
+        return tuple(
+            (n, why) for n, rule, found in matched if found and not any(placed._in_block(rule, x) for x in found)
+        )
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """The patterns that match none of these layers."""

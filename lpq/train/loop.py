@@ -115,8 +115,8 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
     console.print(str(conversion.coverage), soft_wrap=True)
     for pattern in conversion.unmatched:
         say(console, f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
-    for number in conversion.unreached:
-        console.print(f"rule {number} of the policy never holds: the rules before it win at every step", style="yellow")
+    for number, why in conversion.never_holding:
+        console.print(f"rule {number} of the policy never holds: {why}", style="yellow")
 
 
 def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, console: Console) -> None:

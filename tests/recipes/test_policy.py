@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import tomllib
+import warnings
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 import lpq
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.registry import shipped
+from lpq.registry.errors import UnknownRecipe
 
 MXFP8, NVFP4, BF16 = (lpq.recipe(name) for name in ("mxfp8", "nvfp4", "bf16"))
 PAPER = {
@@ -358,6 +360,7 @@ def in_blocks(blocks: str, count: int) -> list[int]:
         ("last 2", 5, [3, 4]),
         ("last 15%", 20, [17, 18, 19]),
         ("last 15%", 8, [6, 7]),
+        ("last 15 %", 8, [6, 7]),
         ("last 15%", 2, [1]),
         ("first 1, last 1", 5, [0, 4]),
         ("first 1, last 1", 1, [0]),
@@ -388,7 +391,7 @@ def test_a_model_is_converted_but_for_its_last_blocks() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("blocks", ["last", "last 0", "first 101%", "middle 2", "last -1", "last 2,", 2])
+@pytest.mark.parametrize("blocks", ["last", "last 0", "first 101%", "middle 2", "last -1", "last 2,", "last 15  %", 2])
 def test_blocks_that_are_none_are_refused(blocks: object) -> None:
     with pytest.raises(RecipeError, match=r"rule 1: blocks must be 'first 2', 'last 15%' or several"):
         lpq.policy({"rules": [{"match": "*", "blocks": blocks, "recipe": "mxfp8"}]})
@@ -402,6 +405,44 @@ def test_a_stage_of_a_pipeline_is_refused_unless_the_policy_knows_the_model() ->
     whole = lpq.policy({"rules": [rule], "stacks": [{"name": "layers", "blocks": 8}]}).placed(names)
     assert not whole.rules_for("layers.5.up")
     assert whole.rules_for("layers.7.up")
+
+
+def test_rules_that_are_for_no_block_are_told_apart_from_beaten_ones() -> None:
+    """By a warning and in the report, as the model may be quantized otherwise than was meant."""
+    some: dict[str, object] = {"match": "*", "blocks": "last 1", "recipe": "skip"}
+    rest: dict[str, object] = {"match": "*", "recipe": "mxfp8"}
+
+    def reported(model: nn.Module, *rules: dict[str, object], **more: object) -> list[tuple[int, str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report = lpq.report(lpq.convert(model, {"rules": [*rules], **more}))
+        said = [str(warning.message) for warning in caught]
+        assert [f"lpq.convert: rule {n} never holds: {why}" for n, why in report.misplaced] == [
+            words for words in said if "never holds" in words
+        ]
+        assert [line for line in str(report).splitlines() if "never holds" in line] == [
+            f"rule {n} never holds: {why}" for n, why in report.never_holding
+        ]
+        return report.never_holding
+
+    def flat() -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+
+    listless = "this model has no list of layers, so `blocks` holds nowhere"
+    assert reported(flat(), some, rest) == [(1, listless)]
+    assert reported(flat(), {**some, "recipe": "mxfp8"}) == [(1, listless)]
+    assert reported(flat(), {**some, "match": "c"}) == []  # which is a pattern that matches nothing
+    within = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), "b": nn.Linear(32, 32)})
+    outside = {**some, "match": "b"}
+    assert reported(copy.deepcopy(within), outside, rest) == [
+        (1, "none of the layers that it matches is in its blocks")
+    ]
+    assert reported(copy.deepcopy(within), some, rest) == []
+    beaten = {**some, "blocks": "first 1", "match": "layers.*"}
+    earlier = {"match": "layers.[0]*", "recipe": "nvfp4"}
+    assert reported(copy.deepcopy(within), earlier, beaten, rest) == [(2, "the rules before it win at every step")]
+    stage = reported(within, some, rest, stacks=[{"name": "layers", "blocks": 4}])
+    assert stage == [], "the last block is in another stage"
 
 
 def test_a_rule_for_some_blocks_hides_no_rule_for_others() -> None:
@@ -420,6 +461,8 @@ def test_policies_that_come_with_lpq(name: str) -> None:
     assert [i for i, schedule in enumerate(schedules) if schedule.at(0) is not None] == HIGH[name]
     with pytest.raises(RecipeError, match=f"{name} is a policy and not a recipe: pass it to lpq.convert or lpq.policy"):
         lpq.recipe(name)
+    with pytest.raises(UnknownRecipe, match=f"did you mean .*'{name}'"):
+        lpq.policy(f"{name[:-2]}{name[-1]}{name[-2]}")
 
 
 HIGH = {"nvfp4-pretrain": [*range(17)], "fp8-current-edges-bf16": [*range(1, 19)]}
