@@ -28,18 +28,24 @@ class Rotation:
     signs: tuple[int, ...] | None = None
     """1 or -1 for each column of a block, a power of two of them."""
     matrix: tuple[tuple[float, ...], ...] | None = None
-    """The rows of an orthonormal matrix of any order; None: ``signs`` give it."""
+    """The rows of an orthonormal matrix of any order; None: ``signs`` give it. Lists and tensors do for either."""
 
     def __post_init__(self) -> None:
-        if (self.signs is None) == (self.matrix is None):
+        signs, matrix = self.signs, self.matrix
+        if (signs is None) == (matrix is None):
             raise ValueError("a Rotation has signs, of a Hadamard transform, or the rows of a matrix: pass one of them")
-        signs = self.signs if self.matrix is None else _signs_of(self.matrix)
-        if signs is None:
-            return
-        if any(sign not in (1, -1) for sign in signs) or len(signs).bit_count() != 1:
-            raise ValueError(f"signs of a Rotation are 1 or -1, as many as a power of two, and not {list(signs)}")
-        object.__setattr__(self, "signs", tuple(signs))
-        object.__setattr__(self, "matrix", None)
+        try:  # lists and tensors do as well, and are kept as tuples, which can be compared and hashed
+            signs = None if signs is None else tuple(float(sign) for sign in signs)  # type: ignore[misc]
+            matrix = None if matrix is None else tuple(tuple(float(entry) for entry in row) for row in matrix)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"signs of a Rotation are numbers, and its matrix has rows of numbers: {error}") from error
+        if matrix is not None:
+            signs = _signs_of(matrix)
+        if signs is not None and (any(sign not in (1, -1) for sign in signs) or len(signs).bit_count() != 1):
+            shown = ", ".join(f"{sign:g}" for sign in signs)
+            raise ValueError(f"signs of a Rotation are 1 or -1, as many as a power of two, and not [{shown}]")
+        object.__setattr__(self, "signs", None if signs is None else tuple(map(int, signs)))
+        object.__setattr__(self, "matrix", matrix if signs is None else None)
 
     @property
     def block(self) -> int:
@@ -84,7 +90,7 @@ class Rotation:
         return (1 - 2 * bit).float()
 
 
-def _signs_of(matrix: Sequence[Sequence[float]]) -> list[int] | None:
+def _signs_of(matrix: Sequence[Sequence[float]]) -> tuple[int, ...] | None:
     """The signs of which a matrix is a Hadamard transform; None if it is another one. Raise if it is no rotation."""
     order = len(matrix)
     if order == 0 or any(len(row) != order for row in matrix):
@@ -96,7 +102,7 @@ def _signs_of(matrix: Sequence[Sequence[float]]) -> list[int] | None:
         return None
     signs = exact[:, 0].sign()
     sylvester = _hadamard(torch.diag(signs), order) * order**-0.5
-    return [int(sign) for sign in signs] if ((sylvester - exact).abs() < NEAR).all() else None
+    return tuple(int(sign) for sign in signs) if ((sylvester - exact).abs() < NEAR).all() else None
 
 
 def _hadamard(x: Tensor, order: int) -> Tensor:

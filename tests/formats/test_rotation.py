@@ -92,6 +92,21 @@ def test_a_matrix_is_the_rotation_whose_signs_it_has() -> None:
     assert by_signs != Rotation(matrix=tuple(map(tuple, torch.eye(4).tolist())))
 
 
+def test_a_matrix_and_signs_are_kept_as_tuples_whatever_holds_them() -> None:
+    matrix = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
+    rows = matrix.tolist()
+    made = [Rotation(matrix=given) for given in (matrix, rows, tuple(map(tuple, rows)))]
+    assert {*made} == {made[0]}
+    signed = [Rotation(signs=given) for given in (torch.tensor([1, -1]), [1.0, -1.0], (1, -1))]
+    signed.append(Rotation(matrix=torch.tensor([[1.0, 1.0], [-1.0, 1.0]]) / 2**0.5))
+    assert {*signed} == {signed[0]}
+    assert signed[0].signs == (1, -1)
+    assert torch.allclose(made[0].undo(made[0].apply(torch.eye(5))), torch.eye(5), atol=1e-5)
+    for wrong in ({"matrix": torch.ones(2)}, {"matrix": [["a"]]}, {"signs": torch.eye(2)}, {"signs": 1}):
+        with pytest.raises(ValueError, match="numbers"):
+            Rotation(**wrong)
+
+
 @pytest.mark.parametrize("signs", [(1, -1), tuple([1, -1, -1] * 42 + [1, 1])])
 def test_a_rotation_is_the_matrix_of_its_definition(signs: tuple[int, ...]) -> None:
     order, rotation = len(signs), Rotation(signs=signs)
