@@ -5,6 +5,7 @@ The site renders all docstrings; who reads the repository has these lists. Run t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -116,7 +117,7 @@ def first_sentence(target: Any) -> str:
     """Return ``: `` and the first sentence of what its docstring has, in one line."""
     if isinstance(target, int | str | tuple):
         return f" = `{target!r}`"
-    if not callable(target):
+    if not callable(target) or isinstance(target, functools.partial):  # whose docstring is functools'
         return ""
     text = " ".join(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
     sentence = re.split(r"(?<=[^.…][.!?]) (?=[A-Z`])", text)[0].rstrip(".")

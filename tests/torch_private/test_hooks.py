@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_before, hooks_behind
+from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_before, hooks_behind, hooks_of
 
 KINDS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 
@@ -37,8 +37,10 @@ def test_hooks_of_a_module(kind: str) -> None:
     register: Callable[..., Any] = getattr(module, f"register_{kind}")
     handle = register(nothing)
     assert has_hooks(module)
+    assert [len(hooks) for hooks in hooks_of(module)].count(1) == 1
     handle.remove()
     assert not has_hooks(module)
+    assert not any(hooks_of(module))
 
 
 @pytest.mark.parametrize("kind", KINDS)
