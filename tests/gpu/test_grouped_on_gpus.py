@@ -60,7 +60,7 @@ def ends(counts: list[int] = COUNTS) -> Tensor:
     return torch.tensor(counts).cumsum(0, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("quantizer", filter(by_kernels, EVERY), ids=str)
+@pytest.mark.parametrize("quantizer", [*filter(by_kernels, EVERY)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_groups_have_the_bytes_of_the_reference(quantizer: lpq.Quantizer, dtype: torch.dtype) -> None:
     x, offs, seeds = rows(96, dtype), ends(), torch.arange(len(COUNTS)) - 3

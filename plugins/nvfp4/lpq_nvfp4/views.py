@@ -70,7 +70,7 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     rows, cols = operand.shape
     if dtype not in OUTPUTS or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale
+    data, scale, amax = operand.data.contiguous(), operand.scale, operand.amax.contiguous()
     out = data.new_empty((rows, cols), dtype=dtype)
     side = operand.quantizer
     macros = _macros(side.block, side.rht and not unit, side.scaling == "row" and not unit, dtype) + covering(
@@ -78,7 +78,7 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     )
     DECODE.launch(
         data.get_device(), macros, tiles(rows, cols, LOW),
-        data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.contiguous().data_ptr(), out.data_ptr(),
+        data.data_ptr(), scale.data_ptr(), 0 if unit else amax.data_ptr(), out.data_ptr(),
         *scale.stride(), rows, cols,
     )  # fmt: skip
     return out
