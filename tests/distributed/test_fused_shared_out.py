@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
+from ranks import fully_shard, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
