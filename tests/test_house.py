@@ -349,7 +349,7 @@ def test_the_median_file_is_no_longer_than_about_150_lines() -> None:
     assert lengths[len(lengths) // 2] <= 150
 
 
-TWICE = "Block Gemm Part Shape"
+TWICE = "Gemm Part Shape"
 """Names of classes that still have two meanings: add none."""
 
 

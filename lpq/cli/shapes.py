@@ -27,7 +27,7 @@ SHAPES = {
 }
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """One layer."""
 
     def __init__(self, shape: Shape) -> None:
@@ -47,6 +47,6 @@ class Transformer(nn.Module):
         super().__init__()
         with torch.device("meta"):
             self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-            self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+            self.blocks = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
             self.norm = nn.RMSNorm(shape.hidden)
             self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
