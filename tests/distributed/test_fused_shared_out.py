@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from ranks import fully_shard, on_ranks
 from support.comparing import equal
-from torch import Tensor, nn
+from support.small_models import Normed
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -18,33 +18,12 @@ import lpq
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(64, 128, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(128, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(64), Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp(self.norm(x))
-        return x + y
-
-
 @on_ranks(2)
 def test_tensor_parallel(rank: int) -> None:
     mesh, found = init_device_mesh("cpu", (2,)), []
     for fuse in (True, False):
         torch.manual_seed(0)
-        net: Any = lpq.convert(nn.Sequential(Normed()), "mxfp8", fuse=fuse)
+        net: Any = lpq.convert(nn.Sequential(Normed(nn.RMSNorm)), "mxfp8", fuse=fuse)
         if fuse:
             assert [entry.name for entry in lpq.report(net).fused] == ["0.norm", "0.mlp"]
         columns = {f"0.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
@@ -66,7 +45,9 @@ def test_fsdp(rank: int) -> None:
     for weights in (None, "high_precision", "quantized"):
         torch.manual_seed(0)
         ranks = 2 if weights == "quantized" else None
-        net: Any = lpq.convert(nn.Sequential(Normed(), Normed()), "mxfp8", weights=weights, ranks=ranks, fuse=True)
+        net: Any = lpq.convert(
+            nn.Sequential(Normed(nn.RMSNorm), Normed(nn.RMSNorm)), "mxfp8", weights=weights, ranks=ranks, fuse=True
+        )
         for block in (*net, net):
             fully_shard(block)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What lpq.report says of the blocks and norms that lpq.fuse looks at."""
+"""lpq.report names the blocks and norms that lpq.fuse looks at."""
 
 from __future__ import annotations
 
@@ -6,35 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.small_models import LlamaMlp, Normed
 from torch import Tensor, nn
 
 import lpq
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(64, 128, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(128, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(64), Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp(self.norm(x))
-        return x + y
-
-
 class Adapter(nn.Module):
-    """As that of peft: it has the sizes of the layer in it."""
+    """An adapter like one of peft: it has the sizes of the layer in it."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -92,7 +71,7 @@ def test_a_block_with_an_adapter_is_named() -> None:
 
 @pytest.mark.parametrize("other", [Attention(), nn.ModuleList(nn.Linear(64, 64) for _ in range(3))], ids=["a", "l"])
 def test_what_is_no_feed_forward_block_is_not_named(other: nn.Module) -> None:
-    report = lpq.report(lpq.convert(nn.Sequential(other, Gated()), "mxfp8", fuse=True))
+    report = lpq.report(lpq.convert(nn.Sequential(other, LlamaMlp()), "mxfp8", fuse=True))
     assert [entry.name for entry in (*report.fused, *report.apart)] == ["1"]
 
 

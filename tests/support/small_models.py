@@ -61,6 +61,31 @@ class Gated(nn.Module):
         return y
 
 
+class LlamaMlp(nn.Module):
+    """The feed-forward block of a Llama, as another library writes it."""
+
+    def __init__(self, width: int = 64, inner: int = 128) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Normed(nn.Module):
+    """A norm, that block, and a residual around both."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.mlp = norm(64), LlamaMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.norm(x))
+        return x + y
+
+
 class Siblings(nn.Module):
     """Layers that are given one tensor: ``q``, ``k`` and ``v``, of so many features each."""
 
