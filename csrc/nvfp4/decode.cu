@@ -27,7 +27,7 @@ __device__ __forceinline__ void unrotate(bool upper, float (&v)[8]) {
     for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], minus >> j & 1 ? -1.0f : 1.0f);
 }
 
-// What elements are multiplied by, in two steps: a large amax would overflow before the last.
+// The factor of elements, in two steps: a large amax would overflow before the last.
 struct Factor {
     float first, last;
     __device__ __forceinline__ explicit Factor(float amax) {

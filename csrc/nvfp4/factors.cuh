@@ -31,8 +31,8 @@ __device__ __forceinline__ u32 operand_amax(u32 bits) {
     return __float_as_uint(fminf(__fmul_rn(__uint_as_float(bits), room<WAY>), FLT_MAX_));
 }
 
-// What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it. Where each
-// line has one, `amaxes` and `amax` are those of lines, and nothing is done once.
+// The amax of the operand and its factors, found once for all tiles of a block of threads. Where each line has an amax, `amaxes`
+// and `amax` hold the amaxes of lines, and nothing is done once.
 template <int WAY, int BITS>
 struct Scales {
     Scaled one;
@@ -53,7 +53,7 @@ struct Scales {
         factors.fill<BITS>(one.overall);
     }
 
-    // Of a line, which is not `inside` where it lies outside of the matrix. `first`: this thread is to write its amax.
+    // The factors of a line, which is not `inside` where it lies outside of the matrix. `first`: this thread writes its amax.
     __device__ __forceinline__ Scaled of(const Parameters& p, i64 line, bool inside, bool first) const {
         if constexpr (!by_rows<WAY>) return one;
         const u32 found = inside ? p.amaxes[line] : 0, bits = operand_amax<WAY>(found);
@@ -62,7 +62,7 @@ struct Scales {
     }
 };
 
-// How all elements of a warp are encoded: `plain` and `tied` say whether those of this thread are, and may meet ties.
+// How all elements of a warp are encoded: `plain` and `tied` say whether the elements of this thread are, and may meet ties.
 template <bool STOCHASTIC, int BITS>
 __device__ __forceinline__ How together(bool plain, bool tied) {
     if (!__all_sync(~0u, plain)) return ANY;

@@ -17,18 +17,18 @@ template <int WAY>
 constexpr bool is_stochastic = kind<WAY> == RANDOM || kind<WAY> == UNBIASED;
 template <int WAY>
 constexpr bool searches = kind<WAY> >= SQUARES_448;
-// By how much an operand's amax is larger than that of its matrix. E4M3 rounds a scale down by at most 17/16.
+// By how much an operand's amax is larger than the amax of its matrix. E4M3 rounds a scale down by at most 17/16.
 template <int WAY>
 constexpr float room = kind<WAY> == UNBIASED ? 1.0625f : kind<WAY> >= SQUARES_256 ? 1.75f : 1.0f;
 
-// What the amax of a matrix, or of a line, says: that amax, and the factor of what has it.
+// The amax of a matrix, or of a line, and the factor that follows from it.
 struct Scaled {
     float whole, overall;
 
     __device__ __forceinline__ bool roomy() const {  // no factor is below 2^-112: times 2^-14 it is exact
         return overall > 9.8607613e-32f;             // 2^-103; the largest scale is below 2^9
     }
-    // What takes the amax of a block to its scale.
+    // The factor that takes the amax of a block to its scale.
     template <int WAY>
     __device__ __forceinline__ float sixth() const {
         return __fmul_rn(overall, (float)(kind<WAY> == UNBIASED ? 17.0 / 96 : 1.0 / 6));
@@ -146,8 +146,8 @@ struct Better {
             of_lines<APART, false>(lines, scaled, upper, codes);
     }
 
-    // The better of the two scales of a block of 16x16, of which this lane has a quarter and those 1, 16 and 17 from it have
-    // the others. The sum of the errors is that of the transposed block, too.
+    // The better of the two scales of a block of 16x16, of which this lane has a quarter. The lanes 1, 16 and 17 from it have
+    // the other quarters. The errors of the transposed block have the same sum.
     template <bool SHORT_CUT, class Lines>
     __device__ __forceinline__ u32 of_square(const Lines& lines, const Scaled& scaled, u32 codes) const {
         float lost[2];

@@ -153,7 +153,7 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, count: int) -> Tensor:
         """``index``: the row that goes to each place; ``back``: the ``count`` places to which the first row went, then
-        those of the second."""
+        the places of the second."""
         ctx.save_for_backward(back)
         ctx.count = count
         return x.index_select(0, index)

@@ -22,7 +22,7 @@ Pair = tuple[Quantizer, Quantizer]
 
 
 class LayerBuffer(NamedTuple):
-    """A buffer: its name, its tensor, and its key in the state of that tensor's quantizer."""
+    """A buffer: its name, its tensor, and its key in the state of the tensor's quantizer."""
 
     name: str
     tensor: str

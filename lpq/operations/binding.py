@@ -80,8 +80,8 @@ class Operand(NamedTuple):
     quantizer: Any
     """A quantizer of the format that binds."""
     shape: tuple[int, ...]
-    """The shape of a matrix, or of a stack; of groups, the shape of the matrix of all rows, those behind the last group
-    included."""
+    """The shape of a matrix, or of a stack; of groups, the shape of the matrix of all rows, with the rows behind the
+    last group."""
     dtype: torch.dtype
     form: Form | None = None
     """The exact form in place of codes; None: it is encoded. Groups have the matrix alone, at their places in the

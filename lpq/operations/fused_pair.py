@@ -142,7 +142,7 @@ class BoundSide(NamedTuple):
     side: TileSide
     make: Make
     stats: slice
-    """Its statistics, among those of both operands; ``none``: none of them."""
+    """Its statistics, among the statistics of both operands; ``none``: a None for each."""
     none: tuple[None, ...]
     needs: bool
     """Whether something must be measured first."""

@@ -37,9 +37,10 @@ class Between(NamedTuple):
     """The computations between the layers of an MLP."""
 
     product: Source
-    """Makes what goes into the last layer."""
+    """Makes the input of the last layer."""
     backward: Source
-    """Makes, of the same inputs and the gradient of that: the gradients of the inputs, and the same once more."""
+    """Makes, of the inputs of ``product`` and the gradient of its result: the gradients of the inputs, and the result
+    once more."""
 
 
 class Activation(NamedTuple):

@@ -179,7 +179,8 @@ def compare_tiles(
 def compare_recoded(
     kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str
 ) -> bool:
-    """The column operand that is made of an operand's codes is that of its decoded values. Whether any was made."""
+    """Compare the column operand that is made of an operand's codes with the column operand of its decoded values.
+    Return whether any was made."""
     side = there(row, f"the operand of {kernel.impl}")
     operand = fresh(encode(side, x))
     placed = on(device, operand)

@@ -120,7 +120,7 @@ def net(**how: str | None) -> nn.Module:
 
 
 def earlier(*layers: str) -> Description:
-    """Of one recipe, which these layers had."""
+    """A description with one recipe, which these layers had."""
     policy = {"rules": [{"match": ["*"], "recipe": "mxfp8()"}]}
     said = Model(net()).describe({}, 1)
     return replace(said, conversions={"": {"policy": policy, "steps": None}}, recipes=dict.fromkeys(layers, "mxfp8()"))

@@ -213,7 +213,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

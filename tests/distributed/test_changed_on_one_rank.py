@@ -27,7 +27,7 @@ Step = Callable[[], Any]
 
 
 def _found(step: Step) -> list[str]:
-    """What all raise, in some later step."""
+    """The errors of all ranks, in some later step."""
 
     def until_it_is_found() -> None:
         end = time.monotonic() + 20

@@ -31,7 +31,7 @@ BATCHES = (1.0, -3.0)
 @on_ranks(2)
 def test_layers_that_ranks_share_out(rank: int, recipe: str) -> None:
     """Over two micro-batches, to the order of sums, in which parts that are products in bf16 are rounded to it; and not
-    what another recipe computes: with one copy all but subnormal numbers are those of the recipe before."""
+    what another recipe computes: with one copy all but subnormal numbers equal the numbers of the recipe before."""
     in_bf16 = "bf16" in recipe or "decoded" in recipe
     found, within = run(recipe, True, True, factors=BATCHES), 1e-2 if in_bf16 else 1e-5
     agree(found, alone(recipe, True, BATCHES), within)

@@ -149,7 +149,7 @@ class Mixed(nn.Sequential):
 
 
 class Alone(NamedTuple):
-    """What training unsharded makes: the losses, the parameters and the masters."""
+    """The results of training unsharded: the losses, the parameters and the masters."""
 
     losses: list[float]
     parameters: nn.ParameterList

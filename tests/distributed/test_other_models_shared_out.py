@@ -175,7 +175,7 @@ def test_experts_are_described_where_something_changed(rank: int) -> None:
 
 @on_ranks(2)
 def test_rows_and_gradients_that_one_rank_cannot_encode(rank: int) -> None:
-    """Of gradients it is found in the middle of backward, in which no rank waits for that one; then all go on."""
+    """A gradient is found so in the middle of backward, where no rank waits for the one that raises; then all go on."""
     model = _shared(_mx("mxfp8"), "encoded")
     y = model(X[0].clone().requires_grad_(), ENDS)
     lines, broken = expert_rows._lines, OSError("this rank's disk is on fire")

@@ -119,7 +119,7 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "2.weight": (torch.zeros(3, 3), 'Unexpected key(s) in state_dict: "2.weight"'),
     "0.bias": ("no tensor", "'str' object has no attribute 'shape'"),
 }
-"""What one rank has in place of a value, and what is said of it."""
+"""The thing that one rank has in place of a value, and the words of the error."""
 
 
 def _spoiled(name: str) -> dict[str, Any]:

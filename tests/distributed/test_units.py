@@ -120,8 +120,9 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "compiled": ({"compiled": True, "names": ["tensor", "delayed"]}, ["EncodedLoad 4"]),
 }
-"""Options, and the loads of each plan. The weight without a recipe travels as it is, and those whose operands together
-have more bytes than it has in bf16 in high precision; where shards are offloaded, FSDP2 moves each by itself."""
+"""Options, and the loads of each plan. The weight without a recipe travels as it is, and a weight whose operands
+together have more bytes than the weight in bf16 travels in high precision; where shards are offloaded, FSDP2 moves each
+by itself."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

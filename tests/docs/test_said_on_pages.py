@@ -1,4 +1,4 @@
-"""What pages say in tables and in quotations is what the library does and says."""
+"""Tables and quotations on pages say what the library does and says."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def off(made: Tensor, wanted: Tensor) -> float:
     ],
 )
 def test_other_rotations_are_undone(a: str, b: str) -> None:
-    """Of two options of a format, of two formats of a plugin, and of two plugins."""
+    """The rotations of two options of a format, of two formats of a plugin, and of two plugins."""
     first, second = columns(a, b)
     assert off(lpq.gemm(first, second, dtype=torch.float32), first.decode() @ second.decode().t()) < 1e-5
     with pytest.raises(RecipeError, match=r"wgrad cannot multiply its operands: dy\.col = .* is rotated by a .* of "):

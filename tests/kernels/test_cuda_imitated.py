@@ -47,7 +47,7 @@ and every pair takes some seconds to compile. On a GPU all are tried."""
 BROAD = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4")
 
 SHOWN = ("fp8(scaling=delayed, pow2=false)", "fp8(scaling=delayed, pow2=true)")
-"""Of which one option is that of another quantizer here, and so is the other. On a GPU they are tried."""
+"""Quantizers whose options other quantizers here have, one each. On a GPU they are tried."""
 QUANTIZERS = [
     pytest.param(quantizer.text, i, id=quantizer.text)
     for name in registry.formats()
@@ -123,7 +123,7 @@ def test_two_formats_from_one_read(first: str, second: str, launched: list[str])
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp8(dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, pow2=false)"])
 def test_column_operands_that_are_made_of_codes(text: str, launched: list[str]) -> None:
-    """Are those of the decoded row operand, wherever that lies in memory."""
+    """They equal the column operands of the decoded row operand, wherever the row operand lies in memory."""
     q = lpq.quantizer(text)
     kernel = on_cuda("reader", q)
     assert kernel is not None

@@ -26,7 +26,7 @@ RECIPES = [
     "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-fwd-mxfp8-bwd",
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
-"""Of each kind; those that remember statistics across steps are refused."""
+"""A recipe of each kind; recipes that remember statistics across steps are refused."""
 K, N = 48, 32
 BEHIND = 3
 """Rows behind the last group."""

@@ -121,7 +121,7 @@ HEADS = {
 
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_are_found_by_what_they_are(head: str) -> None:
-    """Of models in which none is called ``lm_head``."""
+    """The models have no layer called ``lm_head``."""
     made = HEADS[head]()
     linear = {name for name, m in made.named_modules() if type(m) is nn.Linear}
     assert head in linear

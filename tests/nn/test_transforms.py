@@ -87,7 +87,7 @@ RECIPES = (
     "fp8-current", "fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
     "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current", "bf16",
 )  # fmt: skip
-"""Of the whole tensor, of a state, of random bits, and mixed: each calls other operators."""
+"""Statistics of the whole tensor, a state, random bits, and a mixture: each calls other operators."""
 X = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
 WORDS = r"no gradient flows through torch\.ops\.lpq\.\w+: .*has forward only"
 

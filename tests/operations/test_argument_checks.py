@@ -117,7 +117,7 @@ def test_a_cast_of_masters_refuses_the_same(seed: Any) -> None:
 def test_what_is_no_row_to_begin_at_is_refused_in_words(
     quantizer: Any, offset: Any, error: type[Exception], said: str
 ) -> None:
-    """Of one of more than 32 bits kernels would draw by the lowest."""
+    """Kernels would draw by the lowest 32 bits of a longer offset."""
     with pytest.raises(error, match=f"the offset is {said}: pass the first row of the shard in the whole tensor, "):
         quantizer.quantize(X, seed=7, offset=offset)
 

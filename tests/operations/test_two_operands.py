@@ -141,7 +141,7 @@ DERIVED = (
 
 
 def poisoned(buffer: Tensor) -> Tensor:
-    """Memory as that of a buffer, each byte of which is another one."""
+    """Memory like a buffer's, with another value in each byte."""
     return (buffer.view(-1).view(torch.uint8) ^ 0xA5).view(buffer.dtype).view(buffer.shape)
 
 

@@ -156,7 +156,7 @@ BROKEN = {
         "only measure and quantize round",
     ),
 }  # fmt: skip
-"""What is wrong with a plugin: its source, and words of the cause and of the remedy."""
+"""A fault of a plugin: its source, and words of the cause and of the remedy."""
 
 
 @pytest.fixture

@@ -303,7 +303,7 @@ def restless() -> Iterator[None]:
 
 
 def test_what_threads_register_at_once_is_all_there(site) -> None:
-    """Though the registry is made on first use, which is that of all of them."""
+    """The registry is made on first use, and here all threads are first."""
     for _ in range(5):
         registry.refresh()
         names = [f"acme{number}" for number in range(8)]

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=type[Quantizer])
 MISTAKES: dict[type[Quantizer], tuple[str, str]] = {}
 """Formats that make a mistake: the test of the kit that is about it, and words that this test says."""
 STORAGES: dict[type[Quantizer], type[Storage]] = {}
-"""The storages of formats, and of those that are made of them."""
+"""The storages of formats, and of formats that are made of them."""
 
 
 def found_by(test: str, words: str) -> Callable[[F], F]:

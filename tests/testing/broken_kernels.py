@@ -237,7 +237,7 @@ def idle_exact(operand: Storage) -> Exact | None:
 
 
 def idle_tile(quantizer: Quantizer, direction: str) -> None:
-    """Of no operand does it say how it is made."""
+    """It describes the tiles of no operand."""
 
 
 def idle_measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:

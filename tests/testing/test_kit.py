@@ -119,7 +119,7 @@ def test_what_a_kernel_is_called_with_keeps_its_strides_and_its_place() -> None:
 
 
 def said_of(*kernels: KernelSpec, quantizer: type = broken.Int8, check: Callable[..., None] = check_kernels) -> str:
-    """What a test of the kit says of a format with these kernels on the CPU: nothing where all is right."""
+    """The words of a test of the kit on a format with these kernels on the CPU: none where all is right."""
     registry.register(broken.Plugin(quantizer, kernels=kernels), name="broken")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

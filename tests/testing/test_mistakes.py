@@ -28,8 +28,8 @@ def name_of(quantizer: type[Quantizer]) -> str:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """All formats; those that make a mistake have plugins of their own, for a format is multiplied with others of its
-    plugin."""
+    """All formats. A format that makes a mistake has a plugin of its own, for a format is multiplied with the others of
+    its plugin."""
     for quantizer in (*MISTAKES, subtle.OneShape, subtle.SaysThatItLosesTheTiny, subtle.MisspeltCase):
         registry.register(Plugin(quantizer, names="subtle_{}", effective_bits=None), name=name_of(quantizer))
     registry.register(Plugin(*subtle.RIGHT, names="right_{}", effective_bits=None), name="right")
@@ -46,7 +46,7 @@ class Only:
 
 
 def wanted(nodeid: str) -> bool:
-    """Whether a test is that about the mistake of its format, or its format is right."""
+    """Whether a test is about the mistake of its format, or its format is right."""
     test, format = nodeid.partition("::")[2].split("[", 1)
     name = re.split(r"[(\]-]", format)[0]
     about = {name_of(quantizer): own for quantizer, (own, _) in MISTAKES.items()}
@@ -54,7 +54,7 @@ def wanted(nodeid: str) -> bool:
 
 
 def reports(pytester: pytest.Pytester, select: str, *quantizers: type[Quantizer]) -> list[pytest.TestReport]:
-    """Return the reports on some formats of those tests of the kit that an expression selects."""
+    """Return the reports on some formats of the tests of the kit that an expression selects."""
     asked = [f"--lpq-format={name_of(quantizer)}" for quantizer in quantizers]
     options = ["--pyargs", "lpq.testing.conformance", *asked, "-k", select, "--tb=short"]
     ran = pytester.inline_run("-p", "no:cacheprovider", "-p", "no:xdist", *options, plugins=[Only()])

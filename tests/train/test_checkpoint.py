@@ -1,4 +1,4 @@
-"""What a run's trainer does with checkpoints; that one is whole or refused in words, ``tests/checkpoint`` shows."""
+"""A run's trainer saves and loads checkpoints; ``tests/checkpoint`` shows that each is whole or refused in words."""
 
 from __future__ import annotations
 

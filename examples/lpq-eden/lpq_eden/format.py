@@ -31,7 +31,7 @@ ROTATED = 128
 """Columns that are rotated and corrected together."""
 BLOCK = (1, 16)
 LARGEST = 6 / (0.93 * 17 / 16)
-"""What the amax of a block becomes."""
+"""The element that the amax of a block becomes."""
 LARGEST_SCALE = 255.99
 """The largest scale before the correction, which may raise it."""
 

@@ -147,7 +147,7 @@ def _measured(
 
 
 def _is_plain(side: NVFP4Quantizer) -> bool:
-    """Whether its amax is that of the matrix."""
+    """Whether its amax is the amax of the matrix."""
     return not (side.rht or _by_rows(side))
 
 

@@ -62,9 +62,9 @@ MARKS = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which compiles CUDA sources for a CPU"),
 ]
-"""Of each file whose tests launch what is imitated."""
+"""The marks of each file whose tests launch an imitated kernel."""
 TURNS: dict[object, Iterator[bool]] = defaultdict(lambda: itertools.cycle((False, True)))
-"""Whether the next launch of a kernel goes backwards; that of each, if it is under ``...``."""
+"""Whether the next launch of a kernel goes backwards; under ``...``, the launch of any kernel."""
 
 
 @contextlib.contextmanager
