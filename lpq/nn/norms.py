@@ -1,11 +1,12 @@
-"""Norms that hand the next layers encoded operands: what q, k and v, or gate and up, multiply is encoded once, by the
+"""Norms that hand the next layers encoded operands: the input of q, k and v, or of gate and up, is encoded once, by the
 norm.
 
 The layers to which a norm hands its output are its ``consumers``. Where all of them encode an input alike, the norm
-returns a quantized tensor, encoded as their recipe encodes it; results and gradients are those of the norm and the
-layers apart, to the bit, but for the order in which kernels on a GPU add, and autograd in fp32, which gets the gradient
-of the input in one piece. Where they do not, or something else looks at
-the tensor in between, the norm computes as its class does, and ``why_not`` says why.
+returns a quantized tensor, encoded as their recipe encodes it. Other code that takes the output gets it in high
+precision, from the same run. Results and gradients equal the results of the norm and the layers apart to the bit,
+with two exceptions: kernels on a GPU add in an order of their own, and in fp32 autograd gets the gradient of the
+input in one piece. Where the layers encode differently, or a hook or an observer looks at their input, the norm
+computes as its class does, and ``why_not`` says why.
 """
 
 from __future__ import annotations
