@@ -13,9 +13,10 @@ from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
 from lpq.engines.entries import FileEntry, Pieces, check_fixed
-from lpq.engines.layouts import layout_named, parts_of, schemes_for
+from lpq.engines.layouts import layout_named, parts_of, schemes_for, summaries
 from lpq.engines.siblings import Siblings, check_alike
 from lpq.files.safetensors import Shown
+from lpq.formats import Quantizer
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
 
@@ -179,11 +180,9 @@ def _assigned(
     scheme = next((scheme for scheme in known if scheme.serves(entry.side)), None)
     keep = f"keep the layer in high precision, leave=[{layer.name!r}]"
     if scheme is None:
-        others = ", ".join(s.quantizer for s in known if s.unwritten is None)
-        has = f"; it has one for: {others}" if others else ", nor for another option of this format"
         raise CheckpointError(
             f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place"
-            f"{has}. Export to another layout, or {keep}"
+            f"{_elsewhere(entry.side, known)}, or {keep}"
         )
     if scheme.unwritten is not None:
         raise CheckpointError(
@@ -208,6 +207,18 @@ def _assigned(
             "measure inputs themselves"
         )
     return Assigned(entry, scheme, inputs, amax)
+
+
+def _elsewhere(side: Quantizer, known: Sequence[Scheme]) -> str:
+    """What a layout has a place for in place of this quantizer, and how to come to files that engines read."""
+    others = ", ".join(scheme.quantizer for scheme in known if scheme.unwritten is None)
+    has = f"; it has one for: {others}" if others else ", nor for another option of this format"
+    layouts = [
+        name for name in summaries() if any(s.serves(side) and s.unwritten is None for s in schemes_for(side, name))
+    ]
+    if layouts:
+        return f"{has}. Export with layout={' or '.join(map(repr, layouts))}"
+    return f"{has}. No layout has a place for it: train with weights that one has a place for"
 
 
 def _amax_of(entry: FileEntry, given: Mapping[str, Tensor | float] | None) -> Tensor | None:

@@ -21,7 +21,10 @@ from lpq.registry import Group, LayoutError, Part, Scheme
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 LAYOUTS = ("compressed-tensors", "modelopt", "fp8-block")
-RECIPES = ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
+RECIPES = (
+    "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-row-fwd-mxfp8-bwd",
+    "x=bf16, w=nvfp4(scaling=row), dy=bf16",
+)  # fmt: skip
 
 
 def scheme_of(recipe: Any, layout: str) -> Scheme | None:
@@ -42,7 +45,7 @@ def cell(recipe: str, layout: str) -> str:
         layout_named(layout).files([Group(scheme, inputs, ("a",))], [])
     except LayoutError:
         return f"{readers}; with input scales only"
-    more = [name for other in scheme.inputs for name in other.readers]
+    more = [name for other in scheme.inputs if other.serves(x) for name in other.readers]
     return f"{readers}; with input scales {', '.join(more)}, too" if more else readers
 
 

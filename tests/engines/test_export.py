@@ -212,7 +212,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "fp8(dtype=e5m2)", {"layout": "compressed-tensors"},
         r"q_proj\.weight is quantized as fp8\(dtype=e5m2\), for which .* has no place; it has one for: fp8, ",
     ),
-    "no place": ("nvfp4", {"layout": "fp8-block"}, "no place, nor for another option of this format"),
+    "no place": (
+        "nvfp4", {"layout": "fp8-block"},
+        r"no place, nor for another option of this format\. Export with layout='compressed-tensors' or 'modelopt', or",
+    ),
+    "no layout": (
+        "x=bf16, w=nvfp4(scaling=row), dy=bf16", {},
+        r"q_proj\.weight is quantized as nvfp4\(scaling=row\), for which the layout 'compressed-tensors' has no place; "
+        r"it has one for: nvfp4\. No layout has a place for it: train with weights that one has a place for, or keep",
+    ),
     "one": (
         {"rules": [{"match": "*up_proj", "recipe": tiny.FLOAT_SCALES}, {"match": "*", "recipe": "fp8-block"}]},
         {"layout": "fp8-block"}, "has one scheme for all layers, and the model has FP8 per block: .*up_proj",
@@ -441,3 +449,16 @@ def test_a_checkpoint_of_which_a_shape_was_changed_is_refused(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=words):
         lpq.export(path, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_inputs_with_an_amax_for_each_row_have_one_scale_in_files(layout: str, tmp_path: Path) -> None:
+    """Engines that measure each row read files as of `nvfp4`, and leave the scale out. A note says what others do."""
+    rows, one = (lpq.convert(Net(dtype=torch.bfloat16), name) for name in ("nvfp4-row-fwd-mxfp8-bwd", "nvfp4"))
+    amax = dict.fromkeys(layers(rows), 3.75)
+    done = lpq.export(rows, tmp_path / "rows", layout=layout, input_amax=amax)
+    lpq.export(one, tmp_path / "one", layout=layout, input_amax=amax)
+    assert equal_states(tensors(done.path), tensors(tmp_path / "one"))
+    assert tiny.config(done.path) == tiny.config(tmp_path / "one")
+    assert [note for note in done.notes if "training with a scale for each row" in note]
+    assert "4 layers: NVFP4, inputs in high precision" in str(lpq.export(rows, tmp_path / "weights", layout=layout))

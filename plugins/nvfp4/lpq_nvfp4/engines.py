@@ -7,6 +7,7 @@ in bf16 or fp16 is found again exactly, one in fp32 to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,20 @@ def _serves_inputs(quantizer: Any) -> bool:
     return _serves(quantizer) and quantizer.block == "1x16"
 
 
+def _serves_rows(quantizer: Any) -> bool:
+    """No file says that each row of inputs has an amax. An engine that is told so when it starts reads files with one
+    amax, and ignores it."""
+    return isinstance(quantizer, NVFP4Quantizer) and quantizer.scaling == "row"
+
+
+def _told_apart(rows: int, cols: int, dtype: str) -> str:
+    return (
+        "engines encode these inputs with the one scale of the files, and training with a scale for each row. An "
+        "engine may measure each row if it is told to when it starts, as SGLang does in experts by "
+        "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1"
+    )
+
+
 def _why_not(rows: int, cols: int) -> str | None:
     return f"its columns are no multiple of {GROUP}" if cols % GROUP else None
 
@@ -91,7 +106,8 @@ def _scheme(
     )  # fmt: skip
     return Scheme(
         layout=layout, title="NVFP4", serves=_serves, quantizer="nvfp4", config=config, parts=parts, write=write,
-        read=read, inputs=(static,), why_not=_why_not, **others,
+        read=read, why_not=_why_not, inputs=(static, replace(static, serves=_serves_rows, remark=_told_apart)),
+        **others,
     )  # fmt: skip
 
 
