@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lpq.nn.extended import Extension, extend, restore
 from lpq.nn.linear import Layer
 from lpq.nn.norms import EncodingNorm, Place
 from lpq.operations.norms import NormKind
@@ -46,8 +46,7 @@ def adopt(
 ) -> None:
     """Have this very module encode its output for these layers: parameters, hooks and references to it stay."""
     if not isinstance(module, EncodingNorm):
-        kind: Any = type(module)
-        module.__class__ = _encoding(kind)
+        extend(module, AdoptedNorm)
         module.__dict__["_norm"] = norm
     assert isinstance(module, EncodingNorm)
     module.consumers, module.places, module.serves_others = consumers, places, serves_others
@@ -55,37 +54,22 @@ def adopt(
 
 def release(module: EncodingNorm) -> None:
     """Make an adopted norm what it was, and have another one encode nothing."""
-    module.consumers, module.places, module.serves_others = (), (), False
     if isinstance(module, AdoptedNorm):
-        module.__class__ = module.adopted  # type: ignore[assignment]
+        restore(module)
         for name in ("_norm", "_calls", "consumers", "places", "serves_others"):
             module.__dict__.pop(name, None)
+    else:
+        module.consumers, module.places, module.serves_others = (), (), False
 
 
-class AdoptedNorm(EncodingNorm):
+class AdoptedNorm(Extension, EncodingNorm):
     """A norm of another class, which the subclass extends as well."""
 
-    adopted: type[nn.Module]
-    """That class."""
     _norm: NormKind
 
     @property
     def norm(self) -> NormKind:
         return self._norm
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle and copy it without the class, which has no name in a module."""
-        return _made_anew, (type(self).adopted,), self.__getstate__()
-
-
-@cache
-def _encoding(adopted: Any) -> Any:
-    return type(adopted.__name__, (AdoptedNorm, adopted), {"adopted": adopted, "__module__": adopted.__module__})
-
-
-def _made_anew(adopted: Any) -> nn.Module:
-    made: nn.Module = adopted.__new__(_encoding(adopted))
-    return made
 
 
 def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:

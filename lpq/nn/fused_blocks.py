@@ -8,15 +8,15 @@ and returns what the last returns, or a dropout of it, ``mlp`` may stand for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from itertools import permutations
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lpq.nn.adopted_norms import adopt, norm_of, release
+from lpq.nn.extended import Extension, extend, restore
 from lpq.nn.first_argument import check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
@@ -58,15 +58,9 @@ class BlockParts(NamedTuple):
     """All of them, as they were when the block was fused."""
 
 
-class FusedBlock(nn.Module):
-    """A block that is computed as one function where its layers allow it; see ``mlp``.
+class FusedBlock(Extension, nn.Module):
+    """A block that is computed as one function where its layers allow it; see ``mlp``."""
 
-    ``class_for`` makes the subclass of this and of the class of the block. Other code finds the class, the children,
-    the hooks and the parameters that it knows. No other name is added, as the block may have a child of that name.
-    """
-
-    lpq_base: ClassVar[type[nn.Module]]
-    """The class of the block before."""
     lpq_parts: BlockParts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,10 +72,6 @@ class FusedBlock(nn.Module):
         act = ACTIVATIONS[activation]
         y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act)
         return y if behind is None else self.lpq_parts.children[behind](y)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class before in copies and pickles, as no module has this one."""
-        return _empty, (self.lpq_base,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
@@ -100,20 +90,6 @@ def _why_changed(block: FusedBlock) -> str | None:
     if len(children) > len(before) + 1 and any(has_hooks(m) for name, m in children.items() if name not in names):
         return HOOKED
     return None
-
-
-@cache
-def class_for(base: Any) -> type[FusedBlock]:
-    """Return the class that blocks of the class ``base`` become."""
-    own = {"lpq_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    made: type[FusedBlock] = type(base.__name__, (FusedBlock, base), own)
-    return made
-
-
-def _empty(base: Any) -> FusedBlock:
-    """Return a fresh block, whose state comes from ``__setstate__``."""
-    cls = class_for(base)
-    return cls.__new__(cls)
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -140,8 +116,7 @@ def fuse(model: nn.Module) -> nn.Module:
             _release(module)
         parts = find_parts(module)
         if isinstance(parts, BlockParts):
-            base: Any = type(module)
-            module.__class__ = class_for(base)
+            extend(module, FusedBlock)
             module.__dict__["lpq_parts"] = parts
     for module in list(model.modules()):
         for name, found in followers(module).items():
@@ -175,14 +150,8 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 
 def _release(block: FusedBlock) -> None:
-    base: Any = block.lpq_base
-    if type(block) is not class_for(base):
-        raise RuntimeError(
-            f"a {base.__name__} that lpq.fuse fused has become a {type(block).__name__} since, as by fully_shard: call "
-            "lpq.unfuse before that"
-        )
+    restore(block)
     del block.__dict__["lpq_parts"]
-    block.__class__ = base
 
 
 def find_parts(module: nn.Module) -> BlockParts | str | None:
@@ -229,7 +198,7 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     for name, module, reason in _blocks(model):
         kind, note = type(module).__name__, ONE_FUNCTION
         if isinstance(module, FusedBlock):
-            kind, note = module.lpq_base.__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
+            kind, note = module.lpq_bases[1].__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
         elif isinstance(module, EncodingNorm | FusedExperts):
             note = ONE_KERNEL if isinstance(module, FusedExperts) else SERVES if module.serves_others else ENCODES
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))

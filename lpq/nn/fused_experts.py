@@ -2,19 +2,20 @@
 
 transformers has one interface to them (``use_experts_implementation``): a class declares whether its weights are
 transposed, gated and biased, and one function multiplies the rows of each expert for all classes. A converted module
-takes the place of that function, with the products of its recipe. To other code it stays the same: its class is a
-subclass of its former one, and its parameters keep their names, shapes and values. Nothing waits for the device.
+takes the place of that function, with the products of its recipe. Its parameters keep their names, shapes and values.
+Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lpq.nn.extended import Extension, extend, fresh
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.halves import activate
 from lpq.nn.plan import LayerBuffer
@@ -43,15 +44,13 @@ class Gate(NamedTuple):
     """The modules of the experts, as they were."""
 
 
-class FusedExperts(GroupedLayer):
-    """The experts of a mixture; ``class_for`` makes the subclass of this and of the class before the conversion.
+class FusedExperts(Extension, GroupedLayer):
+    """The experts of a mixture.
 
     Static statistics are buffers such as ``gate_up_proj_x_amax``. With ``recipe=None`` it behaves as before the
     conversion, or multiplies in high precision if its experts are divided over ranks.
     """
 
-    base: ClassVar[type[nn.Module]]
-    """The class of the module before the conversion."""
     dense: ClassVar[bool]
     """Whether each expert is given rows for all tokens."""
     expert_exchange: RowExchange | None = None
@@ -66,9 +65,10 @@ class FusedExperts(GroupedLayer):
         own = super().state_buffers()
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class before the conversion in copies and pickles, as no module has the class of the experts."""
-        return _empty, (self.base,), self.__getstate__()
+    @classmethod
+    def attributes_for(cls, base: Any) -> dict[str, Any]:
+        weights = {name: Weight() for name in (*UP, DOWN)}
+        return {"dense": _is_dense(base), "kind": base.__name__, **weights}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take the arguments and return the result of the class before the conversion."""
@@ -87,13 +87,14 @@ def holds_experts(module: nn.Module) -> bool:
     return fits and "forward" not in vars(module) and all(w.dim() == 3 for w in stacks(module).values())
 
 
-def _is_dense(base: type[nn.Module]) -> bool:
+def _is_dense(base: Any) -> bool:
     return any(base is getattr(sys.modules.get(where), name, None) for where, name in DENSE)
 
 
 def is_transposed(module: Any) -> bool:
     """Whether its matrices are ``[in, out]``."""
-    return _is_dense(getattr(module, "base", type(module))) or bool(module.is_transposed)
+    dense = module.dense if isinstance(module, FusedExperts) else _is_dense(type(module))
+    return dense or bool(module.is_transposed)
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -104,8 +105,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
     """Turn this very module into converted experts: parameters, hooks and references to it stay."""
     if not isinstance(module, FusedExperts):
-        base: Any = type(module)
-        module.__class__ = class_for(base)
+        extend(module, FusedExperts)
         assert isinstance(module, FusedExperts)
         module.begin()
     assert isinstance(module, FusedExperts)
@@ -114,19 +114,8 @@ def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
     return module
 
 
-@cache
-def class_for(base: Any) -> type[FusedExperts]:
-    """Return the class that modules of the class ``base`` become."""
-    weights = {name: Weight() for name in (*UP, DOWN)}
-    own = {"base": base, "dense": _is_dense(base), "kind": base.__name__, "__module__": __name__, **weights}
-    subclass: type[FusedExperts] = type(base.__name__, (FusedExperts, base), own)
-    return subclass
-
-
-def _empty(base: Any) -> FusedExperts:
-    """Return fresh experts, whose state comes from ``__setstate__``."""
-    cls = class_for(base)
-    return cls.__new__(cls)
+_empty = partial(fresh, FusedExperts)
+"""The name of ``fresh`` in pickles of the previous version."""
 
 
 def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -108,6 +108,13 @@ def test_adopted_it_computes_the_same_and_can_be_released(kind: Any) -> None:
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert equal(step(other, given()), expected)
         assert other[0].consumers == (other[1],)
+    own = type(model[0])
+    model[0].__class__ = extended = type("FSDPNorm", (own,), {})
+    with pytest.raises(RuntimeError, match=r"has become a FSDPNorm since.* call lpq\.unfuse before"):
+        release(model[0])
+    assert type(model[0]) is extended
+    assert model[0].consumers == (model[1],)
+    model[0].__class__ = own
     release(model[0])
     assert type(model[0]) is kind
     assert vars(model[0]).keys() == vars(kind()).keys()

@@ -1,0 +1,57 @@
+"""Modules of other libraries that become instances of a class of lpq, where they stand.
+
+To other code such a module stays the same: its class is a subclass of its former one, and parameters, hooks and
+references to it stay.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class Extension:
+    """A class of lpq that extends the classes of modules: ``extend`` makes the subclass of both."""
+
+    lpq_bases: ClassVar[tuple[type[Extension], type[nn.Module]]]
+    """The class of lpq, and the class of the module before; the module may have a child of any other name."""
+
+    @classmethod
+    def attributes_for(cls, base: Any) -> dict[str, Any]:
+        """Return the attributes of the subclass for modules of the class ``base``."""
+        return {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the classes before in copies and pickles, as no module of Python has the subclass."""
+        return fresh, self.lpq_bases, self.__getstate__()
+
+
+@cache
+def _subclass(kind: Any, base: Any) -> Any:
+    own = {"lpq_bases": (kind, base), "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (kind, base), own | kind.attributes_for(base))
+
+
+def extend(module: nn.Module, kind: Any) -> None:
+    """Extend the class of this very module."""
+    base: Any = type(module)
+    module.__class__ = _subclass(kind, base)
+
+
+def restore(module: Any) -> None:
+    """Give a module that ``lpq.fuse`` extended its class before."""
+    kind, base = module.lpq_bases
+    if type(module) is not _subclass(kind, base):
+        raise RuntimeError(
+            f"a {base.__name__} that lpq.fuse fused has become a {type(module).__name__} since, as by fully_shard: "
+            "call lpq.unfuse before that"
+        )
+    module.__class__ = base
+
+
+def fresh(kind: Any, base: Any) -> Any:
+    """Return a module whose state comes from ``__setstate__``."""
+    cls = _subclass(kind, base)
+    return cls.__new__(cls)
