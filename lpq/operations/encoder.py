@@ -154,7 +154,7 @@ def through_operators(wanted: Wanted) -> Encoder:
         return made_of_row(through_operators(first_of(wanted)), through_operators(second_of(wanted)), wanted)
     quantizer, _, _, _, _, col = wanted[:6]
     if wanted.later and _can_be_later(wanted):
-        return _in_two_parts(wanted)
+        return in_two_steps(through_operators, wanted)
     forms, sides = _forms(wanted), sides_of(wanted)
     row, side = sides
     # Dynamo of torch 2.11 cannot trace a comparison of tuples of forms.
@@ -163,7 +163,7 @@ def through_operators(wanted: Wanted) -> Encoder:
     measures = wanted.measures or (wanted.remembers and moves(quantizer, *sides))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        x = x.clone() if is_view else x  # as in ``_in_two_parts``
+        x = x.clone() if is_view else x  # as in ``in_two_steps``
         if wanted.sections is None:
             x = as_matrix(x)
         if exact != (False, False) and row is not None and side is not None:
@@ -177,7 +177,8 @@ def through_operators(wanted: Wanted) -> Encoder:
             if wanted.remembers and known is not None
             else None
         )
-        return quantized(x, stats, *sides, seed, wanted.offset, measure=measures, across=wanted.across)
+        at_hand, across = wanted.at_hand, wanted.across
+        return quantized(x, stats, *sides, seed, wanted.offset, measure=measures, across=across, at_hand=at_hand)
 
     finds = partial(measure, row=sides[0], col=sides[1]) if wanted.apart else None
     return Encoder(*operands_of(wanted, forms), encode, measure=finds)
@@ -224,7 +225,14 @@ def made_of_row(first: Encoder, second: Encoder, wanted: Wanted, recode: Recode 
 def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
     with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
-    present state, which another backward may move meanwhile."""
+    present state, which another backward may move meanwhile.
+
+    A compiler's partitioner decides what is kept for backward (``Wanted.later``), and never makes again the results of
+    a custom operator that forward needs. An operator that only backward needs, as the second step, goes where the
+    fewest bytes are kept: into backward, where the tensor, or the tensors that it is computed from, are kept anyway,
+    or else into forward.
+    """
+    traced = wanted.later
     row, col = sides_of(wanted)
     assert col is not None
     quantizer, (forward, backward) = wanted.quantizer, wanted.exact
@@ -240,16 +248,22 @@ def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     second = encoder(wanted._replace(row=turned, given=given, exact=(False, backward)))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None, *offs: Tensor) -> Encoded:
-        of_row, _, stats = first.encode(x, known, seed, *offs)
+        # A compiler merges equal operators, and no operators that are given different seeds.
+        needed = not traced or wanted.always_takes_seed or (row is not None and row.stochastic)
+        of_row, _, stats = first.encode(x, known, seed if needed else None, *offs)
         then = [known[key].clone() for key in keys] if keys else stats
         drawn = (seed,) if draws and seed is not None else ()
-        return of_row, (x, *offs, *drawn, *then), stats if keys else ()
+        # A later write to x, if it is traced too, would change what backward reads. Inductor takes the copy away.
+        return of_row, (x.clone() if traced else x, *offs, *drawn, *then), stats if keys else ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         offs, rest = kept[1 : 1 + ends], kept[1 + ends :]
         seed, then = (rest[0], rest[1:]) if draws else (None, rest)
         known = dict(zip(keys, then, strict=True)) if keys else then if once else None
-        return second.encode(kept[0], known, seed, *offs)[1]
+        # All of x, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
+        # nothing again that others read in backward.
+        x = as_matrix(kept[0]).chunk(1, dim=1)[0] if traced else kept[0]
+        return second.encode(x, known, seed, *offs)[1]
 
     return Encoder(first.row, second.col, encode, later, second.derived)
 
@@ -266,39 +280,6 @@ def _can_be_later(wanted: Wanted) -> bool:
     if col is None or col.plain or wanted.remembers:
         return False
     return not (shared(row, col) and col.stochastic)  # those random bits are the row operand's
-
-
-def _in_two_parts(wanted: Wanted) -> Encoder:
-    """Encode the row operand now, and the column operand later.
-
-    Forward would need an operator that makes both. A compiler's partitioner, which decides what is kept for backward,
-    never makes again the results of a custom operator that forward needs, so it would keep the column operand, always.
-    An operator that only backward needs goes where the fewest bytes are kept: into backward, where the tensor, or the
-    tensors that it is computed from, are kept anyway, or else into forward.
-    """
-    row, col = sides_of(wanted)
-    assert col is not None
-    both = _measured_once(row, col)
-
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        # Equal operators are merged, those that are given other seeds are not.
-        of_row = seed if wanted.always_takes_seed or (row is not None and row.stochastic) else None
-        made, _, measured = quantized(as_matrix(x), None, row, None, of_row, measure=both, at_hand=wanted.at_hand)
-        # Else backward would read the values of a later write to x, if that is traced too. Inductor takes the copy
-        # away.
-        same = x.clone()
-        kept = (same, *measured) if not col.stochastic or seed is None else (same, *measured, seed)
-        return made, kept, ()
-
-    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        x, stats, seed = as_matrix(kept[0]), kept[1:], None
-        if col.stochastic:
-            stats, seed = stats[:-1], stats[-1]
-        # All of it, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
-        # nothing again that others read in backward.
-        return quantized(x.chunk(1, dim=1)[0], stats, None, col, seed)[1]
-
-    return Encoder(*operands_of(wanted), encode, later)
 
 
 def sides_of(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
