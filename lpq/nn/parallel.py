@@ -131,8 +131,11 @@ def multiply_parts(
     sequence, group, by_columns = over.parts.sequence, over.parts.group, over.parts.weight.dim == 0
     added = bias.to_local() if isinstance(bias, DTensor) else bias
     call, siblings, through, shared, first = over.call, over.siblings, x, None, False
-    if siblings is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        siblings = None  # a replayed graph must encode the new values
+    if siblings is not None and (
+        # Nobody counts writes to the one, and a replayed graph must encode the new values of the other.
+        found_by.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        siblings = None
     if siblings is not None:
         stream = cuda.current_stream(x.get_device()) if x.is_cuda else 0
         static = layer.passes.static_input.read(layer.states()["x"]) if siblings.static else ()

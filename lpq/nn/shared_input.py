@@ -91,4 +91,4 @@ class LastInput:
 
 
 def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
-    return (None if x.is_inference() else version_of(x), x.data_ptr(), torch.is_grad_enabled(), *how)
+    return (version_of(x), x.data_ptr(), torch.is_grad_enabled(), *how)

@@ -148,6 +148,19 @@ def test_between_two_passes_an_input_may_be_written_to_in_any_way(rank: int) -> 
 
 
 @on_ranks(2)
+def test_between_two_siblings_an_input_may_be_written_to(rank: int) -> None:
+    """Under inference mode, too, where torch counts no writes."""
+    net = lpq.convert(model(), "fp8-row")
+    parallelize_module(net, mesh_of(), {"left": tp.ColwiseParallel(), "right": tp.ColwiseParallel()})
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = data()[0].clone()
+            net.left(x)
+            x.mul_(-3)
+            assert torch.equal(net.right(x), net.right(x.clone())), mode
+
+
+@on_ranks(2)
 def test_tokens_without_a_batch_in_evaluation_with_a_frozen_layer_under_autocast(rank: int) -> None:
     """Tokens without a batch, in evaluation, with a frozen layer, under autocast; and no tokens."""
     net, whole_net, sequence = model(), model(), Shard(0)
