@@ -149,7 +149,7 @@ def test_between_two_passes_an_input_may_be_written_to_in_any_way(rank: int) -> 
 
 @on_ranks(2)
 def test_between_two_siblings_an_input_may_be_written_to(rank: int) -> None:
-    """Under inference mode, too, where torch counts no writes."""
+    """torch counts no writes to tensors that are made under inference mode."""
     net = lpq.convert(model(), "fp8-row")
     parallelize_module(net, mesh_of(), {"left": tp.ColwiseParallel(), "right": tp.ColwiseParallel()})
     for mode in (torch.no_grad, torch.inference_mode):
