@@ -17,6 +17,7 @@ from typing import Any
 
 import costly
 import pytest
+import torch
 from commit import commit
 from hypothesis import settings
 from support.commands import lpq_command
@@ -33,8 +34,18 @@ settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile=thorough takes its place
 
 
+def take_turns_on_gpus() -> None:
+    """Let each worker count the GPUs from another one on: tests of one GPU all ask for the first."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), torch.cuda.device_count()
+    if count > 1:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        first = int(worker.removeprefix("gw")) % count
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide what is installed now and is not lpq; before collection, which asks for all formats."""
+    take_turns_on_gpus()
     found = metadata.entry_points
 
     def place(entry: metadata.EntryPoint) -> tuple[str, str]:
