@@ -118,7 +118,7 @@ def grouped_linear_of(
         parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
-            operands is not None, given is not None, kernels_allowed(), parts=parts,
+            operands is not None, given is not None, None if watched else kernels_allowed(), parts=parts,
         )  # fmt: skip
         step, rows_given = None if watched or calls is None else calls.get(shapes), None
         if step is None and not watched:
