@@ -5,9 +5,8 @@ They are groups of rows, whose ends are in a tensor on the device, or the matric
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from lpq import registry
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
-from lpq.kernels.table import allowed_by, kernels_allowed, why_not
 from lpq.kernels.tiles import INPUTS, MANY_BLOCKS, TALL, ZERO, Shape, covering, tile_kernels
 from lpq.registry import KernelSpec
 
@@ -97,17 +95,6 @@ def bind_amaxes(sections: SectionedMatrix) -> Find:
 
 NEEDS = KernelSpec.cuda("tile", "lpq.kernels.sections:clear_rows")
 """The kernels of the functions below."""
-
-
-def there_are_kernels(device: torch.device) -> bool:
-    """Whether the functions below have kernels."""
-    return device.type == "cuda" and _are_kernels(device, kernels_allowed())
-
-
-@registry.cached
-def _are_kernels(device: torch.device, encoded: Any) -> bool:
-    forced = os.environ.decodevalue(encoded) if encoded is not None else None
-    return why_not(NEEDS, (), device, allowed_by(forced)) is None
 
 
 def pad_ends(offs: Tensor, unit: int) -> Tensor:

@@ -19,7 +19,8 @@ from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer, Covering
 from lpq.formats.sections import capacity, matrices, unit
 from lpq.kernels import choose
-from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
+from lpq.kernels.sections import NEEDS, clear_matrices, clear_rows, pad_ends
+from lpq.kernels.table import serves
 from lpq.operations.binding import Operand, Product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
@@ -163,7 +164,7 @@ def multiply_rows(a: Operand, b: Storage, offs: Tensor) -> Tensor:
 def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A product as a layer returns it: with the bias, and with zeros behind the last group."""
     product = product.to(dtype)
-    if bias is None and there_are_kernels(product.device):
+    if bias is None and serves(NEEDS, product.device):
         clear_rows(product, offs)
         return product
     row = torch.arange(len(product), device=offs.device)
@@ -212,7 +213,7 @@ def _bind_lines(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]]
 
 def padded_ends(offs: Tensor, unit: int) -> Tensor:
     """Where each group ends along a contraction in which groups are padded to multiples of ``unit``."""
-    if there_are_kernels(offs.device):
+    if serves(NEEDS, offs.device):
         return pad_ends(offs, unit)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     return ((sizes + (unit - 1)) // unit * unit).cumsum(0, dtype=torch.int32)
@@ -220,7 +221,7 @@ def padded_ends(offs: Tensor, unit: int) -> Tensor:
 
 def of_groups(product: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     """The products of groups as a layer returns them: zero for empty ones."""
-    if there_are_kernels(product.device):
+    if serves(NEEDS, product.device):
         clear_matrices(product, offs)
         return product.to(dtype)
     begins = torch.cat([offs.new_zeros(1), offs[:-1]])

@@ -39,7 +39,8 @@ def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
             stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
         ) -> Made:
             if into is not None:
-                return Made(into, (), (*_pointers(into), pointer(found), 1, 0, 0, *tail))
+                scales = into[1].data_ptr() if len(into) > 1 else 0  # decoded values have none
+                return Made(into, (), (into[0].data_ptr(), scales, pointer(found), 1, 0, 0, *tail))
             (given,) = stats
             buffers = empty(*data), empty(*scale)
             amaxes = given if given is not None else found
@@ -82,13 +83,13 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
             stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
         ) -> Made:
             if into is not None:
-                return Made(into, (), (*_pointers(into), pointer(found), 0, *tail))
+                scales = into[1].data_ptr() if len(into) > 1 else 0  # decoded values have none
+                return Made(into, (), (into[0].data_ptr(), scales, pointer(found), 0, *tail))
             (given,) = stats
             buffers = empty(*data), empty(*scale)
             measured = None if amaxes is None else empty(*amaxes)
-            parameters = (
-                *_pointers(buffers), pointer(given if given is not None else found), pointer(measured), *tail,
-            )  # fmt: skip
+            at = pointer(given if given is not None else found)
+            parameters = buffers[0].data_ptr(), buffers[1].data_ptr(), at, pointer(measured), *tail
             wanted = (measured if blocks else found) if job.measure else None
             return Made(buffers, () if wanted is None else (wanted,), parameters)
 
@@ -102,8 +103,3 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
         lines="" if blocks else f"{direction.capitalize()}Amaxes",
         finder=None if blocks else find_in_sections, decoded=(f"{struct},true>", SQUARE),
     )  # fmt: skip
-
-
-def _pointers(buffers: Sequence[Tensor]) -> tuple[int, int]:
-    """The addresses of elements and scales; decoded values have no scales."""
-    return buffers[0].data_ptr(), buffers[1].data_ptr() if len(buffers) > 1 else 0
