@@ -119,6 +119,11 @@ class Quantizer(Options):
         """Encode as ``encode`` does, rounding with random bits."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_stochastic(self, x, stats, bits)")
 
+    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the fp32 values that ``encode``, given the same, would store if it rounded no scale; None: the format
+        does not say. ``lpq.observe.numerics`` tells by it which part of an error comes from rounded scales."""
+        return None
+
     def recall(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
         """Return the statistics to encode with, from the state; None for one that is measured nevertheless."""
         if self.static:

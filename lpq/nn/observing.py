@@ -5,12 +5,13 @@ the observers that it began with, so that its backward tells the same observers 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,20 @@ class ObservedPart(Observed):
     def is_part(self) -> bool:
         return self.cut is not None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        if self.cut is None:
+            return 0, 0
+        return (self.cut.place(0), 0) if self.cut.dim == 0 else (0, self.cut.place(0))
+
+    @property
+    def together(self) -> int:
+        return self.cut.size if self.cut is not None and self.cut.dim == 0 else math.prod(self.given.shape[:-1])
+
+    def under(self, quantizer: Quantizer) -> Self:
+        row, col = _operands(self.cut, quantizer)
+        return replace(self, quantizer=quantizer, state=None, seed=None, row=row, col=col)
+
     def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
         measured = SpanningStats(partial(measure, row=row, col=col), along(self.cut, row, col), row, col)
         (known,), _ = bind_exchange([measured], self.among)([self.value], [None], None)
@@ -109,6 +124,12 @@ class ObservedPart(Observed):
         row, col, _ = encoder.encode(x, self.state, self.seed)
         of_row = encoder.row.over(row) if encoder.row is not None else None
         return of_row, encoder.col.over(col) if encoder.col is not None else None
+
+
+def _operands(cut: Cut | None, quantizer: Quantizer) -> tuple[bool, bool]:
+    """Whether a part has a row operand and a column operand: those that can be cut so."""
+    row, col = (cut is None or cut.why_not(quantizer, one, not one) is None for one in (True, False))
+    return row, col
 
 
 class Watch(NamedTuple):
@@ -140,7 +161,7 @@ class Watch(NamedTuple):
             cut = parts.cut_of(name)
             if name == "dy" and parts.high and parts.sequence is not None:
                 given = gather_rows(given, parts.sequence, parts.group)
-            row, col = (cut is None or cut.why_not(quantizer, one, not one) is None for one in (True, False))
+            row, col = _operands(cut, quantizer)
             kind, how = ObservedPart, {**how, "cut": cut, "among": parts.group, "row": row, "col": col}
         self._tell(kind, name, given, **how)
 
@@ -153,7 +174,7 @@ class Watch(NamedTuple):
         again = name != "dy" and autograd.graph_task() != -1
         seen = kind(
             layer=self.layer, name=name, given=plain(given.detach()), stack=self.stack, first=self.first, again=again,
-            **others,
+            of_pass=self, **others,
         )  # fmt: skip
         for observer in self.observers:
             observer.observe(seen)

@@ -175,7 +175,7 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
         rows, cols = [], []
         for i, (chunk, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
             pairs = zip(needed, known, strict=True) if known else ()
-            own = [_of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
+            own = [None if s is None else of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
             of_row, of_col, _ = encoder.encode(chunk, own or None, seed)
             rows += [] if encoder.row is None else [encoder.row.over(of_row)]
             cols += [] if encoder.col is None else [encoder.col.over(of_col)]
@@ -193,9 +193,9 @@ def _joined(parts: Sequence[Storage], dim: int) -> Sequence[Tensor]:
     return () if joined is None else joined.tensors()
 
 
-def _of_rows(declared: Declared, stat: Tensor | None, start: int, count: int) -> Tensor | None:
+def of_rows(declared: Declared, stat: Tensor, start: int, count: int) -> Tensor:
     """A statistic of some rows of a tensor, which cut no block."""
     step, dim = declared[0].block[declared[1]], declared[1]
-    if step is None or stat is None:
+    if step is None:
         return stat
     return stat.narrow(dim, start // step, count // step).contiguous()

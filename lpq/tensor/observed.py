@@ -7,9 +7,10 @@ of the pass to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure
 from lpq.operations.offsets import read
 from lpq.operations.operands import encode_operands
-from lpq.operations.states import State
+from lpq.operations.states import State, recall
 from lpq.tensor.quantized_tensor import QuantizedTensor
 
 Name = Literal["x", "w", "dy", "y"]
@@ -57,6 +58,8 @@ class Observed:
     """Where the groups of its rows end, in a layer that multiplies groups of rows."""
     first: int = 0
     """The number of the first group that this rank has."""
+    of_pass: object = None
+    """An object that is the same for all tensors of a pass, backward included."""
     again: bool = False
     """Whether activation checkpointing runs a forward that was observed already."""
     row: bool = True
@@ -72,6 +75,20 @@ class Observed:
     def is_part(self) -> bool:
         """Whether the tensor is divided over ranks, so that this is a part of it."""
         return False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of its first row and of its first column in the whole tensor, by which random bits are drawn."""
+        return 0, 0
+
+    @property
+    def together(self) -> int:
+        """How many of its rows, from the first on, lie beside each other in the whole tensor."""
+        return math.prod(self.given.shape[:-1])
+
+    def under(self, quantizer: Quantizer) -> Self:
+        """Return the same tensor as another quantizer, which remembers nothing, would encode it."""
+        return replace(self, quantizer=quantizer, state=None, seed=None)
 
     def groups(self) -> Iterator[Observed]:
         """Yield each group's tensor, if it has rows; of a layer without groups, the tensor itself.
@@ -108,6 +125,19 @@ class Observed:
         row, col = branches.get("", branches.get("row_")), branches.get("col_")
         names = [prefix + stat.name for prefix, branch in branches.items() for stat in branch.stats]
         return dict(zip(names, self._measured(row, col), strict=True))
+
+    def known(self) -> list[Tensor]:
+        """Return the statistics with which the tensor is encoded, as ``statistics`` measures them or as its state has
+        them, in the order in which its operands declare them. All ranks that share the tensor call this."""
+        self._refuse_groups("statistics")
+        derived, quantizer = self.quantizer.col_source == "row", self.quantizer
+        row = quantizer.side("row") if self.row or derived else None
+        col = quantizer.side("col") if self.col and not derived else None
+        measured = self._measured(row, col)
+        if self.state is None:
+            return measured
+        recalled = recall(quantizer, row, col, self.state)
+        return [one if known is None else known for one, known in zip(measured, recalled, strict=True)]
 
     def decoded(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the fp32 matrices that the row and the column operand stand for, both laid out as the tensor is, with

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -95,6 +95,14 @@ class FP8Quantizer(Quantizer):
             pow2=self.pow2_scales,
         )
         return self.storage(data=data, scale=scale)
+
+    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
+        storage = self._unrounded.encode(x, stats)
+        return reference.decode(storage.data, storage.scale, self.scaled_block)
+
+    @cached_property
+    def _unrounded(self) -> FP8Quantizer:
+        return replace(self, pow2=False)
 
     # ------------------------------------------------------------------------------ delayed scaling
 

@@ -28,3 +28,6 @@ class MXFP8Quantizer(Quantizer):
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         data, scale = reference.encode(x, stats["amax"], ELEMENTS[self.dtype])
         return self.storage(data=data, scale=scale)
+
+    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
+        return reference.unrounded(x, stats["amax"], ELEMENTS[self.dtype])

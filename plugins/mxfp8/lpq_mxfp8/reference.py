@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.blocks import block_amax, scale_blocks
-from lpq.formats.elements import E4M3, E5M2, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
+from lpq.formats.elements import E4M3, E5M2, FLT_MAX, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
 
 BLOCK = (1, 32)
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -33,3 +33,10 @@ def encode(x: Tensor, amax: Tensor, element: torch.dtype) -> tuple[Tensor, Tenso
 def decode(data: Tensor, exponent: Tensor) -> Tensor:
     """The matrix in fp32, exactly but for subnormal numbers."""
     return scale_blocks(decode_float8(data), decode_e8m0(exponent), BLOCK)
+
+
+def unrounded(x: Tensor, amax: Tensor, element: torch.dtype) -> Tensor:
+    """The matrix in fp32 if scales were fp32 numbers, and took the amax of a block to the largest element."""
+    scale = amax * (1 / torch.finfo(element).max)
+    factor = torch.where(scale > 0, scale.reciprocal(), 1.0).clamp(max=FLT_MAX)
+    return scale_blocks(decode_float8(cast_float8(scale_blocks(x, factor, BLOCK), element)), scale, BLOCK)

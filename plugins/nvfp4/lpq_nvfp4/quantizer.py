@@ -111,6 +111,10 @@ class NVFP4Quantizer(Quantizer):
     def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
 
+    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
+        largest = reference.ROOMY_MAX if self.unbiased else reference.E2M1_MAX
+        return reference.unrounded(self._stored(x), stats["block_amax"], BLOCKS[self.block], largest)
+
     def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> Storage:
         amax, block_amax = stats["amax"], stats["block_amax"]
         choose = searched if self.search == "mse" else None

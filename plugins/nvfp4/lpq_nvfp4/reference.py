@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
-from lpq.formats.elements import E4M3, FLT_MAX, cast_float8, decode_e2m1_pairs, decode_float8, pack_nibbles
+from lpq.formats.elements import (
+    E4M3,
+    FLT_MAX,
+    cast_e2m1,
+    cast_float8,
+    decode_e2m1,
+    decode_e2m1_pairs,
+    decode_float8,
+    pack_nibbles,
+)
 from lpq.formats.layout import Block
 
 GROUP = 16
@@ -80,3 +89,10 @@ def decode(data: Tensor, scale: Tensor, amax: Tensor, block: Block) -> Tensor:
     # A large amax would overflow before the last factor. Divided by 2^12 until then, it changes no bit.
     shift = torch.where(amax > 1, torch.full_like(amax, 2.0**12), 1.0)
     return values.mul_(amax / shift).mul_(shift * (1 / (E4M3_MAX * E2M1_MAX)))
+
+
+def unrounded(x: Tensor, amaxes: Tensor, block: Block, largest: float) -> Tensor:
+    """The matrix in fp32 if scales of blocks were fp32 numbers, and took the amax of a block to ``largest``."""
+    scale = amaxes * (1 / largest)
+    factor = torch.where(scale > 0, scale.reciprocal(), 1.0).clamp(max=FLT_MAX)
+    return scale_blocks(decode_e2m1(cast_e2m1(scale_blocks(x, factor, block))), scale, block)

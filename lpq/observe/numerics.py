@@ -1,0 +1,242 @@
+"""``lpq.observe.numerics``: how well the formats of a run fit its tensors, watched while it trains.
+
+In every n-th step an observer takes sums over some rows of each tensor. They stay on the device, and are added up over
+passes, and over ranks at the end of the step. The host waits for them when they are shown or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lpq import recipes
+from lpq.distributed.ranks import Ranks
+from lpq.nn.expert_stacks import expert_stacks
+from lpq.nn.first_argument import check_model
+from lpq.nn.linear import Layer
+from lpq.nn.names import plain_name
+from lpq.nn.observing import observing
+from lpq.nn.plan import Plan
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.observe.gradients import Pairs, signal_and_noise
+from lpq.observe.operands import Operand, operands
+from lpq.observe.readings import Readings
+from lpq.observe.sums import SUMS, Reading, reading_of, sums_of
+from lpq.operations.reduce_statistics import reduce_max, reduce_sum
+from lpq.recipes.gemms import TENSORS
+from lpq.recipes.globs import matches
+from lpq.registry.showing import listed
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.observed import Observed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup
+
+    from lpq.recipes import RecipeLike
+
+Slot = tuple[str, str, str, str]
+"""Layer, tensor, direction, and the other recipe that is asked about."""
+PLACES = (*((tensor, direction) for tensor in TENSORS for direction in ("row", "col")), ("dw", ""))
+
+
+class Taken(NamedTuple):
+    """The sums of one step, on the device."""
+
+    step: int
+    formats: dict[Slot, str]
+    sums: Tensor
+    amax: Tensor
+
+
+def numerics(
+    model: nn.Module,
+    *,
+    every: int = 100,
+    layers: str | Sequence[str] = "*",
+    what_if: RecipeLike | None = None,
+    rows: int = 512,
+    step: int = 0,
+    process_group: ProcessGroup | None = None,
+) -> Numerics:
+    """Watch how well the formats of ``model`` fit its tensors.
+
+    Under a process group all ranks watch, and each has the statistics of all.
+
+    Args:
+        model: A converted model, compiled and sharded or not.
+        every: Statistics are taken in steps whose number is a multiple of this.
+        layers: Patterns for the names of the layers that are watched, such as ``"blocks.0.*"``.
+        what_if: A recipe for which the same statistics are taken, of the tensors that the layers' own recipes lead to.
+        rows: About how many rows of a tensor are looked at in a step; in the next ones others are.
+        step: The number of the step that begins; where a run is resumed, of the step with which it goes on.
+        process_group: The ranks that have the same layers, as a stage of a pipeline has; None: all ranks.
+    """
+    check_model(model)
+    for name, value, least in (("every", every, 1), ("rows", rows, 1), ("step", step, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
+    chosen = _chosen(model, [layers] if isinstance(layers, str) else [*layers])
+    ranks = Ranks(process_group)
+    ranks.equal(
+        [*chosen.values()], "numerics: the ranks watch other layers",
+        "Convert the model alike on all of them; where stages of a pipeline differ, pass process_group=, the ranks of "
+        "one stage",
+    )  # fmt: skip
+    other = None if what_if is None else recipes.recipe(what_if)
+    return Numerics(model, chosen, every, other, rows, step, ranks)
+
+
+class Numerics(Readings):
+    """Statistics of a run; ``lpq.observe.numerics`` makes it."""
+
+    def __init__(
+        self, model: nn.Module, names: dict[tuple[int, str], str], every: int, other: Any, rows: int, step: int,
+        ranks: Ranks,
+    ) -> None:  # fmt: skip
+        super().__init__(first=step)
+        self.every, self.number = every, step
+        """The number of the step that is under way, or that comes next."""
+        self._names, self._rows, self._ranks, self._turn = names, rows, ranks, 0
+        watched = {layer for layer, _ in names}
+        self._layers = [m for m in model.modules() if isinstance(m, StatefulLayer) and id(m) in watched]
+        self._other = None if other is None else (other.title, Plan.of(other))
+        titles = ["", *([] if self._other is None else [self._other[0]])]
+        self._slots: dict[Slot, int] = {}
+        for name in names.values():
+            for title in titles:
+                for tensor, direction in PLACES:
+                    self._slots[name, tensor, direction, title] = len(self._slots)
+        self._taken: list[Taken] = []
+        self._now: Taken | None = None
+        self._pairs: dict[tuple[int, int | None, str], tuple[object, Pairs, tuple[int, ...]]] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step of the training inside: forward, backward, and the optimizer's step if you like. Steps in which
+        statistics are taken run eagerly, also where the model is compiled."""
+        if self.number % self.every:
+            yield
+            self.number += 1
+            return
+        now = self._now = Taken(self.number, self._formats(), *self._zeros())
+        try:
+            with torch.compiler.set_stance("force_eager"), observing(self._layers, self):
+                yield
+        finally:
+            self._now = None
+            self._pairs.clear()
+        self._turn += 1
+        self.number += 1
+        self._taken.append(self._over_ranks(now))
+
+    @torch.no_grad()
+    def observe(self, seen: Observed) -> None:
+        """Take the sums of a tensor, of each of its groups if it has some."""
+        if seen.name == "y" or self._now is None or (id(seen.layer), seen.stack) not in self._names:
+            return
+        if isinstance(seen.given, QuantizedTensor):
+            return  # nobody has the values that were rounded
+        with torch.autocast(seen.given.device.type, enabled=False):
+            for part in seen.groups():
+                self._observe(part, "")
+                if self._other is not None:
+                    title, plan = self._other
+                    self._observe(part.under(getattr(plan, part.name)), title)
+
+    def _observe(self, seen: Observed, recipe: str) -> None:
+        now, name, found = self._now, self._names[id(seen.layer), seen.stack], operands(seen, self._rows, self._turn)
+        assert now is not None
+        if not found:
+            return
+        if not seen.again:
+            x = seen.given
+            norm = torch.linalg.vector_norm(x, dtype=torch.float32)
+            whole = norm.double().square(), x.numel()
+            amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+            for one in found:
+                at = self._slots[name, seen.name, one.direction, recipe]
+                now.sums[at].add_(sums_of(one, whole))
+                now.amax[at] = torch.maximum(now.amax[at], amax)
+        for one in found:
+            if one.direction == "col" and seen.name != "w":
+                self._take_pairs(seen, one, self._slots[name, "dw", "", recipe], recipe, now)
+
+    def _take_pairs(self, seen: Observed, operand: Operand, at: int, recipe: str, now: Taken) -> None:
+        key = id(seen.of_pass), seen.group, recipe
+        alike = (seen.together, *seen.given.shape[:-1], operand.x.shape[1])
+        if seen.name == "x":
+            self._pairs[key] = seen.of_pass, Pairs.of(operand), alike  # the pass is kept, so that no other has its id
+            return
+        _, pairs, others = self._pairs.pop(key, (None, None, None))
+        if pairs is not None and others == alike:
+            signal, noise = signal_and_noise(pairs, Pairs.of(operand))
+            now.sums[at, SUMS.index("square")] += signal
+            now.sums[at, SUMS.index("error")] += noise
+
+    def _over_ranks(self, taken: Taken) -> Taken:
+        """Add the sums of all ranks up: one collective for the sums, and one for the largest magnitudes."""
+        if self._ranks.size == 1:
+            return taken
+        group: Any = self._ranks.group or dist.group.WORLD
+        (sums,), (amax,) = reduce_sum([taken.sums], group), reduce_max([taken.amax], group)
+        return taken._replace(sums=sums, amax=amax)
+
+    def _formats(self) -> dict[Slot, str]:
+        """The formats of all operands in the present step."""
+        found: dict[Slot, str] = {}
+        for layer in self._layers:
+            plans = [("", layer.passes.plan), *([] if self._other is None else [self._other])]
+            for name in [name for (number, _), name in self._names.items() if number == id(layer)]:
+                for title, plan in plans:
+                    for tensor, direction in PLACES[:-1] if plan is not None else ():
+                        quantizer = getattr(plan, tensor)
+                        found[name, tensor, direction, title] = quantizer.side(direction).text
+        return found
+
+    def _zeros(self) -> tuple[Tensor, Tensor]:
+        device = next(layer.shared_weight().device for layer in self._layers)
+        size = len(self._slots)
+        return torch.zeros(size, len(SUMS), dtype=torch.float64, device=device), torch.zeros(size, device=device)
+
+    def readings(self) -> list[Reading]:
+        """Return the statistics of all steps so far; the host waits for them."""
+        for step, formats, sums, amax in self._taken:
+            for slot, values, largest in zip(self._slots, sums.tolist(), amax.tolist(), strict=True):
+                named = dict(zip(SUMS, values, strict=True))
+                name, tensor, direction, recipe = slot
+                where = {"step": step, "layer": name, "tensor": tensor, "direction": direction, "recipe": recipe}
+                if named["elements"] or named["square"]:
+                    self._read.append(reading_of(named, largest, format=formats.get(slot, ""), **where))
+        self._taken.clear()
+        return self._read
+
+    def write(self, path: str | Path) -> None:
+        if self._ranks.rank == 0:
+            super().write(path)
+
+    def tensorboard(self, directory: str | Path) -> None:
+        if self._ranks.rank == 0:
+            super().tensorboard(directory)
+
+
+def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:
+    """The names of the layers, and of the stacks of layers that have several, by the ``id`` of the module and the name
+    of the stack."""
+    every = {(id(m), ""): plain_name(name) for name, m in model.named_modules() if isinstance(m, Layer)}
+    every |= {(id(one.holder), one.key): one.layer for one in expert_stacks(model)}
+    layers = {id(m) for m in model.modules() if isinstance(m, StatefulLayer)}
+    every = {key: name for key, name in every.items() if key[0] in layers}
+    if not every:
+        raise ValueError(f"{type(model).__name__} has no layer of lpq to watch: convert it first, lpq.convert")
+    chosen = {key: name for key, name in every.items() if any(matches(pattern, name) for pattern in patterns)}
+    unmatched = [p for p in patterns if not any(matches(p, name) for name in every.values())]
+    if unmatched:
+        raise ValueError(f"numerics: no layer matches {unmatched[0]!r}; they are {listed([*every.values()])}")
+    return chosen

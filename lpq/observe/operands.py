@@ -1,0 +1,111 @@
+"""The operands of a tensor that an observer is told of: some of its rows, encoded as they are in the whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.operations.cut import why_cut
+from lpq.operations.decoding import decode
+from lpq.operations.inputs import as_matrix
+from lpq.operations.part_encoders import of_rows
+from lpq.operations.quantizing import quantized
+from lpq.operations.sides import declared, shared
+from lpq.operations.states import recall
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.observed import Observed
+
+ALIGNED = 128
+"""Rows are taken in multiples of this, as most formats have blocks of no more."""
+
+
+class Operand(NamedTuple):
+    """An operand, and the matrix that it encodes, in fp32, in the basis of the format, with the contraction last."""
+
+    direction: Direction
+    quantizer: Quantizer
+    """The quantizer of this side."""
+    x: Tensor
+    decoded: Tensor
+    doubled: Tensor | None
+    """The values that it would have for twice the matrix, with the same statistics; None where it is made of the other
+    operand."""
+    stats: Mapping[str, Tensor] | None
+
+
+def operands(seen: Observed, most: int, turn: int) -> list[Operand]:
+    """Encode about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of
+    the whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
+    that were rounded. All ranks that share the tensor call this."""
+    quantizer, derived = seen.quantizer, seen.quantizer.col_source == "row"
+    row = quantizer.side("row") if seen.row or derived else None
+    col = quantizer.side("col") if seen.col else None
+    wanted = [side for side in (row, col) if side is not None]
+    if isinstance(seen.given, QuantizedTensor) or not seen.given.numel() or all(side.plain for side in wanted):
+        return []
+    matrix, own = as_matrix(seen.given), None if derived else col
+    needed, known = declared(row, own), seen.known()
+    start, count = (0, len(matrix)) if derived else _some_rows(seen, len(matrix), row, own, most, turn)
+    cut = count < len(matrix)
+    stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(needed, known, strict=True)]
+    rows, (down, across) = matrix[start : start + count], seen.place
+    made, twice = (_encoded(x, stats, row, own, seen.seed, down + start, across) for x in (rows, rows.float().mul(2.0)))
+    found: list[Operand] = []
+    for direction, side, at in _directions(row, own, len(needed)):
+        x = side.rotated(rows if direction == "row" else rows.t()).float()
+        turned = direction == "col" and shared(row, own)
+        named = {
+            stat.name: value.t() if turned and value.dim() == 2 else value
+            for (stat, _), value in zip(needed[at], stats[at], strict=True)
+        }
+        found.append(Operand(direction, side, x, _stored(made[direction]), _stored(twice[direction]), named))
+    if derived and col is not None and not (seen.is_part and any(stat.block[1] is None for stat in col.stats)):
+        source = decode(made["row"], torch.float32)
+        of_col = None if seen.state is None else recall(quantizer, None, col, seen.state)
+        second = _encoded(source, of_col, None, col, seen.seed, down, across)["col"]
+        found.append(Operand("col", col, col.rotated(rows.t()).float(), _stored(second), None, None))
+    return [one for one in found if getattr(seen, one.direction) and not one.quantizer.plain]
+
+
+def _some_rows(
+    seen: Observed, rows: int, row: Quantizer | None, col: Quantizer | None, most: int, turn: int
+) -> tuple[int, int]:
+    """Return where the rows begin, and how many they are: all of them where an operand cannot be cut there."""
+    rows = min(rows, seen.together)
+    count = max(most // ALIGNED, 1) * ALIGNED
+    sides = [(side, dim) for side, dim in ((row, 0), (col, 1)) if side is not None]
+    if rows <= count or why_cut(sides, count, "rows") is not None:
+        return 0, rows
+    return turn % (rows // count) * count, count
+
+
+def _directions(row: Quantizer | None, col: Quantizer | None, stats: int) -> list[tuple[Direction, Quantizer, slice]]:
+    """The operands, each with the place of its statistics."""
+    of_row = slice(0, len(row.stats) if row is not None else 0)
+    found: list[tuple[Direction, Quantizer, slice]] = []
+    if row is not None:
+        found.append(("row", row, of_row))
+    if col is not None:
+        found.append(("col", col, of_row if shared(row, col) else slice(of_row.stop, stats)))
+    return found
+
+
+def _encoded(
+    x: Tensor, stats: Sequence[Tensor | None] | None, row: Quantizer | None, col: Quantizer | None,
+    seed: Tensor | None, offset: int, across: int,
+) -> dict[str, Storage]:  # fmt: skip
+    if seed is None:  # of a recipe that is not the layer's: no bits may be taken from the run
+        seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    made = quantized(x, stats or None, row, col, seed, offset, across=across)
+    shapes = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
+    sides = zip(("row", "col"), (row, col), made[:2], shapes, strict=True)
+    return {d: q.storage.wrap(buffers, q, shape, x.dtype) for d, q, buffers, shape in sides if q is not None}
+
+
+def _stored(operand: Storage) -> Tensor:
+    """The values that are stored, in the basis of the format."""
+    return decode(operand, torch.float32) if operand.quantizer.basis is None else operand.decode_stored()

@@ -1,0 +1,92 @@
+"""Readings: statistics of a run's steps, shown as a table and a page, and written to files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lpq.observe.sums import Reading
+from lpq.registry.errors import LpqError
+
+
+class NumericsError(LpqError, ValueError):
+    """A file of statistics cannot be read, or a tool that is asked for is not there."""
+
+
+class Readings:
+    """Statistics of a run. ``Readings.read`` takes them from a file."""
+
+    def __init__(self, read: Iterable[Reading] = (), first: int = 0) -> None:
+        """``first``: the number of the step from which on they are the run's own; earlier ones are in its file."""
+        self._read = [*read]
+        self._first, self._written = first, 0
+
+    @classmethod
+    def read(cls, path: str | Path) -> Readings:
+        """Read what ``write`` wrote. Where a run was resumed and did a step again, the later reading counts."""
+        path = Path(path)
+        if not path.is_file():
+            raise NumericsError(f"there are no statistics in {path}: `lpq train --watch 100` writes numerics.jsonl")
+        found: dict[Any, Reading] = {}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                reading = Reading(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise NumericsError(f"{path}, line {number}: this is no reading of lpq.observe.numerics") from error
+            found[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading
+        return Readings(found.values())
+
+    def readings(self) -> Sequence[Reading]:
+        """Return the statistics of all steps so far."""
+        return self._read
+
+    def worst(self) -> list[Reading]:
+        """Return the readings of the last step, those with the most noise first. Ones without an SNR, which have a NaN
+        or no error, come first and last."""
+        read = self.readings()
+        last = max((one.step for one in read), default=0)
+        return sorted((one for one in read if one.step == last), key=_order)
+
+    def table(self, most: int | None = 20) -> str:
+        """Return a table of the last step, worst first, of at most so many lines; None: of all."""
+        from lpq.observe.table import table
+
+        return table(self.worst(), most)
+
+    def write(self, path: str | Path) -> None:
+        """Write a line of JSON for each reading. The first call writes the file, but for the lines of the steps before
+        a resumed run; later ones add to it."""
+        read, path = self.readings(), Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._written:
+            kept = [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
+            part = path.with_name(path.name + ".part")
+            part.write_text(_lines(kept), encoding="utf-8")
+            os.replace(part, path)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_lines(read[self._written :]))
+        self._written = len(read)
+
+    def tensorboard(self, directory: str | Path) -> None:
+        """Write all readings to a directory for TensorBoard, which must be installed."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise NumericsError("TensorBoard is not installed: pip install tensorboard") from error
+        with SummaryWriter(str(directory)) as writer:
+            for one in self.readings():
+                for name, value in one.numbers().items():
+                    writer.add_scalar(f"{name}/{one.title}", value, one.step)
+
+
+def _lines(readings: Iterable[Reading]) -> str:
+    return "".join(json.dumps(one.as_dict()) + "\n" for one in readings)
+
+
+def _order(reading: Reading) -> tuple[int, float]:
+    if reading.snr_db is not None:
+        return 1, reading.snr_db
+    return (2, 0.0) if reading.shrinkage is not None else (0, 0.0)

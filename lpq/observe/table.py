@@ -1,0 +1,73 @@
+"""The table of readings, and what they are compared with: a normal distribution in the same format."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lpq import registry
+from lpq.formats.format import Quantizer
+from lpq.observe.sums import Reading, decibels
+from lpq.operations.decoding import decode
+from lpq.operations.operands import encode_operands
+from lpq.registry.showing import printable
+
+COLUMNS = ("layer", "tensor", "format", "SNR dB", "normal", "to 0", "cut", "scale/0/grid", "shrinks", "amax/rms")
+SAMPLE = (128, 512)
+WIDTH = 120
+"""The width of a table that no terminal limits."""
+
+
+@lru_cache(256)
+def normal_snr(text: str) -> float | None:
+    """The signal-to-noise ratio of a matrix of normally distributed numbers in this format, in dB."""
+    quantizer: Quantizer = registry.quantizer(text)
+    x = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        row = encode_operands(quantizer, x, col=False, seed=torch.zeros((), dtype=torch.int64)).row
+        assert row is not None
+        error = decode(row, torch.float32) - x
+    return decibels(float(x.square().sum()), float(error.square().sum()))
+
+
+def table(readings: Sequence[Reading], most: int | None) -> str:
+    """The table as text."""
+    if not readings:
+        return "no step was watched so far"
+    shown = readings if most is None else readings[:most]
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {readings[0].step}, the most noise first")
+    for i, name in enumerate(COLUMNS):
+        made.add_column(name, justify="left" if i < 3 else "right", overflow="fold")
+    for one in shown:
+        made.add_row(*(escape(printable(cell)) for cell in cells(one)))
+    out = io.StringIO()
+    console = Console(file=out, width=max(WIDTH, Console().width))
+    console.print(made)
+    if len(shown) < len(readings):
+        console.print(f"{len(readings) - len(shown)} more with less noise", highlight=False)
+    return out.getvalue().rstrip()
+
+
+def cells(one: Reading) -> list[str]:
+    """The cells of a reading."""
+    normal = None if not one.format or one.tensor == "dw" else normal_snr(one.format)
+    parts = (one.error_scale, one.error_flushed, one.error_grid)
+    split = "/".join("–" if part is None else f"{part:.0%}".removesuffix("%") for part in parts)
+    name = f"{one.layer} if {one.recipe}" if one.recipe else one.layer
+    return [
+        name, one.operand, one.format, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
+        _number(one.flushed, "{:.2%}"), _number(one.saturated, "{:.2%}"), "" if one.error_grid is None else split,
+        _number(one.shrinkage, "{:+.2%}"), _number(one.amax_over_rms, "{:.1f}"),
+    ]  # fmt: skip
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else form.format(value)
