@@ -44,7 +44,7 @@ from benchmarks import (
     stack,
     stored,
 )
-from benchmarks.timing import QUICK, Effort
+from lpq.bench.timing import QUICK, Effort
 from lpq.registry.errors import LpqError
 
 USUAL = ("casts", "linear", "host", "stack")

@@ -19,7 +19,7 @@ from torch import Tensor
 import lpq
 from benchmarks import environment
 from benchmarks.shapes import Decoder
-from benchmarks.timing import QUICK, Effort, Step, Timing, on_gpu
+from lpq.bench.timing import QUICK, Effort, Step, Timing, on_gpu
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.sides import declared
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import lpq
 from benchmarks import transformer_engine
-from benchmarks.contenders import in_words, installed
+from benchmarks.contenders import installed
 from benchmarks.timing import copy_speed, seconds
 from lpq import operations
+from lpq.bench.contenders import in_words
 from lpq.core import Quantizer, Storage
 from lpq.kernels import choose
 from lpq.operations.sides import declared

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import lpq
 from benchmarks import transformer_engine
+from lpq.bench.contenders import BASELINE, Contender, by_recipes, plain
 
 RECIPES = (
     "fp8-current",
@@ -50,37 +49,6 @@ KINDS = {
 """Which of lpq's recipes does the same arithmetic as another library's."""
 
 
-def label(library: str, recipe: str, compiled: bool) -> str:
-    """The name of a contender in tables."""
-    return f"{'' if library == 'torch' else library + ' '}{recipe}{', compiled' if compiled else ''}"
-
-
-BASELINE = label("torch", "bf16", False)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to run linear layers."""
-
-    library: str
-    recipe: str
-    compiled: bool
-    convert: Callable[[nn.Module], nn.Module] = lambda model: model
-    """Takes a model, in which are ``nn.Linear`` layers, and may change it in place. Compilation comes after it."""
-    after_step: Callable[[nn.Module], object] | None = None
-    """The function that its users call after each step of the optimizer."""
-    mode: str | None = None
-    """How a layer is compiled, if it is; None: as torch.compile does by default."""
-
-    @property
-    def name(self) -> str:
-        return label(self.library, self.recipe, self.compiled)
-
-    def record(self) -> dict[str, Any]:
-        """The keys of a result that name the contender."""
-        return {"library": self.library, "recipe": self.recipe, "compiled": self.compiled}
-
-
 def installed(library: str) -> str | None:
     """The version of a library, or None."""
     return version(PEERS[library]) if importlib.util.find_spec(PEERS[library]) is not None else None
@@ -88,13 +56,13 @@ def installed(library: str) -> str | None:
 
 def of_layers(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list[Contender]:
     """All that can run one layer here; bf16 comes first."""
-    return [*_bf16(compiled), *_lpq(recipes, compiled), *_torchao(sharded=False), *_transformer_engine()]
+    return [*plain(compiled), *by_recipes(recipes, compiled), *_torchao(sharded=False), *_transformer_engine()]
 
 
 def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list[Contender]:
     """All that can run a model that FSDP2 shards; lpq gathers its weights quantized."""
     others = [*_torchao(sharded=True), *_transformer_engine()]
-    return [*_bf16(compiled), *others, *_lpq(recipes, compiled, weights="high_precision")]
+    return [*plain(compiled), *others, *by_recipes(recipes, compiled, weights="high_precision")]
 
 
 def of_models(
@@ -105,9 +73,9 @@ def of_models(
     others = [
         one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
     ]
-    made = [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled)]
+    made = [*plain(compiled), *sorted(others, key=lambda one: one.compiled)]
     for ending in ("", FUSED)[: 1 + fused]:
-        lpq_ = partial(_lpq, recipes, compiled and not ending, fuse=bool(ending))
+        lpq_ = partial(by_recipes, recipes, compiled and not ending, fuse=bool(ending))
         made += _ending(f"{ending}{GATHERED_IN_BF16 if sharded else ''}", lpq_())
         made += _ending(ending, lpq_(weights="high_precision")) if sharded else []
     return made
@@ -126,17 +94,6 @@ def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:
 def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:
     """Those whose name begins with one of these, and bf16, to which all are compared."""
     return [c for c in everyone if only is None or c.name == BASELINE or c.name.startswith(tuple(only))]
-
-
-def _bf16(compiled: bool) -> Iterator[Contender]:
-    for is_compiled in (False, True)[: 1 + compiled]:
-        yield Contender("torch", "bf16", is_compiled)
-
-
-def _lpq(recipes: tuple[str, ...], compiled: bool, **options: Any) -> Iterator[Contender]:
-    for is_compiled in (False, True)[: 1 + compiled]:
-        for recipe in recipes:
-            yield Contender("lpq", recipe, is_compiled, partial(lpq.convert, policy=recipe, include="all", **options))
 
 
 def _torchao(sharded: bool) -> Iterator[Contender]:
@@ -172,11 +129,6 @@ def compile_afresh() -> None:
     """Forget what was compiled, and let one function be compiled for each contender."""
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
-
-
-def in_words(error: Exception) -> str:
-    """Why a contender failed, in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def training_step(contender: Contender, model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]:

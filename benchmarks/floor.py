@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Shape
-from benchmarks.timing import Step, Timing
+from lpq.bench.layers import LayerSize
+from lpq.bench.timing import Step, Timing
 
 BF16_BYTES = 2
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -44,15 +44,15 @@ class Floor:
         """Read and written by quantizing one element: bf16 in, a byte for each operand out. Scales are left out."""
         return self.reads * BF16_BYTES + 2
 
-    def quantized_bytes(self, shape: Shape) -> int:
+    def quantized_bytes(self, shape: LayerSize) -> int:
         """Read and written by quantizing x, w and dy."""
         return sum(shape.tensors) * self.bytes_of_element
 
-    def seconds(self, shape: Shape, gemms: float, copy_speed: float) -> float:
+    def seconds(self, shape: LayerSize, gemms: float, copy_speed: float) -> float:
         """The floor, from the time of the three GEMMs and from bytes a second."""
         return gemms + self.quantized_bytes(shape) / copy_speed
 
-    def record(self, shape: Shape, gemms: Timing, stream: Timing, copy_speed: float) -> dict[str, Any]:
+    def record(self, shape: LayerSize, gemms: Timing, stream: Timing, copy_speed: float) -> dict[str, Any]:
         """The entry of the floor in a result."""
         return {
             "gemms_ms": gemms.median * 1e3,
@@ -74,7 +74,7 @@ FLOORS = {
 class Bare:
     """The three GEMMs of a step with nothing around them, and copies of what quantizing would move."""
 
-    def __init__(self, floor: Floor, shape: Shape, device: torch.device, sets: int = 2) -> None:
+    def __init__(self, floor: Floor, shape: LayerSize, device: torch.device, sets: int = 2) -> None:
         self._sets = [_three(floor, shape, device) for _ in range(sets)]
         self._turn = 0
         # A copy reads and writes: it moves twice the bytes of its tensor.
@@ -106,7 +106,7 @@ class Bare:
         return self._sets[self._turn]
 
 
-def _three(floor: Floor, shape: Shape, device: torch.device) -> list[Callable[[], Tensor]]:
+def _three(floor: Floor, shape: LayerSize, device: torch.device) -> list[Callable[[], Tensor]]:
     tokens, inputs, outputs = shape.tokens, shape.inputs, shape.outputs
     make = partial(_operand, floor.scales, device)
     multiply = partial(_gemm, exact=floor.scales == "block")  # blocks are summed in fp32 in any case

@@ -20,7 +20,7 @@ import lpq
 from benchmarks import environment
 from benchmarks.grouped import Data
 from benchmarks.shapes import GROUPED, Experts
-from benchmarks.timing import Effort, Step, Timing, on_gpu
+from lpq.bench.timing import Effort, Step, Timing, on_gpu
 from lpq.operations import group_choice
 from lpq.operations.group_products import multiply_groups
 from lpq.operations.groups import encode_groups

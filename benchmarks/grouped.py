@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from benchmarks import transformer_engine
-from benchmarks.contenders import in_words, installed, label
+from benchmarks.contenders import installed
 from benchmarks.shapes import Experts
-from benchmarks.timing import Effort, Step, Timing, copy_speed, on_gpu
+from benchmarks.timing import copy_speed
+from lpq.bench.contenders import in_words, label
+from lpq.bench.timing import Effort, Step, Timing, on_gpu
 from lpq.nn import GroupedLinear
 
 RECIPES = (

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import Contender
-from benchmarks.layers import Layers
+from benchmarks.layers import graphed, layers_of
 from benchmarks.shapes import HOST
-from benchmarks.timing import Effort, on_host
+from lpq.bench.contenders import Contender
+from lpq.bench.timing import Effort, on_host
 
 
 def measure(everyone: list[Contender], effort: Effort, device: torch.device) -> dict[str, Any]:
     """Microseconds of a step of each contender, of the same in one thread, and as CUDA graphs."""
-    layers = Layers(everyone, HOST, device)
+    layers = layers_of(everyone, HOST, device)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     taken = on_host(layers.steps(), effort, synchronize)
     with torch.autograd.set_multithreading_enabled(False):
         alone = on_host(layers.steps(), effort, synchronize)
-    graphed = on_host(layers.graphed() if device.type == "cuda" else {}, effort, synchronize)
+    replayed = on_host(graphed(layers) if device.type == "cuda" else {}, effort, synchronize)
     return {
         "shape": str(HOST),
         "results": [
@@ -32,7 +32,7 @@ def measure(everyone: list[Contender], effort: Effort, device: torch.device) -> 
                 **c.record(),
                 **(taken[c.name].record("us") if c.name in taken else {}),
                 **({"one_thread_us": alone[c.name].median * 1e6} if c.name in alone else {}),
-                **({"graphed_us": graphed[c.name].median * 1e6} if c.name in graphed else {}),
+                **({"graphed_us": replayed[c.name].median * 1e6} if c.name in replayed else {}),
                 "failure": layers.failures.get(c.name),
             }
             for c in everyone

@@ -28,11 +28,12 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.contenders import Contender, compile_afresh, in_words, training_step
+from benchmarks.contenders import compile_afresh, training_step
 from benchmarks.profiles import busy, functions
 from benchmarks.shapes import Decoder
 from benchmarks.stack import Failed, together
 from benchmarks.timing import launching, one_after_another
+from lpq.bench.contenders import Contender, in_words
 
 PROFILED = 10
 """Steps in which it is looked where the host's time goes."""

@@ -23,10 +23,11 @@ from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
-from benchmarks.contenders import Contender, compile_afresh
+from benchmarks.contenders import compile_afresh
 from benchmarks.shapes import Pair
 from benchmarks.stack import Failed, gathered_in, together
-from benchmarks.timing import Effort, on_gpu
+from lpq.bench.contenders import Contender
+from lpq.bench.timing import Effort, on_gpu
 from lpq.distributed import tensor_parallel
 
 COUNT = 12

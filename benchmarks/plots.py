@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from benchmarks.contenders import BASELINE
 from benchmarks.tables import Result, name
+from lpq.bench.contenders import BASELINE
 
 CLASSES = {"torch": "torch", "lpq": "lpq", "torchao": "torchao", "TransformerEngine": "te"}
 STYLE = """

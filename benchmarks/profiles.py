@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import contenders
-from benchmarks.contenders import Contender, compile_afresh
-from benchmarks.layers import inputs, made, step
-from benchmarks.shapes import Shape
-from benchmarks.timing import Step
+from benchmarks.contenders import compile_afresh
+from lpq.bench.contenders import Contender
+from lpq.bench.contenders import in_words as failure_in_words
+from lpq.bench.layers import LayerSize, inputs, made, step
+from lpq.bench.timing import Step
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def show(everyone: Iterable[Contender], shape: Shape, device: torch.device, on_host: bool) -> None:
+def show(everyone: Iterable[Contender], shape: LayerSize, device: torch.device, on_host: bool) -> None:
     """Print where the time of each contender's step goes. Compiled code runs few functions that have names."""
     for contender in everyone:
         if contender.compiled and on_host:
@@ -35,7 +35,7 @@ def show(everyone: Iterable[Contender], shape: Shape, device: torch.device, on_h
             run = step(made(contender, shape, device), x, dy)
             found = functions(run) if on_host else in_words(kernels(run))
         except Exception as error:  # what one library cannot do is a result, and the others go on
-            found = f"  failed: {contenders.in_words(error)}"
+            found = f"  failed: {failure_in_words(error)}"
         what = ": functions by the time in them and in what they call" if on_host else ""
         print(f"{contender.name} at {shape}{what}\n{found}")
 

@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One linear layer: ``y[tokens, outputs] = x[tokens, inputs] · w[outputs, inputs]ᵀ``."""
-
-    tokens: int
-    inputs: int
-    outputs: int
-
-    def __str__(self) -> str:
-        return f"{self.tokens}x{self.inputs}x{self.outputs}"
-
-    @property
-    def tensors(self) -> tuple[int, int, int]:
-        """The elements of x, w and dy: what a step quantizes."""
-        return self.tokens * self.inputs, self.outputs * self.inputs, self.tokens * self.outputs
+from lpq.bench.layers import LayerSize
 
 
 @dataclass(frozen=True)
@@ -44,16 +29,16 @@ class Experts:
 GROUPED = (Experts(8, 2048, 4096, 14336), Experts(64, 512, 2048, 1408), Experts(8, 1024, 2048, 8192))
 """Experts of Mixtral, of models with many small ones, and of some between."""
 LINEAR = (
-    Shape(8192, 2048, 2048),
-    Shape(8192, 4096, 4096),
-    Shape(8192, 4096, 14336),
-    Shape(8192, 14336, 4096),
-    Shape(16384, 8192, 8192),
-    Shape(16384, 8192, 28672),
+    LayerSize(8192, 2048, 2048),
+    LayerSize(8192, 4096, 4096),
+    LayerSize(8192, 4096, 14336),
+    LayerSize(8192, 14336, 4096),
+    LayerSize(16384, 8192, 8192),
+    LayerSize(16384, 8192, 28672),
 )
 """Attention and feed-forward layers of models with 1, 8 and 70 billion parameters."""
 QUICK = (LINEAR[0], LINEAR[1], LINEAR[4])
-HOST = Shape(128, 128, 128)
+HOST = LayerSize(128, 128, 128)
 """So small that the GPU waits for the host."""
 
 

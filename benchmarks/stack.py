@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.contenders import Contender, compile_afresh, in_words, training_step
+from benchmarks.contenders import compile_afresh, training_step
 from benchmarks.llama import Llama, rotations
 from benchmarks.shapes import Stack
 from benchmarks.timing import one_after_another
+from lpq.bench.contenders import Contender, in_words
 from lpq.observe.collectives import collectives, gathered_bytes
 
 STEPS = 24

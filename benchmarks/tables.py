@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from benchmarks.contenders import BASELINE, GATHERED_IN_BF16, KINDS, label
+from benchmarks.contenders import GATHERED_IN_BF16, KINDS
+from lpq.bench.contenders import BASELINE, label
 
 Result = dict[str, Any]
 WIDTH = 150

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import contenders, environment, parallel
-from benchmarks.contenders import Contender, of_layers, of_models, of_stacks
+from benchmarks.contenders import of_layers, of_models, of_stacks
 from benchmarks.floor import FLOORS
 from benchmarks.shapes import GROUPED, HOST, LINEAR, Decoder, Pair, Stack
-from benchmarks.timing import Timing
+from lpq.bench.contenders import Contender
+from lpq.bench.timing import Timing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
 

@@ -17,7 +17,8 @@ from benchmarks import environment, plots, profiles, stored, tables
 from benchmarks.contenders import KINDS, RECIPES, of_layers, of_stacks
 from benchmarks.floor import FLOORS, Floor
 from benchmarks.layers import encoded_bytes
-from benchmarks.shapes import HOST, LINEAR, Shape, Stack
+from benchmarks.shapes import HOST, LINEAR, Stack
+from lpq.bench.layers import LayerSize
 
 Results = dict[str, dict[str, Any]]
 
@@ -26,18 +27,18 @@ Results = dict[str, dict[str, Any]]
 
 
 def test_a_shape_counts_the_elements_of_its_three_tensors() -> None:
-    assert Shape(2, 3, 5).tensors == (6, 15, 10)
+    assert LayerSize(2, 3, 5).tensors == (6, 15, 10)
     assert str(HOST) == "128x128x128"
     assert Stack().tokens == 8192
 
 
 @pytest.mark.parametrize("shape", LINEAR, ids=str)
-def test_sizes_suit_every_format_and_every_scaled_matmul(shape: Shape) -> None:
+def test_sizes_suit_every_format_and_every_scaled_matmul(shape: LayerSize) -> None:
     assert all(size % 512 == 0 for size in (shape.tokens, shape.inputs, shape.outputs))
 
 
 def test_a_floor_is_its_gemms_and_its_bytes_at_copy_speed() -> None:
-    shape = Shape(8192, 4096, 4096)
+    shape = LayerSize(8192, 4096, 4096)
     assert FLOORS["fp8-current"].quantized_bytes(shape) == 6 * sum(shape.tensors)
     assert FLOORS["fp8-delayed"].quantized_bytes(shape) == 4 * sum(shape.tensors)
     assert Floor("tensor", reads=2).seconds(shape, 0.5e-3, 6e12) == pytest.approx(0.5e-3 + sum(shape.tensors) / 1e12)
@@ -49,7 +50,7 @@ def test_every_recipe_exists_and_other_libraries_are_compared_with_one_that_has_
 
 
 def test_the_bytes_kept_for_backward_are_those_of_two_operands() -> None:
-    shape = Shape(64, 32, 128)
+    shape = LayerSize(64, 32, 128)
     elements = 64 * 32 + 128 * 32
     assert encoded_bytes("fp8-current", shape) == elements + 2 * 4
     assert encoded_bytes("mxfp8", shape) == elements + elements // 32
@@ -231,12 +232,12 @@ def test_profiles_of_kernels_are_of_compiled_layers_too(
     monkeypatch.setattr(profiles, "kernels", kernels)
     monkeypatch.setattr(profiles, "functions", lambda step: "none")
     everyone = of_layers(("fp8-current",))[:4]
-    profiles.show(everyone, Shape(16, 16, 16), torch.device("cpu"), on_host=False)
+    profiles.show(everyone, LayerSize(16, 16, 16), torch.device("cpu"), on_host=False)
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if " at " in line] == [f"{c.name} at 16x16x16" for c in everyone]
     assert out.count("busy 4.0") == len(everyone) - 1
     assert "failed: ValueError: it did not run" in out
-    profiles.show(everyone, Shape(16, 16, 16), torch.device("cpu"), on_host=True)
+    profiles.show(everyone, LayerSize(16, 16, 16), torch.device("cpu"), on_host=True)
     assert "compiled" not in capsys.readouterr().out
 
 

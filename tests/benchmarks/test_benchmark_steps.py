@@ -12,37 +12,24 @@ from ranks import on_ranks, spawn
 from torch import nn
 
 from benchmarks import after_step, contenders, group_choice, grouped, huggingface, parallel, profiles, stack
-from benchmarks.contenders import Contender, of_layers, of_stacks
+from benchmarks.contenders import of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
-from benchmarks.layers import Layers
 from benchmarks.llama import Llama, rotations
-from benchmarks.shapes import TINY, Decoder, Experts, Pair, Shape
-from benchmarks.timing import WARM, Effort, Step, Timing, on_host
+from benchmarks.shapes import TINY, Decoder, Experts, Pair
+from benchmarks.timing import WARM
+from lpq.bench.contenders import Contender
+from lpq.bench.layers import Layers, LayerSize
+from lpq.bench.timing import Effort, Step, Timing
 
 CPU = torch.device("cpu")
-SMALL = Shape(64, 32, 48)
+SMALL = LayerSize(64, 32, 48)
 SOON = 60
 """Seconds; the group would wait for two minutes."""
 
 
 def _failing(module: nn.Module) -> nn.Module:
     raise RuntimeError("not today")
-
-
-def test_a_timing_is_the_median_and_its_range() -> None:
-    timing = Timing.of([3.0, 1.0, 2.0])
-    assert timing.record("ms") == {"ms": 2000.0, "fastest_ms": 1000.0, "slowest_ms": 3000.0}
-
-
-def test_contenders_take_turns_in_changing_order() -> None:
-    seen: list[str] = []
-    steps = {name: (lambda name=name: seen.append(name)) for name in "abc"}
-    taken = on_host(steps, Effort(rounds=6, steps=1), lambda: None)
-    each = ["".join(seen[i : i + 9 : 3]) for i in range(0, len(seen), 9)]  # two steps to lead and one that is timed
-    assert set(taken) == set("abc")
-    assert all(sorted(order) == list("abc") for order in each)
-    assert len(set(each)) > 1
 
 
 def test_a_step_quantizes_the_weight_each_time_and_drops_gradients() -> None:
@@ -75,7 +62,7 @@ def test_a_mode_is_that_of_all_that_is_compiled(monkeypatch: pytest.MonkeyPatch)
 def test_a_floor_multiplies_and_copies_what_the_recipe_does(recipe: str) -> None:
     if recipe == "fp8-row" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 has no product of FP8 rows on the CPU")
-    shape = Shape(64, 32, 48)
+    shape = LayerSize(64, 32, 48)
     bare = Bare(FLOORS[recipe], shape, CPU)
     fprop, dgrad, wgrad = (gemm() for gemm in bare._sets[0])
     assert (fprop.shape, dgrad.shape, wgrad.shape) == ((64, 48), (64, 32), (48, 32))
