@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
 
 Direction = Literal["row", "col"]
+TURN = "turn"
+"""The buffer that has the number by which the rotation of an operand was drawn."""
 
 
 class Quantizer(Options):
@@ -70,7 +72,10 @@ class Quantizer(Options):
     def rotation(self) -> Rotation | None:
         """The rotation of the columns in which the matrix is stored. The core applies it: ``measure`` and ``encode``
         get the rotated matrix in fp32, its columns padded to whole blocks. The core undoes it, too: the storage has
-        ``decode_stored`` in place of ``decode``. Columns that it mixes are in one block of a buffer."""
+        ``decode_stored`` in place of ``decode``. Columns that it mixes are in one block of a buffer.
+
+        Where its signs are drawn, ``measure`` gets the matrix itself, as ranks may measure before they have a seed in
+        common. ``encode_stochastic`` keeps the number ``bits.turn`` in a buffer of the name ``turn``."""
         return None
 
     @property
@@ -182,9 +187,12 @@ class Quantizer(Options):
         """The rotation, which operands are compared by; operands of one basis are multiplied without undoing it."""
         return self.rotation
 
-    def rotated(self, x: Tensor) -> Tensor:
-        """The matrix as ``measure`` and ``encode`` get it: ``x`` itself where there is no rotation."""
-        return x if self.basis is None else self.basis.apply(x)
+    def rotated(self, x: Tensor, bits: RandomBits | None = None) -> Tensor:
+        """The matrix as ``measure`` and, with ``bits``, ``encode_stochastic`` get it: ``x`` itself where there is no
+        rotation, or where it must be drawn and there are no bits."""
+        if self.basis is None or (self.basis.drawn and bits is None):
+            return x
+        return self.basis.apply(x, bits.turn if self.basis.drawn and bits is not None else None)
 
     @cached_property
     def storage(self) -> type[Storage]:
@@ -302,6 +310,9 @@ def _check_rotation(side: Quantizer) -> None:
         remedy = "define decode_stored(self), the stored values before a rotation is undone, in place of both"
     elif side.basis is None:
         return
+    elif side.basis.drawn and (not side.stochastic or TURN not in side.names):
+        cause = f"{side} is rotated by {side.basis}, and {storage.__name__} keeps no {TURN!r}"
+        remedy = f"be stochastic, and declare Buffer({TURN!r}, torch.int32, block=(None, None)), which has bits.turn"
     elif storage.decode is not Storage.decode or storage.decode_stored is Storage.decode_stored:
         cause = f"{side} is rotated, and {storage.__name__} has no decode_stored(self), or a decode(self) of its own"
         remedy = "define decode_stored(self), the rotated values; the core makes decode of it"
@@ -339,7 +350,7 @@ class Storage:
         """Return the matrix that the buffers stand for, in fp32, in plain PyTorch. This defines the format. A format
         that may be rotated defines ``decode_stored`` in its place."""
         stored, rotation = self.decode_stored(), self.quantizer.basis
-        return (stored if rotation is None else rotation.undo(stored))[:, : self.shape[1]]
+        return (stored if rotation is None else rotation.undo(stored, self._turn()))[:, : self.shape[1]]
 
     def decode_stored(self) -> Tensor:
         """Return the values that are stored, in fp32: the matrix before a rotation is undone. Padding may be cut off
@@ -358,7 +369,13 @@ class Storage:
         """Decode as ``decode`` does, but stay in the rotated basis, with padding that counts in no product. The product
         of two matrices in one basis (``quantizer.basis``) equals the product of the decoded matrices."""
         rotation = self.quantizer.basis
-        return self.decode() if rotation is None else rotation.without_padding(self.decode_stored(), self.shape[1])
+        if rotation is None:
+            return self.decode()
+        return rotation.without_padding(self.decode_stored(), self.shape[1], self._turn())
+
+    def _turn(self) -> Tensor | None:
+        basis = self.quantizer.basis
+        return getattr(self, TURN) if basis is not None and basis.drawn else None
 
     def __init__(self, **buffers: Tensor) -> None:
         for name, tensor in buffers.items():

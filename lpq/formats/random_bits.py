@@ -17,6 +17,9 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 GROUP = 16
+OF_PASS = 2
+"""In the counter of bits of a pass, in place of a direction."""
+WORD = 32
 
 Counter = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -37,6 +40,21 @@ def _high(product: Tensor) -> Tensor:
     return (product >> 32).bitwise_and_(MASK)
 
 
+def turn_of(seed: Tensor) -> Tensor:
+    """The lower half of a seed, in int32: all tensors of a pass of a layer have it in common."""
+    return (seed << WORD >> WORD).int()
+
+
+def signs_of(turn: Tensor, count: int) -> Tensor:
+    """1 or -1, in fp32, ``count`` of them (a multiple of 32), by the bits of Philox for ``turn``: 128 for each of the
+    counters ``(0, 0, 2, 0)``, ``(1, 0, 2, 0)``, … under the key ``(0, turn mod 2^32)``."""
+    zero, key = torch.zeros_like(turn, dtype=torch.int64), turn.long() & MASK
+    blocks = torch.arange(-(-count // (4 * WORD)), device=turn.device)
+    words = torch.stack(philox((blocks, zero, zero + OF_PASS, zero), (zero, key)), dim=-1).flatten()
+    bits = words[:, None] >> torch.arange(WORD, device=turn.device) & 1
+    return (1 - 2 * bits).flatten()[:count].float()
+
+
 @dataclass(frozen=True, eq=False)
 class RandomBits:
     """The random bits of one operand, or of a shard of it."""
@@ -47,6 +65,11 @@ class RandomBits:
     """0 for the row operand, 1 for the column operand."""
     offset: tuple[int, int] = (0, 0)
     """The place of this shard's first element in the whole operand."""
+
+    @property
+    def turn(self) -> Tensor:
+        """The number by which a rotation is drawn (``Rotation.drawn``): the storage keeps it as ``turn``."""
+        return turn_of(self.seed)
 
     def bytes(self, rows: int, cols: int) -> Tensor:
         """One random byte for each element of a matrix ``[rows, cols]``."""

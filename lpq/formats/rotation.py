@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.blocks import pad_blocks
+from lpq.formats.random_bits import signs_of
 
 WORD = 32
 """How many signs are kept in one number."""
@@ -22,18 +23,28 @@ class Rotation:
     of order n in Sylvester's order, or ``y = x · matrix``.
 
     Two rotations are equal if their matrices are, whichever way they were given. The product of two matrices with equal
-    rotations equals the product of the matrices themselves.
+    rotations equals the product of the matrices themselves. Of two that are ``drawn`` that holds in a pass of a layer:
+    the seeds of its tensors have their lower half, the *turn*, in common. Its methods take the turn.
     """
 
     signs: tuple[int, ...] | None = None
     """1 or -1 for each column of a block, a power of two of them."""
     matrix: tuple[tuple[float, ...], ...] | None = None
     """The rows of an orthonormal matrix of any order; None: ``signs`` give it. Lists and tensors do for either."""
+    drawn: int | None = None
+    """The number of columns in a block, a power of two from 32 on, if the signs are drawn anew in each pass."""
 
     def __post_init__(self) -> None:
         signs, matrix = self.signs, self.matrix
-        if (signs is None) == (matrix is None):
-            raise ValueError("a Rotation has signs, of a Hadamard transform, or the rows of a matrix: pass one of them")
+        if sum(given is not None for given in (signs, matrix, self.drawn)) != 1:
+            raise ValueError(
+                "a Rotation has signs, of a Hadamard transform, or the rows of a matrix, or its signs are drawn: pass "
+                "one of signs, matrix and drawn"
+            )
+        if self.drawn is not None:
+            if type(self.drawn) is not int or self.drawn < WORD or self.drawn.bit_count() != 1:
+                raise ValueError(f"a Rotation has drawn={self.drawn!r}: it is a power of two from {WORD} on")
+            return
         try:  # lists and tensors do as well, and are kept as tuples, which can be compared and hashed
             signs = None if signs is None else tuple(float(sign) for sign in signs)  # type: ignore[misc]
             matrix = None if matrix is None else tuple(tuple(float(entry) for entry in row) for row in matrix)
@@ -50,37 +61,44 @@ class Rotation:
     @property
     def block(self) -> int:
         """How many columns are mixed with each other."""
-        return len(self.signs or self.matrix or ())
+        return self.drawn or len(self.signs or self.matrix or ())
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, turn: Tensor | None = None) -> Tensor:
         """The rotated matrix in fp32, its columns padded to whole blocks."""
         x = pad_blocks(x, (1, self.block)).float()
         if self.matrix is not None:
             return _multiplied(x, self.matrix)
-        return _hadamard(x * (self._signs(x) * self.block**-0.5), self.block)
+        return _hadamard(x * (self._signs(x, turn) * self.block**-0.5), self.block)
 
-    def undo(self, y: Tensor) -> Tensor:
+    def undo(self, y: Tensor, turn: Tensor | None = None) -> Tensor:
         """The matrix that ``apply`` would take to ``y``, padding included."""
         if self.matrix is not None:
             return _multiplied(y, tuple(zip(*self.matrix, strict=True)))
-        return _hadamard(y * self.block**-0.5, self.block) * self._signs(y)
+        return _hadamard(y * self.block**-0.5, self.block) * self._signs(y, turn)
 
-    def without_padding(self, stored: Tensor, cols: int) -> Tensor:
+    def without_padding(self, stored: Tensor, cols: int, turn: Tensor | None = None) -> Tensor:
         """A rotated matrix whose padding counts in no product: columns of padding do not decode to zeros once they were
         rotated and rounded."""
         whole, ragged = cols - cols % self.block, cols % self.block
         stored = stored[:, : whole + self.block * (ragged > 0)]
         if not ragged:
             return stored
-        return torch.cat([stored[:, :whole], self.apply(self.undo(stored[:, whole:])[:, :ragged])], 1)
+        last = self.undo(stored[:, whole:], turn)[:, :ragged]
+        return torch.cat([stored[:, :whole], self.apply(last, turn)], 1)
 
     def __str__(self) -> str:
+        if self.drawn is not None:
+            return f"a Hadamard transform of {self.drawn} after signs that each pass draws"
         if self.signs is None:
             return f"a matrix of {self.block}"
         return f"a Hadamard transform of {self.block} after the signs {''.join('-+'[s > 0] for s in self.signs)}"
 
-    def _signs(self, x: Tensor) -> Tensor:
+    def _signs(self, x: Tensor, turn: Tensor | None) -> Tensor:
         """The sign of each column. It comes from constants, since copying a list to a GPU would wait for it."""
+        if self.drawn is not None:
+            if turn is None:
+                raise ValueError(f"{self}: pass the turn, by which they are drawn")
+            return signs_of(turn, self.drawn).repeat(x.shape[1] // self.drawn)
         column = torch.arange(x.shape[1], device=x.device) % self.block
         minus = [i for i, sign in enumerate(self.signs or ()) if sign < 0]
         bit = torch.zeros_like(column)

@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from lpq.formats.format import TURN
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.traced import operand_tensors
@@ -59,6 +60,15 @@ def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bo
     if not traced and None not in weight.stored:  # else an operand is derived, anew each time
         weight.read = plan.w, row, of_col
     return row, of_col
+
+
+def turn_of_weight(plan: Plan, operands: Buffers | None) -> Tensor | None:
+    """The number by which the column operand of a weight that is encoded already was rotated; None if it is still to be
+    drawn. The gradient of the result takes it over."""
+    names = plan.w.side("col").names
+    if operands is None or not operands[1] or TURN not in names:
+        return None
+    return operands[1][names.index(TURN)]
 
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:

@@ -41,6 +41,12 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
             f"{title}: the input is encoded already, and its recipe, with x={plan.x}, remembers statistics of inputs "
             "across steps, which did not encode it: pass the tensor before it is encoded"
         )
+    basis = plan.x.side("col").basis
+    if needs_dw and basis is not None and basis.drawn:
+        raise ValueError(
+            f"{title}: the input is encoded already, and its recipe, with x={plan.x}, rotates inputs by signs that "
+            "each pass draws for its gradients, too: pass the tensor before it is encoded"
+        )
     text = plan.x.text
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
 

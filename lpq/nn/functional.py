@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq import recipes, registry
 from lpq.kernels.table import kernels_allowed
-from lpq.nn.cached_weight import weight_operands
+from lpq.nn.cached_weight import turn_of_weight, weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups, row_given
@@ -24,7 +24,7 @@ from lpq.operations.binding import on_device
 from lpq.operations.inputs import DTYPES
 from lpq.operations.offsets import as_offsets
 from lpq.operations.operators import can_bypass_dispatcher
-from lpq.operations.random_seeds import draw_seeds
+from lpq.operations.random_seeds import draw_seeds, with_one_turn
 from lpq.operations.states import State
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
@@ -110,6 +110,8 @@ def grouped_linear_of(
     if casts:
         dtype = torch.get_autocast_dtype(device)
     operands, first = weight_operands(plan, weight, held, needs_dx), x if given is None else given[0]
+    if plan.turns and seeds is not None:
+        seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
     (rows, features), (groups, outputs, _) = x.shape, weight.shape
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         watched = not can_bypass_dispatcher(first)

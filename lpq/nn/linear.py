@@ -14,7 +14,7 @@ from lpq import registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
-from lpq.nn.cached_weight import HeldWeight, as_it_is, weight_operands
+from lpq.nn.cached_weight import HeldWeight, as_it_is, turn_of_weight, weight_operands
 from lpq.nn.encoded_inputs import buffers_at_hand, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
@@ -29,7 +29,7 @@ from lpq.operations import encode_operands, remember
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
-from lpq.operations.random_seeds import draw_seeds
+from lpq.operations.random_seeds import draw_seeds, with_one_turn
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
@@ -207,6 +207,8 @@ class Layer(WeightedLayer):
             recomputed.check(self, moving)
         measured = self._gathered("w" in states) if self.gather is not None else ()
         operands = weight_operands(plan, weight, held, shapes.needs_dx) if shapes.encoded else None
+        if plan.turns and seeds is not None:
+            seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
         static = self.passes.static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
         return call._replace(
             states=states, seeds=seeds, weight=operands, measured=measured, accumulate=accumulate, static=static

@@ -66,6 +66,8 @@ class Plan:
     """Whether anything is rounded with random bits."""
     draws_for_x: bool
     """Whether the input is."""
+    turns: bool
+    """Whether anything is rotated by signs that each pass draws."""
     dearer_fused: bool
     """Whether a kernel that computes the gradient of the output takes longer than what it spares, where that is
     multiplied in bf16: it computes all elements twice, as the whole matrix is measured first, and encodes what the
@@ -102,11 +104,17 @@ class Plan:
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         remembered = tuple(dict.fromkeys(memory.tensor for memory in kept))
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
-        return cls(*tensors, fast_sums, stochastic, draws, dearer, kept, remembered, moving, shares, *keeps, *of)
+        turns = any(map(_is_turned, tensors))
+        return cls(*tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
             quantizer.ready()
+
+
+def _is_turned(quantizer: Quantizer) -> bool:
+    bases = quantizer.side("row").basis, quantizer.side("col").basis
+    return any(basis is not None and basis.drawn is not None for basis in bases)
 
 
 def _made_exactly(side: Quantizer) -> bool:

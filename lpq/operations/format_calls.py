@@ -86,7 +86,7 @@ def recalling(
 def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
     """The operand that the format's ``encode`` makes of a matrix, or, with random bits, ``encode_stochastic``."""
     method = "encode" if bits is None else "encode_stochastic"
-    own = quantizer.rotated(x)
+    own = quantizer.rotated(x, bits)
     made = quantizer.encode(own, stats) if bits is None else quantizer.encode_stochastic(own, stats, bits)
     if not isinstance(made, Storage):
         raise _no_storage(quantizer, method, made)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lpq.formats.format import Storage, check_there
 from lpq.kernels import choose
 from lpq.operations.argument_checks import unfit_bias
+from lpq.operations.decoding import decode
 from lpq.operations.exact_form import operand_of
 from lpq.operations.operators import can_call_directly, define
 
@@ -42,11 +43,20 @@ def gemm(
     dtype = dtype or a.dtype
     if not dtype.is_floating_point:
         raise TypeError(f"gemm: dtype={dtype} cannot hold a product: pass a floating one")
+    if a.device != b.device:
+        raise ValueError(f"gemm: a is on {a.device} and b on {b.device}: move one to the other")
+    if bias is not None and (getattr(bias, "shape", None) != (b.shape[0],) or bias.device != a.device):
+        raise unfit_bias(bias, b.shape[0], a.device)
+    basis = a.quantizer.basis
+    if basis is not None and basis.drawn and basis == b.quantizer.basis:  # whether in one pass cannot be told
+        left, right = (decode(operand, torch.float32) for operand in (a, b))
+        return plain_gemm(left, right, bias, torch.float32).to(dtype)
+    return product_in_a_pass(a, b, bias, dtype, fast_accumulate)
+
+
+def product_in_a_pass(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """The product of two operands, whose rotations, if both were drawn, were drawn alike."""
     first, second = a.tensors(), b.tensors()
-    if first[0].device != second[0].device:
-        raise ValueError(f"gemm: a is on {first[0].device} and b on {second[0].device}: move one to the other")
-    if bias is not None and (getattr(bias, "shape", None) != (b.shape[0],) or bias.device != first[0].device):
-        raise unfit_bias(bias, b.shape[0], first[0].device)
     if a.quantizer.plain and b.quantizer.plain:
         if not torch.compiler.is_compiling():
             check_there(second[0])

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lpq.formats.random_bits import MASK
 from lpq.operations.operators import can_bypass_dispatcher, define
 
 
@@ -20,6 +21,13 @@ def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     if can_bypass_dispatcher(x):
         return drawn(x, owner, count)
     return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
+
+
+def with_one_turn(seeds: Tensor, turn: Tensor | None) -> Tensor:
+    """Give these seeds of the tensors of a pass, along their first dimension, one lower half, by which rotations are
+    drawn: ``turn``, if an operand is there already, else the lower half of the first seed."""
+    lower = (seeds[:1] if turn is None else turn.long()) & MASK
+    return (seeds & ~MASK) | lower
 
 
 def drawn(x: Tensor, owner: Tensor, count: int) -> Tensor:

@@ -122,7 +122,9 @@ def test_a_rotation_is_the_matrix_of_its_definition(signs: tuple[int, ...]) -> N
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({}, "a Rotation has signs, of a Hadamard transform, or the rows of a matrix: pass one of them"),
+        ({}, "a Rotation has signs, of a Hadamard transform, or the rows of a matrix, or its signs are drawn"),
+        ({"signs": (1, -1), "drawn": 128}, "pass one of signs, matrix and drawn"),
+        ({"drawn": 48}, "a Rotation has drawn=48: it is a power of two from 32 on"),
         ({"signs": (1, -1, 1)}, "signs of a Rotation are 1 or -1, as many as a power of two, and not [1, -1, 1]"),
         ({"signs": (1, 2)}, "signs of a Rotation are 1 or -1"),
         ({"matrix": ((1.0, 0.0),)}, "the matrix of a Rotation is square"),
