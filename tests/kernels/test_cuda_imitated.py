@@ -11,7 +11,7 @@ import lpq_fp8.cuda
 import pytest
 import torch
 from support.comparing import expect_bytes
-from tile_sides import on_cuda, side_of
+from tile_sides import on_cuda, serves, side_of
 from torch import Tensor
 
 import lpq
@@ -94,7 +94,7 @@ def test_kernels_equal_the_reference(text: str, i: int, launched: list[str]) -> 
         for row, col in pairs(kernel, quantizer) if kernel is not None else ():
             assert kernel is not None
             sides = tuple(side for side in (row, col) if side is not None)
-            if kernel.why_not is not None and registry.resolve(kernel.why_not)(*sides) is not None:
+            if not serves(kernel, *sides):
                 continue
             compared = [
                 compare(kernel, row, col, x, "cpu", name)
@@ -104,8 +104,9 @@ def test_kernels_equal_the_reference(text: str, i: int, launched: list[str]) -> 
             compared.append(compare_views(kernel, row, col, "cpu"))
             if any(compared):
                 served.add(op)
-    assert served >= {"quantize", "measure", "decode"}
-    assert {"quantize", "decode_tiles"} <= {*launched}
+    eden = text == "nvfp4(stochastic=eden)"  # the reference decodes it
+    assert served >= {"quantize", "measure", *(() if eden else ("decode",))}
+    assert ({"encode_eden"} if eden else {"quantize", "decode_tiles"}) <= {*launched}
 
 
 @pytest.mark.parametrize(("first", "second"), BY_TILES)
@@ -349,3 +350,25 @@ def test_a_wait_that_is_left_out_of_a_kernel_is_noticed(
     assert len(without) == len(source) - len(wait) + 1
     changed(lambda text: without if text == source else text)
     assert_noticed(op, text, backwards, monkeypatch)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_eden(direction: str, launched: list[str]) -> None:
+    """Each operand alone, as its kernel makes it, in ragged groups and whole ones, also of a shard."""
+    quantizer = lpq.quantizer("nvfp4(stochastic=eden)")
+    sides = (quantizer, None) if direction == "row" else (None, quantizer)
+    kernel = on_cuda("quantize", quantizer)
+    assert kernel is not None
+    encode_in_cuda, seed = registry.resolve(kernel.impl), torch.tensor(-(7 << 40) + 12345)
+    odd = normal(140, 300) * torch.logspace(-30, 30, 300)
+    odd[3, 270], odd[20, 5], odd[130, 140] = torch.inf, torch.nan, -torch.inf
+    given = torch.tensor(0.25)
+    for x, stats, offset, dtype in (
+        (normal(140, 300, dtype=torch.bfloat16), [], 0, torch.bfloat16), (odd, [], 0, torch.float32),
+        (normal(128, 256), [given], 256, torch.bfloat16), (torch.zeros(16, 128), [], 0, torch.float32),
+        (normal(130, 33, dtype=torch.float16) / 4096, [], 128, torch.float16), (odd[40:, :120], [], 0, torch.float32),
+    ):  # fmt: skip
+        with Poisoned():
+            got = encode_in_cuda(x, stats, *sides, seed, offset, True, dtype)
+        expect_bytes(got, quantize_reference(x.to(dtype), stats, *sides, seed, offset, True), f"{direction}, {x.shape}")
+    assert launched.count("encode_eden") == 6

@@ -49,6 +49,12 @@ def golden() -> Golden:
 
 
 @pytest.fixture(scope="session")
+def golden_eden() -> Golden:
+    """MS-EDEN of rotated matrices, before scales are rounded stochastically."""
+    return Golden(FILES / "nvfp4_eden_128x256.npz")
+
+
+@pytest.fixture(scope="session")
 def golden_variants() -> Golden:
     """NVFP4 by four over six and by rows, of some inputs of the other file."""
     return Golden(FILES / "nvfp4_variants_128x256.npz")

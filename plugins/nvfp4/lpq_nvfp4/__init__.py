@@ -4,6 +4,7 @@ from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
 SEARCHED = "lpq_nvfp4.search:why_not"
+EDEN = "lpq_nvfp4.eden:why_not"
 KERNELS = (
     KernelSpec.cuda("measure", "lpq_nvfp4.cuda:measure", why_not="lpq_nvfp4.cuda:why_not", rounds=True),
     KernelSpec.cuda(
@@ -11,13 +12,21 @@ KERNELS = (
         rounds=True,
     ),
     KernelSpec.cuda(
+        "measure", "lpq_nvfp4.eden_cuda:measure", why_not="lpq_nvfp4.eden_cuda:why_not", rounds=True,
+    ),
+    KernelSpec.cuda(
+        "quantize", "lpq_nvfp4.eden_cuda:quantize", bind="lpq_nvfp4.eden_cuda:bind",
+        why_not="lpq_nvfp4.eden_cuda:why_not", rounds=True,
+    ),
+    KernelSpec.cuda(
         "transpose", "lpq_nvfp4.views:transpose", bind="lpq_nvfp4.views:bind_transpose",
         several="lpq_nvfp4.views:bind_transposes",
     ),
-    KernelSpec.cuda("decode", "lpq_nvfp4.views:decode"),
+    KernelSpec.cuda("decode", "lpq_nvfp4.views:decode", why_not=EDEN),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
-    *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}") for op in ("measure", "decode", "transpose")),
+    *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}", why_not=EDEN) for op in ("measure", "decode")),
+    KernelSpec.triton("transpose", "lpq_nvfp4.triton:transpose"),
     KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
     KernelSpec(
         op="gemm", impl="lpq_nvfp4.gemm:native", why_not="lpq_nvfp4.gemm:why_not", formats=("nvfp4", "nvfp4"),
@@ -46,6 +55,8 @@ W = "nvfp4(block=16x16)"
 DY = "nvfp4(rht=true, stochastic=true)"
 ROW_X = "nvfp4(scaling=row)"
 DECODED = "hybrid(row={}, col=identity, col_source=row)"
+EDEN_DY = "nvfp4(stochastic=eden)"
+EDEN_OF_CODES = f"hybrid(row=nvfp4(search=four_over_six, norm=256), col={EDEN_DY}, col_source=row)"
 BETTER_X = "nvfp4(rht=true, search=four_over_six, norm=256)"
 BETTER_W = "nvfp4(block=16x16, search=four_over_six, norm=256)"
 
@@ -67,6 +78,11 @@ def lpq_register_recipes() -> list[RecipeSpec]:
             name="nvfp4-four-over-six",
             summary="as nvfp4, each block of x and w with the better of two scales",
             recipe=_of(BETTER_X, BETTER_W),
+        ),
+        RecipeSpec(
+            name="nvfp4-eden",
+            summary="NVFP4 forward with the better of two scales; MS-EDEN backward, of what forward's codes decode to",
+            recipe=f"x={EDEN_OF_CODES}, w={EDEN_OF_CODES}, dy={EDEN_DY}",
         ),
         RecipeSpec(
             name="nvfp4-fwd-mxfp8-bwd",

@@ -32,7 +32,7 @@ from lpq.operations.fused_pair import Job, Made, Make
 from lpq.operations.line_amaxes import bind_amaxes_of_lines, measure_lines
 from lpq.operations.measuring import measure_reference
 from lpq.operations.sides import shared
-from lpq_nvfp4 import search
+from lpq_nvfp4 import eden, search
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
@@ -52,6 +52,8 @@ NOTHING = Made((), (), (0,) * 9)
 
 def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
     """Both operands come from one kernel if their blocks have one shape, and what has an amax."""
+    if (reason := eden.why_not(first, second)) is not None:
+        return reason
     if second is not None and first.scaling != second.scaling:
         return "serves both operands at once only if an amax is of the same for both, else one at a time"
     if second is not None and first.block != second.block:

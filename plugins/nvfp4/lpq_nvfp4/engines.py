@@ -44,7 +44,7 @@ def _factor_to_amax(factor: Tensor) -> Tensor:
 
 def _serves(quantizer: Any) -> bool:
     """Operands that are not rotated, and have one amax; how they were rounded does not matter."""
-    return isinstance(quantizer, NVFP4Quantizer) and not quantizer.rht and quantizer.scaling == "tensor"
+    return isinstance(quantizer, NVFP4Quantizer) and quantizer.rotation is None and quantizer.scaling == "tensor"
 
 
 def _serves_inputs(quantizer: Any) -> bool:

@@ -14,6 +14,7 @@ from lpq.kernels.blackwell_scales import swizzled
 from lpq.operations.binding import Operand
 from lpq.operations.exact_form import Exact
 from lpq_nvfp4 import views
+from lpq_nvfp4.eden import ROTATED
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP
 from lpq_nvfp4.storage import NVFP4Storage
@@ -40,7 +41,7 @@ def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
 
 def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
     """``exact_in_cuda`` for operands of one shape."""
-    if operand.quantizer.rht and operand.shape[1] % GROUP:
+    if operand.quantizer.basis is not None and operand.shape[1] % operand.quantizer.basis.block:
         return lambda buffers: exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
     decode = views.bind_unit(operand, device)
 
@@ -55,13 +56,16 @@ def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Ten
 
 def _matrix(operand: NVFP4Storage) -> Tensor:
     stored = NVFP4Storage(data=operand.data, scale=operand.scale, amax=torch.full_like(operand.amax, UNIT))
-    stored.bind(operand.quantizer.side("row"), operand.shape, operand.dtype)  # as if it were not rotated
+    stored.bind(operand.quantizer.unrotated, operand.shape, operand.dtype)
     return decode(stored, torch.bfloat16)
 
 
 def _exact(operand: NVFP4Storage, matrix: Callable[[NVFP4Storage], Tensor]) -> Exact | None:
-    """Where a rotation has mixed columns of padding into the last group, that group is the rest."""
+    """Where a rotation has mixed columns of padding into the last group, that group is the rest. Of 128 columns it
+    would be too much."""
     cols = operand.shape[1]
+    if operand.quantizer.eden and cols % ROTATED:
+        return None
     cut = cols % GROUP if operand.quantizer.rht else 0
     if not cut:
         return Exact(matrix(operand), operand.amax, CONSTANT)
@@ -75,7 +79,7 @@ def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:
     """A rotation drops out if both operands have it; and the scaled matmul takes one amax of a whole operand."""
     if "row" in (a.scaling, b.scaling):
         return "takes operands with one amax, and not with one for each row"
-    return None if a.rht == b.rht else f"{a} and {b} are stored in different bases"
+    return None if a.basis == b.basis else f"{a} and {b} are stored in different bases"
 
 
 def native(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:

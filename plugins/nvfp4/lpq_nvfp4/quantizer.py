@@ -13,7 +13,7 @@ from lpq.core import Quantizer, RandomBits, Rotation, Stat, Storage
 from lpq.formats.elements import cast_e2m1, cast_e2m1_stochastic
 from lpq.formats.format import Direction
 from lpq.registry.errors import OptionError
-from lpq_nvfp4 import reference, rotation
+from lpq_nvfp4 import eden, reference, rotation
 from lpq_nvfp4.reference import BLOCKS
 from lpq_nvfp4.search import four_over_six, searched
 
@@ -24,6 +24,9 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "scaling": tuple(reference.SCALED),
 }
 """The values of options of which the conformance kit does not try all."""
+PLAIN = ("1x16", False, "amax", "tensor")
+"""The values of ``block``, ``rht``, ``search`` and ``scaling`` that MS-EDEN has."""
+AMAX = (Stat("amax", largest=True),)
 STATS = {
     (name, rht, scaling): (
         Stat("amax", block=scaled, largest=not rht), Stat("block_amax", block=block, largest=not rht)
@@ -42,8 +45,10 @@ class NVFP4Quantizer(Quantizer):
     """Square blocks let either operand be derived from the other."""
     rht: bool = False
     """Store the column operand rotated by a random Hadamard transform along the contraction."""
-    stochastic: Literal[False, True, "unbiased"] = False
-    """Round the elements stochastically. ``unbiased``: scales leave room, so that no element is cut at 6."""
+    stochastic: Literal[False, True, "unbiased", "eden"] = False
+    """Round the elements stochastically. ``unbiased``: scales leave room, so that no element is cut at 6. ``eden``:
+    rotate 128 columns by signs that each pass draws, and round the scales stochastically, not the elements; this is for
+    both operands of a product."""
     static: bool = False
     """The amax of the operand is one that calibration found."""
     search: str = "amax"
@@ -73,13 +78,26 @@ class NVFP4Quantizer(Quantizer):
                 "nvfp4: with scaling=row leave out block, rht and static: a row has its own amax, in blocks of 1x16"
             )
 
+        if self.eden and (self.block, self.rht, self.search, self.scaling) != PLAIN:
+            raise OptionError(
+                "nvfp4: stochastic=eden rotates 128 columns and finds scales of its own: leave block, rht, search and "
+                "scaling out"
+            )
+
+    @property
+    def eden(self) -> bool:
+        """Whether it is MS-EDEN."""
+        return self.stochastic == "eden"
+
     @property
     def stats(self) -> tuple[Stat, ...]:
+        if self.eden:
+            return AMAX
         return STATS[self.block, self.rht, self.scaling]
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        return self.stochastic == "unbiased"
+        return self.stochastic in ("unbiased", "eden")
 
     @property
     def searches(self) -> bool:
@@ -90,25 +108,38 @@ class NVFP4Quantizer(Quantizer):
     def transposable(self) -> bool:
         return self.block == "16x16" and not self.rht and not self.stochastic
 
+    def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
+        return super().frozen(None if self.eden else search, static=static)
+
     @property
     def rotation(self) -> Rotation | None:
+        if self.eden:
+            return eden.DRAWN
         return rotation.HADAMARD if self.rht else None
 
     def side(self, direction: Direction) -> NVFP4Quantizer:
-        return self._unrotated if direction == "row" else self
+        return self.unrotated if direction == "row" and self.rht else self
 
     @cached_property
-    def _unrotated(self) -> NVFP4Quantizer:
+    def unrotated(self) -> NVFP4Quantizer:
+        """The quantizer of the stored values, if they were not rotated."""
+        if self.eden:
+            return replace(self, stochastic=False)
         return replace(self, rht=False) if self.rht else self
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         amax, block_amax = reference.measure(self._stored(x), BLOCKS[self.block], reference.SCALED[self.scaling])
-        return {"amax": amax, "block_amax": block_amax}
+        return {"amax": amax} if self.eden else {"amax": amax, "block_amax": block_amax}
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        if self.eden:
+            raise TypeError(f"{self} is rotated by signs that are drawn: it encodes with random bits alone")
         return self._encode(x, stats, cast_e2m1)
 
     def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
+        if self.eden:
+            data, scale, amax = eden.encode(x, stats["amax"], bits)
+            return self.storage(data=data, scale=scale, amax=amax, turn=bits.turn)
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
 
     def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lpq.formats.blocks import pad_blocks, scale_blocks
 from lpq.formats.elements import E4M3, cast_e2m1, cast_float8, decode_e2m1, decode_float8
 from lpq.formats.layout import Block
+from lpq_nvfp4 import eden
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP, factor_of
 
 LARGEST_CODE = 0x7E
@@ -27,6 +28,8 @@ HALF = GROUP // 2
 
 def why_not(*sides: Any) -> str | None:
     """The kernels take the scale of a block's amax, or the better of two where they round to the nearest."""
+    if (reason := eden.why_not(*sides)) is not None:
+        return reason
     searching = next((side for side in sides if side.search == "mse" or (side.searches and side.stochastic)), None)
     if searching is None:
         return None

@@ -11,6 +11,7 @@ from lpq.core import Buffer, Storage
 from lpq.formats.blocks import pad_blocks
 from lpq.formats.elements import E4M3, pack_nibbles, unpack_nibbles
 from lpq_nvfp4 import reference
+from lpq_nvfp4.eden import ROTATED
 from lpq_nvfp4.reference import BLOCKS, GROUP, SCALED
 
 if TYPE_CHECKING:
@@ -28,11 +29,19 @@ LAYOUTS = {
 }
 
 
+EDEN = (
+    Buffer("data", torch.uint8, block=(1, 2), pad=ROTATED),
+    Buffer("scale", E4M3, block=BLOCKS["1x16"], pad=ROTATED),
+    Buffer("amax", torch.float32, block=(None, None), from_stats=True),
+    Buffer("turn", torch.int32, block=(None, None)),
+)
+
+
 class NVFP4Storage(Storage):
     """``data``: two E2M1 values in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: of the
-    matrix, or of each row.
+    matrix, or of each row. ``turn``: the number by which the rotation was drawn, if it was.
 
-    The columns of ``data`` are padded to whole groups of 16, which a rotation mixes.
+    The columns of ``data`` are padded to whole groups of 16, or as many as a rotation mixes.
     """
 
     layout = LAYOUTS["1x16", False, "tensor"]
@@ -40,6 +49,8 @@ class NVFP4Storage(Storage):
 
     @classmethod
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
+        if quantizer.eden:
+            return EDEN
         return LAYOUTS[quantizer.block, quantizer.searches, quantizer.scaling]
 
     def decode_stored(self) -> Tensor:

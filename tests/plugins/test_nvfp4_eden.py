@@ -1,0 +1,193 @@
+"""MS-EDEN: its bytes against a golden file and a loop over groups, its mean, and the recipe in which a pass draws one
+rotation for both operands of a product."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lpq_nvfp4 import eden
+from nasty import normal, unsigned_zeros
+from torch import Tensor
+
+import lpq
+from lpq.core import RandomBits, gemm
+from lpq.formats.elements import decode_e2m1, decode_float8, unpack_nibbles
+from lpq.operations.multiplying import gemm_reference
+
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+SCALES = decode_float8(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)).double().numpy()
+EDEN = lpq.quantizer("nvfp4(stochastic=eden)")
+SEED = torch.tensor((11 << 32) + 7)
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy"])
+def test_golden_bytes(golden_eden, name: str) -> None:
+    """Elements, and the numbers of E4M3 between which a scale is, to which c brings it."""
+    y, before = golden_eden[f"{name}/y"], golden_eden[f"{name}/scale_before"]
+    data, scale, amax = eden.encode(y, y.abs().amax() / eden.SPREAD, RandomBits(SEED, 0))
+    assert torch.equal(unsigned_zeros(data), unsigned_zeros(golden_eden[f"{name}/data"]))
+    assert torch.allclose(amax / 2688, golden_eden[f"{name}/d"], rtol=1e-6, atol=0)
+    wanted = decode_float8(before.view(torch.float8_e4m3fn)).double()
+    wanted *= golden_eden[f"{name}/correction"].double().repeat_interleave(8, 1)
+    place = np.searchsorted(SCALES, wanted.numpy() * (1 - 1e-6), "right") - 1
+    code = scale.view(torch.uint8).numpy()
+    assert ((code == place) | (code == place + 1)).all()
+    assert (code == place).any()
+    assert (code == place + 1).any()
+
+
+def rotated(x: Tensor, turn: int) -> np.ndarray:
+    """The rotation from its definition."""
+    words = _philox_words(turn)
+    sigma = np.array([1 - 2 * (words[i // 32] >> i % 32 & 1) for i in range(128)])
+    hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)])
+    padded = np.pad(x.double().numpy(), ((0, 0), (0, -x.shape[1] % 128)))
+    return (padded.reshape(len(x), -1, 128) * sigma @ hadamard / math.sqrt(128)).reshape(len(x), -1)
+
+
+def _philox_words(turn: int) -> list[int]:
+    counter, key, low = [0, 0, 2, 0], [0, turn], 2**32 - 1
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [second >> 32 ^ counter[1] ^ key[0], second & low, first >> 32 ^ counter[3] ^ key[1], first & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return counter
+
+
+def nearest(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    return levels[np.abs(values[..., None] - levels).argmin(-1)]
+
+
+def test_it_is_what_its_page_says() -> None:
+    """But for elements and scales at a tie, which fp32 and fp64 take to other sides."""
+    x = normal(24, 300) * torch.tensor([1.0, 2.0**-9, 3.0]).repeat(8)[:, None]
+    made = EDEN.quantize(x, col=False, seed=SEED).row
+    assert made.turn == 7
+    y = rotated(x, 7)
+    v = 6 / (0.93 * 17 / 16)
+    d = 4 * float(x.abs().amax()) / 255.99 / v
+    draws = RandomBits(SEED, 0).bytes(*y.shape).view(24, -1, 16)[:, :, :3].int().numpy()
+    codes = decode_e2m1(unpack_nibbles(made.data)).double().numpy()
+    found = decode_float8(made.scale).double().numpy()
+    off = {"elements": 0, "scales": 0}
+    for row in range(24):
+        for group in range(y.shape[1] // 128):
+            at, of = slice(128 * group, 128 * group + 128), slice(8 * group, 8 * group + 8)
+            blocks = y[row, at].reshape(8, 16)
+            b = nearest(np.abs(blocks).max(1) / (v * d), SCALES)
+            b = np.where(b == 0, 1, b)
+            z = (blocks / (b * d)[:, None]).ravel()
+            q = np.sign(z) * nearest(np.abs(z), LEVELS)
+            t = b * (z @ z / (z @ q) if z @ q else 1)
+            lower = np.searchsorted(SCALES, t, "right") - 1
+            share = (t - SCALES[lower]) / (SCALES[lower + 1] - SCALES[lower])
+            chance = (draws[row, of] @ [1, 2**8, 2**16]) / 2**24
+            off["elements"] += int((codes[row, at] != q).sum())
+            off["scales"] += int((found[row, of] != SCALES[lower + (chance < share)]).sum())
+    assert off["elements"] <= 3, off
+    assert off["scales"] <= 3, off
+
+
+def relative(error: Tensor, x: Tensor) -> float:
+    return float(error.square().mean() / x.square().mean())
+
+
+def test_the_mean_is_the_matrix_and_one_turn_alone_has_a_bias() -> None:
+    x = normal(64, 256)
+    several = [EDEN.quantize(x, col=False, seed=seed).dequantize() for seed in range(32)]
+    one = sum(relative(t - x, x) for t in several) / 32
+    assert 0.009 < one < 0.0105
+    assert relative(sum(several) / 32 - x, x) < 1.1 * one / 32
+    alike = [EDEN.quantize(x, col=False, seed=(seed << 32) + 1).dequantize() for seed in range(32)]
+    assert relative(sum(alike) / 32 - x, x) > 8 * one / 32
+
+
+def test_the_mean_of_products_is_the_product() -> None:
+    x, w = normal(16, 256), normal(24, 256, seed=1)
+    wanted, mean, one = x @ w.t(), torch.zeros(16, 24), 0.0
+    for seed in range(64):
+        a, b = (EDEN.quantize(t, col=False, seed=seed + (part << 32)).row for part, t in enumerate((x, w)))
+        product = gemm_reference(a, b, None, torch.float32)
+        one += relative(product - wanted, wanted) / 64
+        mean += product / 64
+    assert relative(mean - wanted, wanted) < 1.25 * one / 64
+
+
+def test_products_of_several_passes_undo_what_each_drew() -> None:
+    """Control: as they are stored, operands of two turns have nothing to do with each other."""
+    x, w = normal(16, 256), normal(24, 256, seed=1)
+    a, b = EDEN.quantize(x, col=False, seed=1).row, EDEN.quantize(w, col=False, seed=2).row
+    assert relative(gemm(a, b) - x @ w.t(), x @ w.t()) < 0.03
+    assert relative(gemm_reference(a, b, None, torch.float32) - x @ w.t(), x @ w.t()) > 1
+
+
+def expect_gradients(layer: torch.nn.Module, x: Tensor, dy: Tensor) -> None:
+    """They are products of what the codes of forward decode to, rounded without a bias."""
+    found = []
+    forward = lpq.recipe("nvfp4-eden").x.side("row")
+    decoded = [forward.quantize(t.detach(), col=False).row.decode() for t in (x, layer.weight)]
+    for _ in range(8):
+        x.grad = layer.weight.grad = None
+        y = layer(x)
+        y.backward(dy)
+        found.append((x.grad, layer.weight.grad))
+    assert torch.allclose(y, decoded[0] @ decoded[1].t(), atol=1e-3)
+    for gradients, wanted in zip(zip(*found, strict=True), (dy @ decoded[1], dy.t() @ decoded[0]), strict=True):
+        one = sum(relative(gradient - wanted, wanted) for gradient in gradients) / 8
+        assert one < 0.025
+        assert relative(sum(gradients) / 8 - wanted, wanted) < 1.3 * one / 8
+
+
+def test_a_pass_draws_one_rotation_for_both_operands_of_a_product() -> None:
+    recipe = lpq.recipe("nvfp4-eden")
+    assert recipe.dgrad.a.side("row").basis == recipe.dgrad.b.side("col").basis is not None
+    layer = lpq.convert(torch.nn.Linear(256, 128, bias=False), "nvfp4-eden")
+    expect_gradients(layer, normal(384, 256).requires_grad_(), normal(384, 128, seed=1))
+
+
+def test_a_weight_that_is_held_has_the_turn_of_its_passes() -> None:
+    layer = lpq.convert(torch.nn.Linear(256, 128, bias=False), "nvfp4-eden")
+    x, dy = normal(384, 256).requires_grad_(), normal(384, 128, seed=1)
+    with lpq.hold_weights(layer):
+        layer(x).backward(dy)
+    decoded = [
+        lpq.recipe("nvfp4-eden").x.side("row").quantize(t.detach(), col=False).row.decode() for t in (x, layer.weight)
+    ]
+    for got, wanted in ((x.grad, dy @ decoded[1]), (layer.weight.grad, dy.t() @ decoded[0])):
+        assert relative(got - wanted, wanted) < 0.025
+
+
+def test_experts_draw_a_rotation_for_each() -> None:
+    layer = lpq.nn.GroupedLinear(3, 256, 128, bias=False, recipe="nvfp4-eden")
+    x, offs = normal(300, 256).requires_grad_(), torch.tensor([100, 130, 300], dtype=torch.int32)
+    y = layer(x, offs)
+    dy = normal(*y.shape, seed=1)
+    y.backward(dy)
+    start = 0
+    for expert, stop in enumerate(offs.tolist()):
+        rows, weight = slice(start, stop), layer.weight[expert].detach()
+        wanted = dy[rows] @ weight
+        assert relative(x.grad[rows] - wanted, wanted) < 0.04
+        wanted = dy[rows].t() @ x.detach()[rows]
+        assert relative(layer.weight.grad[expert] - wanted, wanted) < 0.04
+        start = stop
+
+
+def test_an_input_that_is_encoded_already_is_refused() -> None:
+    layer = lpq.convert(torch.nn.Linear(128, 128), "nvfp4-eden")
+    x = lpq.recipe("nvfp4-eden").x.quantize(normal(16, 128))
+    with pytest.raises(ValueError, match="each pass draws"):
+        layer(x)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-30, math.inf, math.nan])
+def test_at_the_limits(value: float) -> None:
+    x = torch.full((3, 40), value)
+    decoded = EDEN.quantize(x, col=False, seed=1).row.decode()
+    if math.isfinite(value):
+        assert (decoded - x).abs().max() <= 0.25 * value
+    else:
+        assert not decoded.isfinite().all()
