@@ -107,7 +107,7 @@ class ObservedPart(Observed):
         return self.cut.size if self.cut is not None and self.cut.dim == 0 else math.prod(self.given.shape[:-1])
 
     def under(self, quantizer: Quantizer) -> Self:
-        row, col = _operands(self.cut, quantizer)
+        row, col = operands_of_part(self.cut, quantizer)
         return replace(self, quantizer=quantizer, state=None, seed=None, row=row, col=col)
 
     def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
@@ -126,7 +126,7 @@ class ObservedPart(Observed):
         return of_row, encoder.col.over(col) if encoder.col is not None else None
 
 
-def _operands(cut: Cut | None, quantizer: Quantizer) -> tuple[bool, bool]:
+def operands_of_part(cut: Cut | None, quantizer: Quantizer) -> tuple[bool, bool]:
     """Whether a part has a row operand and a column operand: those that can be cut so."""
     row, col = (cut is None or cut.why_not(quantizer, one, not one) is None for one in (True, False))
     return row, col
@@ -161,7 +161,7 @@ class Watch(NamedTuple):
             cut = parts.cut_of(name)
             if name == "dy" and parts.high and parts.sequence is not None:
                 given = gather_rows(given, parts.sequence, parts.group)
-            row, col = _operands(cut, quantizer)
+            row, col = operands_of_part(cut, quantizer)
             kind, how = ObservedPart, {**how, "cut": cut, "among": parts.group, "row": row, "col": col}
         self._tell(kind, name, given, **how)
 

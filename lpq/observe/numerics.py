@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as Replicas
 
 from lpq import recipes
 from lpq.distributed.ranks import Ranks
@@ -26,6 +28,7 @@ from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.gradients import Pairs, signal_and_noise
 from lpq.observe.operands import Operand, operands
 from lpq.observe.readings import Readings
+from lpq.observe.shards import shards
 from lpq.observe.sums import SUMS, Reading, reading_of, sums_of
 from lpq.operations.reduce_statistics import reduce_max, reduce_sum
 from lpq.recipes.gemms import TENSORS
@@ -67,7 +70,8 @@ def numerics(
 ) -> Numerics:
     """Watch how well the formats of ``model`` fit its tensors.
 
-    Under a process group all ranks watch, and each has the statistics of all.
+    Where ranks share a model, as under FSDP2 or DistributedDataParallel, all of them watch it, and each has the
+    statistics of all.
 
     Args:
         model: A converted model, compiled and sharded or not.
@@ -76,14 +80,15 @@ def numerics(
         what_if: A recipe for which the same statistics are taken, of the tensors that the layers' own recipes lead to.
         rows: About how many rows of a tensor are looked at in a step; in the next ones others are.
         step: The number of the step that begins; where a run is resumed, of the step with which it goes on.
-        process_group: The ranks that have the same layers, as a stage of a pipeline has; None: all ranks.
+        process_group: The ranks that have the same layers, as a stage of a pipeline has; None: all ranks, if they share
+            the model.
     """
     check_model(model)
     for name, value, least in (("every", every, 1), ("rows", rows, 1), ("step", step, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
     chosen = _chosen(model, [layers] if isinstance(layers, str) else [*layers])
-    ranks = Ranks(process_group)
+    ranks = Ranks.of(process_group, _is_shared(model), "watches")
     ranks.equal(
         [*chosen.values()], "numerics: the ranks watch other layers",
         "Convert the model alike on all of them; where stages of a pipeline differ, pass process_group=, the ranks of "
@@ -127,6 +132,8 @@ class Numerics(Readings):
             return
         now = self._now = Taken(self.number, self._formats(), *self._zeros())
         try:
+            for shard in shards(self._layers):
+                self.observe(shard)
             with torch.compiler.set_stance("force_eager"), observing(self._layers, self):
                 yield
         finally:
@@ -224,6 +231,12 @@ class Numerics(Readings):
     def tensorboard(self, directory: str | Path) -> None:
         if self._ranks.rank == 0:
             super().tensorboard(directory)
+
+
+def _is_shared(model: nn.Module) -> bool:
+    """Whether ranks share the model: its parameters lie over a mesh, or it has replicas."""
+    over_a_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return over_a_mesh or any(isinstance(module, Replicas) for module in model.modules())
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:

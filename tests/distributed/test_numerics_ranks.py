@@ -1,0 +1,121 @@
+"""``lpq.observe.numerics`` where ranks share a model: each has the statistics of all, as one process finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import fully_shard, mesh_of, on_one, on_ranks
+from support.small_models import Gated
+from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import lpq
+from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lpq.nn import GroupedLinear
+
+WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 256, 2, 64, 2
+Found = dict[str, dict[str, float]]
+
+
+def model(recipe: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return lpq.convert(Gated(WIDTH, INNER), recipe, **options)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(BATCH, TOKENS, WIDTH, generator=draw) for _ in range(2))  # type: ignore[return-value]
+
+
+def watched(net: Any, *batches: tuple[Tensor, Tensor]) -> Found:
+    watch = lpq.observe.numerics(net, every=1)
+    with watch.step():
+        for x, dy in batches:
+            net(x).backward(dy)
+    return {one.title: one.numbers() for one in watch.readings()}
+
+
+def one_process(recipe: str, batches: int) -> Found:
+    return watched(model(recipe), *zip(*(t.chunk(batches) for t in data()), strict=True))
+
+
+def alike(found: Found, expected: Found, leaving: tuple[str, ...] = (), share: float = 1e-3) -> None:
+    assert found.keys() == {title for title in expected if not title.endswith(leaving)}
+    for title, numbers in found.items():
+        assert numbers == pytest.approx({name: expected[title][name] for name in numbers}, rel=share, abs=share), title
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"), [("fp8-current", None), ("mxfp8", "high_precision"), ("fp8-current", "high_precision")]
+)
+@on_ranks(RANKS)
+def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, recipe: str, weights: Any) -> None:
+    net = model(recipe, weights=weights, ranks=None if weights is None else RANKS)
+    fully_shard(net)
+    found = watched(net, tuple(t[rank : rank + 1] for t in data()))  # type: ignore[arg-type]
+    alike(found, on_one(one_process, recipe, BATCH))
+    assert len(found) == 3 * 7
+
+
+@on_ranks(RANKS)
+def test_weights_that_are_stored_quantized_have_no_line(rank: int) -> None:
+    net = model("mxfp8", weights="quantized", ranks=RANKS)
+    fully_shard(net)
+    found = watched(net, tuple(t[rank : rank + 1] for t in data()))  # type: ignore[arg-type]
+    assert {title.split(".")[1] for title in found} == {"x", "dy", "dw"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sequence"), [("fp8-delayed", False), ("mxfp8", False), ("mxfp8", True), ("mxfp8-one-copy", False)]
+)
+@on_ranks(RANKS)
+def test_ranks_of_tensor_parallelism_have_the_statistics_of_the_whole(rank: int, recipe: str, sequence: bool) -> None:
+    column, row = (
+        (ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1)))
+        if sequence
+        else (ColwiseParallel(), RowwiseParallel())
+    )
+    plan: dict[str, Any] = {"left": column, "right": column, "down": row}
+    if sequence:
+        plan["norm"] = SequenceParallel(use_local_output=True)
+    net = parallelize_module(model(recipe), mesh_of(), plan)
+    found = watched(net, tuple(t.chunk(RANKS, 1)[rank] if sequence else t for t in data()))  # type: ignore[arg-type]
+    alike(found, on_one(one_process, recipe, 1), ("dw",) if sequence else ())
+
+
+def experts() -> tuple[Any, Tensor, list[int]]:
+    torch.manual_seed(0)
+    return GroupedLinear(4, WIDTH, INNER, recipe="fp8-current"), torch.randn(24, WIDTH), [6, 2, 0, 4]
+
+
+def experts_alone() -> Found:
+    stack, x, counts = experts()
+    watch = lpq.observe.numerics(stack, every=1)
+    rows = [torch.cat([half.split(counts)[i] for half in x.chunk(2)]) for i in range(4)]
+    with watch.step():
+        stack(torch.cat(rows), [2 * count for count in counts]).sum().backward()
+    return {one.title: one.numbers() for one in watch.readings()}
+
+
+@on_ranks(RANKS)
+def test_ranks_with_experts_have_the_statistics_of_all_experts(rank: int) -> None:
+    net, x, counts = experts()
+    parallelize_module(net, mesh_of(), ExpertParallel())
+    watch = lpq.observe.numerics(net, every=1)
+    with watch.step():
+        net(x.chunk(2)[rank], counts).sum().backward()
+    found = {one.title: one.numbers() for one in watch.readings()}
+    alike(found, on_one(experts_alone))
+    assert len(found) == 7
+
+
+@on_ranks(RANKS)
+def test_ranks_that_watch_other_layers_are_refused(rank: int) -> None:
+    net = fully_shard(model("mxfp8"))
+    words = r"the ranks watch other layers: rank 0 has \[left\], and rank 1 has \[down\]"
+    with pytest.raises(RuntimeError, match=words):
+        lpq.observe.numerics(net, layers=["left", "down"][rank])
