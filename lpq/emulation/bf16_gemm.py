@@ -8,7 +8,7 @@ formats, and no pair of formats has code of its own. The operation has no refere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
 
+S = TypeVar("S", bound=Storage)
+
+
 def exact(operand: Storage) -> Exact | None:
     """The operand as a bf16 matrix and a factor, or None if its format has no such form for an operand of its shape."""
     if isinstance(operand, Multiplicand):
@@ -36,9 +39,30 @@ def exact(operand: Storage) -> Exact | None:
     return found
 
 
-def decoded(operand: Storage) -> Exact:
-    """``impl`` for a format whose decoded values bf16 holds: an element and its scale have 8 bits together at most."""
-    return Exact(decode(operand, torch.bfloat16))
+def decoded(operand: Storage) -> Exact | None:
+    """``impl`` for a format whose decoded values bf16 holds: an element and its scale have 8 bits together at most. A
+    rotation is left where it is."""
+    return in_its_basis(operand, lambda whole: Exact(decode(as_stored(whole), torch.bfloat16)))
+
+
+def as_stored(operand: Storage) -> Storage:
+    """The operand as if it were not rotated. The row side of a quantizer that rotates column operands is not."""
+    side = operand.quantizer.side("row")
+    return operand.wrap(operand.tensors(), side, operand.shape, operand.dtype)
+
+
+def in_its_basis(operand: S, exact: Callable[[S], Exact]) -> Exact | None:
+    """The ``exact`` form of an operand whose columns fill its rotation's blocks. Where a rotation has mixed columns of
+    padding into the last block, the columns that cannot be cut from it are the rest; None if all are."""
+    basis, cols = operand.quantizer.basis, operand.shape[1]
+    if basis is None or cols % basis.block == 0:
+        return exact(operand)
+    unit = max(buffer.unit(1) or 1 for buffer in operand.quantizer.layout)
+    cut = cols % unit
+    whole, last = operand.narrow(1, 0, cols - cut), operand.narrow(1, cols - cut, cols)
+    if whole is None or last is None or cols == cut:
+        return None
+    return exact(whole)._replace(rest=last.decode_rotated())
 
 
 def multiplied_exactly(pair: tuple[Quantizer, Quantizer] | None, device: torch.device) -> bool:

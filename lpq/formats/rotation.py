@@ -149,3 +149,7 @@ def _multiplied(x: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
     for i in range(order):
         made = made + blocks[:, :, i : i + 1] * rows[i]
     return made.flatten(1)
+
+
+HADAMARD = Rotation(signs=(1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))
+"""A random Hadamard transform of 16, which spreads an outlier over its neighbours. It is the one that kernels have."""

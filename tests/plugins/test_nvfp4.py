@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import bind_operand
-from lpq_nvfp4.rotation import HADAMARD
 from nasty import DTYPES, GOLDEN, bytes_of, normal, same, unsigned_zeros, values
 from torch import Tensor
 
 import lpq
 from lpq.core import RandomBits, Rotation, Storage, gemm, transpose
 from lpq.formats.elements import unpack_nibbles
+from lpq.formats.rotation import HADAMARD
 from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import Job
 from lpq.registry.errors import OptionError

@@ -167,7 +167,7 @@ def exact_why_not(quantizer: FP8Quantizer) -> str | None:
     return None
 
 
-def exact(operand: FP8Storage) -> Exact:
+def exact(operand: FP8Storage) -> Exact | None:
     """The elements, and as their factor a scale of the whole or of rows; or elements times the scales of blocks."""
     if operand.quantizer.scaling == "block":
         return decoded(operand)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from lpq.core import decode
-from lpq.emulation.bf16_gemm import gemm
+from lpq.emulation.bf16_gemm import gemm, in_its_basis
 from lpq.kernels.blackwell_scales import swizzled
 from lpq.operations.binding import Operand
 from lpq.operations.exact_form import Exact
@@ -61,18 +61,10 @@ def _matrix(operand: NVFP4Storage) -> Tensor:
 
 
 def _exact(operand: NVFP4Storage, matrix: Callable[[NVFP4Storage], Tensor]) -> Exact | None:
-    """Where a rotation has mixed columns of padding into the last group, that group is the rest. Of 128 columns it
-    would be too much."""
-    cols = operand.shape[1]
-    if operand.quantizer.eden and cols % ROTATED:
+    """As ``in_its_basis``. Of 128 columns the rest would be too much."""
+    if operand.quantizer.eden and operand.shape[1] % ROTATED:
         return None
-    cut = cols % GROUP if operand.quantizer.rht else 0
-    if not cut:
-        return Exact(matrix(operand), operand.amax, CONSTANT)
-    whole, last = operand.narrow(1, 0, cols - cut), operand.narrow(1, cols - cut, cols)
-    if whole is None or last is None or cols == cut:
-        return None
-    return Exact(matrix(whole), operand.amax, CONSTANT, last.decode_rotated())
+    return in_its_basis(operand, lambda whole: Exact(matrix(whole), operand.amax, CONSTANT))
 
 
 def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:

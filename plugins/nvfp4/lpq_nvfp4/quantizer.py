@@ -12,8 +12,9 @@ from torch import Tensor
 from lpq.core import Quantizer, RandomBits, Rotation, Stat, Storage
 from lpq.formats.elements import cast_e2m1, cast_e2m1_stochastic
 from lpq.formats.format import Direction
+from lpq.formats.rotation import HADAMARD
 from lpq.registry.errors import OptionError
-from lpq_nvfp4 import eden, reference, rotation
+from lpq_nvfp4 import eden, reference
 from lpq_nvfp4.reference import BLOCKS
 from lpq_nvfp4.search import four_over_six, searched
 
@@ -115,7 +116,7 @@ class NVFP4Quantizer(Quantizer):
     def rotation(self) -> Rotation | None:
         if self.eden:
             return eden.DRAWN
-        return rotation.HADAMARD if self.rht else None
+        return HADAMARD if self.rht else None
 
     def side(self, direction: Direction) -> NVFP4Quantizer:
         return self.unrotated if direction == "row" and self.rht else self

@@ -23,11 +23,11 @@ from lpq.kernels.triton.numbers import (
     decode_float8,
     pack_nibbles,
     reciprocal,
-    round_bf16,
     size_of,
     unpack_nibbles,
     widen,
 )
+from lpq.kernels.triton.rotation import rotate, unrotate
 from lpq.kernels.triton.tiles import (
     block_amax,
     block_grid,
@@ -45,44 +45,12 @@ from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import declared, shared
 from lpq.operations.transposing import transpose_reference
-from lpq_nvfp4 import rotation
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import BLOCKS, GROUP, SCALED
 from lpq_nvfp4.storage import NVFP4Storage
 
 WIDTH = tl.constexpr(GROUP)
-MINUS = tl.constexpr(rotation.MINUS)
 TILE, ENCODED = 64, 32
-
-# ---------------------------------------------------------------------------------- the Hadamard transform
-
-
-@triton.jit
-def _signs(WIDE: tl.constexpr):
-    minus = tl.full((1, WIDE), MINUS, tl.int32) >> (tl.arange(0, WIDE) % WIDTH)[None, :]
-    return (1 - 2 * (minus & 1)).to(tl.float32)
-
-
-@triton.jit
-def _hadamard(x):
-    """Sums and differences of elements 8 apart in their group of 16, then of those 4, 2 and 1 apart.
-
-    Each pass takes the first bit of an element's place in its group as the difference and makes it the last one, so
-    that after four passes all are where they were.
-    """
-    high: tl.constexpr = x.shape[0]
-    wide: tl.constexpr = x.shape[1]
-    for _ in tl.static_range(4):
-        a, b = tl.split(tl.permute(tl.reshape(x, (high, wide // WIDTH, 2, WIDTH // 2)), (0, 1, 3, 2)))
-        x = tl.reshape(tl.join(a + b, a - b), (high, wide))
-    return x
-
-
-@triton.jit
-def _rotate(x):
-    """Rotate as the reference does, rounded to bf16."""
-    return round_bf16(_hadamard(x * (_signs(x.shape[1]) * 0.25)))
-
 
 # ---------------------------------------------------------------------------------- measuring
 
@@ -90,7 +58,7 @@ def _rotate(x):
 @triton.jit
 def _amaxes(x, row, col, rows, cols, amax, block_amaxes, HIGH: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr):
     if ROTATED:
-        x = _rotate(x)
+        x = rotate(x)
     measure_tile(x, row, col, rows, cols, amax, 1 if ROWS else 0, 0)
     if block_amaxes is not None:
         measure_tile(x, row, col, rows, cols, block_amaxes, HIGH, WIDTH)
@@ -273,7 +241,7 @@ def _encode(
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
     if ROTATED:
-        x = _rotate(x)
+        x = rotate(x)
     places_of_amax = row + tl.arange(0, high)[:, None] if ROWS else tl.zeros((1, 1), tl.int64)
     inside_of_amax = places_of_amax < (rows if ROWS else 1)
     whole = tl.load(amax + places_of_amax, mask=inside_of_amax, other=0)
@@ -407,7 +375,7 @@ def _decode(
     values = values * tl.where(shifted, largest * 0.000244140625, largest)
     values = values * tl.where(shifted, 4096.0 * (1.0 / 2688.0), 1.0 / 2688.0)
     if ROTATED:
-        values = _hadamard(values * 0.25) * _signs(TILE)
+        values = unrotate(values)
     store_values(out, values, row, col, rows, cols)
 
 

@@ -1,0 +1,46 @@
+"""The Hadamard transform of ``lpq.formats.rotation.HADAMARD`` in Triton: of the columns of a tile, 16 at a time."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lpq.kernels.triton.numbers import round_bf16
+
+WIDTH = tl.constexpr(16)
+MINUS = tl.constexpr(0xD7E8)
+"""Bit i is set where the sign of column i of 16 is negative."""
+
+
+@triton.jit
+def _signs(WIDE: tl.constexpr):
+    minus = tl.full((1, WIDE), MINUS, tl.int32) >> (tl.arange(0, WIDE) % WIDTH)[None, :]
+    return (1 - 2 * (minus & 1)).to(tl.float32)
+
+
+@triton.jit
+def _hadamard(x):
+    """Sums and differences of elements 8 apart in their group of 16, then of those 4, 2 and 1 apart.
+
+    Each pass takes the first bit of an element's place in its group as the difference and makes it the last one, so
+    that after four passes all are where they were.
+    """
+    high: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(4):
+        a, b = tl.split(tl.permute(tl.reshape(x, (high, wide // WIDTH, 2, WIDTH // 2)), (0, 1, 3, 2)))
+        x = tl.reshape(tl.join(a + b, a - b), (high, wide))
+    return x
+
+
+@triton.jit
+def rotate(x):
+    """Rotate as the reference does, rounded to bf16."""
+    return round_bf16(_hadamard(x * (_signs(x.shape[1]) * 0.25)))
+
+
+@triton.jit
+def unrotate(x):
+    """Undo the rotation, as the reference does."""
+    return _hadamard(x * 0.25) * _signs(x.shape[1])
