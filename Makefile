@@ -60,11 +60,11 @@ docs: $(READY)  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check-example: $(READY)  ## install the example plugin, check it and train with it
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-mxfp4
-	$(BIN)/lpq check mxfp4
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4
+	$(BIN)/lpq check int4
 	rm -rf runs/example
-	$(BIN)/lpq train --recipe "fprop=mxfp4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
-	$(BIN)/python -m pip uninstall --quiet --yes lpq-mxfp4
+	$(BIN)/lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
+	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4
 
 ci: test lint types docs check-example  ## everything that must pass
 

@@ -272,7 +272,7 @@ def test_no_format_is_named_where_none_may_be() -> None:
 
 
 def formats_named(text: str) -> list[str]:
-    names = {*PLUGINS, "mxfp4"} - {"bf16", "emulation"}  # a name of PyTorch's, and a plugin that brings no format
+    names = {*PLUGINS} - {"bf16", "emulation"}  # a name of PyTorch's, and a plugin that brings no format
     return [name for name in sorted(names) if name in text.lower()]
 
 

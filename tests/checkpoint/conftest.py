@@ -8,6 +8,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 
-from example import installed, mxfp4  # noqa: E402  (from where it was just added)
+from example import installed, int4  # noqa: E402  (from where it was just added)
 
-__all__ = ["installed", "mxfp4"]
+__all__ = ["installed", "int4"]

@@ -12,7 +12,6 @@ from ranks import spawn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("mxfp4"),
 ]
 
 

@@ -36,7 +36,7 @@ import lpq
 from lpq import checkpoint
 
 TRUTH, OTHER = 1, 2
-EVERY = {**FORMATS, "third_party": "mxfp4", **{f"hybrid{i}": text for i, text in enumerate(hybrids.FEW)}}
+EVERY = {**FORMATS, "third_party": "int4", **{f"hybrid{i}": text for i, text in enumerate(hybrids.FEW)}}
 """The last are hybrids that have each format on both sides."""
 FEW = {name: FORMATS[name] for name in ("square", "fp4", "mixed_back", "mixed_delayed")}
 """For another mesh: how a weight is cut does not depend on what else there is."""
@@ -133,7 +133,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("mxfp4", "one_thread")
+@pytest.mark.usefixtures("int4", "one_thread")
 def test_four_two_one_four(tmp_path: Path) -> None:
     spawn(_on_four, 4, tmp_path)
     spawn(_on_two, 2, tmp_path)
@@ -156,7 +156,7 @@ def test_four_two_one_four(tmp_path: Path) -> None:
     spawn(_on_four_again, 4, tmp_path)
 
 
-@pytest.mark.usefixtures("mxfp4", "one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_training_goes_on_from_four_on_two_one_and_four(tmp_path: Path) -> None:
     spawn(_trains, 4, tmp_path)
     spawn(_goes_on, 2, tmp_path, "four", "two")

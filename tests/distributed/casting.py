@@ -25,7 +25,7 @@ ODD = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-41, 1e9)
 SHAPES = [(40, 130), (33, 7), (1, 5), (128, 64), (160, 48), (5, 1), (17, 256)]
 FORMATS = [
     *QUANTIZERS, "hybrid(row=fp8(scaling=row), col=nvfp4)", "hybrid(row=fp8, col=mxfp8)",
-    "hybrid(row=nvfp4(rht=true), col=mxfp8)", "nvfp4(stochastic=true)", "nvfp4(block=16x16, stochastic=true)", "mxfp4",
+    "hybrid(row=nvfp4(rht=true), col=mxfp8)", "nvfp4(stochastic=true)", "nvfp4(block=16x16, stochastic=true)", "int4",
 ]  # fmt: skip
 Spans = Sequence[tuple[int, int]]
 """The part of one flattened weight that each rank owns."""
@@ -34,9 +34,9 @@ Spans = Sequence[tuple[int, int]]
 def register_example() -> None:
     """The example of a third party's plugin, as if it were installed."""
     sys.path.append(str(EXAMPLE))
-    import lpq_mxfp4
+    import lpq_int4
 
-    registry.register(lpq_mxfp4, name="mxfp4")
+    registry.register(lpq_int4, name="int4")
 
 
 @dataclass(frozen=True)

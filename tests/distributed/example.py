@@ -10,15 +10,15 @@ import pytest
 
 from lpq import registry
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-int4"
 
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write what ``pip install`` would leave of it: one folder for all tests, so that ranks find one ``sys.path``."""
-    folder = tmp_path_factory.mktemp("mxfp4")
+    folder = tmp_path_factory.mktemp("int4")
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    info = folder / f"lpq_mxfp4-{project['version']}.dist-info"
+    info = folder / f"lpq_int4-{project['version']}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     plugins = project["entry-points"]["lpq.plugins"]
@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def mxfp4(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def int4(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The example, as if it were installed; in the processes of ranks, too: they have this ``sys.path``."""
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.syspath_prepend(installed)

@@ -1,4 +1,4 @@
-"""Hybrids of two formats, the example of a third party among them. The conformance kit has every pair."""
+"""Hybrids of two formats. The conformance kit has every pair."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lpq.nn import functional
 from lpq.torch_private.tensors import local_part
 
 NAMED = sorted(lpq.registry.recipes())
-THIRD_PARTIES = ("mxfp4()", "counted()", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)")
+THIRD_PARTIES = ("int4()", "counted()", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)")
 BATCHES = (1.0, -3.0)
 """The factors of two micro-batches, whose gradients are summed."""
 
@@ -94,7 +94,7 @@ def recipe_of(text: str) -> str:
     return f"x={text}, w={text}, dy={text}"
 
 
-@pytest.mark.usefixtures("mxfp4")
+@pytest.mark.usefixtures("int4")
 @on_ranks(2)
 def test_every_format_of_experts_that_ranks_share_out(rank: int) -> None:
     """Formats that no recipe of lpq's names."""

@@ -33,7 +33,7 @@ FORMATS = [
     "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(block=16x16)", "identity",
     "identity(dtype=bfloat16)", "mxfp4",
 ]  # fmt: skip
-"""Those of ``quantizers.QUANTIZERS`` whose column operand is not rotated, which a weight cannot be, and the example."""
+"""Those of ``quantizers.QUANTIZERS`` whose column operand is not rotated, which a weight cannot be."""
 DERIVED = [
     f"hybrid(row={a}, col={b}, col_source=row)"
     for a, b in zip(MIXED, MIXED[3:] + MIXED[:3], strict=True)
@@ -90,7 +90,6 @@ def _quantized(quantizers: list[str], seed: int, x: Tensor, **options: Any) -> t
     return net, written
 
 
-@pytest.mark.usefixtures("mxfp4")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @on_ranks()
 def test_bytes(rank: int, ranks: int, tmp_path: Path) -> None:

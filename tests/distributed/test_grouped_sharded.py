@@ -108,7 +108,7 @@ def test_every_recipe_with_a_name(rank: int) -> None:
         _as_one(rank, recipe, weights)
 
 
-@pytest.mark.usefixtures("mxfp4")
+@pytest.mark.usefixtures("int4")
 @on_ranks(2)
 def test_every_format(rank: int) -> None:
     """Formats that no recipe of lpq's names."""

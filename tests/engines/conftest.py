@@ -13,10 +13,6 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 
-from example import installed, mxfp4  # noqa: E402  (from where it was just added)
-
-__all__ = ["installed", "mxfp4"]
-
 
 @pytest.fixture
 def quiet() -> Iterator[None]:

@@ -22,7 +22,7 @@ from lpq.registry import Group, LayoutError, Part, Scheme
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 LAYOUTS = ("compressed-tensors", "modelopt", "fp8-block")
 RECIPES = (
-    "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-row-fwd-mxfp8-bwd",
+    "fp8-current", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nvfp4-row-fwd-mxfp8-bwd",
     "x=bf16, w=nvfp4(scaling=row), dy=bf16",
 )  # fmt: skip
 
@@ -54,7 +54,6 @@ def test_the_table_of_the_documentation_is_what_is_declared() -> None:
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.usefixtures("mxfp4")
 def test_each_scheme_that_transformers_reads_is_read_by_it_in_a_test() -> None:
     declared = {
         (scheme.layout, scheme.title, scheme.quantizer)

@@ -22,8 +22,6 @@ from lpq.engines import plan
 from lpq.files import claim
 from lpq.formats.elements import unpack_nibbles
 
-pytestmark = pytest.mark.usefixtures("mxfp4")
-
 
 def test_a_user_exports_a_model(tmp_path: Path) -> None:
     """One call; the directory has what an engine needs, and what was written can be printed."""

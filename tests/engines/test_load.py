@@ -21,10 +21,7 @@ from lpq.formats.inverse import preimage
 from lpq.nn.shared_states import shared_state
 from lpq.optim import MasterWeights
 
-pytestmark = [
-    pytest.mark.usefixtures("mxfp4"),
-    pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning")
 TOKENS = torch.arange(16).view(2, 8)
 
 

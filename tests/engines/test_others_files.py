@@ -15,7 +15,7 @@ from lpq.checkpoint import CheckpointError
 
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
 pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
-pytestmark = [pytest.mark.usefixtures("mxfp4", "quiet"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.filterwarnings("ignore::UserWarning")]
 LARGEST = 448 * 6
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 

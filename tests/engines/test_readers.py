@@ -20,7 +20,7 @@ COMPRESSED = "compressed-tensors"
 CASES = [case for case in [*tiny.READ_BY_TRANSFORMERS, tiny.MIXED] if case.layout == COMPRESSED]
 
 pytestmark = [
-    pytest.mark.usefixtures("mxfp4", "quiet"),
+    pytest.mark.usefixtures("quiet"),
     pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

@@ -8,6 +8,8 @@ QUANTIZERS = [
     "fp8(scaling=block)",
     "fp8(scaling=block, block=128x128)",
     "mxfp8",
+    "mxfp4",
+    "mxfp4(scale=ceil, rht=true, stochastic=true)",
     "nvfp4",
     "nvfp4(block=16x16)",
     "nvfp4(rht=true)",

@@ -16,7 +16,7 @@ from support.comparing import as_bytes
 from lpq.core import QuantizedTensor
 from lpq.distributed import Pieces, cast_master_weights, finish_gather
 
-BUILT_IN = [text for text in FORMATS if text != "mxfp4"]
+BUILT_IN = [text for text in FORMATS if text != "int4"]
 
 
 @pytest.fixture(autouse=True)

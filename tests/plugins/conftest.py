@@ -1,4 +1,5 @@
-"""The golden files: bytes that other implementations made, which the references must reproduce."""
+"""The golden files: bytes that other implementations made, which the references must reproduce. Those of MXFP4 are by
+NumPy."""
 
 from __future__ import annotations
 
@@ -58,3 +59,9 @@ def golden_eden() -> Golden:
 def golden_variants() -> Golden:
     """NVFP4 by four over six and by rows, of some inputs of the other file."""
     return Golden(FILES / "nvfp4_variants_128x256.npz")
+
+
+@pytest.fixture(scope="session")
+def golden_mxfp4() -> Golden:
+    """MXFP4 of the inputs of the first file."""
+    return Golden(FILES / "mxfp4_128x256.npz")

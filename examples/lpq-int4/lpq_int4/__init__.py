@@ -1,29 +1,26 @@
-"""OCP MXFP4: 4-bit floats in blocks of 32 along the contraction, with a power-of-two scale for each block."""
+"""INT4: 4-bit integers in blocks of 16 along the contraction, with an 8-bit scale for each block and an fp32 amax."""
 
-from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
+from lpq.registry import FormatSpec, RecipeSpec, hookimpl
 
 
 @hookimpl
 def lpq_register_formats() -> FormatSpec:
     return FormatSpec(
-        name="mxfp4",
-        summary="E2M1, one E8M0 scale for 32 elements along the contraction",
-        quantizer="lpq_mxfp4.format:MXFP4Quantizer",
-        storage="lpq_mxfp4.format:MXFP4Storage",
-        effective_bits=4.25,
-        # bf16 holds an element times a power of two, so that products with any format are bf16's on a GPU.
-        kernels=(KernelSpec(op="exact", impl="lpq.emulation.bf16_gemm:decoded", backend="torch", min_sm=80),),
-        schemes="lpq_mxfp4.engines:SCHEMES",
+        name="int4",
+        summary="integers from -7 to 7, one E4M3 scale for 16 along the contraction, one fp32 amax",
+        quantizer="lpq_int4.format:INT4Quantizer",
+        storage="lpq_int4.format:INT4Storage",
+        effective_bits=4.5,
     )
 
 
 @hookimpl
 def lpq_register_recipes() -> list[RecipeSpec]:
     return [
-        RecipeSpec(name="mxfp4", summary="MXFP4 for all three products", recipe="mxfp4()"),
+        RecipeSpec(name="int4", summary="INT4 for all three products", recipe="int4()"),
         RecipeSpec(
-            name="mxfp4-fwd-mxfp8-bwd",
-            summary="MXFP4 forward, MXFP8 in both gradient products",
-            recipe="fprop=mxfp4(), dgrad=mxfp8(), wgrad=mxfp8()",
+            name="int4-fwd-mxfp8-bwd",
+            summary="INT4 forward, MXFP8 in both gradient products",
+            recipe="fprop=int4(), dgrad=mxfp8(), wgrad=mxfp8()",
         ),
     ]

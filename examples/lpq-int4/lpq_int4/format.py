@@ -1,10 +1,8 @@
-"""MXFP4 as the OCP Microscaling Formats (MX) Specification v1.0 defines it, in plain PyTorch.
+"""INT4 in plain PyTorch: integers from -7 to 7, on a grid whose steps are all equal.
 
-A block is 32 elements along the contraction. They share a scale ``2^(e - 127)``, of which ``e`` is stored
-(E8M0); each is an E2M1 value, that is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, two of them in a byte.
-
-The scale is that of section 6.3: the largest power of two that is at most the amax of a block, divided by 4,
-the largest power of two in E2M1. So the amax lands in [4, 8), and what lies above 6 saturates.
+A block is 16 elements along the contraction. Its scale is an E4M3 number ``s``, relative to ``amax / 3136``, where
+``amax`` is the operand's and 3136 is 7, the largest element, times 448, the largest scale. An element ``q`` stands for
+``q · s · amax / 3136``.
 """
 
 from __future__ import annotations
@@ -17,41 +15,47 @@ from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
-from lpq.formats.elements import cast_e2m1, decode_e2m1_pairs, decode_e8m0, inverse_e8m0, pack_nibbles
+from lpq.formats.elements import E4M3, FLT_MAX, cast_float8, decode_float8, pack_nibbles, unpack_nibbles
 
-BLOCK = (1, 32)
-PAIR = (1, 2)
-LARGEST_EXPONENT = 2
-"""Of E2M1, whose largest power of two is 4."""
-NAN = 255
+BLOCK = (1, 16)
+LARGEST = 7.0
+LARGEST_OF_ALL = LARGEST * torch.finfo(E4M3).max
 
 
-def shared_exponent(amax: Tensor) -> Tensor:
-    """The biased exponent of a block with this amax: at least 0, and 255, for NaN, if it is not finite."""
-    exponent = (amax.view(torch.int32) >> 23) - LARGEST_EXPONENT
-    return torch.where(amax.isfinite(), exponent.clamp(min=0), NAN).to(torch.uint8)
+def unit_of(amax: Tensor) -> Tensor:
+    """What an element 1 with a scale of 1 stands for; 1 where there is nothing to encode."""
+    return torch.where(amax == 0, 1.0, amax / LARGEST_OF_ALL).clamp(min=1 / FLT_MAX)
 
 
-class MXFP4Storage(Storage):
-    """``data``: two E2M1 values in a byte, the even column low. ``scale``: an exponent for each block."""
+class INT4Storage(Storage):
+    """``data``: two integers in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: that of all."""
 
-    layout = (Buffer("data", torch.uint8, block=PAIR), Buffer("scale", torch.uint8, block=BLOCK, from_stats=True))
+    layout = (
+        Buffer("data", torch.uint8, block=(1, 2)),
+        Buffer("scale", E4M3, block=BLOCK, from_stats=True),
+        Buffer("amax", torch.float32, block=(None, None), from_stats=True),
+    )
 
     def decode(self) -> Tensor:
-        elements = decode_e2m1_pairs(self.data)[:, : self.shape[1]]
-        return scale_blocks(elements, decode_e8m0(self.scale), BLOCK)
+        integers = (unpack_nibbles(self.data)[:, : self.shape[1]] ^ 8).float() - 8  # in two's complement
+        return scale_blocks(integers, decode_float8(self.scale), BLOCK) * unit_of(self.amax)
 
 
 @dataclass(frozen=True)
-class MXFP4Quantizer(Quantizer):
-    """4-bit floats, with a power-of-two scale for each 32 along the contraction."""
+class INT4Quantizer(Quantizer):
+    """4-bit integers, with an 8-bit scale for each 16 along the contraction and an fp32 amax for the operand."""
 
-    stats = (Stat("amax", block=BLOCK),)
+    stats = (Stat("amax", largest=True), Stat("block_amax", block=BLOCK, largest=True))
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return {"amax": block_amax(x, BLOCK)}
+        amaxes = block_amax(x, BLOCK)
+        return {"amax": block_amax(amaxes, (None, None)), "block_amax": amaxes}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> MXFP4Storage:
-        scale = shared_exponent(stats["amax"])
-        codes = cast_e2m1(scale_blocks(x, inverse_e8m0(scale), BLOCK))
-        return MXFP4Storage(data=pack_nibbles(pad_blocks(codes, PAIR)), scale=scale)
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> INT4Storage:
+        amax = stats["amax"]
+        scale = cast_float8(stats["block_amax"] / unit_of(amax) / LARGEST, E4M3)
+        step = decode_float8(scale) * unit_of(amax)
+        factor = torch.where(step > 0, step.reciprocal().clamp(max=FLT_MAX), 0.0)
+        integers = scale_blocks(x, factor, BLOCK).nan_to_num().round().clamp(-LARGEST, LARGEST)
+        codes = integers.to(torch.int8).view(torch.uint8) & 15
+        return INT4Storage(data=pack_nibbles(pad_blocks(codes, (1, 2))), scale=scale, amax=amax)

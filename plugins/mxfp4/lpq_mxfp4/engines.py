@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lpq.registry import Inputs, Part, Scheme, decoded_in_bf16
-from lpq_mxfp4.format import BLOCK, MXFP4Quantizer, MXFP4Storage
-
-GROUP = BLOCK[1]
+from lpq_mxfp4.quantizer import MXFP4Quantizer
+from lpq_mxfp4.reference import GROUP
+from lpq_mxfp4.storage import MXFP4Storage
 
 
 def _serves(quantizer: Any) -> bool:
-    return isinstance(quantizer, MXFP4Quantizer)
+    """Operands that are not rotated; how they were rounded does not matter."""
+    return isinstance(quantizer, MXFP4Quantizer) and not quantizer.rht
 
 
 def _write(storage: MXFP4Storage) -> Sequence[Tensor]:
