@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from benchmarks.tables import Result, name
+from lpq.bench import chart, speedups
 from lpq.bench.contenders import BASELINE
 
 CLASSES = {"torch": "torch", "lpq": "lpq", "torchao": "torchao", "TransformerEngine": "te"}
@@ -49,7 +50,14 @@ class Panel:
 def draw(result: Result, path: Path) -> None:
     """Draw a result into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(svg(*of(result)), encoding="utf-8")
+    path.write_text(drawn(result), encoding="utf-8")
+
+
+def drawn(result: Result) -> str:
+    """The chart of a result."""
+    if result["part"] == "map":
+        return chart.svg(result["shapes"], speedups.title(result["environment"]))
+    return svg(*of(result))
 
 
 def of(result: Result) -> tuple[list[Bar], list[Panel]]:

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, plots, tables
+from benchmarks import plots, tables
+from lpq.bench import machine
 
 FOLDER = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -52,7 +53,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("part") not in list(tables.OF):
         raise StoredError(f"{path} is no result of a benchmark: it names none of the parts {', '.join(tables.OF)}")
     try:
-        environment.in_words(found["environment"])
+        machine.in_words(found["environment"])
         tables.OF[found["part"]](found)
     except (KeyError, TypeError, AttributeError) as error:
         raise StoredError(f"{path} is no whole result of {found['part']}: {type(error).__name__}: {error}") from error
@@ -92,5 +93,5 @@ def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
 def _text(result: dict[str, Any], what: str) -> str:
     if what == "environment":
         record = result["environment"]
-        return f"{environment.in_words(record)}; `{record['command']}`."
+        return f"{machine.in_words(record)}; `{record['command']}`."
     return tables.OF[result["part"]](result)[what].markdown()

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from benchmarks.contenders import GATHERED_IN_BF16, KINDS
+from lpq.bench import speedups
 from lpq.bench.contenders import BASELINE, label
 
 Result = dict[str, Any]
@@ -315,7 +316,15 @@ def parallel(result: Result) -> dict[str, Table]:
     return {"times": Table(f"{title}, over {result['ranks']} GPUs", columns, cells)}
 
 
+def map_of_sizes(result: Result) -> dict[str, Table]:
+    """The map of `lpq bench` for each recipe: how many times as fast as bf16 it is."""
+    shapes, heading = result["shapes"], speedups.title(result["environment"])
+    recipes = speedups.recipes_of(shapes)
+    return {recipe: Table(f"{recipe}: {heading}", *speedups.cells(shapes, recipe)) for recipe in recipes}
+
+
 OF = {
+    "map": map_of_sizes,
     "parallel": parallel,
     "casts": casts,
     "linear": linear,

@@ -34,6 +34,7 @@ COMMANDS = {
         "lpq.cli.memory",
         "Show how many bytes the weights of a model take: stored, gathered, in the optimizer.",
     ),
+    "bench": ("lpq.cli.bench", "Time layers on this machine, in bf16 and by recipes."),
     "calibrate": (
         "lpq.train.commands.calibrate",
         "Make the scales of a checkpoint static, and list its layers by their noise.",

@@ -53,6 +53,8 @@ class Effort:
 
 
 QUICK = Effort(rounds=5, sample=0.015, steps=50)
+ON_CPU = Effort(rounds=3, steps=1)
+"""Enough where a layer takes far longer than the clock's least span."""
 
 
 def event() -> torch.cuda.Event:
@@ -100,6 +102,11 @@ def on_host(steps: Mapping[str, Step], effort: Effort, synchronize: Step) -> dic
         synchronize()
         samples[name].append((time.perf_counter() - start) / effort.steps)
     return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def in_turn(steps: Mapping[str, Step], device: torch.device) -> dict[str, Timing]:
+    """The time of each step on this device, in few rounds."""
+    return on_gpu(steps, QUICK) if device.type == "cuda" else on_host(steps, ON_CPU, lambda: None)
 
 
 def _turns(names: Mapping[str, Step], effort: Effort) -> Iterator[str]:

@@ -34,10 +34,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
         self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(hidden, shape.ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.ffn, hidden, bias=False)
+        self.q_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k_proj, self.v_proj = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, shape.ffn, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(shape.ffn, hidden, bias=False)
 
 
 class Transformer(nn.Module):
@@ -49,4 +49,4 @@ class Transformer(nn.Module):
             self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
             self.blocks = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
             self.norm = nn.RMSNorm(shape.hidden)
-            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+            self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)

@@ -193,7 +193,7 @@ def test_pages_show_the_stored_results() -> None:
             shown.add(stem)
         for stem in stored.charted(page):
             drawn = (stored.CHARTS / f"performance-{stem}.svg").read_text()
-            assert drawn == plots.svg(*plots.of(found[stem])), "python -m benchmarks page"
+            assert drawn == plots.drawn(found[stem]), "python -m benchmarks page"
     assert shown == set(found), "results that no page shows"
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from lpq.cli.runs import checkpoint_in
-from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion
+from lpq.registry.errors import LpqError, OptionError, suggestion, words
 
 METHODS = ("max", "percentile", "mse", "four_over_six")
 HELD_OUT = 4
@@ -124,32 +124,14 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
 
 def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
     """A model that a function makes, and the batches of a file."""
-    import inspect
-
-    from torch import nn
-
     import lpq
-    from lpq import registry
     from lpq.calibration.collecting import through
     from lpq.checkpoint import pickles
-    from lpq.registry.errors import words
+    from lpq.cli.models import by_function
 
     if len(data) != 1:
         raise OptionError("--model needs --data FILE once: a list of batches that torch.save wrote")
-    try:
-        make = registry.resolve(name)
-    except ImportStringError as error:
-        raise OptionError(f"--model: {error}") from error
-    if not callable(make):
-        raise OptionError(f"--model: {name} is of type {type(make).__name__}, and no function that makes the model")
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise OptionError(f"--model: {name} cannot be called without arguments: {error}") from error
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise OptionError(f"--model: {name} returns a {type(made).__name__}, and no torch.nn.Module")
-    model = _loaded(path, lpq.checkpoint.info(path), made)
+    model = _loaded(path, lpq.checkpoint.info(path), by_function(name, "--model"))
     try:
         batches = pickles.load(Path(data[0]))
     except LpqError as error:

@@ -1,0 +1,45 @@
+"""Which products of a recipe a GPU multiplies as codes. All others are made in bf16, and save no time."""
+
+from __future__ import annotations
+
+import torch
+
+from lpq import registry
+from lpq.formats import Quantizer
+from lpq.recipes import Recipe
+
+FIRST = ("fp8-current", "mxfp8", "nvfp4")
+"""The recipes to begin with, the first that a GPU multiplies before others."""
+
+
+def capability(device: torch.device) -> int | None:
+    """The compute capability of an NVIDIA GPU, as 90 for 9.0; None for any other device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def native_products(recipe: Recipe, sm: int | None) -> list[str]:
+    """The products whose codes a GPU of this compute capability multiplies; none on any other device."""
+    return [name for name, (a, b) in recipe.products.items() if sm is not None and is_native(a, b, sm)]
+
+
+def is_native(a: Quantizer, b: Quantizer, sm: int) -> bool:
+    """Whether some kernel multiplies the codes of two such operands."""
+    if a.plain or b.plain:
+        return False
+    formats = tuple(registry.format_of(type(q)).name for q in (a, b))
+    for kernel in registry.kernels("gemm", formats):
+        if not (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm):
+            continue
+        if kernel.why_not is None or registry.resolve(kernel.why_not)(a, b) is None:
+            return True
+    return False
+
+
+def to_begin_with(sm: int | None) -> tuple[str, ...]:
+    """The recipes among ``FIRST`` of which the GPU multiplies every product."""
+    import lpq
+
+    return tuple(name for name in FIRST if len(native_products(lpq.recipe(name), sm)) == 3)

@@ -1,0 +1,203 @@
+"""``lpq bench``: how much faster recipes are than bf16 here, for a map of sizes, your shapes or your model."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shlex
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+import lpq
+from lpq.bench import chart, machine
+from lpq.bench.layers import LayerSize
+from lpq.bench.native import FIRST, capability, native_products, to_begin_with
+from lpq.bench.speedups import (
+    Measured,
+    cells,
+    failures,
+    in_figures,
+    measure,
+    milliseconds,
+    recipes_of,
+    speedup,
+    squares,
+    title,
+)
+from lpq.cli.doctor import Device
+from lpq.cli.kernels import check_environment, pick_device
+from lpq.cli.models import NAMED, alike, linear_layers, on_meta
+from lpq.cli.output import Json, as_json, print_text, table
+from lpq.recipes.policy_sources import refuse_rules
+from lpq.registry.errors import LpqError, OptionError
+
+NONE = "–"
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="M,K,N",
+        help="A layer for M tokens, of K inputs and N outputs; repeatable.",
+    ),
+]
+Model = Annotated[str, typer.Option("--model", help=f"The layers of a model: {NAMED}")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: the tokens of a step on one device.")]
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option("--recipe", help="A recipe beside bf16; repeatable. Default: those whose codes this GPU multiplies."),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIRECTORY", help="Where to write bench.json, and of the map bench.svg.")
+]
+
+
+class BenchError(LpqError):
+    """Nothing can be measured, or written, for the reason in the message."""
+
+
+def bench(
+    shape: Shapes = None,
+    model: Model = "",
+    tokens: Tokens = 8192,
+    recipe: Recipes = None,
+    device: Device = "auto",
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Time linear layers, forward and backward, in bf16 and by recipes, on this machine.
+
+    Without --shape and --model: a map of how many times as fast as bf16 a recipe is, by tokens and width. Layers run
+    by themselves and without torch.compile; a size whose time is the host's gains from larger batches, and from
+    compiling the model. On a CPU the times are of emulation, and say nothing of a GPU.
+    """
+    if shape and model:
+        raise OptionError("--shape and --model: give one of them")
+    where = pick_device(device)
+    check_environment()
+    sm = capability(where)
+    recipes = tuple(recipe or to_begin_with(sm) or FIRST[:1])
+    for text in recipes:
+        refuse_rules(text, "give the recipe of one of its rules")
+        lpq.recipe(text)
+    counts = dict.fromkeys(map(_size, shape or ()), 1)
+    names: dict[LayerSize, list[str]] = {}
+    if model:
+        for (name, (inputs, outputs)), count in alike(linear_layers(_converted(model, recipes[0]))).items():
+            size = LayerSize(tokens, inputs, outputs)
+            counts[size] = counts.get(size, 0) + count
+            names.setdefault(size, []).append(name)
+        if not counts:
+            raise BenchError(f"--model {model}: lpq.convert reaches no linear layer of it, so that none can be timed")
+    sizes = list(counts) or squares(where)
+    quiet = json or not sys.stderr.isatty()
+    with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+        steps = measure(sizes, recipes, where)
+        shown = track(steps, "Timing", len(sizes), console=Console(stderr=True), transient=True, disable=quiet)
+        shapes = list(shown)
+    environment = machine.record(_command(shape or (), model, tokens, recipe or ()), where)
+    result: dict[str, Any] = {
+        "part": "layers" if counts else "map",
+        "environment": environment,
+        "native": {text: native_products(lpq.recipe(text), sm) for text in recipes},
+        "shapes": shapes,
+    }
+    heading = title(environment)
+    if out is not None:
+        _write(out, result, None if counts else chart.svg(shapes, heading))
+    if json:
+        as_json(result)
+        return
+    if counts:
+        _show_layers(shapes, recipes, counts, names, heading)
+    else:
+        for text in recipes_of(shapes):
+            table(f"{text}: {heading}", *cells(shapes, text))
+    for text in failures(shapes):
+        typer.echo(f"lpq: {text}", err=True)
+    for sentence in _remarks(result["native"], where):
+        print_text(sentence)
+
+
+def _command(shapes: Sequence[str], model: str, tokens: int, recipes: Sequence[str]) -> str:
+    given = [part for text in shapes for part in ("--shape", text)]
+    given += ["--model", model, "--tokens", str(tokens)] if model else []
+    return shlex.join(["lpq", "bench", *given, *(part for text in recipes for part in ("--recipe", text))])
+
+
+def _size(text: str) -> LayerSize:
+    numbers = text.split(",")
+    if len(numbers) != 3 or not all(n.strip().isdecimal() and int(n) for n in numbers):
+        raise OptionError(f"--shape {text}: it is not M,K,N, such as 8192,4096,14336: tokens, inputs and outputs")
+    return LayerSize(*map(int, numbers))
+
+
+def _converted(model: str, recipe: str) -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `lpq advise` says which layers are left out, and why
+        return lpq.convert(on_meta(model, "--model"), recipe)
+
+
+def _show_layers(
+    shapes: Sequence[Measured],
+    recipes: Sequence[str],
+    counts: dict[LayerSize, int],
+    names: dict[LayerSize, list[str]],
+    heading: str,
+) -> None:
+    """A row for each size, and for a model one for all its layers."""
+    rows = []
+    for size, measured in zip(counts, shapes, strict=True):
+        times = [milliseconds(measured, None), *(milliseconds(measured, text) for text in recipes)]
+        gains = [speedup(measured, text) for text in recipes]
+        rows.append(
+            (str(size), "\n".join(names.get(size, ())), str(counts[size]) if names else "", *_cells(times, gains))
+        )
+    if names:
+        sums = [_sum(shapes, counts, text) for text in (None, *recipes)]
+        gains = [sums[0] / other if sums[0] and other else None for other in sums[1:]]
+        rows.append(("all of them", "", str(sum(counts.values())), *_cells(sums, gains)))
+    table(f"Milliseconds, and {heading}", ("tokens x inputs x outputs", "layers", "count", "bf16", *recipes), rows)
+
+
+def _cells(times: Sequence[float | None], gains: Sequence[float | None]) -> list[str]:
+    first, *others = (NONE if ms is None else f"{ms:.2f}" for ms in times)
+    return [first, *(f"{ms} ({in_figures(gain)})" for ms, gain in zip(others, gains, strict=True))]
+
+
+def _sum(shapes: Sequence[Measured], counts: dict[LayerSize, int], recipe: str | None) -> float | None:
+    times = [milliseconds(measured, recipe) for measured in shapes]
+    known = [ms * count for ms, count in zip(times, counts.values(), strict=True) if ms is not None]
+    return sum(known) if len(known) == len(times) else None
+
+
+def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:
+    if where.type == "cpu":
+        return ["These are times of emulation: a CPU multiplies no such codes. They say nothing of a GPU."]
+    others = "in bf16, which saves bytes and no time"
+    return [
+        f"{text}: this GPU multiplies {', '.join(found)} as codes, and the rest {others}."
+        if found
+        else f"{text}: this GPU multiplies none of its products as codes, but all {others}."
+        for text, found in native.items()
+        if len(found) < 3
+    ]
+
+
+def _write(folder: Path, result: dict[str, Any], svg: str | None) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "bench.json").write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if svg is not None:
+            (folder / "bench.svg").write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise BenchError(
+            f"--out {folder} cannot be written: {error.strerror or error}; choose another folder"
+        ) from error

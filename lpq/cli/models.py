@@ -1,0 +1,94 @@
+"""The models that commands are told of: by a shape, by a configuration of Hugging Face's, or by a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lpq import registry
+from lpq.cli.shapes import SHAPES, Transformer
+from lpq.nn import Layer
+from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion, words
+
+NAMED = f"{', '.join(SHAPES)}; a folder or config.json of Hugging Face; or package.module:function that makes it."
+
+
+class ModelError(LpqError):
+    """A model cannot be made, for the reason in the message."""
+
+
+def by_function(name: str, option: str) -> nn.Module:
+    """The model that a function makes.
+
+    Args:
+        name: ``package.module:function``, which takes no arguments.
+        option: The option or argument that named it, for messages.
+    """
+    try:
+        make = registry.resolve(name)
+    except ImportStringError as error:
+        raise OptionError(f"{option}: {error}") from error
+    if not callable(make):
+        raise OptionError(f"{option}: {name} is of type {type(make).__name__}, and no function that makes the model")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise OptionError(f"{option}: {name} cannot be called without arguments: {error}") from error
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise OptionError(f"{option}: {name} returns a {type(made).__name__}, and no torch.nn.Module")
+    return made
+
+
+def on_meta(source: str, option: str) -> nn.Module:
+    """A model on the meta device: it has parameters, which take no memory."""
+    if source in SHAPES:
+        return Transformer(SHAPES[source])
+    path = Path(source)
+    if path.exists():
+        return _of_config(path, option)
+    with torch.device("meta"):
+        if ":" in source:
+            return by_function(source, option)
+    raise OptionError(
+        f"{option}: {source!r} is no shape ({suggestion(source, SHAPES)}), no file or folder, and no "
+        "package.module:function"
+    )
+
+
+def _of_config(path: Path, option: str) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"{option}: to read {path} lpq needs transformers: pip install transformers") from error
+    folder = path.parent if path.is_file() else path
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+        with torch.device("meta"):
+            if named and named[0] is not None:
+                return named[0](config)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+    except Exception as error:  # of transformers, whose errors have no class in common
+        raise ModelError(f"{option}: transformers cannot build the model of {path}: {words(error)}") from error
+
+
+def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The inputs and outputs of each layer that was converted, by name; not of experts."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Layer):
+            rows, cols = module.weight.shape
+            found[name] = (rows, cols) if module.transposed else (cols, rows)
+    return found
+
+
+def alike(layers: dict[str, tuple[int, int]]) -> dict[tuple[str, tuple[int, int]], int]:
+    """How many layers share a size and a name but for its numbers; a ``*`` stands for these."""
+    return Counter(
+        (".".join("*" if part.isdecimal() else part for part in name.split(".")), size) for name, size in layers.items()
+    )
