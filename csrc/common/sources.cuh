@@ -26,12 +26,6 @@ namespace sources {
 // The nearest number that an element can be.
 __device__ __forceinline__ float nearest(float x) { return element_value(rounded(x, 0.0f)); }
 
-struct Add : Computing<2, 1> {
-    static __device__ __forceinline__ void compute(const float* x, const float*, const float*, float* y) {
-        y[0] = x[0] + x[1];
-    }
-};
-
 // Activation functions, as torch computes them and what their gradients are made of, of one element.
 
 struct Silu {

@@ -11,8 +11,6 @@ from lpq.kernels.errors import KernelError
 
 LETTERS = f"({'P' * 16})"
 """The letters of a map among the letters of a ``CudaKernel``."""
-ALIGNED = 16
-"""The alignment, in bytes, of a matrix and of the distance between its rows."""
 MAP, MAP_ALIGNED = struct.Struct("<16Q"), 64
 BYTES, NO_INTERLEAVE, SWIZZLED_128, FETCHED_256, ZEROS = 0, 0, 3, 3, 0
 """The driver's codes: of 8-bit elements, how lines lie in shared memory, what is fetched at a time, what is outside."""

@@ -95,7 +95,6 @@ def _new_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
         return torch.autograd.grad(_new_gelu(leaf), leaf, dy)[0]
 
 
-ADD = Source("add", ("matrix", "matrix"), 1, lambda a, b: (a + b,), "sources::Add")
 _aten = torch.ops.aten
 ACTIVATIONS = {
     "silu": _activation("silu", F.silu, _aten.silu_backward, "Silu"),
@@ -106,4 +105,3 @@ ACTIVATIONS = {
     "gelu_new": _activation("gelu_new", _new_gelu, _new_gelu_backward, "NewGelu"),
     "relu": _activation("relu", F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0), "Relu"),
 }
-SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated

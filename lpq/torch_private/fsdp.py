@@ -96,12 +96,6 @@ class Site:
             sizes[dim] //= group.size()
         return torch.Size(sizes)
 
-    @property
-    def replicas(self) -> ProcessGroup | None:
-        """The ranks that hold the same shard, if there are several."""
-        mesh = self.fsdp_param.mesh_info.mesh
-        return mesh.get_group(0) if mesh.ndim == 2 else None
-
     @cached_property
     def refusal(self) -> str | None:
         """Why this parameter cannot be gathered quantized, for a reason that is FSDP2's; None if it can."""

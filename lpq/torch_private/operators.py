@@ -11,13 +11,9 @@ from torch._prims_common import canonicalize_dim
 
 __all__ = [
     "OF_EACH",
-    "add_to_each",
-    "assert_later",
     "canonicalize_dim",
     "copy_each",
     "has_fast_bf16",
-    "move_each",
-    "multiply_each",
     "norm_of_each",
     "pin_memory",
     "rms_norm_gradients",
@@ -47,19 +43,11 @@ OF_EACH = "_foreach_"
 copy_each: Callable[..., None] = torch._foreach_copy_
 """Copies tensors into others, in few launches. A parameter in the list counts no write before torch 2.12."""
 
-add_to_each: Callable[..., None] = torch._foreach_add_
-multiply_each: Callable[..., None] = torch._foreach_mul_
-move_each: Callable[..., None] = torch._foreach_lerp_
-"""As above, for ``add_``, ``mul_`` and ``lerp_``, as optimizers write to weights."""
-
 norm_of_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 """The norm of each of these tensors, in few launches."""
 
 rms_norm_gradients: Callable[..., tuple[Tensor | None, Tensor | None]] = torch.ops.aten._fused_rms_norm_backward
 """The gradients of ``F.rms_norm``, with the factors of the rows that its forward found; on GPUs alone."""
-
-assert_later: Callable[[Tensor, str], None] = torch._assert_async
-"""Raises these words where a value is false: on a GPU when it comes to it, and the host does not wait."""
 
 
 def has_fast_bf16() -> bool:

@@ -34,7 +34,7 @@ from lpq.operations.binding import Encoding, Operand, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.recoding import bind_sides
-from lpq.operations.source import SWIGLU, SWIGLU_BACKWARD
+from lpq.operations.source import ACTIVATIONS
 from lpq.registry import KernelSpec
 from lpq.testing.calls import arguments_of
 from lpq.testing.kernel_checks import pairs
@@ -243,7 +243,7 @@ def call_producers() -> None:
     """
     dtypes, sizes = itertools.cycle(DTYPES[:2]), itertools.cycle((SHAPES[0], (250, 384)))
     formats = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
-    for source, i in itertools.product((SWIGLU, SWIGLU_BACKWARD), range(len(formats))):
+    for source, i in itertools.product(ACTIVATIONS["silu"].gated, range(len(formats))):
         dtype, shape = next(dtypes), next(sizes)
         (of_row, row), (of_col, col) = formats[i], formats[i - 1]
         sides = row.side("row"), col.side("col")

@@ -14,12 +14,13 @@ from lpq.operations import produced_tiles
 from lpq.operations.binding import Encoding
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.quantizing import quantize_reference
-from lpq.operations.source import ACTIVATIONS, SWIGLU, SWIGLU_BACKWARD, Source
+from lpq.operations.source import ACTIVATIONS, Source
 from lpq.testing.comparing import Poisoned
 from lpq.testing.operands import SEED
 
 pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 CPU = torch.device("cpu")
+SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> Tensor:

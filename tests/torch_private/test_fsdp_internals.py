@@ -142,7 +142,6 @@ def _what_a_site_reads(rank: int, layer: Any) -> None:
     assert site.dtype == torch.float32
     assert site.device == torch.device("cpu")
     assert (site.group.size(), site.group.rank()) == (2, rank)
-    assert site.replicas is None
     assert site.refusal is None
     assert not site.reshards_to_fewer_ranks
 
@@ -252,7 +251,6 @@ def test_four_ranks(rank: int) -> None:
     (site,) = fsdp.sites(fully_shard(Layer(), mesh=mesh), "weight").values()
     assert isinstance(site.fsdp_param.shard_mesh, DeviceMesh)
     assert site.group == mesh.get_group("shard")
-    assert site.replicas == mesh.get_group("replicate")
     layer = fully_shard(Layer(), shard_placement_fn=lambda parameter: Shard(1))
     (site,) = fsdp.sites(layer, "weight").values()
     assert "dimension 0" in (site.refusal or "")
