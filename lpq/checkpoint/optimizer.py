@@ -22,6 +22,7 @@ from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.checkpoint.tensors import plain_like
 from lpq.optim.masters import MASTER, MasterWeights
+from lpq.optim.states import QuantizedStates
 from lpq.optim.unwrap import unwrapped
 from lpq.registry.showing import brief, listed
 from lpq.tensor import QuantizedTensor
@@ -94,8 +95,10 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
 
 
 def kind(optimizer: Optimizer) -> str:
-    """The name of the optimizer's class, or of the one inside ``MasterWeights``."""
-    return type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
+    """The name of the optimizer's class, or of the one inside the wrappers of ``lpq.optim``."""
+    while isinstance(optimizer, MasterWeights | QuantizedStates):
+        optimizer = optimizer.optimizer
+    return type(optimizer).__name__
 
 
 def split(optimizers: Sequence[Named]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -97,7 +97,7 @@ class Steps:
         return [watcher for ref in look.concerned if (watcher := ref()) is not None]
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if (concerned := self._concerned(optimizer)) and not self._is_part(optimizer):
+        if not self._is_part(optimizer) and (concerned := self._concerned(optimizer)):
             self._done.discard(optimizer)  # a step that raised may have left it
             for watcher in concerned:
                 watcher.before_step(optimizer)

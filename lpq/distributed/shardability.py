@@ -11,8 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from lpq.formats import Quantizer
+from lpq.formats.layout import DIMENSIONS
 from lpq.operations.cut import Cut, why_cut
 from lpq.operations.derived_operands import derives_col, rounds_stochastically
 from lpq.operations.part_encoders import along
@@ -74,6 +76,25 @@ def why_uncut(
     sides = [(row, 0)] if wanted[0] or derived else []
     sides += [(col, 1)] if wanted[1] and not derived else []
     return why_cut(sides, shard, f"of its {rows} rows")
+
+
+def why_not_placed(quantizer: Quantizer, tensor: DTensor) -> str | None:
+    """Why the row operands of parts of a tensor, which is placed over ranks, are no parts of the whole row operand;
+    None if they are. Parts may be of different sizes."""
+    sharded = [(p, n) for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if not p.is_replicate()]
+    last, cut = tensor.dim() - 1, set()
+    for placement, ranks in sharded:
+        if type(placement) is not Shard or placement.dim not in (0, last) or placement.dim in cut:
+            return f"it is placed by {placement}, and neither by its first dimension nor by its last"
+        cut.add(placement.dim)
+        dim, size = int(placement.dim == last), tensor.shape[placement.dim]
+        per_rank = -(-size // ranks) * (1 if dim else math.prod(tensor.shape[1:-1]))
+        if ranks > 1 and (reason := why_cut([(quantizer, dim)], per_rank, DIMENSIONS[dim])) is not None:
+            return reason
+        common = [stat.name for stat in quantizer.stats if stat.block[dim] is None]
+        if common and (len(sharded) > 1 or dim or -(-size // ranks) * (ranks - 1) >= size > 0):
+            return f"its statistic {common[0]!r} is of more than a part, and the parts are not equal rows of one group"
+    return None
 
 
 def sent_bytes(

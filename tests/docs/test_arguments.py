@@ -15,7 +15,9 @@ PUBLIC = (
     "lpq.recipes",
 )  # fmt: skip
 PAGE = ROOT / "docs" / "api.md"
-METHODS = ("lpq.engines.Export.__call__", "lpq.engines.Export.stream", "lpq.optim.MasterWeights")
+METHODS = (
+    "lpq.engines.Export.__call__", "lpq.engines.Export.stream", "lpq.optim.MasterWeights", "lpq.optim.QuantizedStates",
+)  # fmt: skip
 """What is called like a function, and is none."""
 GOING = ("export_file",)
 """Functions that will be removed in the next version."""

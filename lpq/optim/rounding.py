@@ -1,0 +1,107 @@
+"""Formats whose rounding is safe in the states of an optimizer. A format is tried out once, on a CPU, in numbers of all
+sizes: nothing that it declares says how it rounds the least elements of a block.
+
+A first moment must not come back larger than twice what it was. A second moment divides, so its root must not come back
+smaller than half of what it was, and never as zero: ``raised`` lifts the elements that the format would lose to the
+least share of their block that it keeps. And a second moment that falls slowly must fall: where scales are powers of
+two, an element that is rounded to the nearest stays what it is, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats import Quantizer, Stat
+from lpq.formats.blocks import block_amax, expand_blocks
+
+TWICE = 2.0
+"""The factor by which rounding may enlarge a first moment, and lessen the root of a second moment."""
+ROWS, COLS = 256, 512
+LEAST = 40
+"""Elements are tried down to this power of two below the largest of their block."""
+
+
+class LeastKept(NamedTuple):
+    """The least elements that a format keeps: a share of the statistic that covers them."""
+
+    stat: Stat
+    share: float
+
+
+def rounded(quantizer: Quantizer, x: Tensor) -> Tensor:
+    """Encode a matrix, and return the values that it decodes to."""
+    decoded: Tensor = quantizer.quantize(x, col=False).dequantize(torch.float32)
+    return decoded
+
+
+@cache
+def why_not(quantizer: Quantizer) -> str | None:
+    """Why no state can be stored in a format; None if it can."""
+    if quantizer.stochastic:
+        return "it rounds at random, so that replicas and shards would part"
+    x = _numbers()
+    if bool((rounded(quantizer, x).abs() > TWICE * x.abs()).any()):
+        return "it rounds elements to more than twice what they are, as formats that rotate do"
+    return None
+
+
+@cache
+def least_kept(quantizer: Quantizer, fall: float) -> LeastKept | str | None:
+    """The least roots of second moments that a format keeps; None if it keeps all. Or, in words, why it is not safe.
+
+    Args:
+        quantizer: The quantizer of the row operand.
+        fall: The factor by which a root falls in a step without a gradient.
+    """
+    found = next(_that_keep(quantizer), "it loses small elements beside large ones")
+    if isinstance(found, str):
+        return found
+    held = rounded(quantizer, raised(_numbers().abs(), found))
+    falling = rounded(quantizer, raised(held * fall, found))
+    if fall < 1 and bool((falling >= held)[held > 0].any()):
+        return (
+            f"what falls by a factor of {fall:.5g} in a step would never fall in it: choose a format of blocks with "
+            "scales in fp32"
+        )
+    return found
+
+
+def _that_keep(quantizer: Quantizer) -> Iterator[LeastKept | None]:
+    x = _numbers().abs()
+    largest = [stat for stat in quantizer.stats if stat.largest]
+    tried: list[LeastKept | None] = [None]
+    for stat in sorted(largest, key=lambda s: [size or COLS for size in s.block]):
+        tried += [LeastKept(stat, 2.0**-power) for power in range(LEAST, 0, -1)]
+    for kept in tried:
+        if bool((rounded(quantizer, raised(x, kept)) * TWICE >= x).all()):
+            yield kept
+
+
+def raised(root: Tensor, kept: LeastKept | None, amax: Tensor | None = None) -> Tensor:
+    """The matrix of roots with its elements at least the least that the format keeps. Zero stays zero.
+
+    ``amax``: the statistic, if it is known.
+    """
+    if kept is None:
+        return root
+    amax = block_amax(root, kept.stat.block) if amax is None else amax
+    least = expand_blocks(amax * kept.share, kept.stat.block, *root.shape)
+    return torch.where(root > 0, torch.maximum(root, least), root)
+
+
+@cache
+def _numbers() -> Tensor:
+    """Numbers of both signs and all sizes, some of which are zero, in blocks that are near zero or large."""
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(high: int, wide: int) -> Tensor:
+        coarse = torch.rand(ROWS // high, COLS // wide, generator=random)
+        return coarse.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+
+    sizes = drawn(1, 1) * LEAST + sum(drawn(*block) * 10 for block in ((1, 16), (16, 16), (128, 128)))
+    return (-sizes).exp2() * (drawn(1, 1) - 0.5).sign() * (drawn(1, 1) > 0.05)

@@ -1,0 +1,320 @@
+"""QuantizedStates: an optimizer whose moments are stored in a format between steps.
+
+It wraps any torch optimizer that steps each parameter by itself. The parameters are stepped one after the other: the
+states of one are decoded, the wrapped optimizer steps it, and they are encoded again, into the same memory. So what is
+decoded at one time are the states of one parameter. All that decides what is stored, and how it is rounded, follows
+from the shape of the whole tensor and from blocks that no shard cuts: shards hold the bytes that the whole would have.
+
+A second moment, which divides the update, is stored as its root, under a name of its own: see ``lpq.optim.rounding``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lpq import registry
+from lpq.distributed.optimizer_steps import steps
+from lpq.distributed.shard_groups import attach
+from lpq.distributed.shardability import why_not_placed
+from lpq.formats import Quantizer
+from lpq.formats.blocks import block_amax
+from lpq.operations.inputs import as_matrix
+from lpq.operations.reduce_statistics import reduce_max
+from lpq.optim.masters import MasterWeights
+from lpq.optim.rounding import LeastKept, least_kept, raised, why_not
+from lpq.optim.state_names import states_of
+from lpq.registry.errors import OptionError
+from lpq.registry.showing import listed
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.encode_writes import write
+from lpq.torch_private.dtensor import dtensor_as, dtensor_over
+from lpq.torch_private.tensors import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ROOT = "_root"
+"""The end of the name of a second moment where its root is stored."""
+State = dict[str, Any]
+
+
+class StateForm(NamedTuple):
+    """How one state of each parameter is stored."""
+
+    quantizer: Quantizer
+    second: bool
+    least: LeastKept | None
+    """The least roots that the format keeps, of a second moment."""
+    key: str
+    """Its name in the state where it is stored."""
+
+
+class QuantizedStates(Optimizer):
+    """``QuantizedStates(torch.optim.AdamW(model.parameters(), …), exp_avg=…, exp_avg_sq=…)``: states in formats.
+
+    ``MasterWeights`` goes around it, and not inside. A state stays as it is if it is a vector, or has fewer than
+    ``least`` elements in all, or would not be smaller: ``report()`` tells.
+
+    Args:
+        optimizer: The optimizer whose states are stored.
+        least: The number of elements that a state has at least, in all shards together, to be stored in a format.
+        **formats: The format of each state by its name in the optimizer, a text or a quantizer. A state that is not
+            named stays as it is.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, least: int = 4096, **formats: str | Quantizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "QuantizedStates wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
+                f"{type(optimizer).__name__}: make one first"
+            )
+        if isinstance(optimizer, QuantizedStates | MasterWeights):
+            remedy = {
+                True: "put it inside, MasterWeights(QuantizedStates(optimizer, …))",
+                False: "name all states at once",
+            }[isinstance(optimizer, MasterWeights)]
+            raise TypeError(f"QuantizedStates got a {type(optimizer).__name__}: {remedy}")
+        self.optimizer = optimizer
+        """The wrapped optimizer. Groups and states are its own."""
+        self.least = least
+        self.forms = _forms(optimizer, formats)
+        """How each state is stored, by its name in the optimizer."""
+        groups, state = optimizer.param_groups, optimizer.state
+        try:
+            super().__init__([dict(group) for group in groups], optimizer.defaults)
+        finally:
+            optimizer.param_groups, optimizer.state = groups, state
+        for p in self._params():
+            self._settle(p)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, stored."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as the wrapped optimizer would."""
+        if "forms" in self.__dict__ and self.__dict__.get("defaults") is self.optimizer.defaults:
+            self.optimizer.add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
+
+    # ------------------------------------------------------------------------------ steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step the parameters: the small ones together, each of the others alone, with its states decoded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        alone = [(group, p) for group in groups for p in group["params"] if p.grad is not None and self._large(p)]
+        with steps().part(self.optimizer):
+            with self._only([{**g, "params": [p for p in g["params"] if not self._large(p)]} for g in groups]):
+                self.optimizer.step()
+            for group, p in alone:
+                with self._only([{**group, "params": [p]}]), self._decoded(p):
+                    self.optimizer.step()
+        return loss
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _large(self, tensor: Tensor) -> bool:
+        """Whether a state of this shape may be stored in a format."""
+        return tensor.dim() > 1 and tensor.numel() >= self.least
+
+    @contextmanager
+    def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Have the wrapped optimizer step these groups."""
+        whole, self.optimizer.param_groups = self.optimizer.param_groups, groups
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = whole
+
+    @contextmanager
+    def _decoded(self, p: Tensor) -> Iterator[None]:
+        """Decode the states of a parameter, and encode them afterwards; on an error they are as they were."""
+        state: State = self.state[p]
+        stored = {form.key: state[form.key] for form in self.forms.values() if _held(state.get(form.key)) is not None}
+        for name, form in self.forms.items():
+            if form.key in stored:
+                state[name] = _value(state.pop(form.key), form.second)
+        try:
+            yield
+            self._store(state, stored)
+        except BaseException:
+            for name, form in self.forms.items():
+                if form.key in stored:
+                    state.pop(name, None)
+            state.update(stored)
+            raise
+
+    def _store(self, state: State, targets: dict[str, Tensor]) -> None:
+        """Encode the states of a parameter, into these tensors or into new ones."""
+        names = [name for name, form in self.forms.items() if self._why_stays(form, state.get(name)) is None]
+        into: dict[str, Tensor] = {}
+        for name in names:
+            form = self.forms[name]
+            target = targets.get(form.key)
+            into[name] = _empty(form.quantizer, state[name]) if target is None else target
+            attach(into[name])
+        stored = [cast("QuantizedTensor", local_part(target)) for target in into.values()]
+        write(stored, [_matrix(state[name], self.forms[name], t) for name, t in zip(into, stored, strict=True)])
+        for name, target in into.items():
+            del state[name]
+            state[self.forms[name].key] = target
+
+    def _why_stays(self, form: StateForm, value: object) -> str | None:
+        """Why a state is not stored in its format; None if it is."""
+        if not isinstance(value, Tensor):
+            return "the optimizer has none of it"
+        if not self._large(value):
+            return f"it is a vector, or has fewer than {self.least} elements"
+        rows, cols = math.prod(value.shape[:-1]), value.shape[-1]
+        size = sum(math.prod(b.grid(rows, cols)) * (b.dtype or value.dtype).itemsize for b in form.quantizer.layout)
+        return None if size < value.numel() * value.dtype.itemsize else "it would not be smaller"
+
+    def _settle(self, p: Tensor) -> None:
+        """Store the states of a parameter, which may be decoded, or stored in another format."""
+        state: State = self.state.get(p, {})
+        kept: dict[str, Tensor] = {}
+        for name, form in self.forms.items():
+            stored = _held(state.get(form.key))
+            if stored is not None:
+                held = state.pop(form.key)
+                if stored.quantizer == form.quantizer:
+                    kept[form.key] = held
+                else:
+                    state[name] = _value(held, form.second)
+        self._store(state, {})
+        state.update(kept)
+
+    # ------------------------------------------------------------------------------ what is stored, copies, loading
+
+    def report(self) -> str:
+        """Tell which states are stored in which format, and why others are not. It is known after the first step."""
+        if not self.state:
+            return "What is stored in a format is known after a step"
+        lines: list[str] = []
+        for name, form in self.forms.items():
+            stored = [held for state in self.state.values() if (held := _held(state.get(form.key))) is not None]
+            values, held_bytes = sum(held.numel() for held in stored), sum(held.held_bytes for held in stored)
+            root = ", of its root" if form.second else ""
+            lines.append(
+                f"{name}: {form.quantizer}{root}, of {len(stored)} tensors, {values} elements in {held_bytes} bytes "
+                "on this rank"
+            )
+            stays: dict[str, list[str]] = {}
+            for value in (state[name] for state in self.state.values() if name in state):
+                stays.setdefault(str(self._why_stays(form, value)), []).append(str(list(value.shape)))
+            lines += [f"  as it was, because {reason}: {listed(shapes)}" for reason, shapes in stays.items()]
+        return "\n".join(lines)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, or the state of such an optimizer that was not wrapped, which is encoded."""
+        super().load_state_dict(state_dict)
+        with torch.no_grad():
+            for p in self._params():
+                self._settle(p)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("optimizer", "least", "forms")}
+        return {"defaults": self.defaults, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, or take what ``load_state_dict`` read, which is the wrapped optimizer's."""
+        read = {name: value for name, value in state.items() if name in ("state", "param_groups")}
+        own = {name: value for name, value in state.items() if name not in read}
+        self.__dict__.update(own)
+        if read:
+            self.optimizer.__setstate__(read)
+        super().__setstate__(own)
+
+
+def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[str, StateForm]:
+    kind, found = type(optimizer).__name__, states_of(optimizer)
+    has = f"{kind} keeps {', '.join(found)}" if found else f"{kind} keeps no state of a parameter"
+    if not formats:
+        raise OptionError(f"QuantizedStates got no format, and {has}: give one for each that is to be stored, by name")
+    forms: dict[str, StateForm] = {}
+    for name, text in formats.items():
+        if name not in found:
+            raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}")
+        quantizer: Quantizer = registry.quantizer(text).side("row")
+        second = found[name].second
+        safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
+        if isinstance(safe, str):
+            raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
+        forms[name] = StateForm(quantizer, second, safe, name + ROOT if second else name)
+    return forms
+
+
+def _held(state: object) -> QuantizedTensor | None:
+    """This rank's part of a state that is stored in a format; None of any other."""
+    part = local_part(state) if isinstance(state, Tensor) else None
+    return part if isinstance(part, QuantizedTensor) else None
+
+
+def _value(held: Tensor, second: bool) -> Tensor:
+    """The decoded state, in the dtype that the optimizer keeps it in."""
+    stored = cast("QuantizedTensor", local_part(held))
+    if second:
+        local = stored.dequantize(torch.float32).square().to(stored.dtype)
+    else:
+        local = stored.dequantize()
+    return dtensor_as(held, local) if isinstance(held, DTensor) else local
+
+
+def _empty(quantizer: Quantizer, value: Tensor) -> Tensor:
+    """A tensor to store a state in, placed as the state is."""
+    local, placed = local_part(value), isinstance(value, DTensor)
+    if isinstance(value, DTensor) and (reason := why_not_placed(quantizer, value)) is not None:
+        raise ValueError(
+            f"a state of shape {list(value.shape)} cannot be stored as {quantizer} on these ranks, because {reason}. "
+            "Which states are stored must not depend on the ranks: choose another format for all"
+        )
+    matrix = as_matrix(local).shape
+    operand = quantizer.storage.empty(quantizer, tuple(matrix), value.dtype, local.device)
+    made = QuantizedTensor(operand, None, quantizer, local.shape, value.dtype)
+    if not placed:
+        return made
+    assert isinstance(value, DTensor)
+    return dtensor_over(made, value.device_mesh, value.placements, tuple(value.shape))
+
+
+def _matrix(value: Tensor, form: StateForm, target: QuantizedTensor) -> Tensor:
+    """The matrix to encode of a state: of a second moment the root, with what the format would lose raised."""
+    x = as_matrix(local_part(value))
+    if not form.second:
+        return x
+    root = x.float().sqrt()
+    if form.least is None:
+        return root
+    amax, block = None, form.least.stat.block
+    if target.amax_group is not None and block[0] is None:
+        (amax,) = reduce_max([block_amax(root, block)], cast("ProcessGroup", target.amax_group))
+    return raised(root, form.least, amax)

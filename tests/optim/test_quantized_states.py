@@ -1,0 +1,352 @@
+"""QuantizedStates: states that are stored in a format between steps, of any optimizer that steps parameters alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from formats.quantizers import QUANTIZERS
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.optim import MasterWeights, QuantizedStates, states
+from lpq.registry.errors import OptionError
+
+FIRST, SECOND = "mxfp8", "fp8(scaling=block, pow2=false)"
+ADAM = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
+Make = Callable[[Any], Optimizer]
+CASES: dict[str, tuple[Make, dict[str, str]]] = {
+    "adamw": (partial(AdamW, lr=1e-2), ADAM),
+    "fused": (partial(AdamW, lr=1e-2, fused=True), {**ADAM, "exp_avg": "nvfp4"}),
+    "amsgrad": (partial(AdamW, lr=1e-2, amsgrad=True, maximize=True), {**ADAM, "max_exp_avg_sq": SECOND}),
+    "adafactor": (partial(Adafactor, lr=1e-2), {"row_var": SECOND, "col_var": SECOND}),
+    "muon": (partial(Muon, lr=1e-2), {"momentum_buffer": FIRST}),
+    "sgd": (partial(SGD, lr=1e-2, momentum=0.9), {"momentum_buffer": "fp8"}),
+}
+
+
+def _params(optimizer: str = "", dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    shapes = [(64, 128), (2, 4096), (16, 16), (32, 16, 16), (4096,)]
+    if optimizer == "muon":
+        shapes = shapes[:3]
+    random = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+
+
+def _give_gradients(params: list[nn.Parameter], step: int) -> None:
+    random = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=random).mul_(torch.rand(p.shape, generator=random) ** 8).to(p.dtype)
+
+
+def _train(params: list[nn.Parameter], optimizer: Optimizer, first: int = 0, last: int = 3) -> list[nn.Parameter]:
+    for step in range(first, last):
+        _give_gradients(params, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return params
+
+
+def _same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _stored(optimizer: Optimizer) -> list[dict[str, QuantizedTensor]]:
+    found = [
+        {key: value for key, value in state.items() if isinstance(value, QuantizedTensor)}
+        for state in optimizer.state.values()
+    ]
+    return [state for state in found if state]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_wrapped_optimizer_s_on_what_the_states_decode_to(case: str, dtype: torch.dtype) -> None:
+    make, formats = CASES[case]
+    ours, theirs = _params(case, dtype), _params(case, dtype)
+    optimizer, plain = QuantizedStates(make(ours), **formats), make(theirs)
+    for step in range(3):
+        for p, q in zip(ours, theirs, strict=True):  # what is stored, decoded by hand
+            state = {
+                key.removesuffix("_root"): (value.dequantize(torch.float32) ** 2).to(dtype)
+                if key.endswith("_root")
+                else value.dequantize()
+                if isinstance(value, QuantizedTensor)
+                else value.clone()
+                for key, value in optimizer.state[p].items()
+            }
+            plain.state[q] = state
+        _give_gradients(ours, step)
+        _give_gradients(theirs, step)
+        for one in (optimizer, plain):
+            one.step()
+        assert _same(ours, theirs), step
+    assert {key for state in _stored(optimizer) for key in state} == {
+        form.key for name, form in optimizer.forms.items() if name not in ("row_var",)
+    }
+
+
+def test_what_is_small_or_a_vector_or_would_not_shrink_stays_and_a_report_tells() -> None:
+    params = _params()
+    optimizer = QuantizedStates(Adafactor(params), row_var=SECOND, col_var=SECOND, variance=SECOND)
+    assert "known after a step" in optimizer.report()
+    _train(params, optimizer, last=1)
+    assert [[*state] for state in _stored(optimizer)] == [["col_var_root"]]  # of [2, 4096] alone
+    told = optimizer.report()
+    assert "row_var: fp8(scaling=block, pow2=false), of its root, of 0 tensors" in told
+    assert "col_var: fp8(scaling=block, pow2=false), of its root, of 1 tensors, 4096 elements in 4224 bytes" in told
+    assert "because it is a vector, or has fewer than 4096 elements: [4096]" in told
+    tall = [nn.Parameter(torch.randn(5000, 2))]
+    column = QuantizedStates(Adafactor(tall), row_var="fp8(scaling=row)")
+    _train(tall, column, last=1)
+    assert "it would not be smaller: [5000, 1]" in column.report()
+    few = QuantizedStates(AdamW(params), least=8, **ADAM)
+    _train(params, few, last=1)
+    assert len(_stored(few)) == 4
+
+
+# ---------------------------------------------------------------------------------- second moments
+
+
+def _update(state: dict[str, Any], formats: dict[str, str]) -> Tensor:
+    """The update of a step without a gradient from this state."""
+    p = nn.Parameter(torch.zeros(state["exp_avg"].shape))
+    plain = AdamW([p], lr=1.0, weight_decay=0.0)
+    optimizer = QuantizedStates(plain, least=1, **formats) if formats else plain
+    groups = plain.state_dict()["param_groups"]
+    optimizer.load_state_dict(copy.deepcopy({"state": {0: state}, "param_groups": groups}))
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return p.detach().abs()
+
+
+@st.composite
+def _moments(draw: st.DrawFn) -> dict[str, Any]:
+    """Moments of all sizes beside each other, some of which are zero."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shape = draw(st.sampled_from([(1, 32), (3, 128), (16, 48), (130, 256)]))
+    deep, across = draw(st.floats(0, 40)), draw(st.floats(0, 20))
+    sizes = torch.rand(shape, generator=random) * deep + torch.rand(shape[0], 1, generator=random) * across
+    root = (-sizes).exp2() * draw(st.sampled_from([1.0, 1e-4, 3e4]))
+    root *= torch.rand(shape, generator=random) > draw(st.sampled_from([0.0, 0.3, 0.99]))
+    m = root * (torch.rand(shape, generator=random) * 6 - 3)
+    return {"step": torch.tensor(draw(st.sampled_from([1.0, 1000.0]))), "exp_avg": m, "exp_avg_sq": root.square()}
+
+
+@given(_moments(), st.sampled_from([*QUANTIZERS, SECOND, "fp8(scaling=block, pow2=false, dtype=e5m2)"]))
+def test_no_update_is_more_than_four_times_the_exact_one(state: dict[str, Any], text: str) -> None:
+    """Whatever the format: twice by the first moment, and twice by the root of the second."""
+    exact = _update(state, {})
+    for formats in ({"exp_avg": text, "exp_avg_sq": text}, {"exp_avg": text, "exp_avg_sq": SECOND}):
+        try:
+            found = _update(state, formats)
+        except OptionError:
+            continue  # formats that round otherwise are refused
+        assert bool((found <= exact * 4 * (1 + 1e-5)).all()), formats
+
+
+def test_an_update_would_be_more_if_lost_elements_were_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = torch.logspace(0, -9, 128).view(1, -1)
+    state = {"step": torch.tensor(100.0), "exp_avg": root * 0.1, "exp_avg_sq": root.square()}
+    exact, formats = _update(state, {}), {"exp_avg": "fp8(dtype=e5m2)", "exp_avg_sq": SECOND}
+    assert bool((_update(state, formats) <= exact * 4).all())
+    monkeypatch.setattr(states, "raised", lambda root, *_: root)
+    assert bool((_update(state, formats) > exact * 20).any())
+
+
+def test_a_second_moment_falls_without_a_gradient() -> None:
+    params = [nn.Parameter(torch.zeros(32, 128))]
+    optimizer = QuantizedStates(AdamW(params, lr=0.0), **ADAM)
+    _train(params, optimizer, last=1)
+    root = optimizer.state[params[0]]["exp_avg_sq_root"].dequantize()
+    for _ in range(50):
+        params[0].grad = torch.zeros(32, 128)
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq_root"].dequantize(), root * 0.999**25)
+
+
+# ---------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("formats", "says"),
+    [
+        ({}, "got no format, and AdamW keeps exp_avg, exp_avg_sq: give one for each"),
+        ({"momentum_buffer": "mxfp8"}, "got a format for 'momentum_buffer', and AdamW keeps exp_avg, exp_avg_sq"),
+        ({"exp_avg_sq": "mxfp8"}, "cannot store exp_avg_sq of AdamW as mxfp8: what falls by a factor of 0.9995"),
+        ({"exp_avg": "nvfp4(stochastic=true)"}, "cannot store exp_avg of AdamW .*: it rounds at random"),
+        ({"exp_avg": "mxfp9"}, "mxfp9"),
+    ],
+)
+def test_formats_that_do_not_fit_are_refused_in_words(formats: dict[str, str], says: str) -> None:
+    with pytest.raises((OptionError, LookupError), match=says):
+        QuantizedStates(AdamW(_params()), **formats)
+
+
+class Counting(SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "says"),
+    [
+        (lambda p: p, "got a list: make one first"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS, whose step with a small matrix raised TypeError.*closure"),
+        (lambda p: Counting(p, momentum=0.9), "Counting keeps 'k' in its groups"),
+        (lambda p: QuantizedStates(AdamW(p), exp_avg="mxfp8"), "got a QuantizedStates: name all states at once"),
+        (lambda p: MasterWeights(AdamW(p)), r"put it inside, MasterWeights\(QuantizedStates"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:MasterWeights has nothing to do")
+def test_optimizers_that_cannot_be_wrapped_are_refused_in_words(wrapped: Callable[[Any], Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        QuantizedStates(wrapped(_params()), exp_avg="mxfp8")
+
+
+def test_an_optimizer_without_states_is_refused() -> None:
+    with pytest.raises(OptionError, match="SGD keeps no state of a parameter"):
+        QuantizedStates(SGD(_params()), momentum_buffer="mxfp8")
+
+
+# ---------------------------------------------------------------------------------- as users of torch expect
+
+
+def test_a_state_dict_loads_into_another_one_and_a_copy_and_a_pickle_go_on_alike() -> None:
+    make = partial(AdamW, lr=1e-2)
+    params = _params()
+    optimizer = QuantizedStates(make(params), **ADAM)
+    _train(params, optimizer)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = copy.deepcopy(params)
+    other = QuantizedStates(make(loaded), **ADAM)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    copied = copy.deepcopy((params, optimizer))
+    unpickled = pickle.loads(pickle.dumps((params, optimizer)))
+    held = optimizer.state[params[0]]["exp_avg"].buffers[0].data_ptr()
+    _train(params, optimizer, 3, 5)
+    assert optimizer.state[params[0]]["exp_avg"].buffers[0].data_ptr() == held  # it is written in place
+    for again, one in ((loaded, other), copied, unpickled):
+        assert _same(_train(again, one, 3, 5), params)
+        assert one.param_groups is one.optimizer.param_groups
+        assert one.state is one.optimizer.state
+
+
+def test_states_of_an_optimizer_that_was_not_wrapped_are_encoded_when_it_is_or_when_they_are_loaded() -> None:
+    params = _params()
+    plain = AdamW(params, lr=1e-2)
+    _train(params, plain)
+    before, loaded = copy.deepcopy((params, plain)), copy.deepcopy(params)
+    other = QuantizedStates(AdamW(loaded, lr=1e-2), **ADAM)
+    other.load_state_dict(copy.deepcopy(plain.state_dict()))
+    wrapped = QuantizedStates(before[1], **ADAM)
+    assert len(_stored(wrapped)) == len(_stored(other)) == 3
+    assert _same(_train(before[0], wrapped, 3, 5), _train(loaded, other, 3, 5))
+    rows = QuantizedStates(AdamW(_params(), lr=1e-2), exp_avg="fp8(scaling=row)", exp_avg_sq=SECOND)
+    rows.load_state_dict(other.state_dict())
+    assert {str(state["exp_avg"].quantizer) for state in _stored(rows)} == {"fp8(scaling=row)"}
+
+
+def test_groups_and_schedules_are_one_with_the_wrapped_optimizer() -> None:
+    params = _params()
+    optimizer = QuantizedStates(AdamW(params[:2], lr=1.0), **ADAM)
+    optimizer.add_param_group({"params": params[2:], "lr": 2.0})
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    _train(params, optimizer, last=1)
+    schedule.step()
+    assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.5, 1.0]
+    assert len(_stored(optimizer)) == 3
+
+
+class Failing(AdamW):
+    """An optimizer that raises at one step of a large parameter, and looks at what is decoded."""
+
+    large, fails = 0, False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        decoded = [s for s in self.state.values() if "exp_avg" in s and not isinstance(s["exp_avg"], QuantizedTensor)]
+        self.large = max(self.large, sum(s["exp_avg"].numel() >= 4096 and s["exp_avg"].dim() > 1 for s in decoded))
+        if self.fails and self.large:
+            raise RuntimeError("no")
+        return result
+
+
+def test_the_states_of_one_parameter_are_decoded_at_a_time_and_an_error_leaves_them_stored() -> None:
+    params = _params()
+    wrapped = Failing(params)
+    optimizer = QuantizedStates(wrapped, **ADAM)
+    _train(params, optimizer)
+    assert wrapped.large == 1
+    before = [{k: [b.clone() for b in t.buffers] for k, t in state.items()} for state in _stored(optimizer)]
+    wrapped.fails = True
+    _give_gradients(params, 9)
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.step()
+    after = [{k: t.buffers for k, t in state.items()} for state in _stored(optimizer)]
+    assert len(after) == 3
+    assert all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for old, new in zip(before, after, strict=True)
+        for key in old
+        for x, y in zip(old[key], new[key], strict=True)
+    )
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(params)]
+
+
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    params, calls = _params(), []
+    optimizer = QuantizedStates(AdamW(params), **ADAM)
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        _give_gradients(params, 0)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert calls == [True]
+
+
+# ---------------------------------------------------------------------------------- inside MasterWeights
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@pytest.mark.parametrize("keep", [True, False])
+def test_inside_master_weights_states_are_the_masters(keep: bool) -> None:
+    quantizer, value = lpq.quantizer("fp8"), torch.randn(64, 128)
+    weight = nn.Parameter(quantizer.quantize(value))
+    twin = nn.Parameter(weight.dequantize())
+    inner = QuantizedStates(AdamW([weight], lr=0.1), **ADAM)
+    ours, theirs = MasterWeights(inner, keep=keep), QuantizedStates(AdamW([twin], lr=0.1), **ADAM)
+    for step in range(3):
+        _give_gradients([weight], step)
+        _give_gradients([twin], step)
+        ours.step()
+        theirs.step()
+        assert torch.equal(weight.dequantize(), quantizer.quantize(twin.detach()).dequantize())
+        if not keep:
+            twin.data.copy_(weight.dequantize())
+    state = ours.state_dict()
+    assert {*state["state"][0]} == {"step", "exp_avg", "exp_avg_sq_root", *(["master"] if keep else [])}
+    again = nn.Parameter(copy.deepcopy(weight.detach()))
+    other = MasterWeights(QuantizedStates(AdamW([again], lr=0.1), **ADAM), keep=keep)
+    other.load_state_dict(copy.deepcopy(state))
+    for one, p in ((ours, weight), (other, again)):
+        _give_gradients([p], 7)
+        one.step()
+    assert torch.equal(weight.dequantize(), again.dequantize())
