@@ -59,12 +59,17 @@ types: $(READY)  ## mypy, strict
 docs: $(READY)  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-check-example: $(READY)  ## install the example plugin, check it and train with it
+check-example: $(READY)  ## install the example plugins, check them and train with one
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4
 	$(BIN)/lpq check int4
 	rm -rf runs/example
 	$(BIN)/lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4
+	for name in mean-split; do \
+	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name && \
+	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests && \
+	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name || exit 1; \
+	done
 
 ci: test lint types docs check-example  ## everything that must pass
 

@@ -1,0 +1,135 @@
+"""The example mean split: its format and its layer against their formulas, its evidence, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import lpq
+from lpq import registry
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mean-split"
+REST = "x=nvfp4(), w=nvfp4(block=16x16), dy=nvfp4(stochastic=true)"
+
+
+@contextmanager
+def plugged() -> Iterator[None]:
+    import lpq_mean_split
+
+    registry.register(lpq_mean_split, name="mean_split")
+    yield
+    registry.refresh()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    with plugged():
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(recipe: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return lpq.convert(nn.Sequential(nn.Linear(48, 64)), recipe, **options)[0]
+
+
+def test_an_operand_is_the_rest_and_the_mean_of_the_tokens() -> None:
+    x = normal(40, 48) + 3
+    t = lpq.quantizer("mean_split(rest=nvfp4)").quantize(x)
+    for operand, mean, rest in ((t.row, x.mean(0, keepdim=True), x), (t.col, x.t().mean(1, keepdim=True), x.t())):
+        assert torch.allclose(operand.mean, mean)
+        encoded = lpq.quantizer("nvfp4").quantize((rest - operand.mean).contiguous(), col=False)
+        assert torch.equal(operand.decode(), encoded.row.decode() + operand.mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_is_multiplied_in_high_precision(dtype: torch.dtype) -> None:
+    split, rest = layer("mean_split").to(dtype), layer(REST).to(dtype)
+    assert split.state_dict().keys() == rest.state_dict().keys() == {"weight", "bias"}
+    x, dy = (normal(4, 10, 48) + 2).to(dtype).requires_grad_(), normal(4, 10, 64, seed=1).to(dtype)
+    mean = x.detach().mean((0, 1))
+    grads = []
+    for made, shift in ((split, 0), (rest, mean)):
+        torch.manual_seed(3)
+        y = made(x - shift)
+        grads.append((y.detach(), *torch.autograd.grad(y, [x, made.weight, made.bias], dy)))
+    (y, dx, dw, db), (y_rest, dx_rest, dw_rest, db_rest) = grads
+    assert torch.equal(y, y_rest + nn.functional.linear(mean, rest.weight))
+    assert torch.equal(dx, dx_rest)
+    assert torch.equal(db, db_rest)
+    assert torch.allclose(
+        dw, dw_rest + torch.outer(dy.sum((0, 1)), mean), rtol=2e-2 if dtype is torch.bfloat16 else 1e-5
+    )
+
+
+def test_its_evidence_is_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small: both errors fall by a fifth and more, and less where the weight that multiplies the mean is rounded."""
+    spec = importlib.util.spec_from_file_location("evidence_of_mean_split", EXAMPLE / "evidence.py")
+    assert spec is not None
+    assert spec.loader is not None
+    evidence = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(evidence)
+    for size in ("TOKENS", "INPUTS", "OUTPUTS"):
+        monkeypatch.setattr(evidence, size, 256)
+    plain, split = (evidence.RECIPES[name] for name in evidence.RECIPES if "nearest" in name)
+    found = evidence.errors(plain, 0), evidence.errors(split, 0, converted=False), evidence.errors(split, 0)
+    for before, between, after in zip(*found, strict=True):
+        assert after < 0.8 * before
+        assert after < between < before
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Any], str]] = {
+    "weights": ({"weights": "high_precision"}, lambda made, x: x, r"convert without weights="),
+    "accumulate": ({"accumulate": "main_grad"}, lambda made, x: x, r"call lpq\.convert without accumulate="),
+    "encoded": ({}, lambda made, x: lpq.quantizer("nvfp4").quantize(x), r"its input is encoded already"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_refuses(what: str) -> None:
+    options, given, words = REFUSED[what]
+    made = layer("mean_split", **options)
+    with pytest.raises(ValueError, match=rf"layer 0, lpq\.nn\.Linear\(48, 64\): mean_split .*{words}"):
+        made(given(made, normal(8, 48)))
+
+
+def test_it_follows_the_policy() -> None:
+    rules = [{"match": "*", "recipe": "mean_split", "until": 1}, {"match": "*", "recipe": "mxfp8"}]
+    made = lpq.convert(nn.Sequential(nn.Linear(48, 64)), {"rules": rules}, steps=2)
+    wanted, x = layer("mxfp8"), normal(32, 48) + 2
+    made.load_state_dict({f"0.{key}": value for key, value in wanted.state_dict().items()})
+    assert not torch.equal(made(x), wanted(x))
+    lpq.set_step(made, 1)
+    assert torch.equal(made(x), wanted(x))
+
+
+def test_it_compiles() -> None:
+    made, x = layer("mean_split"), normal(32, 48) + 2
+    assert torch.equal(torch.compile(made, backend="aot_eager", fullgraph=True)(x), made(x))
+
+
+@on_ranks(2)
+def test_fsdp2_shards_it_and_tensor_parallelism_does_not(rank: int) -> None:
+    with plugged():
+        alone, sharded = layer("mean_split"), layer("mean_split")
+        fully_shard(sharded)
+        x = normal(32, 48, seed=rank) + 2
+        assert torch.equal(sharded(x), alone(x))
+        parallel = parallelize_module(layer("mean_split"), init_device_mesh("cpu", (2,)), ColwiseParallel())
+        with pytest.raises(ValueError, match=r"layer 0, .*its weight is divided over ranks, by tensor parallelism"):
+            parallel(x)
