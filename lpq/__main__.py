@@ -22,6 +22,10 @@ from lpq.registry.errors import LpqError, suggestion
 
 COMMANDS = {
     "train": ("lpq.train.commands.train", "Train a small GPT by a recipe, next to bf16."),
+    "compare": (
+        "lpq.train.commands.compare",
+        "Train by several recipes and in bf16, from several seeds, and compare.",
+    ),
     "formats": ("lpq.cli.listing", "List the number formats that are installed."),
     "recipes": ("lpq.cli.listing", "List the named recipes."),
     "plugins": ("lpq.cli.listing", "List the plugins: where each comes from, what it brings, what is wrong."),

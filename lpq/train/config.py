@@ -25,6 +25,10 @@ RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 
 WEIGHTS = (None, "high_precision", "quantized")
 """How the weights of converted layers are stored."""
+INSTALLED = "installed"
+"""Names, in place of a file, what is installed with this Python."""
+SCHEDULES = ("cosine", "wsd")
+"""How the learning rate goes after its warm-up."""
 LARGEST = 2**63
 """A number must be less than this: so PyTorch takes it as a seed, and it is finite."""
 
@@ -44,14 +48,23 @@ class TrainConfig:
     steps: int = option(300, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)
-    lr: float = option(3e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0)
+    lr: float = option(3e-3, "Peak learning rate; it warms up, and decays to a tenth.", least=0)
+    schedule: str = option(
+        "cosine", "How the learning rate decays: cosine, or wsd, which stays at the peak until the last fifth."
+    )
+    warmup: float = option(0.05, "Part of the steps in which the learning rate warms up.", least=0)
+    weight_decay: float = option(0.1, "Weight decay of the matrices.", least=0)
+    clip: float = option(1.0, "The norm to which gradients are clipped.", least=0)
     seed: int = option(0, "Seed of the weights, the batches and the stochastic rounding.", least=0)
     layers: int = option(4, "Blocks of the model.", least=1)
     heads: int = option(2, "Attention heads; they divide --width.", least=1)
     width: int = option(128, "Width of the model.", least=1)
     data: tuple[str, ...] = option(
-        (), "Files or directories to train on (repeatable); default: the sources of Python's standard library."
+        (),
+        "Files or directories to train on (repeatable); installed: sources and documentation of the standard library "
+        "and of all installed packages; default: the sources of Python's standard library.",
     )
+    text: int = option(16, "The most MiB of text that are read.", least=1)
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: the GPU if there is one.")
     threads: int = option(1, "CPU threads; 0: as many as PyTorch takes. A small model gains little from more.", least=0)
     weights: str | None = option(
@@ -62,6 +75,7 @@ class TrainConfig:
     compile: bool = option(False, "Train through torch.compile.")
     out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
+    validate_every: int = option(0, "Steps between losses on the held-out text; 0: only at the end.", least=0)
     full: bool = option(False, "Print how each layer is converted, as conversion.txt of the run has it.")
     checkpoint_every: int = option(
         50, "Steps between checkpoints; 0: only when the run ends or is interrupted.", least=0
@@ -82,6 +96,12 @@ class TrainConfig:
         if self.weights not in WEIGHTS:
             choices = [name for name in WEIGHTS if name is not None]
             raise TrainOptionError(f"weights = {self.weights!r}: {suggestion(self.weights or '', choices)}")
+        if self.schedule not in SCHEDULES:
+            raise TrainOptionError(f"schedule = {self.schedule!r}: {suggestion(self.schedule, SCHEDULES)}")
+        if not self.clip > 0:
+            raise TrainOptionError("clip = 0 would leave no gradient: 1.0 is usual")
+        if not self.warmup < 1:
+            raise TrainOptionError(f"warmup = {self.warmup!r} leaves no step after it: it is a part of the run below 1")
         if self.policy is not None and self.recipe != RECIPE:
             raise TrainOptionError("a policy gives the recipes itself: name a recipe or a policy, not both")
 

@@ -16,11 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lpq.train.config import INSTALLED
 from lpq.train.errors import TrainError
 
-CAP = 16 << 20
-"""The most bytes of text that are read."""
-
+WORDS = {INSTALLED: "sources and documentation of the standard library and of installed packages"}
+SUFFIXES = frozenset({".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".cpp", ".cu", ".html", ".js"})
+"""The files of installed packages that are text: sources and documentation."""
+PART = 20
+"""A text is held out to this part: a twentieth."""
+FILES = 2 * PART
+"""From this number of different files on whole files are held out."""
 # Beside a standard library often lie installed packages, and not every machine has its tests.
 FOREIGN = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -33,10 +38,20 @@ def standard_library() -> Iterator[Path]:
         yield root / path
 
 
+def installed() -> Iterator[Path]:
+    """The standard library, then the text files of all installed packages, in a fixed order."""
+    yield from standard_library()
+    root = Path(sysconfig.get_path("purelib"))
+    inside = (p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file() and "__pycache__" not in p.parts)
+    yield from sorted(inside, key=Path.as_posix)
+
+
 def named_files(names: Sequence[str]) -> Iterator[Path]:
     """The files that ``names`` give: a file itself, or every file in a directory, in a fixed order."""
     for path in map(Path, names):
-        if path.is_dir():
+        if str(path) == INSTALLED:
+            yield from installed()
+        elif path.is_dir():
             inside = (p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
             yield from sorted(inside, key=Path.as_posix)
         elif path.is_file():
@@ -45,22 +60,36 @@ def named_files(names: Sequence[str]) -> Iterator[Path]:
             raise TrainError(f"data: {path} is neither a file nor a directory")
 
 
-def read(files: Iterator[Path], cap: int = CAP) -> bytes:
-    """The contents of ``files``, one after the other, up to ``cap`` bytes."""
-    text = bytearray()
+def read(files: Iterator[Path], most: int) -> dict[bytes, bytes]:
+    """The different contents of ``files`` by their SHA-256, in order, up to ``most`` bytes together."""
+    texts: dict[bytes, bytes] = {}
+    size = 0
     for path in files:
         try:
-            text += path.read_bytes()
+            text = path.read_bytes()[: most - size]
         except OSError as error:
             raise TrainError(f"data: {path} cannot be read: {error.strerror or error}") from error
-        if len(text) >= cap:
+        if texts.setdefault(hashlib.sha256(text).digest(), text) is text:
+            size += len(text)
+        if size >= most:
             break
-    return bytes(text[:cap])
+    return texts
+
+
+def parted(texts: dict[bytes, bytes]) -> tuple[bytes, bytes]:
+    """What is trained on, and what is held out: whole files, chosen by their contents, and so the same ones wherever
+    they lie; of few files the last part."""
+    if len(texts) < FILES:
+        raw = b"".join(texts.values())
+        split = len(raw) - len(raw) // PART
+        return raw[:split], raw[split:]
+    ends = [[text for key, text in texts.items() if (int.from_bytes(key[:8]) % PART == 0) == held] for held in (0, 1)]
+    return b"".join(ends[0]), b"".join(ends[1])
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text in two parts: what the model trains on, and the last twentieth, which measures its loss."""
+    """A text in two parts: what the model trains on, and about a twentieth, which measures its loss."""
 
     train: Tensor
     held_out: Tensor
@@ -85,13 +114,13 @@ def _cut(text: Tensor, key: str, size: int, length: int) -> tuple[Tensor, Tensor
     return rows[:, :-1], rows[:, 1:]
 
 
-def load(names: Sequence[str], length: int) -> Text:
+def load(names: Sequence[str], length: int, mib: int = 16) -> Text:
     """The text of the files and directories ``names``, or of the standard library where none are given."""
-    raw = read(named_files(names) if names else standard_library())
-    where = ", ".join(names) if names else "the sources of Python's standard library"
-    split = len(raw) - len(raw) // 20
-    if len(raw) - split <= length + 1:
-        need = 20 * (length + 2)
-        raise TrainError(f"data: {where} has {len(raw)} bytes; sequences of {length} need at least {need}")
-    everything = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return Text(everything[:split], everything[split:], where, hashlib.sha256(raw).hexdigest())
+    texts = read(named_files(names) if names else standard_library(), mib << 20)
+    where = ", ".join(WORDS.get(name, name) for name in names) if names else "the sources of Python's standard library"
+    train, held_out = parted(texts)
+    if min(len(train), len(held_out)) <= length + 1:
+        has, need = len(train) + len(held_out), PART * (length + 2)
+        raise TrainError(f"data: {where} has {has} bytes; sequences of {length} need at least {need}")
+    train_part, held_out_part = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out))
+    return Text(train_part, held_out_part, where, hashlib.sha256(b"".join(texts)).hexdigest())

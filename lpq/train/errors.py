@@ -13,6 +13,10 @@ class TrainOptionError(TrainError, OptionError):
     """An option of a run that does not exist, or a value that it cannot take."""
 
 
+class Diverged(TrainError):
+    """A training whose loss or gradient is no number any more."""
+
+
 class Stopped(TrainError):
     """The run got a signal to stop. Its last step is saved, and the message describes how to go on."""
 

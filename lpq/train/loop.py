@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -57,10 +57,10 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     team.check_batch(config.batch)
     console = (console or Console()) if team.first else Console(quiet=True)
     policy = policy_of(config)
-    text = data.load(config.data, config.seq)
+    text = data.load(config.data, config.seq, config.text)
     with ExitStack() as stack:
         directory = team.on_first(lambda: stack.enter_context(runs.opened(config)))
-        return compare(config, policy, text, team, directory, console)
+        return beside_baseline(config, policy, text, team, directory, console)
 
 
 def policy_of(config: TrainConfig) -> Policy:
@@ -71,7 +71,7 @@ def policy_of(config: TrainConfig) -> Policy:
     return lpq.policy(lpq.recipe(config.recipe))
 
 
-def compare(
+def beside_baseline(
     config: TrainConfig, policy: Policy, text: data.Text, team: Team, directory: Path, console: Console
 ) -> Summary:
     """Train by ``policy`` and then without one, and close with the results of both."""
@@ -95,7 +95,14 @@ def compare(
             trainer = Trainer(config, text, its_policy, team)
             if its_policy is policy:
                 team.on_first(partial(tell_conversion, trainer, directory, console))
-            train(trainer, directory / name, title, interrupt, console)
+            tell = partial(say, console, style="yellow", soft_wrap=True)
+            bar = partial(shown, title, console)
+            if signum := train(trainer, directory / name, lambda: interrupt.signum or 0, tell, bar):
+                raise Stopped(
+                    f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
+                    f"go on with: {again(team)} --resume --out {shlex.quote(str(directory))}",
+                    signum,
+                )
             metrics = directory / name / runs.METRICS
             seconds = team.on_first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
@@ -119,35 +126,56 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
         console.print(f"rule {number} of the policy never holds: {why}", style="yellow")
 
 
-def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, console: Console) -> None:
-    """Take ``trainer`` from its last checkpoint in ``directory``, if there is one, to the last step."""
+def train(
+    trainer: Trainer,
+    directory: Path,
+    stop: Callable[[], int],
+    say: Callable[[str], None],
+    bar: Callable[[Trainer], AbstractContextManager[Callable[[dict[str, Any]], None]]],
+    *,
+    keep_end: bool = True,
+) -> int:
+    """Take ``trainer`` from its last checkpoint in ``directory``, if there is one, to the last step; return 0.
+
+    Before each step ``stop`` is asked; what it returns, if not 0, ends the training there, saved, and is returned.
+    Without ``keep_end`` the state after the last step is not saved.
+    """
     config, team = trainer.config, trainer.team
     saved = -1
-    if trainer.resume(directory, lambda line: say(console, line, style="yellow", soft_wrap=True)):
+    if trainer.resume(directory, say):
         saved = trainer.step
-        say(console, f"{title}: resumed after step {trainer.step}")
-    every = math.ceil(config.steps / LINES)
-    bars = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
+        say(f"resumed after step {trainer.step}")
     path = directory / runs.METRICS
     team.on_first(lambda: keep(path, trainer.step))
-    with metrics(path) if team.first else nullcontext(lambda record: None) as write, bars as progress:
-        bar = progress.add_task(title, total=config.steps, completed=trainer.step, loss="")
-        while not (signum := team.largest(interrupt.signum or 0)) and trainer.step < config.steps:
+    with metrics(path) if team.first else nullcontext(lambda record: None) as write, bar(trainer) as show:
+        while not (signum := team.largest(stop())) and trainer.step < config.steps:
             record = trainer.advance()
+            if config.validate_every and (trainer.step % config.validate_every == 0 or trainer.step == config.steps):
+                record["held_out_loss"] = trainer.held_out_loss()
             write(record)
-            progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
-            if not console.is_terminal and (trainer.step % every == 0 or trainer.step == config.steps):
-                say(console, f"{title}: step {trainer.step} of {config.steps}, loss {record['loss']:.3f}")
-            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
+            show(record)
+            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and trainer.step < config.steps:
                 saved = trainer.save(directory)
-        if trainer.step != saved:
+        if trainer.step != saved and (keep_end or trainer.step < config.steps):
             trainer.save(directory)
-    if signum:
-        raise Stopped(
-            f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
-            f"go on with: {again(team)} --resume --out {shlex.quote(str(directory.parent))}",
-            signum,
-        )
+    return signum
+
+
+@contextmanager
+def shown(title: str, console: Console, trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Show how far ``trainer`` is: by a bar, or by some lines where there is no terminal."""
+    steps = trainer.config.steps
+    every = math.ceil(steps / LINES)
+    with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(title, total=steps, completed=trainer.step, loss="")
+
+        def show(record: dict[str, Any]) -> None:
+            step, loss = record["step"], f"{record['loss']:.3f}"
+            progress.update(bar, completed=step, loss=loss)
+            if not console.is_terminal and (step % every == 0 or step == steps):
+                say(console, f"{title}: step {step} of {steps}, loss {loss}")
+
+        yield show
 
 
 def say(console: Console, text: str, **how: Any) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
+import lpq
 from lpq.torch_private.operators import has_fast_bf16
 from lpq.train.errors import TrainError, TrainOptionError
 
@@ -55,16 +59,21 @@ def fixed_sums(device: torch.device, threads: int) -> Iterator[None]:
     threads_before = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module in a class of its own, which has no types
+    fills = memory.fill_uninitialized_memory
     if threads:
         torch.set_num_threads(threads)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
+        # It would write every result twice; nothing reads memory before it is written.
+        memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fills
 
 
 def fast_bf16(device: torch.device) -> bool:
@@ -77,6 +86,27 @@ def fast_bf16(device: torch.device) -> bool:
 def baseline_on(device: torch.device) -> str:
     """The baseline of a recipe: PyTorch's own bf16, or fp32 where the processor has no fast bf16."""
     return "bf16" if fast_bf16(device) else "fp32"
+
+
+def described(device: torch.device) -> dict[str, str | int | None]:
+    """The machine and the versions with which a result was made."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lpq": lpq.__version__,
+    }
+
+
+def _processor() -> str:
+    """The processor's name, where the system reports it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def multiplies_fp8(device: torch.device) -> bool:

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lpq.train.trainings import Training
 
 WINDOW = 20
 """A curve is smoothed over this part of its steps: a twentieth."""
@@ -85,3 +89,70 @@ def smooth(values: Sequence[float]) -> tuple[list[int], list[float]]:
     sums = [0.0, *accumulate(values)]
     middles = range(half, len(values) - half)
     return [i + 1 for i in middles], [(sums[i + half + 1] - sums[i - half]) / width for i in middles]
+
+
+# ---------------------------------------------------------------------------------------------- several seeds
+
+POINTS = 400
+"""About how many points of a curve are drawn."""
+
+
+def draw_compared(trainings: Sequence[Training], path: Path) -> str:
+    """Draw the losses of recipes beside the baseline, and below them the gaps to the baseline of the same seed: means
+    over the seeds, with the baseline's own spread as a band. Return the file's name, or why there is none.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return MISSING
+    curves: dict[str, dict[int, list[float]]] = {}
+    steps: list[int] = []
+    base = next((t.title for t in trainings if t.baseline), "")
+    for t in trainings:
+        if t.diverged is None:
+            steps, curves.setdefault(t.title, {})[t.seed] = smooth(t.losses)
+    titles = [title for title in curves if title != base and curves[title].keys() & curves.get(base, {}).keys()]
+    if not titles:
+        return "no figure yet, for no recipe has ended beside the baseline of its seed"
+    figure = Figure(figsize=(8, 6.4 + 0.2 * len(titles)), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    some = slice(None, None, max(1, len(steps) // POINTS))
+    own = list(curves[base].values())
+    middle = [fmean(at) for at in zip(*own, strict=True)]
+    handles = [upper.plot(steps[some], middle[some], color="0.35", linewidth=1.6)[0]]
+    limits = [0.0]
+    if len(own) > 1:
+        band = [100 * stdev(at) / mean for at, mean in zip(zip(*own, strict=True), middle, strict=True)]
+        lower.fill_between(steps[some], [-b for b in band[some]], band[some], color="0.85", linewidth=0)
+        limits += [fmean(band), -fmean(band)]
+    lower.axhline(0, color="0.35", linewidth=1)
+    for i, title in enumerate(titles):
+        pairs = [(curve, curves[base][seed]) for seed, curve in curves[title].items() if seed in curves[base]]
+        mean = [fmean(at) for at in zip(*(curve for curve, _ in pairs), strict=True)]
+        each = [[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in pairs]
+        gap = [fmean(at) for at in zip(*each, strict=True)]
+        handles += upper.plot(steps[some], mean[some], color=f"C{i % 10}", linewidth=1)
+        lower.plot(steps[some], gap[some], color=f"C{i % 10}", linewidth=1.4)
+        limits += [min(gap[len(gap) // 4 :]), max(gap[len(gap) // 4 :])]
+    room = 0.2 * (max(limits) - min(limits)) or 0.1
+    lower.set_ylim(min(limits) - room, max(limits) + room)  # the first quarter scatters far beyond the rest
+    upper.set_yscale("log")
+    upper.set_ylabel("training loss (nats per byte)")
+    lower.set_ylabel(f"gap to {base} of the same seed (%)")
+    lower.set_xlabel("step")
+    for panel in (upper, lower):
+        panel.grid(alpha=0.3, which="both")
+        panel.margins(x=0.01)
+    seeds = f"{len(own)} seed{'s'[: len(own) != 1]}"
+    labels = [f"{base}, mean of {seeds}; below: ± its standard deviation over seeds", *titles]
+    legend = figure.legend(
+        handles, [textwrap.fill(label, LABEL) for label in labels], loc="outside upper left", frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    with mpl.rc_context({"svg.hashsalt": "lpq", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path.name

@@ -59,9 +59,14 @@ def newest() -> Path:
     return found[-1].parent
 
 
+def is_run(directory: Path) -> bool:
+    """Whether there is a run in ``directory``."""
+    return (directory / CONFIG).is_file()
+
+
 def stored_config(directory: Path) -> TrainConfig:
     """The settings of the run in ``directory``."""
-    if not (directory / CONFIG).is_file():
+    if not is_run(directory):
         raise TrainError(f"there is no run in {directory} to resume (it has no {CONFIG}): start it without --resume")
     return TrainConfig(**read(directory / CONFIG))
 

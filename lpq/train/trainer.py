@@ -29,7 +29,7 @@ from lpq.checkpoint import CheckpointError
 from lpq.optim import MasterWeights, load_high_precision
 from lpq.train.config import TrainConfig
 from lpq.train.data import Text
-from lpq.train.errors import TrainError
+from lpq.train.errors import Diverged
 from lpq.train.machine import fast_bf16
 from lpq.train.measure import Probe, StepBytes
 from lpq.train.model import GPT, Shape
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 HELD_OUT_BATCHES = 16
 """The number of batches of held-out text whose mean is the final loss."""
+DECAY = 0.2
+"""The part of a run in which the learning rate of ``wsd`` decays."""
 BESIDE = {"losses", "measured", "rng", "text", "policy", "config"}
 """The values that a run needs beside its tensors."""
 KEEP = 2
@@ -50,9 +52,12 @@ KEEP = 2
 class Trainer:
     """A model, its optimizer and where they are; without a policy the model stays plain PyTorch."""
 
-    def __init__(self, config: TrainConfig, text: Text, policy: Policy | None, team: Team) -> None:
+    def __init__(
+        self, config: TrainConfig, text: Text, policy: Policy | None, team: Team, *, probes: bool = True
+    ) -> None:
+        """``probes``: whether the first step is measured, for which a compiled one is compiled apart."""
         self.config, self.text, self.policy = config, text, policy
-        self.team, self.device = team, team.device
+        self.team, self.device, self.probes = team, team.device, probes
         self.step = 0
         """Steps done."""
         self.losses: list[float] = []
@@ -67,7 +72,7 @@ class Trainer:
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.lr,
             betas=(0.9, 0.95),
             fused=True,
@@ -85,8 +90,8 @@ class Trainer:
             ranks = team.size if weights is not None else None
             lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=ranks)
         if config.compile:  # in place: the names in the state dict stay
-            for part in model.blocks if team.sharded else [model]:
-                part.compile()
+            for block in model.blocks:
+                block.compile()
         if team.sharded:
             team.shard(model)
             self._seed()
@@ -105,15 +110,15 @@ class Trainer:
             group["lr"] = lr
         batch = self.text.batch(self.config.seed, self.step, self.config.batch, self.config.seq)
         first = self.measured is None or self.measured.ranks != self.team.size
-        probe = Probe(self.model, self.optimizer, self.team) if first else None
+        probe = Probe(self.model, self.optimizer, self.team) if first and self.probes else None
         with probe.forward() if probe is not None else nullcontext():
             loss = self.loss(*batch)
         with probe.backward() if probe is not None else nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
-        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         if not (math.isfinite(value := self.team.mean(loss)) and math.isfinite(norm)):
-            raise TrainError(
+            raise Diverged(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
                 "--lr may train, or a recipe with more bits in the gradients; what was saved before is kept"
             )
@@ -134,19 +139,28 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def learning_rate(self) -> float:
-        """The learning rate of the next step: a linear warm-up, then half a cosine down to a tenth."""
-        warm = max(1, self.config.steps // 20)
+        """The learning rate of the next step: a linear warm-up, then a decay to a tenth.
+
+        It decays by half a cosine over all of the rest or, with ``wsd``, linearly over the last fifth.
+        """
+        config = self.config
+        warm = max(1, int(config.steps * config.warmup))
         if self.step < warm:
-            return self.config.lr * (self.step + 1) / warm
-        done = (self.step - warm) / max(1, self.config.steps - warm)
-        return self.config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+            return config.lr * (self.step + 1) / warm
+        if config.schedule == "wsd":
+            last = config.steps * DECAY
+            return config.lr * (1 - 0.9 * max(0.0, 1 - (config.steps - self.step) / last))
+        done = (self.step - warm) / max(1, config.steps - warm)
+        return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """The loss on text that the model never trained on."""
         self.model.eval()
+        eager = torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
         batches = (self.text.held_out_batch(i, self.config.batch, self.config.seq) for i in range(HELD_OUT_BATCHES))
-        mean = sum(self.team.mean(self.loss(*batch)) for batch in batches) / HELD_OUT_BATCHES
+        with eager:  # a graph for evaluation alone would take longer to compile than to run
+            mean = sum(self.team.mean(self.loss(*batch)) for batch in batches) / HELD_OUT_BATCHES
         self.model.train()
         return mean
 

@@ -465,7 +465,7 @@ def test_policies_that_come_with_lpq(name: str) -> None:
         lpq.policy(f"{name[:-2]}{name[-1]}{name[-2]}")
 
 
-HIGH = {"nvfp4-pretrain": [*range(17)], "fp8-current-edges-bf16": [*range(1, 19)]}
+HIGH = {"nvfp4-pretrain": [*range(17)], "nvfp4-late-switch": [*range(20)], "fp8-current-edges-bf16": [*range(1, 19)]}
 """The blocks of 20 that are quantized."""
 
 
@@ -473,3 +473,6 @@ def test_the_forward_of_nvfp4_pretrain_ends_before_the_run() -> None:
     schedule = lpq.policy("nvfp4-pretrain").placed(["layers.0.up", "layers.9.up"]).schedule("layers.0.up", 1000)
     assert schedule.at(819) == lpq.recipe("nvfp4")
     assert schedule.at(820) == lpq.recipe("mxfp8-fwd-nvfp4-bwd")
+    schedule = lpq.policy("nvfp4-late-switch").placed(["layers.0.up"]).schedule("layers.0.up", 1000)
+    assert schedule.at(819) == lpq.recipe("nvfp4")
+    assert schedule.at(820) == lpq.recipe("fprop=bf16, dgrad=nvfp4, wgrad=nvfp4")

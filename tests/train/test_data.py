@@ -19,16 +19,32 @@ def test_the_default_text_is_the_standard_library_and_nothing_beside_it() -> Non
     assert all(p.suffix == ".py" for p in files)
     assert not any({"site-packages", "dist-packages", "test", "__pycache__"} & set(p.parts) for p in files)
     assert files == list(data.standard_library())
-    assert len(data.read(iter(files))) > 5_000_000
+    assert sum(map(len, data.read(iter(files), 1 << 30).values())) > 5_000_000
+
+
+def test_what_is_installed_follows_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("stdlib", "purelib"):
+        (tmp_path / kind / "pkg").mkdir(parents=True)
+    for name in ("stdlib/os.py", "stdlib/test.md", "purelib/pkg/b.py", "purelib/a.rst", "purelib/pkg/code.so"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda kind: str(tmp_path / kind))
+    files = [str(path.relative_to(tmp_path)) for path in data.named_files(["installed"])]
+    assert files == ["stdlib/os.py", "purelib/a.rst", "purelib/pkg/b.py"]
 
 
 def test_a_directory_is_read_in_order_and_capped(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name in ("c.txt", "b/z.txt", "a.txt"):
         (tmp_path / name).write_text(name)
-    assert data.read(data.named_files([str(tmp_path)])) == b"a.txtb/z.txtc.txt"
-    assert data.read(data.named_files([str(tmp_path / "c.txt"), str(tmp_path / "a.txt")])) == b"c.txta.txt"
-    assert data.read(data.named_files([str(tmp_path)]), cap=7) == b"a.txtb/"
+
+    def read(*names: str, most: int = 100) -> list[bytes]:
+        return list(data.read(data.named_files([str(tmp_path / name) for name in names]), most).values())
+
+    assert read("") == [b"a.txt", b"b/z.txt", b"c.txt"]
+    assert read("c.txt", "a.txt") == [b"c.txt", b"a.txt"]
+    assert read("", most=7) == [b"a.txt", b"b/"]
+    (tmp_path / "b" / "copy of a").write_text("a.txt")
+    assert read("") == [b"a.txt", b"b/z.txt", b"c.txt"]
 
 
 def test_a_batch_is_a_function_of_seed_and_step(text: Path) -> None:
@@ -52,6 +68,21 @@ def test_the_held_out_text_is_never_trained_on(text: Path) -> None:
     tokens, targets = loaded.held_out_batch(0, 2, 16)
     for row in torch.cat([tokens, targets[:, -1:]], dim=1):
         assert bytes(row.tolist()) in bytes(loaded.held_out.tolist())
+
+
+def test_of_many_files_whole_ones_are_held_out_by_their_contents(tmp_path: Path) -> None:
+    """So a file is on the same side wherever it lies, and no copy of it is on the other."""
+    for i in range(400):
+        (tmp_path / f"{i}").write_text(f"file {i}, which is one of four hundred\n")
+        (tmp_path / f"again {i}").write_text(f"file {i}, which is one of four hundred\n")
+    loaded = data.load([str(tmp_path)], 16)
+    train, held_out = (bytes(part.tolist()).decode().splitlines() for part in (loaded.train, loaded.held_out))
+    assert len(train) + len(held_out) == len({*train, *held_out}) == 400
+    assert 8 < len(held_out) < 40
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "0").rename(tmp_path / "moved" / "zero")
+    moved = data.load([str(tmp_path)], 16)
+    assert {*bytes(moved.held_out.tolist()).decode().splitlines()} == {*held_out}
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:

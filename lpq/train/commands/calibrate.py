@@ -106,7 +106,7 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
     given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tomllib.loads(settings).items()}
     config = TrainConfig(**given)
     model = _loaded(path, info, GPT(Shape(config.layers, config.heads, config.width)))
-    text = load(tuple(data) if data else config.data, config.seq)
+    text = load(tuple(data) if data else config.data, config.seq, config.text)
     count = -(-samples // config.batch)
     fast = fast_bf16(torch.device("cpu"))
 

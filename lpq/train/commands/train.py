@@ -10,8 +10,7 @@ import traceback
 from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
@@ -19,7 +18,7 @@ from typer.core import TyperCommand
 from lpq.cli.output import print_error
 from lpq.registry.errors import LpqError
 from lpq.train import Stopped, TrainConfig, resolve, run
-from lpq.train.config import TYPES
+from lpq.train.commands.options import given, parameter, parameters
 from lpq.train.launch import PATIENCE, launched, prints, work
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no name for it
@@ -48,11 +47,11 @@ def train(config: Path | None, **options: Any) -> None:
     option names a size: from there on FP8 saves time.
     Started as `torchrun --nproc-per-node N -m lpq train`, N processes train one sharded model together.
     """
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []}
+    chosen = given(options)
     if launched():
-        work(lambda: run(resolve(given, config)), _report)
+        work(lambda: run(resolve(chosen, config)), _report)
     try:
-        run(resolve(given, config))
+        run(resolve(chosen, config))
     except Stopped as stopped:
         raise typer.Exit(_report(stopped)) from None
 
@@ -78,24 +77,7 @@ def _report(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
 def _signature() -> inspect.Signature:
     """Every option, None by default: one that is not given may come from a file or a resumed run."""
     file = typer.Option("--config", help="A TOML file with these options; the command line overrules it.")
-    parameters = [_parameter("config", Path, file)]
-    for f in fields(TrainConfig):
-        kind = TYPES[f.name]
-        if get_origin(kind) is tuple:
-            kind = list[str]
-        elif isinstance(kind, UnionType):
-            kind = get_args(kind)[0]
-        flag = f"--{f.name.replace('_', '-')}"
-        name = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-        shown = str(f.default).lower() if kind is bool else str(f.default)
-        default = shown if f.default is not None and f.default != () else False
-        parameters.append(_parameter(f.name, kind, typer.Option(name, help=f.metadata["help"], show_default=default)))
-    return inspect.Signature(parameters)
-
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    hint = Annotated[kind | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+    return inspect.Signature([parameter("config", Path, file), *parameters(f.name for f in fields(TrainConfig))])
 
 
 # typer reads a command's options from its signature and its annotations.

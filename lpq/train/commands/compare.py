@@ -1,0 +1,135 @@
+"""``lpq compare``: recipes beside bf16 over several seeds, as a table, a figure and files of curves."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lpq.train.commands.options import given, parameters
+from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
+from lpq.train.errors import Stopped, TrainError
+
+FREE = ("recipes", "out", "at_once", "time_limit", "device", "checkpoint_every")
+"""The options that no number depends on."""
+TABLE, FIGURE = "table.md", "compare.svg"
+BY_SIZE = "by --size"
+DEFAULTS = {
+    **dict.fromkeys(("layers", "heads", "width", "batch", "seq", "lr", "data", "text", "compile"), BY_SIZE),
+    "validate_every": "a quarter of the steps",
+    "checkpoint_every": "a quarter of the steps",
+}
+
+Recipes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE...",
+        help="Recipes and policies: names that `lpq recipes` lists, the grammar, or TOML files. None: tell what is in "
+        "--out.",
+    ),
+]
+Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds, from 0 on.")]
+Size = Annotated[
+    str, typer.Option("--size", help=f"The model and its text: {', '.join(SIZES)}.", show_default="60m; on a CPU toy")
+]
+Tokens = Annotated[
+    str, typer.Option("--tokens", help="Bytes of text that each training reads, as 200M.", show_default=BY_SIZE)
+]
+Out = Annotated[Path, typer.Option("--out", help="The directory of the curves; the same one goes on.")]
+AtOnce = Annotated[
+    int,
+    typer.Option(
+        "--at-once",
+        min=1,
+        help="Trainings at the same time.",
+        show_default="one for each GPU, or for each processor core",
+    ),
+]
+Limit = Annotated[
+    float, typer.Option("--time-limit", min=0, help="Seconds after which every training saves and stops.")
+]
+
+
+def compare(
+    context: typer.Context, recipes: Recipes, seeds: Seeds, size: Size, tokens: Tokens, out: Out, at_once: AtOnce,
+    time_limit: Limit, **options: Any,
+) -> None:  # fmt: skip
+    """Train the same model from the same seeds by each recipe and in bf16, and tell how far their losses are apart.
+
+    For a seed all have the same first weights and the same batches. The model has fp32 parameters, bf16 autocast and
+    fused AdamW; recipes are for the blocks' layers, and the embedding, which is the head, too, stays as it is.
+    Each training is a process of its own; with several GPUs each has one. The same command goes on after Ctrl-C, a time
+    limit or a crash: a training that ended is its curve, a small JSON file in --out, and is not repeated.
+    Without a recipe the command tells what is in --out; for that it needs the curves alone.
+    """
+    from rich.console import Console
+
+    console = Console()
+    found = None
+    if recipes:
+        from lpq.train import compare as work
+        from lpq.train.machine import pick_device
+
+        chosen = given(options)
+        usual = "toy" if pick_device(chosen.get("device", "auto")).type == "cpu" else "60m"
+        settings = training(size or usual, tokens, chosen)
+        config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
+        try:
+            found = work.run(config, console)
+        except Stopped as stopped:
+            typer.echo(str(stopped), err=True)
+            raise typer.Exit(stopped.exit_code) from None
+    _tell(out, found)
+
+
+def _command(context: typer.Context) -> str:
+    """The command, without what the numbers do not depend on."""
+    words = ["lpq", "compare", *context.params["recipes"]]
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and name not in FREE:
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                for each in value if isinstance(value, list) else [value]:
+                    words += [f"--{flag}", str(each)]
+    return shlex.join(words)
+
+
+def _tell(out: Path, found: Any) -> None:
+    """Print the table of the trainings in ``out``, and write it and the figure beside them."""
+    from lpq.cli.output import print_text, table
+    from lpq.train import gaps, plot, trainings
+
+    done = trainings.read_all(out) if found is None else found
+    if not (rows := gaps.gaps(done)):
+        words = f"{out} has no training of a baseline that ended: there is nothing to compare with yet"
+        if found is None:
+            raise TrainError(words)
+        print_text(words)
+        return
+    table("Held-out loss, and the gap to it", gaps.headings(rows), [row.cells() for row in rows])
+    print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
+    (out / TABLE).write_text(gaps.markdown(done) + "\n", encoding="utf-8")
+    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(done, out / FIGURE)}")
+
+
+def _signature() -> inspect.Signature:
+    own = {"context": typer.Context, "recipes": Recipes, "seeds": Seeds, "size": Size, "tokens": Tokens, "out": Out,
+           "at_once": AtOnce, "time_limit": Limit}  # fmt: skip
+    usual = {"seeds": 3, "out": Path("compare")}
+    made = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual.get(name), annotation=hint)
+        for name, hint in own.items()
+    ]
+    return inspect.Signature([*made, *parameters(SHARED, DEFAULTS)])
+
+
+# typer reads a command's options from its signature and its annotations.
+_SIGNATURE = _signature()
+compare.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+compare.__annotations__ = {name: p.annotation for name, p in _SIGNATURE.parameters.items()}

@@ -1,0 +1,314 @@
+"""``lpq compare``: the same model from the same seeds by each recipe beside bf16, several trainings at the same time.
+
+A training is a process of its own, on one GPU or on the CPU. It is what ``lpq train`` does with one recipe, so what was
+cut off goes on from its checkpoint. One that ended leaves its curve, a small file, and is not repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import lpq
+from lpq.cli.runs import RECIPE
+from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.registry.errors import LpqError
+from lpq.train import data, loop, runs, trainings
+from lpq.train.compare_config import CompareConfig, Job, processors
+from lpq.train.errors import Diverged, Stopped, TrainError
+from lpq.train.interrupt import Interrupt
+from lpq.train.machine import baseline_on, described, fixed_sums, pick_device
+from lpq.train.team import Team
+from lpq.train.trainer import Trainer
+from lpq.train.trainings import Training
+
+Show = Callable[[dict[str, Any]], None]
+Say = Callable[[str], None]
+
+COLUMNS = (
+    TextColumn("{task.description}", markup=False),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.fields[loss]}"),
+    TimeRemainingColumn(),
+)
+PATIENCE = 0.2
+"""Seconds between two looks at the clock."""
+SPARE = 0.1
+"""In the last tenth of a time limit no training is begun: it would compile, and stop."""
+DIGITS = 5
+"""The digits after the point of a loss in a file of curves."""
+
+
+def run(config: CompareConfig, console: Console) -> list[Training]:
+    """Do the trainings that are not done yet; return all that ended, those of earlier calls included."""
+    allowed_by(os.environ.get(ENVIRONMENT))
+    if "RANK" in os.environ:
+        raise TrainError("lpq compare starts a process for each training itself: start it without torchrun")
+    device = pick_device(config.training.device)
+    for recipe in config.recipes:
+        lpq.policy(recipe)
+    jobs = config.jobs(baseline_on(device))
+    text = data.load(config.training.data, config.training.seq, config.training.text)
+    done = trainings.read_all(config.out)
+    trainings.refuse_others(done, config.training, config.out)
+    trainings.refuse_other_text(done, text.digest, config.out)
+    _refuse_other_policies(done, jobs)
+    left = [job for job in jobs if not job.curve.exists()]
+    for job in left:
+        if runs.is_run(Path(str(job.config.out))):
+            runs.open_directory(replace(job.config, resume=True))
+    _make(config.out)
+    places = _places(device, config, len(left))
+    steps = config.training.steps
+    loop.say(
+        console,
+        f"{len(jobs)} trainings of {steps} steps, {len(jobs) - len(left)} of them done, {len(places)} at a time; "
+        f"{text.source}, {len(text.train) / 2**20:.0f} MiB and {len(text.held_out) / 2**20:.1f} MiB held out; "
+        f"everything goes to {config.out}/",
+    )
+    with Interrupt() as interrupt:
+        stop = _Stop(interrupt, config.time_limit)
+        failed = _work(left, places, stop, console)
+    if not any(config.unfinished.glob("*")):
+        shutil.rmtree(config.unfinished, ignore_errors=True)
+    missing = sum(not job.curve.exists() for job in jobs)
+    if failed:
+        raise TrainError("; ".join(failed) + ". What ended is kept, and the same command does the rest")
+    if interrupt.signum is not None:
+        raise Stopped(f"stopped: {missing} trainings are left, and the same command goes on", interrupt.signum)
+    if missing:
+        loop.say(console, f"the time is up: {missing} trainings are left, and the same command goes on")
+    return trainings.read_all(config.out)
+
+
+def _refuse_other_policies(done: Sequence[Training], jobs: Sequence[Job]) -> None:
+    wanted = {job.title: job.config.policy for job in jobs}
+    for training in done:
+        source = wanted.get(training.title)
+        if source is not None and lpq.policy(source).to_toml() != training.policy:
+            raise TrainError(
+                f"{training.title} is another recipe than that of the trainings that are there: give it another name, "
+                f"or another directory with --out. Theirs is:\n{training.policy}"
+            )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainError(f"nothing can be kept in {folder}: {error.strerror or error}; name another --out") from error
+
+
+def _places(device: torch.device, config: CompareConfig, jobs: int) -> list[str]:
+    """The device of each training that runs at the same time."""
+    if device.type == "cpu":
+        devices, usual = ["cpu"], processors(config.training.threads)
+    else:
+        several = device.index is None
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if several else [str(device)]
+        usual = len(devices)
+    count = min(config.at_once or usual, max(jobs, 1))
+    return list(itertools.islice(itertools.cycle(devices), count))
+
+
+class _Stop:
+    """The signal that came, or the time that is up."""
+
+    def __init__(self, interrupt: Interrupt, limit: float | None) -> None:
+        self.interrupt, self.limit = interrupt, limit if limit is not None else math.inf
+        self.began = time.monotonic()
+
+    def __call__(self) -> int:
+        """The number of a signal, or 0."""
+        return self.interrupt.signum or (signal.SIGALRM if self._passed(self.limit) else 0)
+
+    @property
+    def soon(self) -> bool:
+        """Whether nothing new should begin."""
+        return bool(self()) or self._passed(self.limit * (1 - SPARE))
+
+    def _passed(self, seconds: float) -> bool:
+        return time.monotonic() - self.began >= seconds
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+def _work(jobs: Sequence[Job], places: Sequence[str], stop: _Stop, console: Console) -> list[str]:
+    """Do the trainings in their order, as many at a time as there are places; return what failed, in words."""
+    failed: list[str] = []
+    with _bars(jobs, console) as bar:
+        if len(places) == 1:
+            for job in jobs:
+                if not stop.soon:
+                    say = partial(loop.say, console)
+                    with bar(job) as show:
+                        train(replace(job, config=replace(job.config, device=places[0])), stop, say, show)
+            return failed
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        ends = context.Event()
+        free: SimpleQueue[str] = SimpleQueue()
+        for place in places:
+            free.put(place)
+
+        def one(job: Job) -> None:
+            if stop.soon or ends.is_set():
+                return
+            place = free.get()
+            try:
+                with bar(job) as show:
+                    _in_process(replace(job, config=replace(job.config, device=place)), context, ends, console, show)
+            finally:
+                free.put(place)
+
+        with ThreadPoolExecutor(len(places)) as pool:
+            waiting: set[Future[None]] = {pool.submit(one, job) for job in jobs}
+            while waiting:
+                ended, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
+                failed += [str(error) for future in ended if (error := future.exception()) is not None]
+                if stop():
+                    ends.set()
+    return failed
+
+
+Bar = Callable[[Job], Any]
+
+
+@contextmanager
+def _bars(jobs: Sequence[Job], console: Console) -> Iterator[Bar]:
+    """Bars for all trainings together and for each that runs; where there is no terminal, a line when one ends."""
+    with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress:
+        whole = progress.add_task("all trainings", total=len(jobs), loss="")
+
+        @contextmanager
+        def bar(job: Job) -> Iterator[Show]:
+            task = progress.add_task(job.name, total=job.config.steps, loss="")
+            last: dict[str, Any] = {}
+            began = time.monotonic()
+
+            def show(record: dict[str, Any]) -> None:
+                last.update(record)
+                progress.update(task, completed=record["step"], loss=f"loss {record['loss']:.3f}")
+
+            try:
+                yield show
+            finally:
+                progress.remove_task(task)
+                progress.advance(whole, job.curve.exists())
+                if not console.is_terminal and last:
+                    held_out = f", held out {last['held_out_loss']:.4f}" if "held_out_loss" in last else ""
+                    took = f"{time.monotonic() - began:.0f} s"
+                    steps = f"step {last['step']} of {job.config.steps}"
+                    loop.say(console, f"{job.name}: {steps}, loss {last['loss']:.4f}{held_out}, {took}")
+
+        yield bar
+
+
+# ---------------------------------------------------------------------------------------------- one of them
+
+
+def train(job: Job, stop: Callable[[], int], say: Say, show: Show) -> None:
+    """Do one training, or the rest of it. What it leaves is its curve, or a checkpoint if ``stop`` ended it."""
+    config = job.config
+    device, directory = pick_device(config.device), Path(str(config.out))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    policy = loop.policy_of(config) if config.policy is not None else None
+    text = data.load(config.data, config.seq, config.text)
+    runs.open_directory(replace(config, resume=runs.is_run(directory)))
+    folder = directory / (RECIPE if policy is not None else baseline_on(device))
+    diverged: str | None = None
+    torch.compiler.reset()  # graphs of other recipes count towards the most that a block may have
+    with fixed_sums(device, config.threads):
+        trainer = Trainer(config, text, policy, Team(device), probes=False)
+
+        def tell(line: str) -> None:
+            say(f"{job.name}: {line}")
+
+        try:
+            if loop.train(trainer, folder, stop, tell, lambda trainer: nullcontext(show), keep_end=False):
+                return
+        except Diverged as error:
+            diverged = str(error)
+            tell(diverged)
+    records = loop.records(folder / runs.METRICS)
+    Training(
+        title=job.title,
+        seed=config.seed,
+        policy=trainer.policy_text,
+        settings={**trainings.shared(config)},
+        source=text.source,
+        text=text.digest,
+        losses=[round(r["loss"], DIGITS) for r in records],
+        held_out=[(r["step"], round(r["held_out_loss"], DIGITS)) for r in records if "held_out_loss" in r],
+        diverged=diverged,
+        step_seconds=median(r["seconds"] for r in records) if records else math.nan,
+        machine=described(device),
+        command=job.command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    ).write(job.curve.parent)
+    shutil.rmtree(directory)
+
+
+def _in_process(job: Job, context: Any, ends: Any, console: Console, show: Show) -> None:
+    """Do one training in a process of its own, and pass on what it tells."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(job, ends, theirs))
+    process.start()
+    theirs.close()
+    error: str | None = None
+    while True:
+        try:
+            kind, what = ours.recv()
+        except EOFError:
+            break
+        if kind == "step":
+            show(what)
+        elif kind == "line":
+            loop.say(console, what)
+        else:
+            error = what
+    process.join()
+    if error is None and process.exitcode:
+        error = f"its process ended with status {process.exitcode}"
+    if error is not None:
+        raise TrainError(f"{job.name}: {error}")
+
+
+def _child(job: Job, ends: Any, pipe: Connection) -> None:
+    """The process of one training. Its parent decides when it stops; signals of the terminal are for the parent."""
+    with Interrupt(deaf=True):
+        try:
+            train(
+                job,
+                lambda: signal.SIGTERM if ends.is_set() else 0,
+                lambda line: pipe.send(("line", line)),
+                lambda record: pipe.send(("step", record)),
+            )
+        except (BrokenPipeError, ConnectionResetError):
+            sys.exit(1)  # the parent is gone
+        except LpqError as error:
+            pipe.send(("error", str(error)))

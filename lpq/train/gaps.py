@@ -1,0 +1,117 @@
+"""How far recipes are from bf16 of the same seed: means, spreads and intervals, of the files of trainings alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+
+from lpq.train.trainings import Training
+
+# fmt: off
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+           2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+# fmt: on
+"""The 97.5 % quantile of Student's t for 1 degree of freedom and more."""
+MOST = len(STUDENT) + 1
+"""The most seeds for which there is a quantile."""
+COLUMNS = ("recipe", "seeds", "loss", "gap to {}", "spread", "95 % interval", "", "tokens/s")
+"""The columns of the table; the one without a name has the verdict."""
+MEANING = (
+    "Loss: nats per byte on text that was held out, mean over the seeds. Gap: by how much a loss is above the loss of "
+    "{} with the same seed, so with the same first weights and the same batches; mean over the seeds. Spread: the "
+    "standard deviation of the gaps over the seeds, and for {} that of the loss. Interval: the mean gap lies in it at "
+    "a level of 95 % by Student's t for pairs, for each recipe alone; where 0 is inside, no difference is shown."
+)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A recipe beside the baseline; gaps and spreads are parts of the baseline's loss."""
+
+    title: str
+    seeds: int
+    """The seeds that are counted: those that ended, of a recipe those of which the baseline's ended, too."""
+    diverged: int
+    loss: float | None
+    mean: float | None
+    """The mean gap; None for the baseline, and where a training diverged."""
+    spread: float | None
+    half: float | None
+    """Half of the interval; None for fewer than two seeds."""
+    tokens_per_second: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether the gap is told apart from none."""
+        if self.diverged:
+            return f"{self.diverged} diverged"
+        if self.mean is None:
+            return ""
+        if self.half is None:
+            return "one seed shows nothing"
+        if abs(self.mean) <= self.half:
+            return "no difference shown"
+        return "worse" if self.mean > 0 else "better"
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        interval = ""
+        if self.mean is not None and self.half is not None:
+            interval = f"{100 * (self.mean - self.half):+.2f} to {100 * (self.mean + self.half):+.2f} %"
+        return (
+            self.title,
+            str(self.seeds),
+            "" if self.loss is None else f"{self.loss:.4f}",
+            "" if self.mean is None else f"{100 * self.mean:+.2f} %",
+            "" if self.spread is None else f"{100 * self.spread:.2f} %",
+            interval,
+            self.verdict,
+            f"{self.tokens_per_second:,.0f}",
+        )
+
+
+def gaps(trainings: Sequence[Training]) -> list[Gap]:
+    """The baseline, then each recipe in the order of their gaps; empty while no baseline ended."""
+    of: dict[str, dict[int, Training]] = {}
+    for training in trainings:
+        of.setdefault(training.title, {})[training.seed] = training
+    base = {t.seed: t for t in trainings if t.baseline}
+    found = [_gap(title, own, base) for title, own in of.items() if any(t.seed in base for t in own.values())]
+    return sorted(found, key=lambda g: (g.title not in {t.title for t in base.values()}, _order(g), g.title))
+
+
+def _order(gap: Gap) -> float:
+    return math.inf if gap.mean is None else gap.mean
+
+
+def _gap(title: str, own: dict[int, Training], base: dict[int, Training]) -> Gap:
+    pairs = [(own[seed], base[seed]) for seed in own if seed in base]
+    diverged = sum(t.diverged is not None for t, _ in pairs)
+    speed = median(t.tokens_per_second for t, _ in pairs)
+    results = [(t.result, b.result) for t, b in pairs]
+    ended = [(a, b) for a, b in results if a is not None and b is not None]
+    if diverged or not ended:
+        return Gap(title, len(pairs), diverged, None, None, None, None, speed)
+    loss = fmean(a for a, _ in ended)
+    if any(t.baseline for t, _ in pairs):
+        spread = stdev(a for a, _ in ended) / loss if len(ended) > 1 else None
+        return Gap(title, len(ended), 0, loss, None, spread, None, speed)
+    each = [a / b - 1 for a, b in ended]
+    spread = stdev(each) if len(each) > 1 else None
+    half = None if spread is None else STUDENT[len(each) - 2] * spread / math.sqrt(len(each))
+    return Gap(title, len(each), 0, loss, fmean(each), spread, half, speed)
+
+
+def headings(found: Sequence[Gap]) -> list[str]:
+    """The headings of the table."""
+    return [column.format(found[0].title) for column in COLUMNS]
+
+
+def markdown(trainings: Sequence[Training]) -> str:
+    """The table for a page."""
+    found = gaps(trainings)
+    rule = ["---", *["---:"] * (len(COLUMNS) - 3), "---", "---:"]
+    rows = [headings(found), rule, *(g.cells() for g in found)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

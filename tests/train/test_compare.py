@@ -1,0 +1,248 @@
+"""A comparison trains each recipe and bf16 from the same seeds, goes on where it was cut off, and counts every seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.commands import Command
+from training import shown
+
+from lpq.train import Stopped, TrainError, compare, gaps, trainings
+from lpq.train.compare_config import CompareConfig, count, training
+from lpq.train.machine import baseline_on
+from lpq.train.plot import draw_compared
+from lpq.train.trainer import Trainer
+from lpq.train.trainings import Training
+
+BASELINE = baseline_on(torch.device("cpu"))
+Make = Callable[..., CompareConfig]
+
+
+@pytest.fixture
+def small(tmp_path: Path, text: Path) -> Make:
+    """Comparisons of a model with 7 thousand weights, two seeds and six steps."""
+
+    def make(
+        *recipes: str, out: str = "out", seeds: int = 2, at_once: int = 1, limit: float | None = None, **options: Any
+    ) -> CompareConfig:
+        size = {"layers": 1, "heads": 1, "width": 16, "seq": 16, "batch": 2, "data": (str(text),), "device": "cpu"}
+        every = {"validate_every": 4, "checkpoint_every": 4}
+        settings = training("toy", "192", {**size, **every, **options})
+        return CompareConfig(recipes, seeds, settings, tmp_path / out, at_once, limit)
+
+    return make
+
+
+def losses(found: list[Training]) -> dict[tuple[str, int], Any]:
+    return {(t.title, t.seed): (tuple(t.losses), tuple(map(tuple, t.held_out))) for t in found}
+
+
+def test_recipes_and_the_baseline_are_trained_from_the_same_seeds(small: Make, console: Console) -> None:
+    config = small("mxfp8", "nvfp4-late-switch")
+    found = compare.run(config, console)
+    assert [(t.title, t.seed) for t in found] == [
+        (title, seed) for title in (BASELINE, "mxfp8", "nvfp4-late-switch") for seed in (0, 1)
+    ]
+    for t in found:
+        assert len(t.losses) == 6
+        assert [step for step, _ in t.held_out] == [4, 6]
+        assert t.baseline == (t.title == BASELINE)
+        start = next(b.losses[0] for b in found if b.baseline and b.seed == t.seed)
+        assert t.losses[0] == pytest.approx(start, rel=1e-2)  # the same weights and the same batch
+    assert found[0].losses != found[1].losses
+    assert len({tuple(t.losses) for t in found}) == 6
+    assert sorted(path.name for path in config.out.iterdir()) == sorted(
+        f"{title}-seed{seed}.json" for title in (BASELINE, "mxfp8", "nvfp4-late-switch") for seed in (0, 1)
+    )
+    before = {path: path.stat().st_mtime_ns for path in config.out.iterdir()}
+    assert losses(compare.run(config, console)) == losses(found)
+    assert {path: path.stat().st_mtime_ns for path in config.out.iterdir()} == before  # nothing is repeated
+
+
+def test_a_comparison_that_was_stopped_goes_on_bitwise(
+    small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a signal in the second training; and curves alone suffice for the trainings that ended."""
+    whole = compare.run(small("mxfp8", out="whole", seeds=1), console)
+    config, advance = small("mxfp8", out="broken", seeds=1), Trainer.advance
+
+    def advance_and_signal(self: Trainer) -> dict[str, float]:
+        if self.policy is not None and self.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return advance(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "advance", advance_and_signal)
+        with pytest.raises(Stopped, match=r"1 trainings are left, and the same command goes on"):
+            compare.run(config, console)
+    assert [path.name for path in config.unfinished.iterdir()] == ["mxfp8-0"]
+    assert losses(compare.run(config, console)) == losses(whole)
+    assert "mxfp8, seed 0: resumed after step 4" in shown(console)
+    assert not config.unfinished.exists()
+    (config.out / "mxfp8-seed0.json").unlink()
+    assert losses(compare.run(replace(config, recipes=("mxfp8", "identity")), console)).items() > losses(whole).items()
+
+
+def test_no_training_begins_when_the_time_is_up(small: Make, console: Console) -> None:
+    config = small("mxfp8", limit=0.0)
+    assert compare.run(config, console) == []
+    assert "the time is up: 4 trainings are left" in shown(console)
+
+
+@pytest.mark.starts
+def test_several_at_once_are_processes_with_the_same_result(small: Make, console: Console) -> None:
+    alone = compare.run(small("mxfp8", out="alone", seeds=1), console)
+    beside = compare.run(small("mxfp8", out="beside", seeds=1, at_once=2), console)
+    assert losses(beside) == losses(alone)
+    assert "2 at a time" in shown(console)
+
+
+def test_what_is_there_of_other_settings_is_refused_in_words(
+    small: Make, console: Console, text: Path, tmp_path: Path, lpq_command: Command
+) -> None:
+    policy, out = tmp_path / "mine.toml", tmp_path / "out"
+    policy.write_text('rules = [{match = "*.up", recipe = "mxfp8"}]')
+    size = {"layers": 1, "heads": 1, "width": 16, "seq": 16, "batch": 2, "data": text, "tokens": 192}
+    options = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    every = ("--validate-every", "4", "--at-once", "1", "--device", "cpu")
+    ended = lpq_command("compare", policy, *options, *every, "--seeds", "1", "--out", out)
+    assert ended.status == 0, ended.err
+    asked = json.loads((out / "mine-seed0.json").read_text())["command"]
+    assert asked.startswith(f"lpq compare {policy} ")
+    assert "--tokens 192" in asked
+    assert "--out" not in asked
+    assert len(compare.run(small(str(policy), seeds=1), console)) == 2
+    with pytest.raises(TrainError, match=r"seed0\.json is of a training with lr = 0\.004, and lr = 0\.1 is asked for"):
+        compare.run(small("mxfp8", lr=0.1), console)
+    policy.write_text('rules = [{match = "*.down", recipe = "mxfp8"}]')
+    with pytest.raises(TrainError, match=r"(?s)mine is another recipe than that of the trainings.*\*\.up"):
+        compare.run(small(str(policy)), console)
+    text.write_text(text.read_text().replace("squared", "cubed"))
+    with pytest.raises(TrainError, match=r"seed0\.json was trained on another text"):
+        compare.run(small("mxfp8"), console)
+    (out / "x-seed0.json").write_text("{}")
+    with pytest.raises(TrainError, match=r"x-seed0\.json is no curve of lpq compare .*: move it away"):
+        compare.run(small("mxfp8"), console)
+
+
+def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(
+    small: Make, console: Console, lpq_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for arguments, words in (
+        (("mxfp9",), "mxfp9"),
+        (("mxfp8", "--size", "60g"), "did you mean '60m'"),
+        (("mxfp8", "--tokens", "many"), "a number of tokens is wanted"),
+        (("mxfp8", "--seeds", "99"), "it must be from 1 to 31"),
+        (("mxfp8", "mxfp8"), "name each recipe once"),
+        ((BASELINE,), "is what every recipe is compared with"),
+        (("mxfp8", "--schedule", "cosin"), "did you mean 'cosine'"),
+        ((), "there is nothing to compare with yet"),
+    ):
+        ended = lpq_command("compare", *arguments, "--out", out, "--device", "cpu")
+        assert ended.status in (1, 2)
+        assert words in ended.err
+    assert not out.exists()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TrainError, match="start it without torchrun"):
+        compare.run(small("mxfp8"), console)
+
+
+def test_a_training_that_diverges_is_counted(small: Make, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seed does not vanish from the table."""
+    loss = Trainer.loss
+
+    def overflowing(self: Trainer, *batch: Any) -> Any:
+        return loss(self, *batch) * (math.inf if self.policy and self.config.seed and self.step == 3 else 1)
+
+    monkeypatch.setattr(Trainer, "loss", overflowing)
+    found = compare.run(small("mxfp8"), console)
+    (diverged,) = (t for t in found if t.diverged is not None)
+    assert (diverged.title, diverged.seed, len(diverged.losses)) == ("mxfp8", 1, 3)
+    assert "step 3 has a loss of inf" in str(diverged.diverged)
+    (row,) = (g for g in gaps.gaps(found) if g.title == "mxfp8")
+    assert (row.mean, row.verdict, row.seeds) == (None, "1 diverged", 2)
+    assert len(compare.run(small("mxfp8"), console)) == 4
+
+
+# ---------------------------------------------------------------------------------------------- what files give
+
+
+def made(title: str, *results: float, folder: Path | None = None) -> list[Training]:
+    """Trainings with these results."""
+    settings = {**trainings.shared(training("toy", None, {}))}
+    found = [
+        Training(
+            title=title, seed=seed, policy="" if title == "bf16" else "x", settings=settings, source="text", text="0",
+            losses=[4.0 - 0.01 * i + result for i in range(100)], held_out=[(100, result)], diverged=None,
+            step_seconds=0.5, machine={"device": "CPU"}, command="", date="2026-11-27",
+        )
+        for seed, result in enumerate(results)
+    ]  # fmt: skip
+    for t in found if folder is not None else ():
+        t.write(folder)  # type: ignore[arg-type]
+    return found
+
+
+def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
+    """The spread of the seeds, ten times the gap, is not in the gap; the interval is that of scipy's ttest_1samp."""
+    rows = gaps.gaps([*made("a", 1.01, 1.111, 0.9072), *made("bf16", 1.0, 1.1, 0.9), *made("b", 1.0, 1.2, 0.7)])
+    assert [row.title for row in rows] == ["bf16", "b", "a"]
+    base, b, a = rows
+    assert a.mean == pytest.approx((0.01 + 0.01 + 0.008) / 3)
+    assert a.spread == pytest.approx(0.0011547, rel=1e-4)
+    assert a.half == pytest.approx(4.3027 * 0.0011547 / 3**0.5, rel=1e-4)
+    assert a.verdict == "worse"
+    assert b.verdict == "no difference shown"
+    assert base.mean is None
+    assert base.spread == pytest.approx(0.1)
+    assert base.tokens_per_second == 8 * 64 / 0.5
+    (_, one) = gaps.gaps([*made("bf16", 1.0, 1.1), *made("a", 1.01)])
+    assert (one.seeds, one.half, one.verdict) == (1, None, "one seed shows nothing")
+    assert gaps.gaps(made("a", 1.0)) == []
+
+
+def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    made("bf16", 1.0, 1.1, folder=tmp_path)
+    made("nvfp4", 1.02, 1.13, folder=tmp_path)
+    ended = lpq_command("compare", "--out", tmp_path)
+    assert ended.status == 0
+    assert "+2.36 %" in ended.out
+    assert "95 % by Student's t" in " ".join(ended.out.split())
+    table = (tmp_path / "table.md").read_text()
+    assert table == gaps.markdown(trainings.read_all(tmp_path)) + "\n"
+    assert "| nvfp4 | 2 | 1.0750 | +2.36 % |" in table
+    figure = (tmp_path / "compare.svg").read_text()
+    assert "gap to bf16 of the same seed (%)" in figure
+    assert "mean of 2 seeds" in figure
+    draw_compared(trainings.read_all(tmp_path), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == figure
+    assert json.loads((tmp_path / "bf16-seed0.json").read_text())["held_out"] == [[100, 1.0]]
+
+
+@pytest.mark.parametrize(("text", "number"), [("200M", 200_000_000), ("1.5k", 1500), ("7", 7), ("1G", 10**9)])
+def test_tokens_are_counted(text: str, number: int) -> None:
+    assert count(text) == number
+
+
+def test_a_size_is_what_it_is_called() -> None:
+    from lpq.train.compare_config import SIZES
+    from lpq.train.model import GPT, Shape
+
+    for name, settings in SIZES.items():
+        if name == "toy":
+            continue
+        with torch.device("meta"):
+            model = GPT(Shape(settings["layers"], settings["heads"], settings["width"]))
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        assert millions == pytest.approx(float(name[:-1]), rel=0.07)
