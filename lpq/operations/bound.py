@@ -20,7 +20,6 @@ from lpq.operations.inputs import as_matrix
 from lpq.operations.multiplying import gemm_reference, plain_gemm, product_in_a_pass
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import serving, shared
-from lpq.operations.transposing import transpose_reference
 
 Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
 """``run(x, stats, seed)``."""
@@ -117,11 +116,10 @@ def _with_plain(e: Encoding) -> Run:
         x = as_matrix(x)
         of_row, of_col, measured = rest(x, stats, seed) if rest is not None else ((), (), ())
         if row is not None:
-            made = encoded_by(row, x, {}, None)
-            of_row = made.tensors()
-            if both:
-                return of_row, transpose_reference(made).tensors(), measured  # one cast serves both
-        if col is not None:
+            of_row = encoded_by(row, x, {}, None).tensors()
+        if both:
+            of_col = [of_row[0].t()]  # one cast serves both
+        elif col is not None:
             of_col = encoded_by(col, x.t(), {}, None).tensors()
         return of_row, of_col, measured
 
