@@ -14,7 +14,7 @@ import typer
 import lpq
 from lpq import observe
 from lpq.cli.output import Json, as_json, print_text, table
-from lpq.cli.shapes import SHAPES, Shape, Transformer
+from lpq.cli.shapes import SHAPES, ModelShape, Transformer
 from lpq.nn.sharded_weights import Weights
 from lpq.observe import Memory
 from lpq.observe.footprint import BF16
@@ -85,7 +85,7 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
             )
 
 
-def counted(shape: Shape, recipe: Recipe, weights: Weights | None, ranks: int) -> Memory:
+def counted(shape: ModelShape, recipe: Recipe, weights: Weights | None, ranks: int) -> Memory:
     """Count the memory of a model of this shape that is converted so."""
     model = Transformer(shape)
     if weights is not None:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A decoder-only Transformer with grouped-query attention and a gated MLP."""
 
     layers: int
@@ -21,16 +21,16 @@ class Shape:
 
 
 SHAPES = {
-    "llama-3-8b": Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256),
-    "llama-3-70b": Shape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256),
-    "tiny": Shape(layers=2, hidden=256, heads=4, kv_heads=2, ffn=768, vocabulary=1024),
+    "llama-3-8b": ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256),
+    "llama-3-70b": ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256),
+    "tiny": ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, ffn=768, vocabulary=1024),
 }
 
 
 class DecoderLayer(nn.Module):
     """One layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
         self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
 class Transformer(nn.Module):
     """A model with this shape, on the meta device."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         with torch.device("meta"):
             self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)

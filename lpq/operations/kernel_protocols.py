@@ -97,7 +97,7 @@ class BindTransposes(Protocol):
         """Decide all but the buffers, for a launch of all these operands."""
 
 
-class Gemm(Protocol[OfA, OfB]):
+class MakeGemm(Protocol[OfA, OfB]):
     """A kernel for ``gemm``."""
 
     def __call__(
@@ -199,5 +199,5 @@ def unfit(implementation: Callable[..., Any], protocol: type[Any], *keywords: st
 
 if TYPE_CHECKING:  # the references are what kernels are compared with
     _references: tuple[
-        Measure[Quantizer], Quantize[Quantizer], Decode[Storage], Transpose[Storage], Gemm[Storage, Storage]
+        Measure[Quantizer], Quantize[Quantizer], Decode[Storage], Transpose[Storage], MakeGemm[Storage, Storage]
     ] = (measure_reference, quantize_reference, decode_reference, transpose_reference, gemm_reference)

@@ -57,7 +57,7 @@ TABLE = {
         ),
         Operation(
             name="gemm", meaning="the product of two operands",
-            explained=False, impl="Gemm", bind="BindGemm", formats=(2,),
+            explained=False, impl="MakeGemm", bind="BindGemm", formats=(2,),
         ),
         Operation(
             name="exact",

@@ -17,7 +17,7 @@ BYTES = 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """The size of a model."""
 
     layers: int
@@ -28,7 +28,7 @@ class Shape:
 class Attention(nn.Module):
     """Causal self-attention over rotary positions."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
@@ -68,7 +68,7 @@ class Norm(nn.LayerNorm):
 class MLP(nn.Module):
     """The feed-forward half of a block, four times as wide inside."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
         self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
@@ -81,7 +81,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention, then pre-norm MLP, each added to the residual stream."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.norm1 = Norm(shape.width)
         self.attention = Attention(shape)
@@ -97,7 +97,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps bytes ``[batch, length]`` to logits ``[batch, length, 256]``. Torch's seed gives the weights."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(BYTES, shape.width)

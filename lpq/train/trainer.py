@@ -32,7 +32,7 @@ from lpq.train.data import Text
 from lpq.train.errors import Diverged
 from lpq.train.machine import fast_bf16
 from lpq.train.measure import Probe, StepBytes
-from lpq.train.model import GPT, Shape
+from lpq.train.model import GPT, GPTShape
 from lpq.train.team import Team
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Trainer:
         self.measured: StepBytes | None = None
         """The bytes that the first step held and sent."""
         torch.manual_seed(config.seed)
-        self.model = GPT(Shape(config.layers, config.heads, config.width)).to(self.device)
+        self.model = GPT(GPTShape(config.layers, config.heads, config.width)).to(self.device)
         stored = policy is not None and config.weights == "quantized"
         initial = {name: value.clone() for name, value in self.model.state_dict().items()} if stored else {}
         self._prepare()

@@ -14,13 +14,13 @@ import lpq
 from lpq.train import run
 from lpq.train.data import load
 from lpq.train.machine import fast_bf16
-from lpq.train.model import GPT, Shape
+from lpq.train.model import GPT, GPTShape
 
 
 def calibrated(path: Path) -> dict[str, torch.Tensor]:
     """The static values of a checkpoint, loaded into a model of its policy."""
     info = lpq.checkpoint.info(path)
-    model = lpq.convert(GPT(Shape(1, 2, 32)), info.policy)
+    model = lpq.convert(GPT(GPTShape(1, 2, 32)), info.policy)
     lpq.checkpoint.load(model, path)
     return {f"{n}.{key}": v for n, m in model.named_modules() if isinstance(m, lpq.nn.Layer)
             for key, v in m.static_values().items()}  # fmt: skip
@@ -46,7 +46,7 @@ def test_a_run_is_calibrated_on_its_own_text(
     assert all(torch.equal(value, calibrated(tmp_path / "b")[name]) for name, value in found.items())
     info = lpq.checkpoint.info(of_recipe)
     assert tomllib.loads(info.extra["config"])["batch"] == config.batch
-    model = lpq.convert(GPT(Shape(1, 2, 32)), info.policy)
+    model = lpq.convert(GPT(GPTShape(1, 2, 32)), info.policy)
     lpq.checkpoint.load(model, of_recipe)
     text = load(config.data, config.seq)
     batches = [text.batch(config.seed, step, config.batch, config.seq)[0] for step in range(4)]

@@ -24,7 +24,7 @@ from lpq.train import TrainError, loop, machine, plot, report, run, trainer
 from lpq.train.data import load
 from lpq.train.machine import baseline_on, fixed_sums, pick_device
 from lpq.train.measure import held_for_backward, served_by
-from lpq.train.model import GPT, Shape
+from lpq.train.model import GPT, GPTShape
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
@@ -260,7 +260,7 @@ def test_the_encoded_input_takes_less_than_the_input() -> None:
 
 
 def test_what_is_left_alone_is_served_by_torch() -> None:
-    model = GPT(Shape(layers=2, heads=2, width=32))
+    model = GPT(GPTShape(layers=2, heads=2, width=32))
     lpq.convert(model, {"rules": [{"match": "*.mlp.*", "recipe": "mxfp8"}]})
     served = {(s.gemm, s.operands): (s.kernel, s.layers) for s in served_by(model, CPU)}
     assert served["fprop", "left to PyTorch"] == ("torch", 4)

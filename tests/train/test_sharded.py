@@ -19,7 +19,7 @@ from lpq.observe import Memory, memory
 from lpq.train import TrainConfig, TrainError, data, run, runs
 from lpq.train.launch import launched
 from lpq.train.machine import baseline_on, fast_bf16, pick_device
-from lpq.train.model import GPT, Shape
+from lpq.train.model import GPT, GPTShape
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
@@ -63,7 +63,7 @@ def options(config: TrainConfig, folder: Path) -> list[str]:
 
 def predicted(config: TrainConfig, policy: Any, ranks: int) -> Memory:
     """Return the memory report on the model of a run, which it builds anew."""
-    model = GPT(Shape(config.layers, config.heads, config.width))
+    model = GPT(GPTShape(config.layers, config.heads, config.width))
     if policy is not None:
         lpq.convert(model, policy, weights=config.weights.replace("-", "_"), ranks=ranks)  # type: ignore[union-attr,arg-type]
     dtype = torch.bfloat16 if fast_bf16(CPU) else None

@@ -95,7 +95,7 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
     from lpq.train.config import TrainConfig
     from lpq.train.data import load
     from lpq.train.machine import fast_bf16
-    from lpq.train.model import GPT, Shape
+    from lpq.train.model import GPT, GPTShape
 
     info = lpq.checkpoint.info(path)
     settings = info.extra.get("config") if isinstance(info.extra, dict) else None
@@ -105,7 +105,7 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
         )
     given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tomllib.loads(settings).items()}
     config = TrainConfig(**given)
-    model = _loaded(path, info, GPT(Shape(config.layers, config.heads, config.width)))
+    model = _loaded(path, info, GPT(GPTShape(config.layers, config.heads, config.width)))
     text = load(tuple(data) if data else config.data, config.seq, config.text)
     count = -(-samples // config.batch)
     fast = fast_bf16(torch.device("cpu"))
