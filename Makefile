@@ -65,7 +65,7 @@ check-example: $(READY)  ## install the example plugins, check them and train wi
 	rm -rf runs/example
 	$(BIN)/lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4
-	for name in mean-split; do \
+	for name in mean-split hot-channels; do \
 	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name && \
 	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests && \
 	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name || exit 1; \
