@@ -237,12 +237,12 @@ def test_tokens_are_counted(text: str, number: int) -> None:
 
 def test_a_size_is_what_it_is_called() -> None:
     from lpq.train.compare_config import SIZES
-    from lpq.train.model import GPT, Shape
+    from lpq.train.model import GPT, GPTShape
 
     for name, settings in SIZES.items():
         if name == "toy":
             continue
         with torch.device("meta"):
-            model = GPT(Shape(settings["layers"], settings["heads"], settings["width"]))
+            model = GPT(GPTShape(settings["layers"], settings["heads"], settings["width"]))
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         assert millions == pytest.approx(float(name[:-1]), rel=0.07)
