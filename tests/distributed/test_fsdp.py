@@ -27,7 +27,7 @@ RECIPES = [
     "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "bf16", THREE,
     "fprop=fp8-row, dgrad=fp8-delayed, wgrad=nvfp4",
     "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current",
-    "x=mxfp8(), w=hybrid(row=mxfp8, col=nvfp4, col_source=row), dy=mxfp8()",
+    "x=mxfp8(), w=hybrid(row=mxfp8, col=nvfp4, col_source=row), dy=mxfp8()", "nvfp4-eden",
 ]  # fmt: skip
 KINDS = ["fp8-current", "fp8-delayed", "nvfp4", THREE]
 """With one scale, with state, with random bits, with other formats in other products: they train in every way. What

@@ -40,9 +40,11 @@ largest elements, and codes that are gathered go with one rank's scale."""
 ROTATED = {"nvfp4(rht=true)": "nvfp4()", "nvfp4(rht=true, stochastic=true)": "nvfp4(block=16x16)",
            "hybrid(row=mxfp8, col=nvfp4(rht=true))": "mxfp8()"}  # fmt: skip
 """Quantizers of x and dy with which the weight is not rotated, and what it has."""
+EDEN = "nvfp4(stochastic=eden)"
 KINDS = ["fp8", "fp8(scaling=delayed)", "fp8(static=true)", "fp8(scaling=row)", "nvfp4(rht=true, stochastic=true)",
-         "counted", "hybrid(row=mxfp8, col=nvfp4(rht=true))"]  # fmt: skip
-"""A column operand that follows, states, known scales, a statistic along what is cut, random bits, sums, two formats.
+         "counted", "hybrid(row=mxfp8, col=nvfp4(rht=true))", EDEN]  # fmt: skip
+"""A column operand that follows, states, known scales, a statistic along what is cut, random bits, sums, two formats, a
+rotation that is drawn.
 The conformance kit encodes parts in every format."""
 
 
@@ -148,7 +150,7 @@ def test_operands_of_a_sequence(rank: int, text: str) -> None:
     same_operands(rank, text, MODES[1::2])
 
 
-@pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "nvfp4(rht=true, stochastic=true)"])
+@pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "nvfp4(rht=true, stochastic=true)", EDEN])
 @on_ranks(2)
 def test_without_a_sequence(rank: int, text: str) -> None:
     same_operands(rank, text, MODES[::2])

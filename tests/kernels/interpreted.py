@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from quantizers import IN_KERNELS
+from tile_sides import serves
 from torch import Tensor
 
 import lpq
@@ -165,7 +166,8 @@ QUANTIZERS = [
 
 def compare(op: str, quantizer: Quantizer, arguments: tuple[Any, ...], what: object) -> None:
     """Call the Triton kernel of a quantizer's format with these arguments, and the reference."""
-    (kernel,) = (k for k in registry.kernels(op, (name_of(quantizer),)) if k.backend == "triton")
+    found = [k for k in registry.kernels(op, (name_of(quantizer),)) if k.backend == "triton"]
+    kernel = next(k for k in found if len(found) == 1 or serves(k, quantizer))
     compare_call(kernel, arguments, arguments, f"{quantizer}, {what}")
 
 
@@ -236,6 +238,21 @@ def test_shapes(text: str, shape: tuple[int, int]) -> None:
     quantizer = lpq.quantizer(text)
     g = torch.Generator().manual_seed(0)
     quantize(torch.randn(shape, generator=g), [], quantizer.side("row"), quantizer.side("col"), 0, True)
+
+
+@pytest.mark.parametrize("direction", ["row", "col"])
+def test_eden(direction: str) -> None:
+    """Either operand alone, in ragged groups of 128 and whole ones, also of a shard."""
+    quantizer = lpq.quantizer("nvfp4(stochastic=eden)")
+    sides = (quantizer, None) if direction == "row" else (None, quantizer)
+    x = torch.randn((140, 150), generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 150)
+    x[3, 140], x[20, 5] = torch.inf, torch.nan
+    for matrix, stats, offset in (
+        (x, [], 0), (x[:128, 20:].bfloat16(), [torch.tensor(0.25)], 256), (x[:5, :128].clamp(max=1).half(), [], 5),
+        (torch.zeros(3, 16), [], 0), (x[:0], [], 0),
+    ):  # fmt: skip
+        quantize(matrix, stats, *sides, offset, True)
+    compare("measure", quantizer, (x, *sides), "of all sizes")
 
 
 def test_random_bits_in_groups_that_are_cut() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lpq_fp8 import groups_hopper
 from test_csrc_compiles import Macros, run_nvcc
+from tile_sides import on_cuda
 
 import lpq
 from lpq import registry
@@ -47,7 +48,8 @@ def launched(text: str, patch: pytest.MonkeyPatch) -> tuple[Path, tuple[str, ...
     patch.setattr(tiles, "multiprocessors", lambda device: 132)
     patch.setattr(tiles, "MANY_TILES", 1)
     quantizer = lpq.quantizer(text)
-    (kernel,) = (k for k in registry.kernels("quantize", (text.partition("(")[0],)) if k.backend == "cuda")
+    kernel = on_cuda("quantize", quantizer)
+    assert kernel is not None
     x = torch.zeros(512, 512, dtype=torch.bfloat16)
     with imitated.in_place_of_launches(launch):
         registry.resolve(kernel.impl)(x, [], quantizer.side("row"), quantizer.side("col"), None, 0, False)

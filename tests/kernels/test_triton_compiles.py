@@ -19,12 +19,16 @@ from lpq.operations.quantizing import quantize_reference
 
 pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
 
+from lpq_nvfp4 import eden_triton
+
 TARGETS = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
+EDEN = "nvfp4(stochastic=eden)"
 QUANTIZERS = [
     "fp8(scaling=block, block=128x128)",
     "mxfp8",
     "hybrid(row=nvfp4(rht=true, stochastic=true), col=nvfp4(block=16x16))",
     "hybrid(row=nvfp4(search=four_over_six), col=nvfp4(block=16x16, search=four_over_six, error=mae, norm=256))",
+    EDEN,
 ]
 """All for the oldest GPU, which has the least; the others have one."""
 FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|approx)|rcp\.approx")
@@ -71,6 +75,10 @@ def test_they_compile_to_what_the_references_compute(compiled: tuple[list[str], 
         quantizer = lpq.quantizer(text)
         row, col = quantizer.side("row"), quantizer.side("col")
         kernels = importlib.import_module(f"lpq_{registry.format_of(type(row)).name}.triton")
+        if text == EDEN:
+            for sides in ((row, None), (None, col)):
+                eden_triton.quantize(x, [], *sides, seed, 0, False)
+            continue
         kernels.measure(x, row, col)
         kernels.quantize(x, [], row, col, seed, 0, False)
         for side in (row, col):

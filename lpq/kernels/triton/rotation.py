@@ -1,4 +1,4 @@
-"""The Hadamard transform of ``lpq.formats.rotation.HADAMARD`` in Triton: of the columns of a tile, 16 at a time."""
+"""Hadamard transforms of the columns of a tile in Triton; ``lpq.formats.rotation.HADAMARD``, 16 columns at a time."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def _signs(WIDE: tl.constexpr):
 
 
 @triton.jit
-def _hadamard(x):
-    """Sums and differences of elements 8 apart in their group of 16, then of those 4, 2 and 1 apart.
+def hadamard(x, LOG: tl.constexpr):
+    """Sums and differences of elements half a group of 2^LOG apart, then of nearer ones.
 
     Each pass takes the first bit of an element's place in its group as the difference and makes it the last one, so
-    that after four passes all are where they were.
+    that after LOG passes all are where they were.
     """
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
-    for _ in tl.static_range(4):
-        a, b = tl.split(tl.permute(tl.reshape(x, (high, wide // WIDTH, 2, WIDTH // 2)), (0, 1, 3, 2)))
+    for _ in tl.static_range(LOG):
+        a, b = tl.split(tl.permute(tl.reshape(x, (high, wide >> LOG, 2, (1 << LOG) // 2)), (0, 1, 3, 2)))
         x = tl.reshape(tl.join(a + b, a - b), (high, wide))
     return x
 
@@ -37,10 +37,10 @@ def _hadamard(x):
 @triton.jit
 def rotate(x):
     """Rotate as the reference does, rounded to bf16."""
-    return round_bf16(_hadamard(x * (_signs(x.shape[1]) * 0.25)))
+    return round_bf16(hadamard(x * (_signs(x.shape[1]) * 0.25), 4))
 
 
 @triton.jit
 def unrotate(x):
     """Undo the rotation, as the reference does."""
-    return _hadamard(x * 0.25) * _signs(x.shape[1])
+    return hadamard(x * 0.25, 4) * _signs(x.shape[1])

@@ -12,11 +12,11 @@ KERNELS = (
         rounds=True,
     ),
     KernelSpec.cuda(
-        "measure", "lpq_nvfp4.eden_cuda:measure", why_not="lpq_nvfp4.eden_cuda:why_not", rounds=True,
+        "measure", "lpq_nvfp4.eden_cuda:measure", why_not="lpq_nvfp4.eden:why_not_this", rounds=True,
     ),
     KernelSpec.cuda(
         "quantize", "lpq_nvfp4.eden_cuda:quantize", bind="lpq_nvfp4.eden_cuda:bind",
-        why_not="lpq_nvfp4.eden_cuda:why_not", rounds=True,
+        why_not="lpq_nvfp4.eden:why_not_this", rounds=True,
     ),
     KernelSpec.cuda(
         "transpose", "lpq_nvfp4.views:transpose", bind="lpq_nvfp4.views:bind_transpose",
@@ -26,6 +26,10 @@ KERNELS = (
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
     *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}", why_not=EDEN) for op in ("measure", "decode")),
+    *(
+        KernelSpec.triton(op, f"lpq_nvfp4.eden_triton:{op}", why_not="lpq_nvfp4.eden:why_not_this")
+        for op in ("measure", "quantize")
+    ),
     KernelSpec.triton("transpose", "lpq_nvfp4.triton:transpose"),
     KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
     KernelSpec(

@@ -45,6 +45,13 @@ def why_not(*sides: Any) -> str | None:
     return None if eden is None else f"rotates no {ROTATED} columns: {eden} does"
 
 
+def why_not_this(first: Any, second: Any = None) -> str | None:
+    """The kernels of MS-EDEN serve one operand."""
+    if not first.eden or second is not None:
+        return "serves one operand of stochastic=eden at a time"
+    return None
+
+
 def encode(y: Tensor, amax: Tensor, bits: RandomBits) -> tuple[Tensor, Tensor, Tensor]:
     """Packed elements, block scales and the amax of the operand, of a rotated matrix. ``amax``: of the matrix before it
     was rotated."""

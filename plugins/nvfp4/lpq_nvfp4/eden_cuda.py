@@ -22,13 +22,6 @@ THREADS, LINES = 256, 32
 ENCODE = CudaKernel("nvfp4/eden.cu", "encode_eden", "PPPPPPIPqqq", threads=THREADS, waits=True)
 
 
-def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
-    """They serve one operand, of MS-EDEN."""
-    if not first.eden or second is not None:
-        return "serves one operand of stochastic=eden at a time"
-    return None
-
-
 def measure(
     x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, dtype: torch.dtype | None = None
 ) -> list[Tensor]:

@@ -186,7 +186,7 @@ def _rows_of_quarters(x):
 
 
 @triton.jit
-def _summed(errors, HIGH: tl.constexpr):
+def summed(errors, HIGH: tl.constexpr):
     """The sum of each block, in the order of the reference."""
     high: tl.constexpr = errors.shape[0]
     wide: tl.constexpr = errors.shape[1]
@@ -206,13 +206,13 @@ def _summed(errors, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _scale_code(scale):
+def scale_code(scale):
     scale = tl.where(scale > 448.0, 448.0, scale)
     return cast_float8(scale, scale, False)
 
 
 @triton.jit
-def _scale_of(code, overall):
+def scale_of(code, overall):
     """The scale of blocks and the factor of their elements."""
     scale = decode_float8(code, False)
     factor = reciprocal(scale * reciprocal(overall))
@@ -224,10 +224,10 @@ def _errors(x, code, overall, whole, HIGH: tl.constexpr, NORM: tl.constexpr):
     """The error of each block with the scales of these codes."""
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
-    scale, factor = _scale_of(code, overall)
+    scale, factor = scale_of(code, overall)
     values = decode_e2m1(cast_e2m1(x * spread(factor, high, wide))) * spread(scale, high, wide) * whole
     lost = tl.div_rn(values, tl.full((high, wide), 6.0 * (NORM if NORM > 0 else -NORM), tl.float32)) - x
-    return _summed(tl.abs(lost) if NORM > 0 else lost * lost, HIGH)
+    return summed(tl.abs(lost) if NORM > 0 else lost * lost, HIGH)
 
 
 @triton.jit
@@ -261,14 +261,14 @@ def _encode(
         encoded = tl.div_rn(known, tl.full(known.shape, 6.0, tl.float32)) * overall
     else:
         encoded = known * (overall * (0.17708333333333334 if ROOMY else 0.16666666666666666))
-    code = _scale_code(encoded)
+    code = scale_code(encoded)
     if NORM:
-        larger = _scale_code(encoded * 1.5)
+        larger = scale_code(encoded * 1.5)
         better = _errors(x, larger, overall, whole, HIGH, NORM) < _errors(x, code, overall, whole, HIGH, NORM)
         code = tl.where(better, larger, code)
     to, _ = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH, HIGH == 1)
     tl.store(scale + to, code, mask=inside)
-    _, factor = _scale_of(code, overall)
+    _, factor = scale_of(code, overall)
     values = x * spread(factor, high, wide)
     if STOCHASTIC:
         group = (col + offset_col) // WIDTH
