@@ -471,8 +471,11 @@ HIGH = {"nvfp4-pretrain": [*range(17)], "nvfp4-late-switch": [*range(20)], "fp8-
 
 def test_the_forward_of_nvfp4_pretrain_ends_before_the_run() -> None:
     schedule = lpq.policy("nvfp4-pretrain").placed(["layers.0.up", "layers.9.up"]).schedule("layers.0.up", 1000)
-    assert schedule.at(819) == lpq.recipe("nvfp4")
-    assert schedule.at(820) == lpq.recipe("mxfp8-fwd-nvfp4-bwd")
+    assert schedule.at(819) == lpq.recipe("nvfp4-eden")
+    late = schedule.at(820)
+    assert late is not None
+    assert late.fprop == lpq.recipe("mxfp8").fprop
+    assert late.dy == lpq.recipe("nvfp4-eden").dy
     schedule = lpq.policy("nvfp4-late-switch").placed(["layers.0.up"]).schedule("layers.0.up", 1000)
     assert schedule.at(819) == lpq.recipe("nvfp4")
     assert schedule.at(820) == lpq.recipe("fprop=bf16, dgrad=nvfp4, wgrad=nvfp4")
