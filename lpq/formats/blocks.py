@@ -4,6 +4,8 @@ processed in its memory order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,6 +71,16 @@ def scale_blocks(x: Tensor, values: Tensor, block: Block) -> Tensor:
     rows, cols = x.shape
     scaled = _blocked(x, block) * values.contiguous()[:, None, :, None]
     return scaled.flatten(2).flatten(0, 1)[:rows, :cols]
+
+
+def with_exact_scales(
+    x: Tensor, amaxes: Tensor, block: Block, largest: float, rounded: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The matrix in fp32 whose elements are ``rounded`` under scales that are not: a scale takes the amax of its block
+    to ``largest``."""
+    scale = amaxes * (1 / largest)
+    factor = torch.where(scale > 0, scale.reciprocal(), 1.0).clamp(max=torch.finfo(torch.float32).max)
+    return scale_blocks(rounded(scale_blocks(x, factor, block)), scale, block)
 
 
 def expand_blocks(values: Tensor, block: Block, rows: int, cols: int) -> Tensor:

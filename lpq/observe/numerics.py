@@ -228,6 +228,10 @@ class Numerics(Readings):
         if self._ranks.rank == 0:
             super().write(path)
 
+    def page(self, path: str | Path) -> None:
+        if self._ranks.rank == 0:
+            super().page(path)
+
     def tensorboard(self, directory: str | Path) -> None:
         if self._ranks.rank == 0:
             super().tensorboard(directory)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.format import TURN, Direction, Quantizer, Storage
 from lpq.operations.cut import why_cut
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix
@@ -56,7 +56,7 @@ def operands(seen: Observed, most: int, turn: int) -> list[Operand]:
     made, twice = (_encoded(x, stats, row, own, seen.seed, down + start, across) for x in (rows, rows.float().mul(2.0)))
     found: list[Operand] = []
     for direction, side, at in _directions(row, own, len(needed)):
-        x = side.rotated(rows if direction == "row" else rows.t()).float()
+        x = _as_stored(rows if direction == "row" else rows.t(), made[direction])
         turned = direction == "col" and shared(row, own)
         named = {
             stat.name: value.t() if turned and value.dim() == 2 else value
@@ -67,7 +67,7 @@ def operands(seen: Observed, most: int, turn: int) -> list[Operand]:
         source = decode(made["row"], torch.float32)
         of_col = None if seen.state is None else recall(quantizer, None, col, seen.state)
         second = _encoded(source, of_col, None, col, seen.seed, down, across)["col"]
-        found.append(Operand("col", col, col.rotated(rows.t()).float(), _stored(second), None, None))
+        found.append(Operand("col", col, _as_stored(rows.t(), second), _stored(second), None, None))
     return [one for one in found if getattr(seen, one.direction) and not one.quantizer.plain]
 
 
@@ -108,6 +108,14 @@ def _encoded(
     return {d: q.storage.wrap(buffers, q, shape, x.dtype) for d, q, buffers, shape in sides if q is not None}
 
 
+def _as_stored(x: Tensor, operand: Storage) -> Tensor:
+    """The matrix in the basis in which the operand is stored."""
+    basis = operand.quantizer.basis
+    if basis is None:
+        return x.float()
+    return basis.apply(x, getattr(operand, TURN) if basis.drawn else None)
+
+
 def _stored(operand: Storage) -> Tensor:
     """The values that are stored, in the basis of the format."""
-    return decode(operand, torch.float32) if operand.quantizer.basis is None else operand.decode_stored()
+    return decode(operand, torch.float32) if operand.quantizer.basis is None else operand.decode_rotated()

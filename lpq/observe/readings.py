@@ -70,6 +70,14 @@ class Readings:
             file.write(_lines(read[self._written :]))
         self._written = len(read)
 
+    def page(self, path: str | Path) -> None:
+        """Write one page of HTML with a chart of each layer over time. It asks for nothing from outside."""
+        from lpq.observe.page import page
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(self.readings()), encoding="utf-8")
+
     def tensorboard(self, directory: str | Path) -> None:
         """Write all readings to a directory for TensorBoard, which must be installed."""
         try:

@@ -23,17 +23,17 @@ scale, and ``known_saturated`` those of which it is known whether they are satur
 def sums_of(operand: Operand, whole: tuple[Tensor, int]) -> Tensor:
     """Return the sums of an operand. ``whole``: the sum of squares of the whole tensor, and the number of its
     elements."""
-    x, decoded, doubled = operand.x, _like(operand.decoded, operand.x), operand.doubled
+    x, decoded, doubled = operand.x, operand.decoded, operand.doubled
     zero = x.new_zeros((), dtype=torch.float64)
     squares, error = x * x, (decoded - x).square()
     gone = (decoded == 0) & (x != 0)
     saturated = known = split = scale = zero
     if doubled is not None:
         known = zero + x.numel()
-        saturated = ((_like(doubled, x) == decoded) & (decoded != 0) & (decoded.abs() < x.abs())).sum()
+        saturated = ((doubled == decoded) & (decoded != 0) & (decoded.abs() < x.abs())).sum()
     if operand.stats is not None and (exact := operand.quantizer.unrounded(x, operand.stats)) is not None:
         nearest, left = _nearest(operand, error, gone)
-        split, scale = zero + x.numel(), torch.where(left, 0.0, nearest - (_like(exact, x) - x).square()).sum()
+        split, scale = zero + x.numel(), torch.where(left, 0.0, nearest - (exact - x).square()).sum()
     found = (
         zero + x.numel(), torch.count_nonzero(x), gone.sum(), saturated, known, squares.sum(), error.sum(),
         (decoded * x).sum(), torch.where(gone, squares, 0.0).sum(), scale, split, zero + whole[1], whole[0],
@@ -50,13 +50,8 @@ def _nearest(operand: Operand, error: Tensor, gone: Tensor) -> tuple[Tensor, Ten
     assert operand.stats is not None
     rows, cols = x.shape
     made = quantizer.encode(x, operand.stats).bind(quantizer, (rows, cols), x.dtype)
-    values = _like(made.decode() if quantizer.basis is None else made.decode_stored(), x)
+    values = made.decode_rotated()
     return (values - x).square(), (values == 0) & (x != 0)
-
-
-def _like(values: Tensor, x: Tensor) -> Tensor:
-    """Values without the columns that pad them."""
-    return values[:, : x.shape[1]]
 
 
 @dataclass(frozen=True)

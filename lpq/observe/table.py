@@ -20,7 +20,8 @@ from lpq.operations.decoding import decode
 from lpq.operations.operands import encode_operands
 from lpq.registry.showing import printable
 
-COLUMNS = ("layer", "tensor", "format", "SNR dB", "normal", "to 0", "cut", "scale/0/grid", "shrinks", "amax/rms")
+COLUMNS = ("layer", "tensor", "SNR dB", "normal", "to 0", "cut", "scale/0/grid", "shrinks", "amax/rms", "format")
+NUMBERS = COLUMNS[2:-1]
 SAMPLE = (128, 512)
 WIDTH = 120
 """The width of a table that no terminal limits."""
@@ -44,8 +45,8 @@ def table(readings: Sequence[Reading], most: int | None) -> str:
         return "no step was watched so far"
     shown = readings if most is None else readings[:most]
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {readings[0].step}, the most noise first")
-    for i, name in enumerate(COLUMNS):
-        made.add_column(name, justify="left" if i < 3 else "right", overflow="fold")
+    for name in COLUMNS:
+        made.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for one in shown:
         made.add_row(*(escape(printable(cell)) for cell in cells(one)))
     out = io.StringIO()
@@ -60,12 +61,12 @@ def cells(one: Reading) -> list[str]:
     """The cells of a reading."""
     normal = None if not one.format or one.tensor == "dw" else normal_snr(one.format)
     parts = (one.error_scale, one.error_flushed, one.error_grid)
-    split = "/".join("–" if part is None else f"{part:.0%}".removesuffix("%") for part in parts)
+    split = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
     name = f"{one.layer} if {one.recipe}" if one.recipe else one.layer
     return [
-        name, one.operand, one.format, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
+        name, one.operand, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
         _number(one.flushed, "{:.2%}"), _number(one.saturated, "{:.2%}"), "" if one.error_grid is None else split,
-        _number(one.shrinkage, "{:+.2%}"), _number(one.amax_over_rms, "{:.1f}"),
+        _number(one.shrinkage, "{:+.2%}"), _number(one.amax_over_rms, "{:.1f}"), one.format,
     ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from lpq.nn import GroupedLinear
 from lpq.observe import Observed, Reading, observing
 from lpq.observe.operands import operands
 
-RECIPES = ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "mxfp8-one-copy", "fprop=nvfp4, dgrad=mxfp8, wgrad=fp8()"]
+RECIPES = [
+    "fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "nvfp4-eden", "mxfp4", "mxfp8-one-copy",
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=fp8()",
+]  # fmt: skip
 
 
 def model(recipe: Any = "mxfp8", width: int = 64) -> Any:
@@ -110,7 +114,7 @@ def test_statistics_are_those_of_the_operands(recipe: str) -> None:
         assert one.amax == x.abs().max()
         assert one.amax_over_rms == pytest.approx(float(x.abs().max() / x.square().mean().sqrt()), rel=1e-4)
         assert one.shrinkage == pytest.approx(float((decoded * x).sum() / x.square().sum() - 1), abs=1e-5)
-        if "rht" not in one.format:  # a rotated operand is looked at as it is stored
+        if lpq.quantizer(one.format).basis is None:  # a rotated operand is looked at as it is stored
             assert one.flushed == pytest.approx(float(((decoded == 0) & (x != 0)).sum() / (x != 0).sum()))
     for layer in ("0", "2"):
         (x, x_col), (dy, dy_col) = expected[f"{layer}.x.col"], expected[f"{layer}.dy.col"]
@@ -311,6 +315,50 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
         lpq.observe.Readings.read(tmp_path / "other")
     with pytest.raises(lpq.observe.NumericsError, match="there are no statistics in"):
         lpq.observe.Readings.read(tmp_path / "none")
+
+
+class Parsed(HTMLParser):
+    """The open elements of a page, and all attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+        self.open += [] if tag in ("meta", "path", "circle") else [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("path", "circle"):
+            assert self.open.pop() == tag
+
+
+def test_a_page_shows_each_layer_and_asks_for_nothing(tmp_path: Path) -> None:
+    net = model("nvfp4")
+    watch = lpq.observe.numerics(net, every=1, what_if="mxfp8")
+    train(net, watch)
+    watch.page(tmp_path / "run" / "numerics.html")
+    text = (tmp_path / "run" / "numerics.html").read_text()
+    found = Parsed(text)
+    assert found.open == []
+    assert found.seen.count("section") == 2 * 2
+    assert found.seen.count("svg") == 3 * 4
+    assert found.seen.count("polyline") == 4 * (7 + 6 + 6)
+    assert not {name for name, _ in found.attributes} & {"src", "href", "srcset", "action"}
+    assert not [word for word in ("http", "url(", "@import", "<script", "<link") if word in text]
+    watch.write(tmp_path / "numerics.jsonl")
+    lpq.observe.Readings.read(tmp_path / "numerics.jsonl").page(tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text() == text
+    hostile = Reading(step=0, layer="<b>\x1b[1m", tensor="x", direction="row", snr_db=1.0)
+    lpq.observe.Readings([hostile]).page(tmp_path / "hostile.html")
+    assert "<b>" not in (tmp_path / "hostile.html").read_text()
 
 
 def test_what_cannot_be_watched_is_refused() -> None:

@@ -68,6 +68,9 @@ class MXFP4Quantizer(Quantizer):
     def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
 
+    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
+        return reference.unrounded(self._stored(x), stats["amax"])
+
     def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> Storage:
         data, scale = reference.encode(self._stored(x), stats["amax"], self.scale, cast)
         return self.storage(data=data, scale=scale)

@@ -11,14 +11,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
-from lpq.formats.elements import decode_e2m1_pairs, decode_e8m0, inverse_e8m0, pack_nibbles
+from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks, with_exact_scales
+from lpq.formats.elements import (
+    cast_e2m1,
+    decode_e2m1,
+    decode_e2m1_pairs,
+    decode_e8m0,
+    inverse_e8m0,
+    pack_nibbles,
+)
 
 GROUP = 32
 """Columns are stored in whole groups of this many; a block is one group."""
 BLOCK = (1, GROUP)
 LARGEST_EXPONENT = 2
 """Of E2M1, whose largest power of two is 4."""
+E2M1_MAX = 6.0
 NAN = 255
 RULES = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}
 """By the rule of scales, what is added to the bits of an amax before its exponent is taken. An amax of 8 times a scale,
@@ -47,3 +55,8 @@ def encode(x: Tensor, amax: Tensor, rule: str, cast: Callable[[Tensor], Tensor])
 def decode(data: Tensor, exponent: Tensor) -> Tensor:
     """The matrix in fp32, padding columns included, exactly but for subnormal numbers."""
     return scale_blocks(decode_e2m1_pairs(data), decode_e8m0(exponent), BLOCK)
+
+
+def unrounded(x: Tensor, amax: Tensor) -> Tensor:
+    """The matrix if scales were not rounded."""
+    return with_exact_scales(x, amax, BLOCK, E2M1_MAX, lambda y: decode_e2m1(cast_e2m1(y)))

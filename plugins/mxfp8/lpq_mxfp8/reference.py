@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpq.formats.blocks import block_amax, scale_blocks
-from lpq.formats.elements import E4M3, E5M2, FLT_MAX, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
+from lpq.formats.blocks import block_amax, scale_blocks, with_exact_scales
+from lpq.formats.elements import E4M3, E5M2, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
 
 BLOCK = (1, 32)
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -36,7 +36,6 @@ def decode(data: Tensor, exponent: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor, amax: Tensor, element: torch.dtype) -> Tensor:
-    """The matrix in fp32 if scales were fp32 numbers, and took the amax of a block to the largest element."""
-    scale = amax * (1 / torch.finfo(element).max)
-    factor = torch.where(scale > 0, scale.reciprocal(), 1.0).clamp(max=FLT_MAX)
-    return scale_blocks(decode_float8(cast_float8(scale_blocks(x, factor, BLOCK), element)), scale, BLOCK)
+    """The matrix if scales were not rounded."""
+    largest = torch.finfo(element).max
+    return with_exact_scales(x, amax, BLOCK, largest, lambda y: decode_float8(cast_float8(y, element)))

@@ -143,7 +143,9 @@ class NVFP4Quantizer(Quantizer):
             return self.storage(data=data, scale=scale, amax=amax, turn=bits.turn)
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
 
-    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
+    def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor | None:
+        if self.eden:
+            return None
         largest = reference.ROOMY_MAX if self.unbiased else reference.E2M1_MAX
         return reference.unrounded(self._stored(x), stats["block_amax"], BLOCKS[self.block], largest)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
+from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks, with_exact_scales
 from lpq.formats.elements import (
     E4M3,
     FLT_MAX,
@@ -92,7 +92,5 @@ def decode(data: Tensor, scale: Tensor, amax: Tensor, block: Block) -> Tensor:
 
 
 def unrounded(x: Tensor, amaxes: Tensor, block: Block, largest: float) -> Tensor:
-    """The matrix in fp32 if scales of blocks were fp32 numbers, and took the amax of a block to ``largest``."""
-    scale = amaxes * (1 / largest)
-    factor = torch.where(scale > 0, scale.reciprocal(), 1.0).clamp(max=FLT_MAX)
-    return scale_blocks(decode_e2m1(cast_e2m1(scale_blocks(x, factor, block))), scale, block)
+    """The matrix if scales of blocks were not rounded."""
+    return with_exact_scales(x, amaxes, block, largest, lambda y: decode_e2m1(cast_e2m1(y)))
