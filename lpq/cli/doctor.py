@@ -13,6 +13,7 @@ import typer
 
 import lpq
 from lpq import registry
+from lpq.cli.first_advice import advice
 from lpq.cli.kernels import (
     Served,
     check_environment,
@@ -29,6 +30,7 @@ from lpq.kernels import KernelError, code_cache, native, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
 
+ABSENT = "not installed"
 VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", code_cache.CACHE)
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
 Quantizers = Annotated[
@@ -39,16 +41,22 @@ Quantizers = Annotated[
     ),
 ]
 
+Every = Annotated[
+    bool, typer.Option("--all", help="Which backend runs each operation of each format, and why no better one.")
+]
 Full = Annotated[bool, typer.Option("--full", help="A row for each operation, and the reason for each kernel.")]
 
 
-def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = False, json: Json = False) -> None:
-    """Show what this machine can run: versions, devices, plugins, and the kernel of each operation.
+def doctor(
+    quantizers: Quantizers = None, device: Device = "auto", whole: Every = False, full: Full = False, json: Json = False
+) -> None:
+    """Advise which recipe to begin with on this machine, and what is missing; show versions, devices and plugins.
 
-    A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 if
-    anything is broken.
+    With --all: the kernel of each operation. A kernel that would be better and cannot run here is listed with the
+    reason. The exit status is 1 if anything is broken.
     """
     where = pick_device(device)
+    told = advice(where, has_cuda_core=installed("cuda-core") != ABSENT)
     check_environment()
     chosen = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
@@ -62,6 +70,7 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = 
     if json:
         as_json(
             {
+                "advice": told,
                 "versions": versions(),
                 "devices": gpus,
                 "environment": environment(),
@@ -76,15 +85,19 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = 
             }
         )
     else:
+        if not chosen:
+            print_text(told)
         show_machine(gpus, plugins)
         if chosen or full:
             every = [*(s for found in kernels.values() for s in found), *pairs]
             options = "" if chosen else ", default options"
             show(f"Kernels on {where}{options}", ("format", "operation"), named(every), full=full)
             show_meanings({s.op for s in every} if full else ())
-        else:
+        elif whole:
             show_overview(kernels, pairs, where)
-        if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):
+        else:
+            print_text("`lpq doctor --all` lists the kernel of each operation, and why no better one runs.")
+        if (whole or full) and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
             print_text(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         for remark in remarks(where):
@@ -190,7 +203,7 @@ def installed(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return ABSENT
 
 
 def devices() -> list[dict[str, Any]]:

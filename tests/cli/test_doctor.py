@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lpq import registry
+from lpq.cli import first_advice
 from lpq.cli.kernels import Rejected, Served
 from lpq.kernels import code_cache
 from lpq.kernels import table as kernel_table
@@ -57,6 +58,18 @@ def test_it_says_what_is_here(lpq: Callable) -> None:
     assert (found["broken_formats"], found["broken_recipes"]) == ({}, {})
 
 
+def test_it_begins_with_advice_and_lists_kernels_on_request(lpq: Callable) -> None:
+    found = doctor(lpq, "--device", "cpu")
+    plain = lpq("doctor", "--device", "cpu").out
+    assert plain.splitlines()[0] == found["advice"]
+    assert found["advice"].startswith(
+        "Any recipe runs here, emulated, to see its effect on a model, and none saves time: "
+    )
+    assert "What runs on cpu" not in plain
+    assert "`lpq doctor --all` lists the kernel of each operation" in plain
+    assert "What runs on cpu, default options" in lpq("doctor", "--all", "--device", "cpu").out
+
+
 def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callable) -> None:
     kernels = doctor(lpq, "--device", "cpu")["kernels"]
     assert {k["format"] for k in kernels} == set(registry.formats()) - {"hybrid"}
@@ -81,7 +94,7 @@ def test_every_kernel_of_the_table_stands_under_its_operation(lpq: Callable) -> 
                 assert (kernel.op, f"{kernel.backend} {kernel.impl}") in seen, kernel
     assert ("remember", "fp8(scaling=delayed)", "cuda lpq_fp8.history:remember") in told
     assert ("transpose", "nvfp4(block=16x16)", "triton lpq_nvfp4.triton:transpose") in told
-    table = lpq("doctor", "--device", "cpu").out
+    table = lpq("doctor", "--all", "--device", "cpu").out
     assert "fp8(scaling=delayed)" in table
     for op in ("exact", "tile", "remember"):
         assert f"\n{op}: " in table
@@ -93,7 +106,7 @@ def test_a_kernel_for_two_formats_is_shown(install: Callable, lpq: Callable) -> 
     pairs = doctor(lpq, "--device", "cpu")["pairs"]
     (found,) = [p for p in pairs if p["operands"] == ["mxfp8", "nvfp4"] and p["op"] == "quantize"]
     assert (found["op"], found["backend"], found["impl"]) == ("quantize", "torch", "lpq_swift_plugin:decode")
-    assert "mxfp8 and nvfp4" in lpq("doctor", "--device", "cpu").out
+    assert "mxfp8 and nvfp4" in lpq("doctor", "--all", "--device", "cpu").out
 
 
 def test_the_portable_kernels_come_after_the_cuda_kernels(lpq: Callable) -> None:
@@ -123,7 +136,7 @@ def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Call
     assert "cuda, not on cpu" in reasons["cuda lpq_swift_plugin:gone"]
     assert "mxfp8 is too [odd]" in reasons["torch lpq_swift_plugin:odd"]
     assert "a_module_that_is_not_there" in reasons["triton lpq_swift_plugin:need"]
-    assert "torch: mxfp8 is too [odd]" in lpq("doctor", "--device", "cpu").out
+    assert "torch: mxfp8 is too [odd]" in lpq("doctor", "--all", "--device", "cpu").out
     table = lpq("doctor", "mxfp8", "--device", "cpu").out
     assert "mxfp8 is too [odd]" in table
     assert "lpq_swift_plugin:decode" in table
@@ -197,7 +210,7 @@ def test_what_is_wrong_with_one_format_takes_no_other_away(install: Callable, lp
     assert list(found["broken_formats"]) == ["log4"]
     assert words in found["broken_formats"]["log4"]
     assert [k for k in found["kernels"] if k["format"] in {k["format"] for k in before}] == before
-    table = lpq("doctor", "--device", "cpu")
+    table = lpq("doctor", "--all", "--device", "cpu")
     assert "as they have no default options: hybrid (" in table.out
     assert words in table.err
 
@@ -233,7 +246,7 @@ def test_a_format_with_an_option_to_give_is_none(install: Callable, lpq: Callabl
     """As a hybrid has two."""
     install("log4", "1.0", FORMAT.replace(' = "row"', ""))
     assert doctor(lpq, "--device", "cpu")["broken_formats"] == {}
-    assert "as they have no default options: hybrid, log4 (" in lpq("doctor", "--device", "cpu").out
+    assert "as they have no default options: hybrid, log4 (" in lpq("doctor", "--all", "--device", "cpu").out
     assert "log4 has options without a default: write it as log4(per=…)" in lpq("explain", "log4").err
 
 
@@ -382,12 +395,39 @@ def test_auto_is_the_current_gpu_and_says_which(machine: Machine, lpq: Callable)
     assert least == {f"needs compute capability {sm}, this GPU has 7.5" for sm in ("8.0", "9.0")}
 
 
+@pytest.mark.parametrize(
+    ("major", "installed", "why", "words"),
+    [
+        (9, False, None, ("Begin with fp8-current, whose codes", "Missing: cuda-core, without which", '"lpq[cuda]"')),
+        (
+            9,
+            True,
+            "NVRTC is too old",
+            ("Begin with fp8-current,", 'Missing: NVRTC is too old: pip install "lpq[cuda]".'),
+        ),
+        (9, True, None, ("Begin with fp8-current,", "Nothing is missing.")),
+        (10, True, None, ("Begin with fp8-current, then mxfp8 or nvfp4, whose codes",)),
+        (8, True, None, ("none saves time: a GPU of compute capability 8.0 multiplies no such codes",)),
+    ],
+)
+def test_the_advice_is_for_the_gpu(
+    major: int, installed: bool, why: str | None, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(first_advice.cuda, "why_not", lambda device: why)
+    told = first_advice.advice(torch.device("cuda:0"), has_cuda_core=installed)
+    for part in words:
+        assert part in told
+
+
 def test_gpus_that_torch_counts_and_cannot_use_are_a_finding(machine: Machine, lpq: Callable) -> None:
     machine.fault = RuntimeError("The NVIDIA driver on your system is too old")
     found = doctor(lpq, status=1)
     assert found["device"] == "cpu"
     assert [d["broken"] for d in found["devices"]] == [False, True, True]
     assert "torch cannot use it: RuntimeError: The NVIDIA driver" in found["devices"][1]["detail"]
+    assert "PyTorch counts 2 GPUs and cannot use them" in found["advice"]
     assert "driver on your system is too old" in lpq("doctor").out
     ended = lpq("explain", "mxfp8", "--device", "cuda")
     assert (ended.status, ended.out) == (1, "")

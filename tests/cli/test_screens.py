@@ -13,7 +13,7 @@ from lpq import registry
 
 @pytest.mark.parametrize(
     "command",
-    [("doctor",), ("doctor", "nvfp4"), ("explain", "nvfp4"), ("explain", "fp8-current"), ("memory",)],
+    [("doctor", "--all"), ("doctor", "nvfp4"), ("explain", "nvfp4"), ("explain", "fp8-current"), ("memory",)],
     ids=" ".join,
 )
 def test_it_fits_a_screen(command: tuple[str, ...], lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_it_fits_a_screen(command: tuple[str, ...], lpq: Callable, monkeypatch: 
 
 
 def test_a_remark_about_many_kernels_is_made_once(lpq: Callable) -> None:
-    found = lpq("doctor", "--device", "cpu").out
+    found = lpq("doctor", "--all", "--device", "cpu").out
     assert found.count("runs on cuda, not on cpu") == 1
     assert "a  cuda, torch, triton: runs on cuda, not on cpu" in found
     (line,) = [line for line in found.splitlines() if line.split()[:1] == ["decode"]]
@@ -84,7 +84,7 @@ REASON = "runs on cuda, not on cpu"
 def test_doctor_gives_each_operation_a_row_and_each_kernel_its_reason(lpq: Callable) -> None:
     found = json.loads(lpq("doctor", "--device", "cpu", "--json").out)
     served = [*found["kernels"], *found["pairs"]]
-    short, full = (lpq("doctor", "--device", "cpu", *more).out for more in ((), ("--full",)))
+    short, full = (lpq("doctor", "--device", "cpu", *more).out for more in (("--all",), ("--full",)))
     reasons = [f"{entry['impl']}: {entry['reason'].partition(' (')[0]}" for s in served for entry in s["why_not"]]
     assert len(reasons) > 50
     for reason in set(reasons):
@@ -105,7 +105,7 @@ def test_steps_that_run_alike_have_rows_of_their_own(lpq: Callable, command: tup
 
 
 def test_plugins_are_listed_with_what_they_bring(lpq: Callable) -> None:
-    short, full = (lpq("plugins", *more).out for more in ((), ("--full",)))
+    short, full = (lpq("plugins", *more).out for more in (("--all",), ("--full",)))
     for plugin in registry.plugins():
         for name in (*plugin.recipes, *(f"{k.op}: {k.backend} {k.impl}" for k in plugin.kernels)):
             assert name in full
