@@ -1,0 +1,146 @@
+"""A small model of each GPU: rates, bytes and launches, from which the time of a linear layer's step follows.
+
+The time of a step is that of its three products, at the rates below, and of the bytes that encoding and decoding
+move, at the speed of a copy. The host launches meanwhile; the slower of the two decides, and where both take about as
+long they hinder each other. ``tests/bench/test_predictions.py`` compares it with the stored results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lpq.bench.layers import LayerSize
+from lpq.bench.native import is_native
+from lpq.formats import Quantizer
+from lpq.recipes import Recipe
+
+BF16 = 2
+TOGETHER = 4
+"""The exponent by which the times of GPU and host are joined: high, as the slower one hides the other."""
+USUAL_SHARE = 0.7
+"""The part of a data sheet's dense rate, and of its memory bandwidth, that a GPU nobody measured is assumed to reach:
+an H100 reaches as much in bf16."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The rates of a GPU in operations and bytes a second, as they last in training."""
+
+    title: str
+    sm: int | None
+    """The compute capability, as 90 for 9.0; None: it is not NVIDIA's."""
+    bf16: float
+    codes: float
+    """The rate of products of 8-bit codes with scales of rows or of the whole tensor."""
+    blocks: float
+    """The same with scales along the contraction, which are applied to sums of each block."""
+    narrow: float
+    """The rate of products of codes of 4 bits."""
+    copy: float
+    """Bytes a second, read and written."""
+    memory: int
+    """GiB."""
+    measured: bool = False
+    """Whether the rates are from ``benchmarks/results``; else from a data sheet."""
+    base: float = 170e-6
+    """Seconds of the host for a layer without a recipe, forward and backward."""
+    launch: float = 18e-6
+    """Seconds of the host for each launch that a recipe adds."""
+
+
+def _from_sheet(title: str, sm: int | None, bf16: float, codes: float, narrow: float, copy: float, memory: int) -> Gpu:
+    """A GPU by the dense rates and the bandwidth of its data sheet, in units of 1e12."""
+    unit = USUAL_SHARE * 1e12
+    return Gpu(title, sm, unit * bf16, unit * codes, unit * codes, unit * narrow, unit * copy, memory)
+
+
+GPUS = {
+    "h100": Gpu("H100 SXM", 90, 695e12, 1300e12, 1030e12, 0, 2.98e12, 80, measured=True),
+    "h200": Gpu("H200 SXM", 90, 690e12, 1290e12, 1010e12, 0, 4.2e12, 141, measured=True),
+    "a100": _from_sheet("A100 SXM", 80, 312, 0, 0, 2.0, 80),
+    "l40s": _from_sheet("L40S", 89, 362, 733, 0, 0.86, 48),
+    "rtx4090": _from_sheet("RTX 4090", 89, 165, 330, 0, 1.0, 24),
+    "b200": _from_sheet("B200", 100, 2250, 4500, 9000, 8.0, 180),
+    "mi300": _from_sheet("MI300X", None, 1307, 2615, 0, 5.3, 192),
+}
+"""The GPUs by the names that ``lpq advise --gpu`` takes."""
+
+
+def named(device_name: str) -> str | None:
+    """The name in ``GPUS`` of a GPU as its driver calls it; None if there is none."""
+    compact = device_name.lower().replace(" ", "")
+    return next((name for name in GPUS if name in compact), None)
+
+
+def predicted(gpu: Gpu, size: LayerSize, recipe: Recipe | None, host: float | None = None) -> float:
+    """Predict the seconds of a step of one layer, forward and backward.
+
+    Args:
+        gpu: The GPU.
+        size: The size of the layer, and its tokens.
+        recipe: The recipe of its products; None: bf16.
+        host: The seconds of the host, where they are known; None: by launches.
+    """
+    work = 2 * size.tokens * size.inputs * size.outputs
+    if recipe is None:
+        return _joined(3 * work / gpu.bf16, gpu.base if host is None else host)
+    on_gpu = sum(work / _rate(gpu, a, b) for a, b in recipe.products.values())
+    launches = 0
+    for tensor, elements in zip(("x", "w", "dy"), size.tensors, strict=True):
+        moved, more = _encoding(gpu, recipe, tensor)
+        on_gpu += elements * moved / gpu.copy
+        launches += more
+    return _joined(on_gpu, gpu.base + gpu.launch * launches if host is None else host)
+
+
+def _joined(on_gpu: float, on_host: float) -> float:
+    return float((on_gpu**TOGETHER + on_host**TOGETHER) ** (1 / TOGETHER))
+
+
+def _rate(gpu: Gpu, a: Quantizer, b: Quantizer) -> float:
+    if gpu.sm is None or not is_native(a, b, gpu.sm):
+        return gpu.bf16
+    if max(map(bytes_of_element, (a, b))) < 0.75:
+        return gpu.narrow
+    return gpu.blocks if any(map(_scales_along, (a, b))) else gpu.codes
+
+
+def _scales_along(side: Quantizer) -> bool:
+    """Whether there are several scales along the contraction."""
+    return any((buffer.block[1] or 0) >= 16 for buffer in side.layout)
+
+
+def bytes_of_element(side: Quantizer) -> float:
+    """The bytes that an operand takes for an element, scales included."""
+    if side.plain:
+        return BF16
+    shape = (1024, 1024)
+    return float(side.storage.empty(side, shape, torch.bfloat16, torch.device("meta")).nbytes) / (shape[0] * shape[1])
+
+
+def _encoding(gpu: Gpu, recipe: Recipe, tensor: str) -> tuple[float, int]:
+    """The bytes moved for each element of a tensor, and the launches, besides the products."""
+    whole: Quantizer = getattr(recipe, tensor)
+    of = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}[tensor]
+    sides = {d: whole.side(d) for d in ("row", "col")}
+    encoded = {d: side for d, side in sides.items() if not side.plain}
+    if not encoded:
+        return 0.0, 0
+    measured = any(s.stats and not s.state and any(None in stat.block for stat in s.stats) for s in encoded.values())
+    moved, launches = float(BF16 * (1 + measured)), 1 + measured
+    launches += any(side.state for side in encoded.values())
+    for gemm, (direction, side) in zip(of, sides.items(), strict=True):
+        if side.plain:
+            continue
+        native = gpu.sm is not None and is_native(*recipe.products[gemm], gpu.sm)
+        kept = direction == "col" and tensor != "dy"
+        if native:
+            moved += bytes_of_element(side)
+        elif kept:  # codes until backward, which decodes them
+            moved += 2 * bytes_of_element(side) + BF16
+            launches += 1
+        else:
+            moved += BF16
+    return moved, launches

@@ -1,0 +1,87 @@
+"""The model of a GPU beside what the benchmarks measured: within 15 %, but for what is listed with its reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lpq
+from lpq.bench.gpus import GPUS, named, predicted
+from lpq.bench.layers import LayerSize
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FILES = sorted(path.stem for path in RESULTS.glob("linear*.json"))
+NEAR = 0.15
+HOSTS = {"linear": "host", "linear-reduce-overhead": "host-reduce-overhead"}
+"""Results of earlier lpq, when launches took the host three times as long as today, beside the host's time in them."""
+SLOW_HOST = "measured when launches took the host three times as long, and its time was not stored"
+MIXED = "at 2048 x 2048 the host decides, and took longer for two formats at once than its launches tell"
+UNFITTED = {
+    **{("linear-h100", "8192x4096x4096", f"fp8-{kind}"): SLOW_HOST for kind in ("current", "delayed", "block", "row")},
+    ("linear-reduce-overhead", "8192x4096x4096", "fp8-block"): "its host's time alone, 1.06 ms, is above the 1.02 here",
+    ("linear-h100-quick", "8192x2048x2048", "mxfp8-fwd-nvfp4-bwd"): MIXED,
+    ("linear-h100-quick", "8192x2048x2048", "nvfp4-fwd-bf16-bwd"): MIXED,
+}
+"""What the model does not fit, and why."""
+
+
+@cache
+def stored(stem: str) -> Any:
+    return json.loads((RESULTS / f"{stem}.json").read_text())
+
+
+def host_of(stem: str, recipe: str) -> float | None:
+    """The host's seconds in the run of a file, if they are needed and known: the fastest, as others have pauses."""
+    if stem not in HOSTS:
+        return None
+    (row,) = [r for r in stored(HOSTS[stem])["results"] if r["recipe"] == recipe and not r["compiled"] and us(r)]
+    return us(row)
+
+
+def us(row: dict[str, Any]) -> float | None:
+    return row["fastest_us"] * 1e-6 if row["library"] in ("torch", "lpq") and "us" in row else None
+
+
+def errors(stem: str) -> dict[tuple[str, str, str], float]:
+    """The relative error of each prediction for layers that are not compiled."""
+    gpu, found = GPUS[str(named(stored(stem)["environment"]["device"]))], {}
+    for shape in stored(stem)["shapes"]:
+        size = LayerSize(shape["tokens"], shape["inputs"], shape["outputs"])
+        for row in shape["results"]:
+            if row["library"] in ("torch", "lpq") and not row["compiled"] and "ms" in row:
+                recipe = None if row["library"] == "torch" else lpq.recipe(row["recipe"])
+                time = predicted(gpu, size, recipe, host_of(stem, row["recipe"]))
+                found[stem, str(size), row["recipe"]] = time * 1e3 / row["ms"] - 1
+    return found
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_predictions_are_within_fifteen_per_cent_of_every_stored_layer(stem: str) -> None:
+    found = errors(stem)
+    assert len(found) > 30
+    assert {key for key, error in found.items() if abs(error) > NEAR} == {k for k in UNFITTED if k[0] == stem}
+
+
+def test_a_wrong_rate_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ({"codes": 1000e12}, {"bf16": 900e12}, {"copy": 1e12}):
+        monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], **wrong))
+        assert {key for key, error in errors("linear-h100-quick").items() if abs(error) > NEAR} - UNFITTED.keys()
+        monkeypatch.undo()
+
+
+def test_only_gpus_with_results_are_called_measured() -> None:
+    assert {named(stored(stem)["environment"]["device"]) for stem in FILES} == {
+        n for n, g in GPUS.items() if g.measured
+    }
+
+
+def test_what_a_gpu_does_not_multiply_is_not_predicted_to_gain() -> None:
+    size, recipes = LayerSize(16384, 8192, 8192), ("fp8-current", "mxfp8", "nvfp4")
+    for name, gains in {"a100": (), "mi300": (), "h100": recipes[:1], "b200": recipes}.items():
+        plain = predicted(GPUS[name], size, None)
+        assert tuple(r for r in recipes if predicted(GPUS[name], size, lpq.recipe(r)) < plain) == gains, name
