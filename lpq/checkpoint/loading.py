@@ -136,7 +136,11 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
         stored = {one[name] for name in masters}
         wanted, loaded = join(
-            [Named(one, names) for one in given_optimizers(given)], beside["optimizer"], saved, stored
+            [Named(one, names) for one in given_optimizers(given)],
+            beside["optimizer"],
+            saved,
+            stored,
+            description.quantized,
         )
         matches.append(more := match(wanted, saved, description.quantized))
         check_complete(more, saved.keys() - ours, description.quantized, (), masters.values(), "optimizer")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError, expect
-from lpq.checkpoint.tensors import plain_like
+from lpq.checkpoint.tensors import described, plain_like, stored_like
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.states import QuantizedStates
 from lpq.optim.unwrap import unwrapped
@@ -118,15 +118,20 @@ def split(optimizers: Sequence[Named]) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def join(
-    optimizers: Sequence[Named], data: Mapping[str, Any] | None, saved: Saved, masters: Collection[str]
+    optimizers: Sequence[Named],
+    data: Mapping[str, Any] | None,
+    saved: Saved,
+    masters: Collection[str],
+    quantized: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], list[Loaded]]:
     """The tensors to fill, by the names they were saved under, and the state that each optimizer gets afterwards.
 
-    ``masters``: the weights that were stored quantized and have a master in the checkpoint.
+    ``masters``: the weights that were stored quantized and have a master in the checkpoint. ``quantized``: the
+    descriptions of the tensors that were stored quantized, by name.
     """
     tensors: dict[str, Tensor] = {}
     given = _masters_alone(optimizers) if data is None else data
-    return tensors, [one.join(given, saved, tensors, masters) for one in optimizers]
+    return tensors, [one.join(given, saved, tensors, masters, quantized) for one in optimizers]
 
 
 def _masters_alone(optimizers: Sequence[Named]) -> dict[str, Any]:
@@ -154,6 +159,9 @@ class Named:
         self.names = [names[id(p)] for p in self.params]
         self.masters = optimizer.masters if isinstance(optimizer, MasterWeights) else {}
         self.kind = kind(optimizer)
+        wrapped = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+        self.stores = isinstance(wrapped, QuantizedStates)
+        """Whether it stores states in formats."""
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """The name, the parameter and the state of each parameter that has a state."""
@@ -166,14 +174,22 @@ class Named:
             yield [self.names[i] for i in group["params"]], {k: v for k, v in group.items() if k not in NUMBERED}
 
     def join(
-        self, data: Mapping[str, Any], saved: Saved, tensors: dict[str, Tensor], masters: Collection[str]
+        self,
+        data: Mapping[str, Any],
+        saved: Saved,
+        tensors: dict[str, Tensor],
+        masters: Collection[str],
+        quantized: Mapping[str, Any],
     ) -> Loaded:
         """Prepare the state for this optimizer, and add the tensors to fill for it to ``tensors``."""
         loaded = Loaded(self.optimizer, self.params)
 
         def joined(value: Any, own: Any, param: Tensor | None) -> Any:
             def taken(name: str, existing: object) -> Tensor:
-                tensors[name] = _existing_or_new(saved, param, name, existing)
+                if name in quantized:
+                    tensors[name] = self._stored(name, quantized[name], param, existing)
+                else:
+                    tensors[name] = _existing_or_new(saved, param, name, existing)
                 return tensors[name]
 
             return _join(value, own, taken)
@@ -200,6 +216,19 @@ class Named:
                     loaded.state[number][MASTER] = self.masters[param]
                     loaded.starting.append(param)
         return loaded
+
+    def _stored(self, name: str, entry: Mapping[str, Any], param: Tensor | None, existing: object) -> Tensor:
+        """The existing state, if it is stored as the saved one was, or else a new one that is."""
+        if not self.stores:
+            raise CheckpointError(
+                f"{name} was stored as {entry['quantizer']}, and this {self.kind} keeps states in high precision: wrap "
+                "it in lpq.optim.QuantizedStates"
+            )
+        if isinstance(existing, Tensor) and described(existing) == entry:
+            return existing
+        if param is not None and list(param.shape) == entry["shape"]:
+            return stored_like(name, param, entry)
+        raise CheckpointError(f"{name} was stored quantized, and this optimizer has none yet: take one step first")
 
     def _check_master(self, param: Tensor, name: str, found: Tensor) -> None:
         here = self.masters[param]
@@ -298,7 +327,7 @@ def _existing_or_new(saved: Saved, param: Tensor | None, name: str, existing: ob
     if isinstance(existing, Tensor) and (shape is None or (existing.shape, existing.dtype) == (shape, dtype)):
         return existing
     if shape is None or dtype is None:
-        raise CheckpointError(f"{name} was stored quantized, and this optimizer has none yet: take one step first")
+        raise CheckpointError(f"it lacks {name}, a tensor of the optimizer's state")
     if param is not None and shape == param.shape:
         return plain_like(name, param, dtype)
     if param is not None and shape.numel() > 1 and _sharded(param):

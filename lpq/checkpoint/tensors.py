@@ -19,7 +19,7 @@ from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.shard_groups import attach
-from lpq.distributed.shardability import why_uncut
+from lpq.distributed.shardability import why_not_placed, why_uncut
 from lpq.formats import Buffer, Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.sections import along
@@ -89,10 +89,14 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     """
     local, quantizer = here(name, tensor), registry.quantizer(entry["quantizer"])
     stack = bool(entry.get("stack"))
-    sharded = tensor if isinstance(tensor, DTensor) and _fits(tensor, quantizer, stack) else None
-    shape = local.shape if sharded is not None else tensor.shape
     direction, text = next(iter(entry["operands"].items()))
-    side, count = registry.quantizer(text), shape[:1] if stack else ()
+    side, alone = registry.quantizer(text), [*entry["operands"]] == ["row"] and not stack
+    sharded = None
+    if isinstance(tensor, DTensor):
+        fits = why_not_placed(side, tensor) is None if alone else _fits(tensor, quantizer, stack)
+        sharded = tensor if fits else None
+    shape = local.shape if sharded is not None else tensor.shape
+    count = shape[:1] if stack else ()
     matrix, dtype = (*count, math.prod(shape[len(count) : -1]), shape[-1]), getattr(torch, entry["dtype"])
     operand = side.storage.empty(side, along(direction, matrix), dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)

@@ -1,0 +1,174 @@
+"""Stored states of sharded parameters: the bytes that the states of whole parameters have, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import agreed, fully_shard, on_ranks, spawn
+from sharded import give_gradients
+from support.comparing import equal_states
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+import lpq
+from lpq.checkpoint.tensors import parts as saved_parts
+from lpq.checkpoint.tensors import whole as gathered
+from lpq.optim import MasterWeights, QuantizedStates
+
+SECOND = "fp8(scaling=block, pow2=false)"
+ADAM = {"exp_avg": "mxfp8", "exp_avg_sq": SECOND}
+WHOLE = {"exp_avg": "fp8", "exp_avg_sq": "fp8"}
+CASES: dict[str, tuple[Callable[[Any], Optimizer], dict[str, str]]] = {
+    "blocks": (partial(AdamW, lr=1e-2), ADAM),
+    "fused": (partial(AdamW, lr=1e-2, fused=True), {"exp_avg": "nvfp4(scaling=row)", "exp_avg_sq": SECOND}),
+    "of the whole": (partial(AdamW, lr=1e-2), WHOLE),
+    "muon": (partial(Muon, lr=1e-2), {"momentum_buffer": "mxfp8"}),
+}
+
+
+def _model(rows: int = 130, stored: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4096, 2, bias=False), nn.Linear(128, rows, bias=False), nn.Linear(32, 128))
+    return lpq.convert(net, "mxfp8", weights="quantized", ranks=2) if stored else net
+
+
+def _optimizer(net: nn.Module, case: str = "blocks", stored: bool = False) -> Any:
+    make, formats = CASES[case]
+    params = [p for p in net.parameters() if p.dim() > 1 or case != "muon"]
+    optimizer = QuantizedStates(make(params), **formats)
+    return MasterWeights(optimizer) if stored else optimizer
+
+
+def _step(net: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        give_gradients(net)
+        optimizer.step()
+
+
+def _held(tensor: Tensor) -> dict[str, Tensor]:
+    """The bytes of a state, gathered from all ranks."""
+    return {name: gathered(part) for name, part in saved_parts("state", tensor).items()}
+
+
+def _states(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    names = {id(p): name for name, p in net.named_parameters()}
+    return {
+        f"{names[id(p)]}.{key}.{part}": held
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        for part, held in _held(value).items()
+    }
+
+
+def _weights(net: nn.Module) -> dict[str, Tensor]:
+    return {f"{n}.{part}": held for n, p in net.named_parameters() for part, held in _held(p.detach()).items()}
+
+
+@pytest.mark.parametrize(("case", "rows"), [*((case, 130) for case in CASES), ("blocks", 131)])
+@on_ranks(2)
+def test_shards_hold_the_bytes_that_the_whole_would(rank: int, case: str, rows: int) -> None:
+    """With as many rows on each rank, and with one row more on the first."""
+    ours, theirs = fully_shard(_model(rows)), _model(rows)
+    optimizer, alone = _optimizer(ours, case), _optimizer(theirs, case)
+    for net, one in ((ours, optimizer), (theirs, alone)):
+        _step(net, one)
+    mine, other = _states(ours, optimizer), _states(theirs, alone)
+    assert any(".data" in name for name in mine)
+    if case == "muon":  # its matrices are products, which sum in another order
+        mine, other = ({n: v for n, v in s.items() if "momentum" in n} for s in (mine, other))
+    else:
+        assert equal_states(_weights(ours), _weights(theirs))
+    assert equal_states(mine, other)
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@on_ranks(2)
+def test_inside_master_weights_of_shards(rank: int) -> None:
+    ours, theirs = fully_shard(_model(128, stored=True)), _model(128, stored=True)
+    optimizer, alone = _optimizer(ours, stored=True), _optimizer(theirs, stored=True)
+    for net, one in ((ours, optimizer), (theirs, alone)):
+        _step(net, one)
+    assert equal_states(_weights(ours), _weights(theirs))
+    assert equal_states(_states(ours, optimizer), _states(theirs, alone))
+
+
+@on_ranks(2)
+def test_shards_that_would_cut_blocks_are_refused_on_all_ranks_alike(rank: int) -> None:
+    net = fully_shard(nn.Linear(128, 128, bias=False))
+    blocks = "fp8(scaling=block, block=128x128, pow2=false)"
+    optimizer = QuantizedStates(AdamW(net.parameters()), exp_avg_sq=blocks)
+    give_gradients(net)
+    said = agreed(optimizer.step)
+    assert len({*said}) == 1
+    assert "shards of 64 rows cut the blocks of 128" in said[0]
+    assert "choose another format for all" in said[0]
+
+
+def _trained(net: nn.Module, stored: bool, steps: int = 2) -> Any:
+    optimizer = _optimizer(net, stored=stored)
+    _step(net, optimizer, steps)
+    return optimizer
+
+
+def _goes_on(path: Path, net: nn.Module, stored: bool, took_a_step: bool = False) -> None:
+    """Load, compare with the run that was never sharded and never saved, and go on beside it."""
+    alone = _model(128, stored)
+    other = _trained(alone, stored)
+    optimizer = _trained(net, stored, 1) if took_a_step else _optimizer(net, stored=stored)
+    lpq.checkpoint.load(net, path, optimizer)
+    assert equal_states(_states(net, optimizer), _states(alone, other))
+    for one, its in ((net, optimizer), (alone, other)):
+        _step(one, its)
+    assert equal_states(_weights(net), _weights(alone))
+    assert equal_states(_states(net, optimizer), _states(alone, other))
+
+
+def _on_two(rank: int, path: Path, stored: bool) -> None:
+    net = fully_shard(_model(128, stored))
+    lpq.checkpoint.save(net, path / "two", _trained(net, stored))
+    _goes_on(path / "two", fully_shard(_model(128, stored)), stored, took_a_step=True)
+
+
+def _on_two_again(rank: int, path: Path, stored: bool) -> None:
+    _goes_on(path / "one", fully_shard(_model(128, stored)), stored)
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@pytest.mark.parametrize("stored", [False, True])
+def test_saved_on_two_ranks_and_loaded_on_one_and_back(tmp_path: Path, stored: bool) -> None:
+    spawn(_on_two, 2, tmp_path, stored)
+    net = _model(128, stored)
+    _goes_on(tmp_path / "two", net, stored)
+    net = _model(128, stored)
+    lpq.checkpoint.save(net, tmp_path / "one", _trained(net, stored))
+    spawn(_on_two_again, 2, tmp_path, stored)
+
+
+def test_states_in_another_format_and_in_none_are_loaded_or_refused_in_words(tmp_path: Path) -> None:
+    net = _model(128)
+    optimizer = _trained(net, stored=False)
+    lpq.checkpoint.save(net, tmp_path / "stored", optimizer)
+    for taken in (0, 1):  # one that took a step has states already
+        rows = QuantizedStates(AdamW(net.parameters(), lr=1e-2), exp_avg="fp8(scaling=row)", exp_avg_sq=SECOND)
+        _step(net, rows, taken)
+        lpq.checkpoint.load(net, tmp_path / "stored", rows)
+        found, truth = _states(net, rows), _states(net, optimizer)
+        same = [name for name in truth if "exp_avg.state.row" not in name]
+        assert equal_states({name: found[name] for name in same}, {name: truth[name] for name in same})
+        assert {str(s["exp_avg"].quantizer) for s in rows.state.values() if "exp_avg_sq_root" in s} == {
+            "fp8(scaling=row)"
+        }
+    plain = AdamW(net.parameters(), lr=1e-2)
+    with pytest.raises(lpq.checkpoint.CheckpointError, match=r"exp_avg was stored as mxfp8.*wrap it in lpq\.optim\.Q"):
+        lpq.checkpoint.load(net, tmp_path / "stored", plain)
+    _step(net, plain)
+    lpq.checkpoint.save(net, tmp_path / "plain", plain)
+    wrapped = QuantizedStates(AdamW(net.parameters(), lr=1e-2), **ADAM)
+    lpq.checkpoint.load(net, tmp_path / "plain", wrapped)
+    assert equal_states(_states(net, wrapped), _states(net, QuantizedStates(plain, **ADAM)))
