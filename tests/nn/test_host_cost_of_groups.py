@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from imitated_gpu import Gpu, calls_of, imitated_gpu
+from imitated_gpu import HOPPER, Gpu, calls_of, imitated_gpu
 from lpq_fp8 import groups_hopper
 from support.modes import Watched
+from test_host_cost import LAUNCHES
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -112,6 +113,11 @@ def cost(recipe: str, groups: int, gpu: Gpu, rows: int = ROWS, features: int = F
 @pytest.mark.parametrize("recipe", BY_KERNELS)
 def test_by_kernels_nothing_is_added_whatever_the_number_of_groups(recipe: str, groups: int, with_kernels: Gpu) -> None:
     assert cost(recipe, groups, with_kernels) == BY_KERNELS[recipe]
+
+
+def test_by_kernels_a_grouped_layer_takes_at_most_twice_the_calls_of_a_plain_one() -> None:
+    """Both numbers are held by other tests."""
+    assert [recipe for recipe, cost in BY_KERNELS.items() if cost.calls > 2 * LAUNCHES[recipe, HOPPER][-1]] == []
 
 
 @pytest.mark.parametrize("recipe", [*BY_KERNELS, "x=fp8(scaling=row), w=mxfp8, dy=mxfp8"])
