@@ -188,7 +188,9 @@ def _work(jobs: Sequence[Job], places: Sequence[str], stop: _Stop, console: Cons
             waiting: set[Future[None]] = {pool.submit(one, job) for job in jobs}
             while waiting:
                 ended, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                failed += [str(error) for future in ended if (error := future.exception()) is not None]
+                for error in filter(None, (future.exception() for future in ended)):
+                    failed.append(str(error))
+                    loop.say(console, f"failed: {error}", style="red")
                 if stop():
                     ends.set()
     return failed
@@ -241,7 +243,8 @@ def train(job: Job, stop: Callable[[], int], say: Say, show: Show) -> None:
     runs.open_directory(replace(config, resume=runs.is_run(directory)))
     folder = directory / (RECIPE if policy is not None else baseline_on(device))
     diverged: str | None = None
-    torch.compiler.reset()  # graphs of other recipes count towards the most that a block may have
+    if config.compile:
+        torch.compiler.reset()  # graphs of other recipes count towards the most that a block may have
     with fixed_sums(device, config.threads):
         trainer = Trainer(config, text, policy, Team(device), probes=False)
 
