@@ -230,6 +230,22 @@ def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_comma
     assert json.loads((tmp_path / "bf16-seed0.json").read_text())["held_out"] == [[100, 1.0]]
 
 
+def test_a_schedule_warms_up_and_decays_to_a_tenth(small: Make) -> None:
+    from types import SimpleNamespace as Space
+
+    def rates(schedule: str) -> list[float]:
+        config = replace(small().training, steps=100, schedule=schedule, warmup=0.1, lr=1.0)
+        return [Trainer.learning_rate(Space(config=config, step=step)) for step in range(100)]  # type: ignore[arg-type]
+
+    cosine, wsd = rates("cosine"), rates("wsd")
+    assert cosine[:10] == wsd[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert wsd[10:81] == [1.0] * 71
+    assert wsd[90] == pytest.approx(0.55)
+    assert cosine[55] == pytest.approx(0.55)
+    assert 0.1 < cosine[99] < 0.11
+    assert 0.1 < wsd[99] < 0.15
+
+
 @pytest.mark.parametrize(("text", "number"), [("200M", 200_000_000), ("1.5k", 1500), ("7", 7), ("1G", 10**9)])
 def test_tokens_are_counted(text: str, number: int) -> None:
     assert count(text) == number

@@ -48,6 +48,9 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path: Path
         ("lr = nan", r"lr = nan: it must be at least 0"),
         ("heads = 3", r"width = 128 does not give each of heads = 3 an even number"),
         ("weights = 'quantised'", r"weights = 'quantised': did you mean 'quantized'\?"),
+        ("schedule = 'wds'", r"schedule = 'wds': did you mean 'wsd'\?"),
+        ("warmup = 1.0", r"warmup = 1\.0 leaves no step after it"),
+        ("clip = 0.0", r"clip = 0 would leave no gradient"),
         ("steps", r"is not TOML"),
         ("recipe = 'nvfp4'\npolicy = 'p.toml'", r"a recipe or a policy, not both"),
     ],
@@ -178,6 +181,7 @@ def test_every_option_reaches_the_configuration(app: typer.Typer, ran: list[Trai
         "recipe": "nvfp4", "baseline": False, "steps": 11, "batch": 3, "seq": 24, "lr": 0.5, "seed": 4,
         "layers": 1, "heads": 1, "width": 16, "data": ("a", "b"), "device": "cpu", "compile": True, "threads": 2,
         "out": "o", "checkpoint_every": 0, "weights": "quantized", "full": True,
+        "schedule": "wsd", "warmup": 0.25, "weight_decay": 0.5, "clip": 2.0, "text": 3, "validate_every": 5,
     }  # fmt: skip
     assert {f.name for f in fields(TrainConfig)} == {*said, "policy", "resume"}
     arguments = []
