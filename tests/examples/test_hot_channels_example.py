@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import lpq
 from lpq import registry
@@ -19,14 +24,22 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-hot-channels"
 HOT = [3, 17, 40]
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(EXAMPLE)
+@contextmanager
+def plugged() -> Iterator[None]:
     import lpq_hot_channels
 
     registry.register(lpq_hot_channels, name="hot_channels")
-    yield
-    registry.refresh()
+    try:
+        yield
+    finally:
+        registry.refresh()
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    with plugged():
+        yield
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -107,3 +120,24 @@ def test_its_evidence_is_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> 
 def test_channels_are_numbers(options: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         lpq.quantizer(f"hot_channels(rest=nvfp4{options})")
+
+
+@on_ranks(2)
+def test_fsdp2_gathers_it_encoded_and_tensor_parallelism_cuts_no_contraction(rank: int) -> None:
+    with plugged():
+        half = 'hot_channels(rest=nvfp4, channels="3 17")'
+        recipe, x = f"x={half}, w={half}, dy=bf16", normal(32, 64)
+
+        def layer(weights: Any = None) -> Any:
+            torch.manual_seed(0)
+            return lpq.convert(nn.Sequential(nn.Linear(64, 128)), recipe, weights=weights)
+
+        sharded = layer("high_precision")
+        fully_shard(sharded)
+        assert torch.equal(sharded(x), layer()(x))
+        assert "gathered as hot_channels" in str(lpq.report(sharded))
+        parallel = parallelize_module(layer()[0], init_device_mesh("cpu", (2,)), RowwiseParallel())
+        with pytest.raises(
+            ValueError, match=r"layer 0, .*cannot be divided over 2 ranks: the columns .* must not be cut"
+        ):
+            parallel(x[:, 32 * rank : 32 * rank + 32])

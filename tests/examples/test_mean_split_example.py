@@ -28,8 +28,10 @@ def plugged() -> Iterator[None]:
     import lpq_mean_split
 
     registry.register(lpq_mean_split, name="mean_split")
-    yield
-    registry.refresh()
+    try:
+        yield
+    finally:
+        registry.refresh()
 
 
 @pytest.fixture(autouse=True)
