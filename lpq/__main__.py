@@ -39,6 +39,7 @@ COMMANDS = {
         "Show how many bytes the weights of a model take: stored, gathered, in the optimizer.",
     ),
     "bench": ("lpq.cli.bench", "Time layers on this machine, in bf16 and by recipes."),
+    "advise": ("lpq.cli.advise", "Predict what recipes gain for a model on a GPU, and give the line to paste."),
     "calibrate": (
         "lpq.train.commands.calibrate",
         "Make the scales of a checkpoint static, and list its layers by their noise.",

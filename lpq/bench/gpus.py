@@ -17,6 +17,8 @@ from lpq.formats import Quantizer
 from lpq.recipes import Recipe
 
 BF16 = 2
+NARROW = 0.75
+"""The bytes of an element below which codes have about 4 bits."""
 TOGETHER = 4
 """The exponent by which the times of GPU and host are joined: high, as the slower one hides the other."""
 USUAL_SHARE = 0.7
@@ -102,7 +104,7 @@ def _joined(on_gpu: float, on_host: float) -> float:
 def _rate(gpu: Gpu, a: Quantizer, b: Quantizer) -> float:
     if gpu.sm is None or not is_native(a, b, gpu.sm):
         return gpu.bf16
-    if max(map(bytes_of_element, (a, b))) < 0.75:
+    if max(map(bytes_of_element, (a, b))) < NARROW:
         return gpu.narrow
     return gpu.blocks if any(map(_scales_along, (a, b))) else gpu.codes
 

@@ -81,7 +81,7 @@ def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The inputs and outputs of each layer that was converted, by name; not of experts."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, Layer):
+        if isinstance(module, Layer) and module.weight.dim() == 2:
             rows, cols = module.weight.shape
             found[name] = (rows, cols) if module.transposed else (cols, rows)
     return found

@@ -1,0 +1,253 @@
+"""``lpq advise MODEL``: what each recipe is predicted to gain for the layers of a model, and the line to paste."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+import lpq
+from lpq import observe
+from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, named, predicted
+from lpq.bench.layers import LayerSize
+from lpq.bench.native import native_products
+from lpq.bench.speedups import in_figures, measure, speedup
+from lpq.cli.models import NAMED, ModelError, alike, linear_layers, on_meta
+from lpq.cli.output import Json, as_json, print_text, table
+from lpq.nn.expert_stacks import expert_stacks
+from lpq.recipes.policy_sources import refuse_rules
+from lpq.recipes.rules import LEAVE
+from lpq.registry.errors import OptionError, suggestion
+
+USUAL = ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
+LEAST = 1 / 1.15
+"""The gain below which a layer is better left alone: predictions are off by up to 15 %, and layers of one input share
+its encoding, which is counted for each."""
+WIDE = 4096
+"""From this width on gathers of codes save time; in narrower models they wait for the host."""
+Source = Annotated[str, typer.Argument(metavar="MODEL", help=f"The model: {NAMED}")]
+Card = Annotated[str, typer.Option("--gpu", help=f"The GPU: {', '.join(GPUS)}. Default: the one of this machine.")]
+World = Annotated[int, typer.Option("--world", min=1, help="The number of GPUs over which FSDP2 shards the model.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The tokens of a step on each GPU.")]
+Recipes = Annotated[
+    list[str] | None, typer.Option("--recipe", help=f"A recipe to look at; repeatable. Default: {', '.join(USUAL)}.")
+]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one size whose names differ by numbers only, and the predicted seconds of each."""
+
+    name: str
+    size: LayerSize
+    count: int
+    plain: float
+    seconds: Mapping[str, float]
+
+    def gain(self, recipe: str) -> float:
+        return self.plain / self.seconds[recipe]
+
+
+def advise(
+    model: Source, gpu: Card = "", world: World = 1, tokens: Tokens = 8192, recipe: Recipes = None, json: Json = False
+) -> None:
+    """Predict what each recipe gains for each linear layer of a model on a GPU, and give the line to paste.
+
+    The model is built on the meta device, and nothing is allocated. Times are forward and backward of the layers by
+    themselves: attention, norms, the optimizer and communication come on top, so the model gains less. Where this
+    machine has the GPU in question, the layers are measured as well.
+    """
+    card, here = _card(gpu)
+    recipes = tuple(recipe or USUAL)
+    for text in recipes:
+        refuse_rules(text, "give the recipe of one of its rules")
+        lpq.recipe(text)
+    built = on_meta(model, "MODEL")
+    blocks = _blocks(built)
+    memories = {"bf16": observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)}
+    for text in recipes:
+        _convert(built, text, world)
+        memories[text] = observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)
+    groups = [_predicted(card, key, count, recipes, tokens) for key, count in alike(linear_layers(built)).items()]
+    if not groups:
+        raise ModelError(f"MODEL {model}: lpq.convert reaches no linear layer of it: there is nothing to advise")
+    measured = _measured(groups, recipes) if here else {}
+    fit = [text for text in recipes if not _is_narrow(text)] or recipes
+    best = max(fit, key=lambda text: _gain(groups, text, _slow(groups, text)))
+    skipped = _slow(groups, best)
+    line = _line(groups, best, skipped, world)
+    if line is not None:
+        _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
+    sentences = [*_provenance(card), *_reasons(built, card, recipes, groups, best, skipped, line)]
+    if json:
+        as_json(
+            {
+                "model": model, "gpu": card.title, "measured_rates": card.measured, "world": world, "tokens": tokens,
+                "layers": [
+                    {
+                        "layers": g.name, "count": g.count, "inputs": g.size.inputs, "outputs": g.size.outputs,
+                        "bf16_ms": g.plain * 1e3, "predicted": {text: g.gain(text) for text in recipes},
+                        "measured": measured.get(g.size, {}),
+                    }
+                    for g in groups
+                ],
+                "gain": {text: _gain(groups, text) for text in recipes},
+                "gathered_bytes": {text: m.forward + m.backward for text, m in memories.items()},
+                "rank_bytes": {text: m.total for text, m in memories.items()},
+                "leave_out": skipped, "line": line, "remarks": sentences,
+            }
+        )  # fmt: skip
+        return
+    _show(f"{model} on {world} {card.title}, {tokens:,} tokens on each", groups, recipes, measured)
+    _show_memory(memories, world)
+    for sentence in sentences:
+        print_text(sentence)
+    if line is not None:
+        typer.echo(f"\n{line}")
+
+
+def _card(gpu: str) -> tuple[Gpu, bool]:
+    """The GPU that is asked for, and whether this machine has it."""
+    ours = named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    name = gpu.lower() or ours
+    if name is None:
+        raise OptionError(f"--gpu: name one of {', '.join(GPUS)}; this machine has none of them")
+    if name not in GPUS:
+        raise OptionError(f"--gpu {gpu}: {suggestion(name, GPUS)}")
+    return GPUS[name], name == ours
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that are sharded by themselves: the longest list with the most parameters."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    sized = ((sum(p.numel() for p in found.parameters()), i) for i, found in enumerate(lists))
+    return list(lists[max(sized)[1]]) if lists else []
+
+
+def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is left out is said in words below
+        lpq.convert(model, policy, weights="high_precision" if world > 1 else None)
+
+
+def _predicted(
+    card: Gpu, key: tuple[str, tuple[int, int]], count: int, recipes: Sequence[str], tokens: int
+) -> LayerGroup:
+    name, (inputs, outputs) = key
+    size = LayerSize(tokens, inputs, outputs)
+    seconds = {text: predicted(card, size, lpq.recipe(text)) for text in recipes}
+    return LayerGroup(name, size, count, predicted(card, size, None), seconds)
+
+
+def _measured(groups: Sequence[LayerGroup], recipes: tuple[str, ...]) -> dict[LayerSize, dict[str, float | None]]:
+    """The gains on this machine's GPU, by size."""
+    sizes = [*dict.fromkeys(g.size for g in groups)]
+    found = measure(sizes, recipes, torch.device("cuda", torch.cuda.current_device()))
+    return {size: {text: speedup(row, text) for text in recipes} for size, row in zip(sizes, found, strict=True)}
+
+
+def _gain(groups: Sequence[LayerGroup], recipe: str, without: Sequence[str] = ()) -> float:
+    """How many times as fast all layers are together, those ``without`` a recipe in bf16."""
+    times = (g.count * (g.plain if g.name in without else g.seconds[recipe]) for g in groups)
+    return sum(g.count * g.plain for g in groups) / sum(times)
+
+
+def _slow(groups: Sequence[LayerGroup], recipe: str) -> list[str]:
+    """The layers that a recipe makes slower, by more than predictions are off."""
+    return [g.name for g in groups if g.gain(recipe) < LEAST]
+
+
+def _is_narrow(recipe: str) -> bool:
+    """Whether an operand has codes of about 4 bits, which is for those who compare the loss."""
+    return any(bytes_of_element(side) < NARROW for pair in lpq.recipe(recipe).products.values() for side in pair)
+
+
+def _policy(recipe: str, skipped: Sequence[str]) -> str | dict[str, Any]:
+    if not skipped:
+        return recipe
+    rules = [{"match": [*skipped], "recipe": "skip"}, {"match": "*", "recipe": recipe}]
+    return {"leave": [*LEAVE], "rules": rules}
+
+
+def _line(groups: Sequence[LayerGroup], recipe: str, skipped: Sequence[str], world: int) -> str | None:
+    """The call to paste; None where nothing is gained."""
+    if _gain(groups, recipe, skipped) <= 1:
+        return None
+    widest = max(groups, key=lambda g: g.count * g.plain).size
+    gathered = ', weights="high_precision"' if world > 1 and min(widest.inputs, widest.outputs) >= WIDE else ""
+    return f"lpq.convert(model, {jsonlib.dumps(_policy(recipe, skipped))}{gathered})"
+
+
+def _provenance(card: Gpu) -> list[str]:
+    if card.measured:
+        return [
+            f"The rates of the {card.title} are measured: predictions were within 15 % of the layers in the benchmarks "
+            "but for a few whose time is the host's."
+        ]
+    share = f"{USUAL_SHARE:.0%} of a data sheet's"
+    return [f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."]
+
+
+def _reasons(
+    model: nn.Module,
+    card: Gpu,
+    recipes: Sequence[str],
+    groups: Sequence[LayerGroup],
+    best: str,
+    skipped: Sequence[str],
+    line: str | None,
+) -> list[str]:
+    """Sentences on what gains nothing, what to leave out, and what is not in the table."""
+    said = []
+    bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
+    if bf16:
+        said.append(f"{', '.join(bf16)}: this GPU multiplies them in bf16, which saves bytes and no time.")
+    if line is None:
+        said.append("Stay in bf16 here: no recipe saves time for these layers.")
+    elif skipped:
+        said.append(f"Leave out {', '.join(skipped)}: {best} makes them slower.")
+    if line is not None and 'weights="high_precision"' in line:
+        said.append("Weights are gathered quantized: `weights=None` gathers them in bf16, with the same numbers.")
+    narrow = [text for text in recipes if _is_narrow(text) and _gain(groups, text) > max(_gain(groups, best), 1)]
+    if narrow:
+        said.append(f"{', '.join(narrow)}: faster still, with codes of 4 bits; compare the loss before you choose it.")
+    if names := sorted({stack.holder_name for stack in expert_stacks(model)}):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said.append(f"Experts are not predicted ({names[0]}{more}): lpq.report says from how many rows FP8 pays.")
+    return said
+
+
+def _show(
+    heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], measured: Mapping[LayerSize, Any]
+) -> None:
+    def cell(group: LayerGroup, text: str) -> str:
+        found = measured.get(group.size, {}).get(text)
+        return f"{group.gain(text):.2f}" + (f" ({in_figures(found)})" if measured else "")
+
+    rows = [
+        (
+            g.name, str(g.count), f"{g.size.inputs} x {g.size.outputs}", f"{g.plain * 1e3:.2f}",
+            *(cell(g, text) for text in recipes),
+        )
+        for g in groups
+    ]  # fmt: skip
+    total = sum(g.count * g.plain for g in groups) * 1e3
+    gains = [f"{_gain(groups, text):.2f}" for text in recipes]
+    rows.append(("all of them", str(sum(g.count for g in groups)), "", f"{total:.1f}", *gains))
+    more = ", in brackets as measured here" if measured else ""
+    title = f"{heading}: predicted ms of a layer in bf16, and how many times as fast{more}"
+    table(title, ("layers", "count", "inputs x outputs", "bf16", *recipes), rows)
+
+
+def _show_memory(memories: Mapping[str, observe.Memory], world: int) -> None:
+    rows = [("weights, gradients, moments of a rank", *(f"{m.total / 2**30:.2f}" for m in memories.values()))]
+    if world > 1:
+        gathered = (f"{(m.forward + m.backward) / 2**30:.2f}" for m in memories.values())
+        rows.append(("gathered in a step, of all ranks", *gathered))
+    table("GiB, with fp32 shards and weights gathered in the form of the recipe", ("", *memories), rows)
