@@ -58,7 +58,7 @@ class LayerCall(NamedTuple):
     accumulate: Accumulate | None = None
     inputs: SharedInputs | None = None
     """The inputs that other layers encoded, if this layer's input may be among them."""
-    static: Sequence[float] = ()
+    static: Sequence[object] = ()
     """The values of the state of the input, if no step moves it and other layers may share it."""
     input: Buffers | None = None
     """The buffers of the operands of the input, if it is encoded already."""

@@ -47,10 +47,13 @@ class StaticValues:
         self._as_they_were: tuple[object, ...] = ()
         self._values: tuple[float, ...] = ()
 
-    def read(self, state: State) -> tuple[float, ...]:
-        """The values; nothing waits for the device if they are unchanged since the last call."""
+    def read(self, state: State) -> tuple[object, ...]:
+        """The values; nothing waits for the device if they are unchanged since the last call. Of buffers that were made
+        under inference mode they equal no others, as torch counts no writes to these."""
         buffers = [local_part(buffer) for buffer in state.values()]
-        as_they_are = tuple((b.data_ptr(), None if b.is_inference() else version_of(b)) for b in buffers)
+        if any(b.is_inference() for b in buffers):
+            return (object(),)
+        as_they_are = tuple((b.data_ptr(), version_of(b)) for b in buffers)
         if as_they_are != self._as_they_were:
             self._values = tuple(float(value) for buffer in buffers for value in buffer.flatten().tolist())
             self._as_they_were = as_they_are
@@ -78,7 +81,7 @@ class SharedInputs(list[_Known]):
     whole: LastInput | None = None
     """The input that layers under tensor parallelism keep in place of the list."""
 
-    def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[float], layer: int) -> Encoded:
+    def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[object], layer: int) -> Encoded:
         """Encode ``x``, without a seed, or take the operands that another layer made of it.
 
         ``static``: the values of ``state``, which no step moves; operands serve layers with the same values. ``layer``:

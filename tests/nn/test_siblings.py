@@ -394,3 +394,18 @@ def test_static_values_that_change_are_noticed(way: str) -> None:
     assert equal(*before)
     assert equal(*after)
     assert not equal(before[0], after[0])
+
+
+def test_static_values_that_change_under_inference_mode_are_noticed() -> None:
+    """torch counts no writes to tensors that were made there."""
+    found, x = [], given().detach()
+    with torch.inference_mode():
+        model = calibrated(STATIC[0])
+    for value in (3.0, 1.0):
+        with torch.inference_mode():
+            model.k.x_amax.fill_(value)
+        with torch.no_grad():
+            model.q(x)
+            found.append(model.k(x))
+            assert torch.equal(found[-1], model.k(x.clone()))
+    assert not torch.equal(*found)
