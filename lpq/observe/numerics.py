@@ -88,7 +88,7 @@ def numerics(
         if type(value) is not int or value < least:
             raise ValueError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
     chosen = _chosen(model, [layers] if isinstance(layers, str) else [*layers])
-    ranks = Ranks.of(process_group, _is_shared(model), "watches")
+    ranks = Ranks.of(process_group, is_shared(model), "watches")
     ranks.equal(
         [*chosen.values()], "numerics: the ranks watch other layers",
         "Convert the model alike on all of them; where stages of a pipeline differ, pass process_group=, the ranks of "
@@ -237,7 +237,7 @@ class Numerics(Readings):
             super().tensorboard(directory)
 
 
-def _is_shared(model: nn.Module) -> bool:
+def is_shared(model: nn.Module) -> bool:
     """Whether ranks share the model: its parameters lie over a mesh, or it has replicas."""
     over_a_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return over_a_mesh or any(isinstance(module, Replicas) for module in model.modules())

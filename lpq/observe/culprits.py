@@ -1,0 +1,222 @@
+"""``lpq.observe.culprits``: which layer, product or operand brings the error into the gradients of a step.
+
+The step is replayed with a part of the model in bf16. The culprit is the part that moves the gradients furthest towards
+those of the whole model in bf16. Layers are found by bisection: the half that moves them more is divided again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lpq import recipes
+from lpq.distributed.ranks import Ranks
+from lpq.nn.names import plain_name
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.observe.numerics import is_shared
+from lpq.observe.replay import Before, Closure, Replay
+from lpq.operations.reduce_statistics import reduce_sum
+from lpq.recipes import Gemm, Recipe, RecipeError
+from lpq.recipes.gemms import GEMMS, OPERANDS
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
+
+Parts = Mapping[StatefulLayer, Recipe]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A part of the model that was replayed in bf16."""
+
+    layer: str
+    part: str
+    """A product, as ``wgrad``, or an operand, as ``wgrad.dy``; empty: the whole layer."""
+    moved: float
+    """How far that moves the gradients towards those of bf16: 1 is all the way, 0 not at all."""
+    recipe: Recipe
+    """The recipe of the layer with this part in bf16."""
+
+    @property
+    def name(self) -> str:
+        """The layer and the part."""
+        return f"{self.layer} {self.part}".rstrip()
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """The culprits of a step, those that move the gradients furthest first."""
+
+    found: tuple[Culprit, ...]
+    """Whole layers."""
+    parts: tuple[Culprit, ...]
+    """Products of these layers, and operands of the product that moves them furthest."""
+    error: float
+    """The length of the error of the gradients over the length of the gradients of bf16."""
+    loss: float
+    loss_in_bf16: float
+    replays: bool | None
+    """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with."""
+
+    def __str__(self) -> str:
+        """A table for people to read."""
+        lines = [f"loss {self.loss:.6g}, in bf16 {self.loss_in_bf16:.6g}; error of the gradients {self.error:.3g}"]
+        if self.replays is False:
+            lines.append("the replay gave other gradients than the step: pass before=, made where the step began")
+        for one in self.found:
+            lines.append(f"{one.moved:7.1%}  {one.layer}")
+            lines += [f"{part.moved:7.1%}    {part.part}" for part in self.parts if part.layer == one.layer]
+        return "\n".join(lines if self.found else [*lines, "no layer by itself moves the gradients towards bf16"])
+
+
+def culprits(
+    model: nn.Module,
+    closure: Closure,
+    *,
+    before: Before | None = None,
+    most: int = 3,
+    least: float = 0.1,
+    replays: int = 64,
+) -> Culprits:
+    """Find the layers, products and operands that bring the error into the gradients of a step.
+
+    Where ranks share the model all of them call this. Recipes, states, gradients and random bits are as before
+    afterwards.
+
+    Args:
+        model: A converted model.
+        closure: Runs forward and backward of the step's batch, without the optimizer, and returns the loss.
+        before: The random bits and states before the step, ``lpq.observe.Before(model)``; None: the present ones.
+        most: The most layers to find.
+        least: How far a part must move the gradients to be looked into.
+        replays: The most replays in the search for layers.
+    """
+    ranks = Ranks.of(None, is_shared(model), "replays")
+    replay = Replay(model, closure, before)
+    names = {id(m): plain_name(name) for name, m in model.named_modules()}
+    ours = [local_part(p.grad) for p in model.parameters() if p.requires_grad and p.grad is not None]
+    with replay.running():
+        loss, base = replay.run({})
+        there = [g for g, p in zip(base, _trained(model), strict=True) if p.grad is not None]
+        same = None if not ours else _over(ranks, [_differ(ours, there)]) == 0
+        whole = {layer: _in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
+        exact_loss, exact = replay.run(whole)
+        size = math.sqrt(_over(ranks, [g.double().square().sum() for g in exact]))
+
+        def error(gradients: Sequence[Tensor]) -> float:
+            squares = [(a.double() - b.double()).square().sum() for a, b in zip(gradients, exact, strict=True)]
+            return math.sqrt(value) / size if math.isfinite(value := _over(ranks, squares)) and size else math.inf
+
+        start = error(base)
+
+        def moved(part: Parts) -> float:
+            now = error(replay.run(part)[1])
+            if math.isinf(start):
+                return 1 / (1 + now)
+            return 1 - now / start if start and math.isfinite(now) else 0.0
+
+        search = _Search(moved, whole, most, least, replays)
+        layers = search.layers([*whole]) if start else []
+        found = [Culprit(names[id(layer)], "", how, whole[layer]) for layer, how in layers]
+        parts = [
+            Culprit(names[id(layer)], part, how, recipe)
+            for layer, _ in layers
+            for part, how, recipe in _parts(layer, replay.layers[layer], moved)
+        ]
+    return Culprits(tuple(found), tuple(parts), start, loss, exact_loss, same)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _differ(ours: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """1 where gradients are not equal to the bit."""
+    alike = len(ours) == len(others) and all(
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, others, strict=False)
+    )
+    return torch.zeros((), device=ours[0].device) if alike else torch.ones((), device=ours[0].device)
+
+
+def _over(ranks: Ranks, values: Sequence[Tensor]) -> float:
+    """The sum of numbers over parameters and ranks."""
+    device = next(value.device for value in [*values, torch.zeros(())])
+    total = torch.stack([value.double().to(device) for value in values]).sum()
+    group: Any = ranks.group or dist.group.WORLD if ranks.size > 1 else None
+    return float(total if group is None else reduce_sum([total.reshape(1)], group)[0])
+
+
+class _Search:
+    """Bisection of the layers: what moves the gradients further is divided first."""
+
+    def __init__(self, moved: Callable[[Parts], float], whole: Parts, most: int, least: float, replays: int) -> None:
+        self._moved, self._whole, self._most, self._least, self._left = moved, whole, most, least, replays
+
+    def layers(self, every: list[StatefulLayer]) -> list[tuple[StatefulLayer, float]]:
+        """Return layers, and how far each moves the gradients, the furthest first."""
+        order = count()
+        heap: list[tuple[float, int, list[StatefulLayer]]] = [(-1.0, next(order), every)]
+        found: list[tuple[StatefulLayer, float]] = []
+        while heap and len(found) < self._most and self._left > 0:
+            how, _, group = heapq.heappop(heap)
+            if -how < self._least:
+                break
+            if len(group) == 1:
+                found.append((group[0], -how))
+                continue
+            middle = len(group) // 2
+            for half in (group[:middle], group[middle:]):
+                self._left -= 1
+                heapq.heappush(heap, (-self._moved({x: self._whole[x] for x in half}), next(order), half))
+        return sorted(found, key=lambda one: -one[1])
+
+
+def _in_bf16(layer: StatefulLayer, recipe: Recipe) -> Recipe:
+    """The recipe of a layer that is in bf16, but for a weight that is stored quantized."""
+    exact = recipes.recipe("bf16")
+    if not isinstance(local_part(layer.shared_weight()), QuantizedTensor):
+        return exact
+    kept = {operand: q for operand, q in recipe.operands.items() if operand.tensor == "w"}
+    return _with(recipe, {**exact.operands, **kept})
+
+
+def _with(recipe: Recipe, operands: Mapping[Any, Any]) -> Recipe:
+    """The recipe with these quantizers of its operands."""
+    pairs = zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
+    gemms = {a.gemm: Gemm(operands[a], operands[b], recipe.gemm(a.gemm).fast_accumulate) for a, b in pairs}
+    return replace(recipe, name=None, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"])
+
+
+def _parts(
+    layer: StatefulLayer, recipe: Recipe, moved: Callable[[Parts], float]
+) -> Iterator[tuple[str, float, Recipe]]:
+    """The products of a layer, and then the operands of the one that moves the gradients furthest. What no recipe may
+    have, as one of two rotated operands, is left out."""
+    exact = _in_bf16(layer, recipe).operands
+    best = -math.inf, ""
+    for product in GEMMS:
+        if (other := _replaced(recipe, exact, product)) is not None:
+            how = moved({layer: other})
+            best = max(best, (how, product))
+            yield product, how, other
+    for operand in OPERANDS:
+        if operand.gemm == best[1] and (other := _replaced(recipe, exact, str(operand))) is not None:
+            yield str(operand), moved({layer: other}), other
+
+
+def _replaced(recipe: Recipe, exact: Mapping[Any, Any], part: str) -> Recipe | None:
+    """The recipe with one part in bf16; None if that changes nothing, or if no recipe may have it."""
+    operands = {o: exact[o] if o.belongs_to(part) else q for o, q in recipe.operands.items()}
+    if operands == dict(recipe.operands):
+        return None
+    try:
+        return _with(recipe, operands)
+    except RecipeError:
+        return None

@@ -1,0 +1,110 @@
+"""Replays of a step: forward and backward once more from the same batch, with the same random bits and states, and with
+other recipes for some layers. Afterwards all is as before: recipes, states, gradients, random bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpq.nn.first_argument import check_model
+from lpq.nn.stateful_layer import StatefulLayer, give_recipes
+from lpq.recipes import Recipe
+from lpq.torch_private.tensors import local_part
+
+Closure = Callable[[], Any]
+"""Runs forward and backward of the step's batch, and returns the loss."""
+Bits = tuple[Tensor, Tensor | None]
+
+
+class Before:
+    """The random bits and the buffers of a model before a step, states of its quantizers among them: with the weights
+    and the batch, all that the step depends on. Make it where the step begins: ``lpq.observe.Before(model)``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        check_model(model)
+        self._device = next(model.parameters()).device
+        self._bits = self.bits()
+        self._buffers = [
+            (module, name, local_part(buffer).clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring them back; buffers of another recipe are left alone."""
+        self.set_bits(self._bits)
+        for module, name, value in self._buffers:
+            if isinstance(buffer := getattr(module, name, None), Tensor) and buffer.shape == value.shape:
+                local_part(buffer).copy_(value)
+
+    def bits(self) -> Bits:
+        """The state of the generators."""
+        on_gpu = self._device.type == "cuda"
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
+
+    def set_bits(self, bits: Bits) -> None:
+        """Set the state of the generators."""
+        torch.set_rng_state(bits[0])
+        if bits[1] is not None:
+            torch.cuda.set_rng_state(bits[1], self._device)
+
+
+class Replay:
+    """The step of a model, which can be run again."""
+
+    def __init__(self, model: nn.Module, closure: Closure, before: Before | None) -> None:
+        self._closure, self._before = closure, Before(model) if before is None else before
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.layers = {m: m.recipe for m in model.modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
+        """The layers that have a recipe, with these."""
+        self._model = model
+        self._bits: dict[tuple[int, int], Bits] = {}
+        """The bits with which each layer began, and those with which it ended, by its calls, in the first run."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have runs inside; put all back behind them."""
+        gradients, now = [p.grad for p in self._parameters], Before(self._model)
+        try:
+            yield
+        finally:
+            give_recipes(self.layers)
+            now.restore()
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def run(self, recipes: Mapping[StatefulLayer, Recipe]) -> tuple[float, list[Tensor]]:
+        """Run the step with these recipes for these layers; return the loss and this rank's parts of the gradients.
+
+        Each layer begins with the bits with which it began in the first run, so that one without random bits does not
+        give others to the layers behind it."""
+        give_recipes({**self.layers, **recipes})
+        self._before.restore()
+        for parameter in self._parameters:
+            parameter.grad = None
+        calls: dict[int, int] = {}
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for layer in self.layers:
+                for hook in self._hooks(layer, calls):
+                    stack.callback(hook.remove)
+            loss = self._closure()
+        zero = torch.zeros(())
+        found = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self._parameters]
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        return float("nan") if value is None else float(value), found
+
+    def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:
+        def align(*_: Any) -> None:
+            number = calls[id(layer)] = calls.get(id(layer), 0) + 1
+            known = self._bits.setdefault((id(layer), number), self._before.bits())
+            self._before.set_bits(known)
+
+        yield layer.register_forward_pre_hook(align)
+        yield layer.register_forward_hook(align)
