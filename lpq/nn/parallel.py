@@ -114,9 +114,10 @@ def multiply_parts(
     else:
         try:
             key = (
-                input.shape, input.dtype, input.device, type(input), getattr(input, "placements", None), weight.shape,
-                weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype, needs,
-                layer.layouts, layer.model.accumulate, kernels_allowed(), type(local), can_bypass_dispatcher(local),
+                input.shape, input.dtype, input.layout, input.device, type(input), getattr(input, "placements", None),
+                weight.shape, weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype,
+                needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
+                can_bypass_dispatcher(local),
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)

@@ -294,7 +294,10 @@ def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer(rank: int
         static[0].passes.forget()
         with pytest.raises(RuntimeError, match=r"layer 0, .*its recipe is static") if refused else nullcontext():
             static(x)
-    y = _layers("mxfp8", 64, 64, _0=COLUMNS)(x)
+    layer = _layers("mxfp8", 64, 64, _0=COLUMNS)
+    y = layer(x)
+    with pytest.raises(TypeError, match=r"layer 0, .*: the input is torch\.sparse_coo: pass x\.to_dense\(\)"):
+        layer(x.to_sparse())
     y.register_hook(lpq.quantizer("mxfp8").quantize)
     words = r"layer 0, .*: the gradient of its output, \[64, 32\], arrived encoded as mxfp8"
     with pytest.raises(TypeError, match=words):
