@@ -1,7 +1,8 @@
-"""The steps of a converted model's run: its recipes at a step, and another length of the run."""
+"""The steps of a converted model's run: its recipes at a step, another length of the run, and rules that come in it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -11,8 +12,9 @@ from lpq.nn.conversion_plan import check_layers, names_of
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import check_weights
-from lpq.nn.stages import last_change
+from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
+from lpq.recipes import Recipe, Rule, Schedule
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -52,18 +54,70 @@ def replan(model: nn.Module, *, steps: int) -> None:
     """
     conversions(model)
     check_length(steps)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.schedule is not None}
-    planned = {name: layer.schedule.replan(steps) for name, layer in layers.items() if layer.schedule is not None}
-    check_layers(layers, planned)
-    check_weights(model, layers, None, None, planned)
-    for name, layer in layers.items():
-        layer.schedule = planned[name]
-        if layer.model.stages is not None:
-            layer.model.stages.last = last_change(planned.values())
-
+    _take(model, {layer: layer.schedule.replan(steps) for layer in _scheduled(model) if layer.schedule is not None})
     for module in model.modules():
         if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
             continue
         every = [plain_name(alias) for aliases in names_of(module).values() for alias in aliases]
         report = replace(conversion.report, unreached=conversion.policy.unreached(every, steps))
         module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
+
+
+def promote(model: nn.Module, given: Mapping[StatefulLayer, Recipe], *, until: int) -> None:
+    """Put rules before those of the policy that give layers these recipes before a step. They hold from the next
+    ``set_step`` on, and belong to the policy that checkpoints keep. Rules of earlier promotions that end sooner make
+    room. All ranks that share the model call this.
+
+    Args:
+        model: The converted model.
+        given: The recipes of some of its layers.
+        until: The first step at which they no longer hold.
+    """
+    conversions(model)
+    planned: dict[StatefulLayer, Schedule] = {}
+    records: dict[nn.Module, Conversion] = {}
+    for module in model.modules():
+        if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
+            continue
+        own = [(layer, _planned_name(layer)) for layer in _scheduled(module) if layer not in planned]
+        rules = [Rule((name,), given[layer], until) for layer, name in own if name is not None and layer in given]
+        policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))
+        planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own if name is not None}
+        records[module] = replace(conversion, policy=policy)
+    if lacking := [layer.title for layer in given if layer not in planned]:
+        raise ValueError(f"promote: {lacking[0]} has no recipe of a policy: convert the model by lpq.convert")
+    _take(model, planned)
+    for module, record in records.items():
+        module.__dict__[RECORD] = record
+
+
+def _planned_name(layer: StatefulLayer) -> str | None:
+    """The name by which the policy knows a layer; None where it gives the layer no recipe."""
+    planned = layer.schedule.planned if layer.schedule is not None else None
+    return None if planned is None else planned[1]
+
+
+def _without(rules: Iterable[Rule], first: Iterable[Rule]) -> list[Rule]:
+    """The rules without those that one of the ``first`` hides."""
+    return [rule for rule in rules if not any(one.match == rule.match and one.outlasts(rule) for one in first)]
+
+
+def _scheduled(model: nn.Module) -> list[StatefulLayer]:
+    return [m for m in model.modules() if isinstance(m, StatefulLayer) and m.schedule is not None]
+
+
+def _take(model: nn.Module, planned: Mapping[StatefulLayer, Schedule]) -> None:
+    """Give layers schedules, or none if one of them cannot have its own. They keep the recipes of the present step."""
+    names = {layer: name for name, layer in model.named_modules() if layer in planned}
+    layers = {names[layer]: layer for layer in planned}
+    schedules = {names[layer]: schedule for layer, schedule in planned.items()}
+    check_layers(layers, schedules)
+    check_weights(model, layers, None, None, schedules)
+    last, stages = last_change(planned.values()), None
+    for layer, schedule in planned.items():
+        layer.schedule = schedule
+        if layer.model.stages is None and len(schedule.pieces) > 1:
+            stages = layer.model.stages = stages or Stages(model, last)
+    for layer in planned:
+        if layer.model.stages is not None:
+            layer.model.stages.last = last

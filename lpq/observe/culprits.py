@@ -21,6 +21,7 @@ from lpq import recipes
 from lpq.distributed.ranks import Ranks
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stepping import promote
 from lpq.observe.numerics import is_shared
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.operations.reduce_statistics import reduce_sum
@@ -64,6 +65,12 @@ class Culprits:
     loss_in_bf16: float
     replays: bool | None
     """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with."""
+
+    def promote(self, model: nn.Module, *, until: int) -> None:
+        """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
+        ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
+        layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
+        promote(model, {layers[one.layer]: one.recipe for one in self.found}, until=until)
 
     def __str__(self) -> str:
         """A table for people to read."""

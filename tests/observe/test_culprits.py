@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.comparing import equal
+from support.small_models import Planted
 from torch import Tensor, nn
 
 import lpq
 
 
-class Block(nn.Module):
-    """A block, which may have a few input channels that are a million times larger than the others. They do not count,
-    as their weights are 0 and stay so: but the others share their scales."""
-
-    def __init__(self, width: int, planted: bool) -> None:
-        super().__init__()
-        self.layer, self.planted = nn.Linear(width, width), planted
-        if planted:
-            self.layer.weight[:, ::16] = 0.0
-            self.layer.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.planted:
-            x = x.clone()
-            x[:, ::16] = 1e6
-        y: Tensor = self.layer(x)
-        return y.tanh()
-
-
-def model(recipe: str = "fp8-current", planted: int = 2, **options: Any) -> Any:
+def model(recipe: Any = "fp8-current", planted: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
     with torch.no_grad():
-        net = nn.Sequential(*(Block(64, i == planted) for i in range(4)))
+        net = nn.Sequential(*(Planted(64, i == planted) for i in range(4)))
     return lpq.convert(net, recipe, **options)
 
 
@@ -57,12 +40,7 @@ def test_a_planted_layer_is_found_and_all_is_as_before(recipe: str) -> None:
     held = [*net.state_dict().values(), torch.get_rng_state()]
     expected = [value.clone() for value in held]
 
-    def closure() -> Tensor:
-        loss: Tensor = net(x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    found = lpq.observe.culprits(net, closure, before=before)
+    found = lpq.observe.culprits(net, closure_of(net, x), before=before)
     assert found.replays
     assert found.found[0].layer == "2.layer"
     assert found.found[0].moved > 0.3
@@ -74,3 +52,49 @@ def test_a_planted_layer_is_found_and_all_is_as_before(recipe: str) -> None:
     assert equal([p.grad for p in trained], gradients)
     assert equal([*net.state_dict().values(), torch.get_rng_state()], expected)
     assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe(recipe)}
+
+
+def closure_of(net: Any, x: Tensor) -> Any:
+    def closure() -> Tensor:
+        loss: Tensor = net(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return closure
+
+
+def test_a_layer_that_makes_a_nan_is_found() -> None:
+    """Of an infinity, which tanh takes to 1: a block of MXFP8 with it decodes to NaN."""
+    net = model("mxfp8", planted=-1)
+    net[1].layer.requires_grad_(False)
+    net[1].layer.register_forward_pre_hook(
+        lambda _, args: (args[0].clone().index_fill(1, torch.tensor([0]), torch.inf),)
+    )
+    found = lpq.observe.culprits(net, closure_of(net, batch()))
+    assert found.replays is None
+    assert found.error == float("inf")
+    assert [one.layer for one in found.found] == ["1.layer"]
+    assert found.found[0].moved > 0.5
+    assert {part.part for part in found.parts if part.moved > 0.5} == {"fprop", "fprop.x"}
+
+
+def test_a_rule_promotes_culprits_for_some_steps(tmp_path: Path) -> None:
+    """It goes into the model's record and its checkpoint, makes room for a later one, and ends by itself."""
+    net = model("mxfp8-fwd-nvfp4-bwd")
+    own = net[0].layer.recipe
+    found = lpq.observe.culprits(net, closure_of(net, batch()), most=1)
+    assert [one.layer for one in found.found] == ["2.layer"]
+    for until in (7, 9):
+        found.promote(net, until=until)
+        for step, recipe in ((until - 1, lpq.recipe("bf16")), (until, own)):
+            lpq.set_step(net, step)
+            assert net[2].layer.recipe == recipe
+            assert net[0].layer.recipe == own
+    assert len(lpq.policy(net.lpq_conversion.policy).rules) == 2
+    assert "until step 9" in str(lpq.report(net, full=True))
+    lpq.checkpoint.save(net, tmp_path, step=5)
+    policy = lpq.checkpoint.info(tmp_path).policy
+    again = model(policy)
+    assert again[2].layer.recipe == lpq.recipe("bf16")
+    assert again[2].layer.schedule == net[2].layer.schedule
+    lpq.checkpoint.load(again, tmp_path)

@@ -128,3 +128,22 @@ def experts_apart(stacks: nn.Module) -> nn.ModuleList:
             layer.load_state_dict({key: value[i] for key, value in stack.state_dict().items()})
             setattr(experts[i], name, layer)
     return experts
+
+
+class Planted(nn.Module):
+    """A block, which may have a few input channels that are a million times larger than the others. They do not count,
+    as their weights are 0 and stay so: but the others share their scales."""
+
+    def __init__(self, width: int, planted: bool) -> None:
+        super().__init__()
+        self.layer, self.planted = nn.Linear(width, width), planted
+        if planted:
+            self.layer.weight[:, ::16] = 0.0
+            self.layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.planted:
+            x = x.clone()
+            x[:, ::16] = 1e6
+        y: Tensor = self.layer(x)
+        return y.tanh()
