@@ -187,6 +187,10 @@ class Quantizer(Options):
         """The rotation, which operands are compared by; operands of one basis are multiplied without undoing it."""
         return self.rotation
 
+    def whole(self, cols: int) -> bool:
+        """Whether so many columns are whole groups of a rotation, so that none is stored beside them."""
+        return self.basis is None or cols % self.basis.block == 0
+
     def rotated(self, x: Tensor, bits: RandomBits | None = None) -> Tensor:
         """The matrix as ``measure`` and, with ``bits``, ``encode_stochastic`` get it: ``x`` itself where there is no
         rotation, or where it must be drawn and there are no bits."""

@@ -296,6 +296,8 @@ def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
         return None, None
     if rows % fused_pair.ALIGNED or cols % fused_pair.ALIGNED or rows * cols == 0:
         return None, None
+    if not ((row.whole(cols) or not wanted.exact[0]) and (col.whole(rows) or not wanted.exact[1])):
+        return None, None
     return fused_pair.exact_forms(row.text, col.text, *wanted.exact, wanted.device) or (None, None)
 
 

@@ -210,6 +210,8 @@ def multiplicands(
     rows, cols = x.shape
     if rows % ALIGNED or cols % ALIGNED or x.numel() == 0:
         return None
+    if not ((row.whole(cols) or not exact[0]) and (col.whole(rows) or not exact[1])):
+        return None
     if seed is None and (row.stochastic or col.stochastic):
         return None
     forms = exact_forms(row.text, col.text, *exact, x.device)

@@ -43,6 +43,8 @@ def decoded_at_once(a: Operand, b: Operand, device: torch.device) -> bool:
         return False
     if a.dim and (first.plain or second.plain or unit(first, 1) != unit(second, 1)):
         return False  # groups of columns must begin at the same places
+    if a.dim == 0 and not (first.whole(a.shape[1]) and second.whole(a.shape[1])):
+        return False
     for operand, sections in ((a, a.sections), (b, b.sections)):
         side, direction = operand.quantizer, DIRECTIONS[operand.dim]
         if not side.plain and not decodable(side.text, direction, device, sections.stack, kernels_allowed()):

@@ -127,6 +127,9 @@ def why_not(e: Encoding) -> str | None:
             return f"{quantizer} has several statistics of the whole"
         if e.exact[dim] and (e.shape[1] % ALIGNED or (tall is not None and tall % ALIGNED)):
             return f"what operands decode to is made for sizes in multiples of {ALIGNED}"
+        contraction = e.shape[1] if dim == 0 else tall
+        if e.exact[dim] and contraction is not None and not quantizer.whole(contraction):
+            return f"what operands decode to is made for whole groups of columns that {quantizer} rotates together"
     return None
 
 

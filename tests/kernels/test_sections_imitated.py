@@ -25,12 +25,13 @@ from lpq.testing.comparing import Poisoned
 pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 COUNTS = [0, 5, 130, 0, 16, 257, 0]
 SIZES = (3, 160, 96)
+EDEN = "nvfp4(stochastic=eden)"
 OF_GROUPS = (
     "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)", "fp8(static=true)",
-    "nvfp4(rht=true, static=true)", "nvfp4(scaling=row, search=four_over_six, norm=256)",
+    "nvfp4(rht=true, static=true)", "nvfp4(scaling=row, search=four_over_six, norm=256)", EDEN,
 )  # fmt: skip
 OF_STACKS = ("fp8", "fp8(scaling=row)", "mxfp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)")
-OF_STACKS += ("nvfp4(block=16x16, static=true)",)
+OF_STACKS += ("nvfp4(block=16x16, static=true)", EDEN)
 EITHER = [(False, False), (True, True)]
 
 
@@ -66,7 +67,7 @@ def check_groups(
     row: str | None, col: str | None, decoded: tuple[bool, bool], counts: list[int], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    cols = 96
+    cols = 96 if EDEN not in (row, col) else 128 if True in decoded else 160
     x = torch.cat([*(3.0**i * torch.randn(n, cols) for i, n in enumerate(counts)), torch.full((7, cols), torch.nan)])
     x, offs, seeds = x.to(dtype), torch.tensor(counts).cumsum(0, dtype=torch.int32), torch.arange(len(counts)) - 3
     sides = [None if t is None else lpq.quantizer(t).side(d) for t, d in ((row, "row"), (col, "col"))]
@@ -124,6 +125,7 @@ def test_one_operand_and_two_formats(row: str | None, col: str | None, decoded: 
         "hybrid(row=fp8, col=identity, col_source=row)", "hybrid(row=identity, col=fp8, col_source=row)",
         "hybrid(row=mxfp8, col=nvfp4(rht=true, stochastic=true), col_source=row)",
         "hybrid(row=nvfp4(scaling=row), col=mxfp8, col_source=row)",
+        "hybrid(row=nvfp4, col=nvfp4(stochastic=eden), col_source=row)",
         "hybrid(row=fp8(static=true), col=fp8(static=true, dtype=e5m2), col_source=row)",
     ],
 )  # fmt: skip
@@ -158,7 +160,8 @@ def test_columns_of_groups_that_are_made_of_rows(text: str, monkeypatch: pytest.
 @pytest.mark.parametrize("text", OF_STACKS)
 def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
     torch.manual_seed(1)
-    x = (torch.randn(SIZES) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).bfloat16()
+    sizes = (3, 128, 256) if text == EDEN and True in decoded else SIZES
+    x = (torch.randn(sizes) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).bfloat16()
     seeds, quantizer = torch.arange(len(x)) - 3, lpq.quantizer(text)
     row, col = quantizer.side("row"), quantizer.side("col")
     state = static_state(quantizer, len(x)) or None

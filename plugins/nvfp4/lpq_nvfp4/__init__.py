@@ -24,6 +24,10 @@ KERNELS = (
     ),
     KernelSpec.cuda("decode", "lpq_nvfp4.views:decode", why_not=EDEN),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
+    *(
+        KernelSpec.cuda(op, f"lpq_nvfp4.eden_cuda:{op}", why_not="lpq_nvfp4.eden:why_not_this")
+        for op in ("tile", "exact_tile")
+    ),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
     *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}", why_not=EDEN) for op in ("measure", "decode")),
     *(

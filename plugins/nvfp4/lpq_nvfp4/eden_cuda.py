@@ -1,19 +1,25 @@
-"""MS-EDEN's CUDA kernels: one read for the amax of the matrix, and one more for each operand."""
+"""MS-EDEN's CUDA kernels: one read for the amax of the matrix, and one more for an operand or, tile by
+tile, for two."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lpq.formats.elements import E4M3
+from lpq.formats.format import Direction
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
-from lpq.kernels.tiles import FINISH, amax_finish, amax_parts, bind_amax_parts, reading
+from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.tiles import FINISH, SQUARE, amax_finish, amax_parts, bind_amax_parts, pointer, reading
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.exact_form import Form
+from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq.operations.measuring import measure_reference
 from lpq_nvfp4.eden import ROTATED
+from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
@@ -74,3 +80,77 @@ def bind(e: Encoding) -> Encode | None:
 
 
 quantize = unbound(bind)
+
+
+# ---------------------------------------------------------------------------------------------- tile by tile
+
+
+def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide:
+    """How an operand is made."""
+    return _side(direction, bind_operand, exact=False)
+
+
+def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide:
+    """How elements times the scales of their blocks are made, in bf16; the amax is their factor."""
+    return _side(direction, bind_exact, exact=True)
+
+
+def _side(direction: Direction, bind: Callable[[Job], Make], *, exact: bool) -> TileSide:
+    col = direction == "col"
+    structs = [f"eden::Operand<{str(col).lower()},{flag}>" for flag in ("false", "true")]
+    return TileSide(
+        csrc() / "nvfp4/eden_sides.cuh", structs[exact], "PPPPPIPq", bind, amax=True, turns=2,
+        aligned=ROTATED if col else 1, decoded=None if exact else (structs[True], SQUARE),
+        exact=Form(factor=True, constant=CONSTANT) if exact else None,
+    )  # fmt: skip
+
+
+def bind_operand(job: Job) -> Make:
+    """Decide how an operand is allocated."""
+    high, wide = job.shape
+    blocks = -(-wide // ROTATED) * ROTATED // GROUP
+    data, scale = fresh((high, blocks * (GROUP // 2)), torch.uint8), fresh((high, blocks), E4M3)
+    value, number = fresh((), torch.float32), fresh((), torch.int32)
+    finish = FINISH.bind(job.device.index or 0, (), 1) if job.measure else None
+    empty, offset = job.empty, job.offset
+
+    def make(
+        stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
+    ) -> Made:
+        assert seed is not None
+        if into is not None:
+            assert found is not None
+            at = (*map(pointer, into), 0, 0, 0)[:4]  # decoded values have nothing else
+            return Made(into, (), (*at, found.data_ptr(), 1, seed.data_ptr(), 0))
+        buffers = empty(*data), empty(*scale), empty(*value), empty(*number)
+        measured: tuple[Tensor, ...] = ()
+        if finish is not None:
+            assert found is not None
+            measured = (empty(*value),)
+            finish(found.data_ptr(), found.numel(), measured[0].data_ptr())
+        return Made(buffers, measured, _parameters([*map(pointer, buffers)], stats, found, seed, offset))
+
+    return make
+
+
+def bind_exact(job: Job) -> Make:
+    """Decide how the exact form of an operand is allocated."""
+    empty, matrix, value, offset = job.empty, fresh(job.shape, torch.bfloat16), fresh((), torch.float32), job.offset
+
+    def make(
+        stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
+    ) -> Made:
+        assert seed is not None
+        buffers = empty(*matrix), empty(*value)
+        at = [buffers[0].data_ptr(), 0, buffers[1].data_ptr(), 0]
+        return Made(buffers, (), _parameters(at, stats, found, seed, offset))
+
+    return make
+
+
+def _parameters(
+    at: Sequence[int], stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor, offset: int
+) -> tuple[int, ...]:
+    known = stats[0] if stats and stats[0] is not None else found
+    assert known is not None
+    return *at, known.data_ptr(), known.numel(), seed.data_ptr(), offset
