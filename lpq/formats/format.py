@@ -354,7 +354,9 @@ class Storage:
         """Return the matrix that the buffers stand for, in fp32, in plain PyTorch. This defines the format. A format
         that may be rotated defines ``decode_stored`` in its place."""
         stored, rotation = self.decode_stored(), self.quantizer.basis
-        return (stored if rotation is None else rotation.undo(stored, self._turn()))[:, : self.shape[1]]
+        if rotation is not None:
+            stored = rotation.undo(stored, getattr(self, TURN) if rotation.drawn else None)
+        return stored[:, : self.shape[1]]
 
     def decode_stored(self) -> Tensor:
         """Return the values that are stored, in fp32: the matrix before a rotation is undone. Padding may be cut off
@@ -375,11 +377,8 @@ class Storage:
         rotation = self.quantizer.basis
         if rotation is None:
             return self.decode()
-        return rotation.without_padding(self.decode_stored(), self.shape[1], self._turn())
-
-    def _turn(self) -> Tensor | None:
-        basis = self.quantizer.basis
-        return getattr(self, TURN) if basis is not None and basis.drawn else None
+        turn = getattr(self, TURN) if rotation.drawn else None
+        return rotation.without_padding(self.decode_stored(), self.shape[1], turn)
 
     def __init__(self, **buffers: Tensor) -> None:
         for name, tensor in buffers.items():

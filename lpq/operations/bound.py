@@ -17,7 +17,7 @@ from lpq.operations import fused_pair
 from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Product
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.inputs import as_matrix
-from lpq.operations.multiplying import gemm_reference, plain_gemm, product_in_a_pass
+from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import serving, shared
 
@@ -162,6 +162,6 @@ def product_through_operators(p: Product) -> Multiply:
     a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return product_in_a_pass(a.over(left), b.over(right), bias, dtype, fast)
+        return gemm(a.over(left), b.over(right), bias=bias, dtype=dtype, fast_accumulate=fast, in_a_pass=True)
 
     return multiply

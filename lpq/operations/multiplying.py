@@ -22,6 +22,7 @@ def gemm(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     fast_accumulate: bool = False,
+    in_a_pass: bool = False,
 ) -> Tensor:
     """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32.
 
@@ -31,6 +32,7 @@ def gemm(
         bias: One number for each row of ``b``, or None.
         dtype: The dtype of the result; None: the dtype of ``a``.
         fast_accumulate: Let a kernel sum in less than fp32 where the hardware offers that. The reference never does.
+        in_a_pass: Whether one pass of a layer made both, so that rotations that are drawn are equal.
     """
     for operand in (a, b):
         if not isinstance(operand, Storage):
@@ -43,20 +45,15 @@ def gemm(
     dtype = dtype or a.dtype
     if not dtype.is_floating_point:
         raise TypeError(f"gemm: dtype={dtype} cannot hold a product: pass a floating one")
-    if a.device != b.device:
-        raise ValueError(f"gemm: a is on {a.device} and b on {b.device}: move one to the other")
-    if bias is not None and (getattr(bias, "shape", None) != (b.shape[0],) or bias.device != a.device):
-        raise unfit_bias(bias, b.shape[0], a.device)
+    first, second = a.tensors(), b.tensors()
+    if first[0].device != second[0].device:
+        raise ValueError(f"gemm: a is on {first[0].device} and b on {second[0].device}: move one to the other")
+    if bias is not None and (getattr(bias, "shape", None) != (b.shape[0],) or bias.device != first[0].device):
+        raise unfit_bias(bias, b.shape[0], first[0].device)
     basis = a.quantizer.basis
-    if basis is not None and basis.drawn and basis == b.quantizer.basis:  # whether in one pass cannot be told
+    if basis is not None and basis.drawn and not in_a_pass:
         left, right = (decode(operand, torch.float32) for operand in (a, b))
         return plain_gemm(left, right, bias, torch.float32).to(dtype)
-    return product_in_a_pass(a, b, bias, dtype, fast_accumulate)
-
-
-def product_in_a_pass(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """The product of two operands, whose rotations, if both were drawn, were drawn alike."""
-    first, second = a.tensors(), b.tensors()
     if a.quantizer.plain and b.quantizer.plain:
         if not torch.compiler.is_compiling():
             check_there(second[0])

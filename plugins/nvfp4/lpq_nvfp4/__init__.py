@@ -30,12 +30,12 @@ KERNELS = (
     ),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
     *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}", why_not=EDEN) for op in ("measure", "decode")),
+    KernelSpec.triton("transpose", "lpq_nvfp4.triton:transpose"),
+    KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
     *(
         KernelSpec.triton(op, f"lpq_nvfp4.eden_triton:{op}", why_not="lpq_nvfp4.eden:why_not_this")
         for op in ("measure", "quantize")
     ),
-    KernelSpec.triton("transpose", "lpq_nvfp4.triton:transpose"),
-    KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
     KernelSpec(
         op="gemm", impl="lpq_nvfp4.gemm:native", why_not="lpq_nvfp4.gemm:why_not", formats=("nvfp4", "nvfp4"),
         backend="torch", min_sm=100, priority=10, note=UNTRIED,

@@ -92,7 +92,7 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def stats(self) -> tuple[Stat, ...]:
-        if self.eden:
+        if self.stochastic == "eden":
             return AMAX
         return STATS[self.block, self.rht, self.scaling]
 
@@ -130,15 +130,15 @@ class NVFP4Quantizer(Quantizer):
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         amax, block_amax = reference.measure(self._stored(x), BLOCKS[self.block], reference.SCALED[self.scaling])
-        return {"amax": amax} if self.eden else {"amax": amax, "block_amax": block_amax}
+        return {"amax": amax} if self.stochastic == "eden" else {"amax": amax, "block_amax": block_amax}
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        if self.eden:
+        if self.stochastic == "eden":
             raise TypeError(f"{self} is rotated by signs that are drawn: it encodes with random bits alone")
         return self._encode(x, stats, cast_e2m1)
 
     def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
-        if self.eden:
+        if self.stochastic == "eden":
             data, scale, amax = eden.encode(x, stats["amax"], bits)
             return self.storage(data=data, scale=scale, amax=amax, turn=bits.turn)
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
