@@ -16,13 +16,14 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 """The 97.5 % quantile of Student's t for 1 degree of freedom and more."""
 MOST = len(STUDENT) + 1
 """The most seeds for which there is a quantile."""
-COLUMNS = ("recipe", "seeds", "loss", "gap to {}", "spread", "95 % interval", "", "tokens/s")
-"""The columns of the table; the one without a name has the verdict."""
+COLUMNS = ("recipe", "seeds", "loss", "gap", "± 95 %", "shown", "spread", "tokens/s")
+"""The columns of the table."""
 MEANING = (
     "Loss: nats per byte on text that was held out, mean over the seeds. Gap: by how much a loss is above the loss of "
-    "{} with the same seed, so with the same first weights and the same batches; mean over the seeds. Spread: the "
-    "standard deviation of the gaps over the seeds, and for {} that of the loss. Interval: the mean gap lies in it at "
-    "a level of 95 % by Student's t for pairs, for each recipe alone; where 0 is inside, no difference is shown."
+    "{} with the same seed, so with the same first weights and the same batches; mean over the seeds. ± 95 %: half of "
+    "the interval of this mean by Student's t for pairs, for each recipe alone. Shown: nothing, where 0 is in the "
+    "interval, or there is one seed. Spread: the standard deviation over the seeds, of {} that of the loss, else that "
+    "of the gaps."
 )
 
 
@@ -50,24 +51,24 @@ class Gap:
         if self.mean is None:
             return ""
         if self.half is None:
-            return "one seed shows nothing"
+            return "nothing"
         if abs(self.mean) <= self.half:
-            return "no difference shown"
+            return "nothing"
         return "worse" if self.mean > 0 else "better"
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         interval = ""
         if self.mean is not None and self.half is not None:
-            interval = f"{100 * (self.mean - self.half):+.2f} to {100 * (self.mean + self.half):+.2f} %"
+            interval = f"{100 * self.half:.2f} %"
         return (
             self.title,
             str(self.seeds),
             "" if self.loss is None else f"{self.loss:.4f}",
             "" if self.mean is None else f"{100 * self.mean:+.2f} %",
-            "" if self.spread is None else f"{100 * self.spread:.2f} %",
             interval,
             self.verdict,
+            "" if self.spread is None else f"{100 * self.spread:.2f} %",
             f"{self.tokens_per_second:,.0f}",
         )
 
@@ -104,14 +105,8 @@ def _gap(title: str, own: dict[int, Training], base: dict[int, Training]) -> Gap
     return Gap(title, len(each), 0, loss, fmean(each), spread, half, speed)
 
 
-def headings(found: Sequence[Gap]) -> list[str]:
-    """The headings of the table."""
-    return [column.format(found[0].title) for column in COLUMNS]
-
-
 def markdown(trainings: Sequence[Training]) -> str:
     """The table for a page."""
-    found = gaps(trainings)
-    rule = ["---", *["---:"] * (len(COLUMNS) - 3), "---", "---:"]
-    rows = [headings(found), rule, *(g.cells() for g in found)]
+    rule = ["---", *["---:"] * 4, "---", *["---:"] * 2]
+    rows = [COLUMNS, rule, *(g.cells() for g in gaps(trainings))]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

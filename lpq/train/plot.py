@@ -105,6 +105,7 @@ def draw_compared(trainings: Sequence[Training], path: Path) -> str:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FormatStrFormatter
     except ImportError:
         return MISSING
     curves: dict[str, dict[int, list[float]]] = {}
@@ -140,6 +141,8 @@ def draw_compared(trainings: Sequence[Training], path: Path) -> str:
     room = 0.2 * (max(limits) - min(limits)) or 0.1
     lower.set_ylim(min(limits) - room, max(limits) + room)  # the first quarter scatters far beyond the rest
     upper.set_yscale("log")
+    for axis in ("major", "minor"):
+        getattr(upper.yaxis, f"set_{axis}_formatter")(FormatStrFormatter("%g"))
     upper.set_ylabel("training loss (nats per byte)")
     lower.set_ylabel(f"gap to {base} of the same seed (%)")
     lower.set_xlabel("step")

@@ -68,22 +68,33 @@ def test_recipes_and_the_baseline_are_trained_from_the_same_seeds(small: Make, c
     assert {path: path.stat().st_mtime_ns for path in config.out.iterdir()} == before  # nothing is repeated
 
 
-def test_a_comparison_that_was_stopped_goes_on_bitwise(
-    small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+class Killed(BaseException):
+    """What ends a process in the tests below without a chance to save anything."""
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_comparison_that_was_cut_off_goes_on_bitwise(
+    how: str, small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a signal in the second training; and curves alone suffice for the trainings that ended."""
+    """In the second training; and curves alone suffice for the trainings that ended."""
     whole = compare.run(small("mxfp8", out="whole", seeds=1), console)
     config, advance = small("mxfp8", out="broken", seeds=1), Trainer.advance
 
-    def advance_and_signal(self: Trainer) -> dict[str, float]:
-        if self.policy is not None and self.step == 3:
+    def advance_to_an_end(self: Trainer) -> dict[str, float]:
+        if self.policy is not None and how == "stopped" and self.step == 3:
             signal.raise_signal(signal.SIGTERM)
+        if self.policy is not None and self.step == 5:
+            raise Killed
         return advance(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "advance", advance_and_signal)
-        with pytest.raises(Stopped, match=r"1 trainings are left, and the same command goes on"):
+        patched.setattr(Trainer, "advance", advance_to_an_end)
+        with pytest.raises((Stopped, Killed)) as ended:
             compare.run(config, console)
+    if how == "stopped":
+        assert "1 trainings are left, and the same command goes on" in str(ended.value)
+        assert isinstance(ended.value, Stopped)
+        assert ended.value.exit_code == 128 + signal.SIGTERM
     assert [path.name for path in config.unfinished.iterdir()] == ["mxfp8-0"]
     assert losses(compare.run(config, console)) == losses(whole)
     assert "mxfp8, seed 0: resumed after step 4" in shown(console)
@@ -202,12 +213,12 @@ def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
     assert a.spread == pytest.approx(0.0011547, rel=1e-4)
     assert a.half == pytest.approx(4.3027 * 0.0011547 / 3**0.5, rel=1e-4)
     assert a.verdict == "worse"
-    assert b.verdict == "no difference shown"
+    assert b.verdict == "nothing"
     assert base.mean is None
     assert base.spread == pytest.approx(0.1)
     assert base.tokens_per_second == 8 * 64 / 0.5
     (_, one) = gaps.gaps([*made("bf16", 1.0, 1.1), *made("a", 1.01)])
-    assert (one.seeds, one.half, one.verdict) == (1, None, "one seed shows nothing")
+    assert (one.seeds, one.half, one.verdict) == (1, None, "nothing")
     assert gaps.gaps(made("a", 1.0)) == []
 
 
@@ -218,10 +229,10 @@ def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_comma
     ended = lpq_command("compare", "--out", tmp_path)
     assert ended.status == 0
     assert "+2.36 %" in ended.out
-    assert "95 % by Student's t" in " ".join(ended.out.split())
+    assert "interval of this mean by Student's t" in " ".join(ended.out.split())
     table = (tmp_path / "table.md").read_text()
     assert table == gaps.markdown(trainings.read_all(tmp_path)) + "\n"
-    assert "| nvfp4 | 2 | 1.0750 | +2.36 % |" in table
+    assert "| nvfp4 | 2 | 1.0750 | +2.36 % | 4.62 % | nothing | 0.51 % |" in table
     figure = (tmp_path / "compare.svg").read_text()
     assert "gap to bf16 of the same seed (%)" in figure
     assert "mean of 2 seeds" in figure

@@ -112,7 +112,7 @@ def _tell(out: Path, found: Any) -> None:
             raise TrainError(words)
         print_text(words)
         return
-    table("Held-out loss, and the gap to it", gaps.headings(rows), [row.cells() for row in rows])
+    table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
     print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
     (out / TABLE).write_text(gaps.markdown(done) + "\n", encoding="utf-8")
     print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(done, out / FIGURE)}")

@@ -1,0 +1,94 @@
+"""Curves as files, and the page that shows them: ``python -m benchmarks.evidence`` fills docs/evidence.md.
+
+A folder in benchmarks/results/curves has the files that one ``lpq compare --out FOLDER`` left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.stored import CHARTS, DOCS, FOLDER
+from lpq.train import gaps, plot, trainings
+from lpq.train.trainings import Training
+
+CURVES = FOLDER / "curves"
+PAGE = DOCS / "evidence.md"
+MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
+
+
+def read() -> dict[str, list[Training]]:
+    """The trainings of all folders."""
+    return {path.name: trainings.read_all(path) for path in sorted(CURVES.iterdir()) if path.is_dir()}
+
+
+def filled(page: str, found: Mapping[str, Sequence[Training]]) -> str:
+    """A page with its marked places as the curves have them."""
+
+    def fill(match: re.Match[str]) -> str:
+        start, name, what, end = match.groups()
+        return f"{start}\n{OF[what](found[name])}\n\n{end}" if name in found else match.group()
+
+    return MARK.sub(fill, page)
+
+
+def made(found: Sequence[Training]) -> str:
+    """When, where and how the trainings were made."""
+    commands = _different(t.command for t in found)
+    machines = _different(_machine(t.machine) for t in found)
+    days = sorted({t.date[:10] for t in found})
+    settings = found[0].settings
+    tokens = settings["steps"] * settings["batch"] * settings["seq"]
+    weights = settings["layers"] * 12 * settings["width"] ** 2 + 256 * settings["width"]
+    batch = f"{settings['batch']} times {settings['seq']} bytes"
+    first = (
+        f"{' to '.join({days[0]: 0, days[-1]: 0})}; {'; '.join(machines)}. A model of {_millions(weights)} weights, "
+        f"{settings['layers']} blocks {settings['width']} wide; {settings['steps']:,} steps of {batch}, "
+        f"{_millions(tokens)} in all, of {found[0].source}; peak learning rate {settings['lr']:g}, "
+        f"{settings['schedule']}."
+    )
+    return "\n".join([first, "", "```text", *commands, "```"])
+
+
+def _different(texts: Any) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    where = machine["processor"] if machine["device"] == "CPU" else machine["device"]
+    return f"{where}, torch {machine['torch']}, Python {machine['python']}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.{0 if count >= 10e6 else 2}f} M"
+
+
+def late(found: Sequence[Training]) -> str:
+    """What the late switch closes of the gap of the same recipe without it: pairs of these two, seed by seed."""
+    plain = [replace(t, policy="") for t in found if t.title == "nvfp4"]  # as if it were the baseline
+    _, switched = gaps.gaps([*plain, *(t for t in found if t.title == "nvfp4-late-switch")])
+    if switched.mean is None or switched.half is None:
+        return f"{switched.verdict or 'Nothing'} of {switched.seeds} seeds."
+    return (
+        f"Beside `nvfp4` of the same seed, the loss with the switch is {100 * switched.mean:+.2f} %, ± "
+        f"{100 * switched.half:.2f} % at 95 %: {switched.verdict}{' shown' * (switched.verdict == 'nothing')}."
+    )
+
+
+OF = {"table": gaps.markdown, "made": made, "late": late}
+"""What a marked place may show."""
+
+
+def main() -> None:
+    """Fill the page and draw its figures."""
+    found = read()
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    for name, curves in found.items():
+        print(plot.draw_compared(curves, CHARTS / f"evidence-{name}.svg"))
+
+
+if __name__ == "__main__":
+    main()
