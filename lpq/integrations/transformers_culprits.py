@@ -1,0 +1,112 @@
+"""A callback for transformers' Trainer that finds the layer which takes a run off its course, and may promote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lpq.observe import Before, Course, Culprits, culprits
+from lpq.registry.warning import warn
+
+NAME = "CulpritsCallback"
+if TYPE_CHECKING:
+    CulpritsCallback: type[Any]
+
+
+class _Culprits:
+    """Compares the loss and the norm of the gradients, as they are after clipping, with those of the steps before. Off
+    that course it replays the step and warns of the culprits; ``found`` has them by step. The host waits for the loss
+    in each step."""
+
+    def __init__(self, *, course: Course | None = None, promote: int = 0, **options: Any) -> None:
+        """``promote``: for how many steps the culprits are in bf16 then, by rules of the policy that ``LpqCallback``
+        follows and keeps; 0: they stay. ``options``: those of ``lpq.observe.culprits``."""
+        self.course, self.promote, self.options = course or Course(), promote, options
+        self.found: dict[int, Culprits] = {}
+        self._batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._losses: list[Tensor] = []
+        self._before: Before | None = None
+        self._hooks: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Note the batches and the losses from now on."""
+        self._hooks = [
+            model.register_forward_pre_hook(self._note, with_kwargs=True), model.register_forward_hook(self._take)
+        ]  # fmt: skip
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Note what the step depends on."""
+        self._batches, self._losses, self._before = [], [], Before(model)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Replay the step if it is off the course."""
+        if not self._losses:
+            return
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        why = self.course.off(
+            _mean(torch.stack(self._losses).mean()), _mean(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        )
+        if why is None:
+            return
+        batches, self._batches, before, self._before = self._batches, [], self._before, None  # no hook notes replays
+
+        def closure() -> Tensor:
+            losses = []
+            for given, named in batches:
+                loss = _loss(model(*given, **named))
+                loss = loss if named.get("num_items_in_batch") is not None else loss / len(batches)
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+            return torch.stack(losses).sum()
+
+        step, gradients = state.global_step, [(p, p.grad) for p in model.parameters()]
+        model.zero_grad()  # they were clipped, so no replay has them
+        found = self.found[step] = culprits(model, closure, before=before, **self.options)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        end = ""
+        if self.promote and found.found:
+            found.promote(model, until=step + 1 + self.promote)
+            end = f"\nThey are in bf16 until step {step + 1 + self.promote}"
+        warn(f"step {step}: {why}\n{found}{end}")
+
+    def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._before is not None and model.training:
+            self._batches.append((args, dict(kwargs)))
+
+    def _take(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._before is not None and model.training:
+            self._losses.append(_loss(output).detach())
+
+
+def _loss(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
+    return loss
+
+
+def _mean(value: Tensor) -> float:
+    """The mean over all ranks, so that they decide alike."""
+    value = value.detach().clone().float()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return float(value)
+
+
+def __getattr__(name: str) -> Any:
+    if name != NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers import TrainerCallback
+
+    made = type(NAME, (_Culprits, TrainerCallback), {"__module__": __name__, "__doc__": _Culprits.__doc__})
+    globals()[name] = made
+    return made

@@ -1,0 +1,42 @@
+"""The course of a run: whether its loss or the norm of its gradients leaves it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+
+class Course:
+    """The losses and gradient norms of the last steps. One that is off its course is not taken into it."""
+
+    def __init__(self, window: int = 50, *, loss: float = 10.0, norm: float = 5.0, least: int = 10) -> None:
+        """
+        Args:
+            window: How many steps are looked back to.
+            loss: A loss is off if it is above the median by more than so many times the median distance from it.
+            norm: A gradient norm is off if it is more than so many times the median.
+            least: Nothing but what is not finite is off before so many steps.
+        """
+        if least > window or least < 2:
+            raise ValueError(f"Course: least={least} is from 2 on and up to window={window}")
+        self._losses: deque[float] = deque(maxlen=window)
+        self._norms: deque[float] = deque(maxlen=window)
+        self._loss, self._norm, self._least = loss, norm, least
+
+    def off(self, loss: float, norm: float | None = None) -> str | None:
+        """Take a step; return in words why it is off the course, or None."""
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if value is not None and not math.isfinite(value):
+                return f"the {name} is {value}"
+        if len(self._losses) >= self._least:
+            middle = median(self._losses)
+            spread = median(abs(one - middle) for one in self._losses)
+            if loss > middle + self._loss * max(spread, 1e-3 * abs(middle)):
+                return f"the loss is {loss:.4g}, where the last {len(self._losses)} steps had about {middle:.4g}"
+        if norm is not None and len(self._norms) >= self._least and norm > self._norm * median(self._norms):
+            return f"the gradient norm is {norm:.4g}, and was about {median(self._norms):.4g}"
+        self._losses.append(loss)
+        if norm is not None:
+            self._norms.append(norm)
+        return None

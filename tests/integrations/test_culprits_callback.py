@@ -1,0 +1,85 @@
+"""The callback that finds the layer which takes a Trainer's run off its course."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llama import STEPS, converted, losses, trainer
+from support.comparing import equal_states
+from torch import Tensor
+
+import lpq
+from lpq.integrations.transformers import LpqCallback
+from lpq.integrations.transformers_culprits import CulpritsCallback
+from lpq.observe import Course
+
+pytestmark = pytest.mark.slow
+
+
+class OffAt(Course):
+    """A course that is left in one step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.left = step
+
+    def off(self, loss: float, norm: float | None = None) -> str | None:
+        self.left -= 1
+        return "planted" if self.left == -1 else super().off(loss, norm)
+
+
+def planted() -> Any:
+    """A model in which a layer gets huge inputs that do not count, as their weights are 0 and stay so."""
+    net = converted("mxfp8")
+    layer = net.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        layer.weight[:, ::16] = 0
+    layer.weight.requires_grad_(False)
+
+    def plant(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        x = args[0].clone()
+        x[..., ::16] = 1e6
+        return (x,)
+
+    layer.register_forward_pre_hook(plant)
+    return net
+
+
+def test_a_planted_layer_is_found_and_promoted(tmp_path: Path) -> None:
+    """The step that is replayed goes on as it would, and the layer is in bf16 for as many steps as were asked for."""
+    finds = CulpritsCallback(course=OffAt(2), most=1)
+    done, alone = (
+        trainer(planted(), tmp_path, LpqCallback(), finds),
+        trainer(planted(), tmp_path / "alone", LpqCallback()),
+    )
+    with pytest.warns(UserWarning, match=r"(?s)step 2: planted.*model.layers.0.mlp.up_proj"):
+        done.train()
+    alone.train()
+    assert [*finds.found] == [2]
+    assert losses(done) == losses(alone)
+    assert equal_states(done.model.state_dict(), alone.model.state_dict())
+    promotes = CulpritsCallback(course=OffAt(2), most=1, promote=2)
+    helped = trainer(planted(), tmp_path / "helped", LpqCallback(), promotes)
+    with pytest.warns(UserWarning, match=r"They are in bf16 until step 5"):
+        helped.train()
+    assert losses(helped)[:3] == losses(alone)[:3]
+    assert losses(helped)[3] != losses(alone)[3]
+    layer = helped.model.model.layers[0].mlp.up_proj
+    assert [layer.schedule.at(step) == lpq.recipe("bf16") for step in range(STEPS)] == [True] * 5 + [False]
+    assert layer.recipe == lpq.recipe("mxfp8")
+
+
+def test_a_run_leaves_its_course() -> None:
+    course = Course(window=20)
+    assert all(course.off(4 - i / 100, 1 + (i % 3) / 10) is None for i in range(30))
+    assert course.off(3.6, 1.1) is None
+    assert course.off(float("nan")) == "the loss is nan"
+    assert course.off(3.6, float("inf")) == "the gradient norm is inf"
+    assert (course.off(9.0, 1.0) or "").startswith("the loss is 9, where the last 20 steps had about")
+    assert (course.off(3.6, 8.0) or "").startswith("the gradient norm is 8, and was about 1.1")
+    assert Course().off(100.0) is Course().off(3.0, 50.0) is None
+    with pytest.raises(ValueError, match="least=10 is from 2 on and up to window=5"):
+        Course(window=5)
