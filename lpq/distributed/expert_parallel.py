@@ -72,12 +72,14 @@ def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor
         )
     exchange: RowExchange = module.expert_exchange
     rows, ends = inputs
-    return exchange.dispatch(rows, ends, mesh)
+    sent: tuple[Tensor, Tensor] = exchange.dispatch(rows, ends, mesh)
+    return sent
 
 
 def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:
     exchange: RowExchange = module.expert_exchange
-    return exchange.combine(output)
+    y: Tensor = exchange.combine(output)
+    return y
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -63,6 +63,7 @@ class RowExchange:
         self._call: Sent | None = None
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this rank, and where
         the rows of each expert end. Where rows travel encoded, the returned tensor has the row operand alone. The host
@@ -115,6 +116,7 @@ class RowExchange:
         fits = (counts >= 0).all() & (known[-1] <= len(rows))
         return torch.where(fits, counts, WRONG), lines, None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, results: Tensor) -> Tensor:
         """Send results back. Return the results of this rank's own rows, in their order; zero where a row went to no
         expert. Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply

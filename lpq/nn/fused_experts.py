@@ -168,7 +168,8 @@ def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     exchange: RowExchange | None = experts.expert_exchange
     if exchange is None:
         return _multiply(experts, rows, ends)
-    return exchange.combine(_multiply(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
+    y: Tensor = exchange.combine(_multiply(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
+    return y
 
 
 def _multiply(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:

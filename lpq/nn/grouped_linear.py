@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from lpq.recipes import RecipeLike
 
 
+_outside_graphs = torch.compiler.disable(grouped_linear_of)  # type: ignore[no-untyped-call]
+
+
 class GroupedLayer(StatefulLayer):
     """A layer that multiplies rows in groups, such as the rows of experts, by the matrices of stacks.
 
@@ -83,10 +86,13 @@ class GroupedLayer(StatefulLayer):
             if epoch is not registry.epoch() or len(calls) >= MOST_CALLS:
                 calls = self.passes.bound_calls()
         observed = watch(self, stack, self.own_groups().start) if self.passes.observers else None
-        return grouped_linear_of(
+        # The exchange asks the results how they can take gradients, and those of a graph cannot tell.
+        product = _outside_graphs if compiles and self.dispatched == "encoded" else grouped_linear_of
+        y: Tensor = product(
             title, plan, rows, weight, bias, ends, held=held, accumulate=accumulate, states=states, watch=observed,
             calls=calls,
         )  # fmt: skip
+        return y
 
     def _static_of_own_groups(self, title: str, stack: str) -> dict[str, dict[str, Tensor]]:
         """Return the static statistics of this rank's groups. The statistics of all groups are checked once."""

@@ -48,9 +48,9 @@ class Groups(NamedTuple):
         x = x._replace(exact=(fprop, wgrad if keeps_input else x_decoded))
         w = w._replace(exact=(fprop, dgrad and keeps_weight))
         dy = dy._replace(exact=(dgrad, wgrad))
-        of_x = _of_row_operand(x) if s.given else in_two_steps(bind, x) if keeps_input else bind(x)
+        of_x = _of_row_operand(x, s.watched) if s.given else in_two_steps(bind, x) if keeps_input else bind(x)
         of_w = None if s.encoded else in_two_steps(bind, w) if keeps_weight else bind(w)
-        of_dy = _of_row_operand(dy) if s.arrived else bind(dy)
+        of_dy = _of_row_operand(dy, s.watched) if s.arrived else bind(dy)
         w_row, w_col = operands_of(w) if of_w is None else (of_w.row, of_w.col)
 
         def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Multiply:
@@ -76,12 +76,12 @@ class Groups(NamedTuple):
         return fprop, dgrad, wgrad
 
 
-def _of_row_operand(wanted: Wanted) -> Encoder:
+def _of_row_operand(wanted: Wanted, watched: bool) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
     row, col = operands_of(wanted._replace(row=True, col=True))
     assert row is not None
-    count, column = len(row.quantizer.layout) + 1, in_groups.bind_column(wanted, row)
+    count, column = len(row.quantizer.layout) + 1, in_groups.bind_column(wanted, row, watched=watched)
 
     def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
         buffers, kept = row_given(x.operand("row").tensors(), offs, seeds)

@@ -72,7 +72,7 @@ def _made_of_row(wanted: Wanted, dispatched: bool) -> Encoder:
     """Bind the encoding of groups whose column operand is made of the row operand."""
     first = bind(first_of(wanted), dispatched=dispatched)
     assert first.row is not None
-    row, column = first.row, bind_column(wanted, first.row, dispatched)
+    row, column = first.row, bind_column(wanted, first.row, dispatched=dispatched)
 
     def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
         buffers, _, found = first.encode(x, known, seeds, *offs)
@@ -82,11 +82,14 @@ def _made_of_row(wanted: Wanted, dispatched: bool) -> Encoder:
 
 
 def bind_column(
-    wanted: Wanted, row: Operand, dispatched: bool = False
+    wanted: Wanted, row: Operand, *, watched: bool = False, dispatched: bool = False
 ) -> Callable[[Sequence[Tensor], Known, Tensor | None], Sequence[Tensor]]:
     """``column(buffers, known, seeds)``: make the buffers of the column operand of rows in groups of the buffers of
     their row operand."""
-    encoder, layout = bind(second_of(wanted), dispatched=dispatched), wanted.quantizer.side("col").layout
+    encoder, layout = (
+        bind(second_of(wanted), watched=watched, dispatched=dispatched),
+        wanted.quantizer.side("col").layout,
+    )
 
     def column(buffers: Sequence[Tensor], known: Known, seeds: Tensor | None) -> Sequence[Tensor]:
         offs = buffers[-1]
