@@ -73,7 +73,7 @@ def step(recipe: str, tokens: int, *, compiled: bool = False) -> list[Tensor]:
 def test_a_step_by_kernels_is_the_step_of_the_reference(
     recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the order of sums: both draw the same signs. Without groups of 128 the reference multiplies."""
+    """To the order of sums: both draw the same signs. Tokens that fill no group of 128 are multiplied apart."""
     pytest.importorskip("cuda.core")
     by_kernels, compiled = step(recipe, tokens), step(recipe, tokens, compiled=True)
     monkeypatch.setenv("LPQ_KERNELS", "reference")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lpq_nvfp4 import eden
+from lpq_nvfp4.gemm import exact
 from nasty import normal, unsigned_zeros
 from torch import Tensor
 
@@ -122,6 +123,18 @@ def test_products_of_several_passes_undo_what_each_drew() -> None:
     a, b = EDEN.quantize(x, col=False, seed=1).row, EDEN.quantize(w, col=False, seed=2).row
     assert relative(gemm(a, b) - x @ w.t(), x @ w.t()) < 0.03
     assert relative(gemm_reference(a, b, None, torch.float32) - x @ w.t(), x @ w.t()) > 1
+
+
+@pytest.mark.parametrize("cols", [256, 200])
+def test_the_exact_form_leaves_a_ragged_group_apart(cols: int) -> None:
+    operand = EDEN.quantize(normal(16, cols), col=False, seed=1).row
+    form = exact(operand)
+    assert form is not None
+    assert form.factor is not None
+    assert (form.rest is None) == (cols == 256)
+    values = form.matrix.float() * form.constant * form.factor
+    values = values if form.rest is None else torch.cat([values, form.rest], 1)
+    assert torch.allclose(values, operand.decode_rotated(), rtol=1e-6)
 
 
 def expect_gradients(layer: torch.nn.Module, x: Tensor, dy: Tensor) -> None:

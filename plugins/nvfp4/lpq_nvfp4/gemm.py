@@ -14,7 +14,6 @@ from lpq.kernels.blackwell_scales import swizzled
 from lpq.operations.binding import Operand
 from lpq.operations.exact_form import Exact
 from lpq_nvfp4 import views
-from lpq_nvfp4.eden import ROTATED
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP
 from lpq_nvfp4.storage import NVFP4Storage
@@ -41,7 +40,7 @@ def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
 
 def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
     """``exact_in_cuda`` for operands of one shape."""
-    if operand.quantizer.basis is not None and operand.shape[1] % operand.quantizer.basis.block:
+    if not operand.quantizer.whole(operand.shape[1]):
         return lambda buffers: exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
     decode = views.bind_unit(operand, device)
 
@@ -61,9 +60,6 @@ def _matrix(operand: NVFP4Storage) -> Tensor:
 
 
 def _exact(operand: NVFP4Storage, matrix: Callable[[NVFP4Storage], Tensor]) -> Exact | None:
-    """As ``in_its_basis``. Of 128 columns the rest would be too much."""
-    if operand.quantizer.eden and operand.shape[1] % ROTATED:
-        return None
     return in_its_basis(operand, lambda whole: Exact(matrix(whole), operand.amax, CONSTANT))
 
 
@@ -77,7 +73,7 @@ def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:
 def native(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Multiply as the reference does. Shapes that the scaled matmul refuses are multiplied in bf16."""
     (rows, inner), cols = a.shape, b.shape[0]
-    if inner % (2 * ALIGNED) or cols % ALIGNED or 0 in (rows, inner, cols):
+    if inner % (2 * ALIGNED) or cols % ALIGNED or 0 in (rows, inner, cols) or not a.quantizer.whole(inner):
         return gemm(a, b, bias, dtype)
     narrow = dtype == torch.bfloat16
     levels = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
