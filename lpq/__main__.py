@@ -40,6 +40,10 @@ COMMANDS = {
     ),
     "bench": ("lpq.cli.bench", "Time layers on this machine, in bf16 and by recipes."),
     "advise": ("lpq.cli.advise", "Predict what recipes gain for a model on a GPU, and give the line to paste."),
+    "report": (
+        "lpq.train.commands.report",
+        "Show how well the formats of a run that was watched fit, and draw it on a page.",
+    ),
     "calibrate": (
         "lpq.train.commands.calibrate",
         "Make the scales of a checkpoint static, and list its layers by their noise.",

@@ -8,6 +8,8 @@ CONFIG = "config.toml"
 """The settings of a run, which show that a directory is one."""
 RECIPE = "recipe"
 """The folder with the checkpoints of the training by recipe."""
+NUMERICS = "numerics.jsonl"
+"""The statistics of a training that was watched, in its folder."""
 
 
 def checkpoint_in(path: Path) -> Path:

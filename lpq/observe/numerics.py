@@ -27,7 +27,7 @@ from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.gradients import Pairs, signal_and_noise
 from lpq.observe.operands import Operand, operands
-from lpq.observe.readings import Readings
+from lpq.observe.readings import NumericsError, Readings
 from lpq.observe.shards import shards
 from lpq.observe.sums import SUMS, Reading, reading_of, sums_of
 from lpq.operations.reduce_statistics import reduce_max, reduce_sum
@@ -86,7 +86,7 @@ def numerics(
     check_model(model)
     for name, value, least in (("every", every, 1), ("rows", rows, 1), ("step", step, 0)):
         if type(value) is not int or value < least:
-            raise ValueError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
+            raise NumericsError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
     chosen = _chosen(model, [layers] if isinstance(layers, str) else [*layers])
     ranks = Ranks.of(process_group, is_shared(model), "watches")
     ranks.equal(
@@ -251,9 +251,9 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], 
     layers = {id(m) for m in model.modules() if isinstance(m, StatefulLayer)}
     every = {key: name for key, name in every.items() if key[0] in layers}
     if not every:
-        raise ValueError(f"{type(model).__name__} has no layer of lpq to watch: convert it first, lpq.convert")
+        raise NumericsError(f"{type(model).__name__} has no layer of lpq to watch: convert it first, lpq.convert")
     chosen = {key: name for key, name in every.items() if any(matches(pattern, name) for pattern in patterns)}
     unmatched = [p for p in patterns if not any(matches(p, name) for name in every.values())]
     if unmatched:
-        raise ValueError(f"numerics: no layer matches {unmatched[0]!r}; they are {listed([*every.values()])}")
+        raise NumericsError(f"numerics: no layer matches {unmatched[0]!r}; they are {listed([*every.values()])}")
     return chosen

@@ -13,7 +13,8 @@ from lpq.registry.errors import LpqError
 
 
 class NumericsError(LpqError, ValueError):
-    """A file of statistics cannot be read, or a tool that is asked for is not there."""
+    """A model or an option that cannot be watched, a file of statistics that cannot be read, or a tool that is not
+    there."""
 
 
 class Readings:

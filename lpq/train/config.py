@@ -76,6 +76,9 @@ class TrainConfig:
     out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
     validate_every: int = option(0, "Steps between losses on the held-out text; 0: only at the end.", least=0)
+    watch: int = option(
+        0, "Take statistics of how well the formats fit in each so many-th step, for `lpq report`; 0: none.", least=0
+    )
     full: bool = option(False, "Print how each layer is converted, as conversion.txt of the run has it.")
     checkpoint_every: int = option(
         50, "Steps between checkpoints; 0: only when the run ends or is interrupted.", least=0
@@ -126,7 +129,7 @@ class TrainConfig:
         return {k: v for k, v in asdict(self).items() if k not in FREE}
 
 
-FREE = frozenset({"baseline", "out", "resume", "full", "checkpoint_every", "device"})
+FREE = frozenset({"baseline", "out", "resume", "full", "checkpoint_every", "device", "watch"})
 """Options that may differ between a run and its resumption (bitwise the same on the same kind of device)."""
 
 TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))

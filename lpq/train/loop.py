@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lpq
-from lpq.cli.runs import RECIPE
+from lpq.cli.runs import NUMERICS, RECIPE
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
@@ -145,9 +145,10 @@ def train(
     if trainer.resume(directory, say):
         saved = trainer.step
         say(f"resumed after step {trainer.step}")
-    path = directory / runs.METRICS
+    path, noted = directory / runs.METRICS, watching(trainer, directory / NUMERICS)
     team.on_first(lambda: keep(path, trainer.step))
-    with metrics(path) if team.first else nullcontext(lambda record: None) as write, bar(trainer) as show:
+    writer = metrics(path) if team.first else nullcontext(lambda record: None)
+    with noted as note, writer as write, bar(trainer) as show:
         while not (signum := team.largest(stop())) and trainer.step < config.steps:
             record = trainer.advance()
             if config.validate_every and (trainer.step % config.validate_every == 0 or trainer.step == config.steps):
@@ -155,10 +156,25 @@ def train(
             write(record)
             show(record)
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and trainer.step < config.steps:
+                note()
                 saved = trainer.save(directory)
         if trainer.step != saved and (keep_end or trainer.step < config.steps):
             trainer.save(directory)
     return signum
+
+
+@contextmanager
+def watching(trainer: Trainer, path: Path) -> Iterator[Callable[[], None]]:
+    """Watch the numerics of a run, if it is to be. They are written whenever the function is called, and at the end,
+    also of a run that fails."""
+    watch = trainer.begin_watch()
+    if watch is None:
+        yield lambda: None
+        return
+    try:
+        yield partial(watch.write, path)
+    finally:
+        watch.write(path)
 
 
 @contextmanager

@@ -25,9 +25,11 @@ CONVERSION = "conversion.txt"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PLOT = "loss.png"
+PAGE = "numerics.html"
+"""The page that ``lpq report`` writes."""
 TRAININGS = (RECIPE, "bf16", "fp32")
 """The folders of the trainings that a run may consist of."""
-OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, *TRAININGS)
+OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, PAGE, *TRAININGS)
 """The files that a run makes in its directory. A new run begins where there are none of them, so that it never touches
 files of others."""
 

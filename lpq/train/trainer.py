@@ -37,6 +37,7 @@ from lpq.train.team import Team
 
 if TYPE_CHECKING:
     from lpq.nn.sharded_weights import Weights
+    from lpq.observe import Numerics
     from lpq.recipes import Policy
 
 HELD_OUT_BATCHES = 16
@@ -64,6 +65,7 @@ class Trainer:
         """The training loss of each step done."""
         self.measured: StepBytes | None = None
         """The bytes that the first step held and sent."""
+        self.watch: Numerics | None = None
         torch.manual_seed(config.seed)
         self.model = GPT(GPTShape(config.layers, config.heads, config.width)).to(self.device)
         stored = policy is not None and config.weights == "quantized"
@@ -100,6 +102,12 @@ class Trainer:
         """Have each rank round with random bits of its own."""
         torch.manual_seed(random.Random(f"{self.config.seed}/{self.step}/{self.team.rank}").getrandbits(63))
 
+    def begin_watch(self) -> Numerics | None:
+        """Watch the numerics of the steps from here on, if the run is to, by the numbers that their records have."""
+        if self.config.watch and self.policy is not None:
+            self.watch = lpq.observe.numerics(self.model, every=self.config.watch, step=self.step + 1)
+        return self.watch
+
     def advance(self) -> dict[str, float]:
         """Do one step; return its record, such as the loss."""
         began = time.perf_counter()
@@ -111,10 +119,11 @@ class Trainer:
         batch = self.text.batch(self.config.seed, self.step, self.config.batch, self.config.seq)
         first = self.measured is None or self.measured.ranks != self.team.size
         probe = Probe(self.model, self.optimizer, self.team) if first and self.probes else None
-        with probe.forward() if probe is not None else nullcontext():
-            loss = self.loss(*batch)
-        with probe.backward() if probe is not None else nullcontext():
-            loss.backward()  # type: ignore[no-untyped-call]
+        with self.watch.step() if self.watch is not None else nullcontext():
+            with probe.forward() if probe is not None else nullcontext():
+                loss = self.loss(*batch)
+            with probe.backward() if probe is not None else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
         total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         if not (math.isfinite(value := self.team.mean(loss)) and math.isfinite(norm)):

@@ -1,0 +1,40 @@
+"""A run whose numerics are watched, and ``lpq report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from training import MakeConfig
+
+from lpq.__main__ import main
+from lpq.observe import Readings
+from lpq.train import run
+
+
+def test_a_run_is_watched_and_reported(
+    tiny: MakeConfig, console: Console, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its losses are what they are without it."""
+    watched = run(tiny(watch=2, recipe="nvfp4", baseline=False, out=str(tmp_path / "run")), console)
+    alone = run(tiny(recipe="nvfp4", baseline=False, out=str(tmp_path / "alone")), console)
+    assert watched.outcomes[0].losses == alone.outcomes[0].losses
+    readings = Readings.read(tmp_path / "run" / "recipe" / "numerics.jsonl").readings()
+    assert sorted({one.step for one in readings}) == [2, 4, 6]
+    main_of(["report", str(tmp_path / "run"), "--lines", "3"])
+    said = capsys.readouterr().out
+    assert "step 6, the most noise first" in said
+    assert "more with less noise" in said
+    assert "blocks" in (tmp_path / "run" / "numerics.html").read_text()
+    with pytest.raises(SystemExit):
+        main_of(["report", str(tmp_path / "alone")])
+    assert "has no statistics: train with --watch 100" in capsys.readouterr().err
+
+
+def main_of(arguments: list[str]) -> None:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        if end.code:
+            raise
