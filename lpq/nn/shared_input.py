@@ -1,9 +1,11 @@
-"""The input that layers under tensor parallelism have in common: encoded once, and gathered once in each direction."""
+"""Inputs that were encoded, for layers that get the same tensor; under tensor parallelism each is gathered once in each
+direction."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +14,32 @@ from torch import Tensor
 from lpq.torch_private.tensors import version_of
 
 Buffers = tuple[Any, Sequence[Tensor]]
+
+
+class KnownInput(weakref.ref[Tensor]):
+    """A tensor that was encoded."""
+
+    __slots__ = ("as_it_was", "by", "made")
+
+    as_it_was: tuple[object, ...]
+    by: set[int]
+    """The layers that have had it, each by its ``id``. One that asks again is in another pass, before which the tensor
+    may have been written to by other means than autograd counts."""
+    made: Any
+    """The operands."""
+
+
+class Inputs(list[KnownInput]):
+    """The inputs that the layers of a model encoded last."""
+
+    def gone(self, known: KnownInput) -> None:
+        """Drop a tensor that died. Another thread may have dropped it meanwhile."""
+        with suppress(ValueError):
+            self.remove(known)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies of a model's layers share encoded inputs among themselves, and begin with none."""
+        return type(self), ()
 
 
 class SharedColumn:
@@ -55,39 +83,26 @@ class EncodedInput:
         self.column = column
 
 
-class LastInput:
+class LastInput(Inputs):
     """The input that layers of a model encoded last, for layers that get the same tensor next. Only one is kept, so
     that all ranks find it or none does. The next input replaces it, and the first gradient frees it.
     """
 
-    def __init__(self) -> None:
-        self._of: weakref.ref[Tensor] | None = None
-        self._as_it_was: tuple[object, ...] = ()
-        self._made: EncodedInput | None = None
-        self._by: set[int] = set()
-        """The layers that have had it. One that asks again is in another pass, before which the tensor may have been
-        written to by other means than autograd counts."""
-
     def find(self, x: Tensor, how: tuple[object, ...], layer: int) -> EncodedInput | None:
         """Return the encoded input that was made of this very tensor in this way, if the tensor has not changed
         since."""
-        found = self._of is not None and self._of() is x and self._as_it_was == _as_it_is(x, how)
-        if not found or layer in self._by:
-            return None
-        self._by.add(layer)
-        return self._made
+        for known in self:
+            if known() is x and known.as_it_was == _as_it_is(x, how) and layer not in known.by:
+                known.by.add(layer)
+                made: EncodedInput = known.made
+                return made
+        return None
 
     def keep(self, x: Tensor, how: tuple[object, ...], made: EncodedInput, layer: int) -> None:
         """Keep an encoded input until its tensor dies, or another one is kept."""
-        self._of, self._as_it_was, self._made = weakref.ref(x, self._forget), _as_it_is(x, how), made
-        self._by = {layer}
-
-    def clear(self) -> None:
-        self._of, self._made = None, None
-
-    def _forget(self, of: weakref.ref[Tensor]) -> None:
-        if self._of is of:
-            self.clear()
+        known = KnownInput(x, self.gone)
+        known.as_it_was, known.made, known.by = _as_it_is(x, how), made, {layer}
+        self[:] = [known]
 
 
 def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:

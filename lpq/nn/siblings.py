@@ -21,16 +21,13 @@ most ``MOST`` encoded inputs beside those of autograd, and none whose tensor is 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lpq.nn.shared_input import LastInput
-from lpq.operations.binding import Encoded, Operand
+from lpq.nn.shared_input import Inputs, KnownInput, LastInput
+from lpq.operations.binding import Encoded
 from lpq.operations.encoder import Encoder
 from lpq.operations.states import State
 from lpq.torch_private import cuda
@@ -60,23 +57,10 @@ class StaticValues:
         return self._values
 
 
-class _Known(weakref.ref[Tensor]):
-    """A tensor that was encoded, and its operands."""
-
-    __slots__ = ("as_it_was", "buffers", "by", "col", "row")
-
-    as_it_was: tuple[object, ...]
-    by: set[int]
-    """The layers that have taken the operands."""
-    row: Operand | None
-    col: tuple[Operand | None, bool, bool]
-    """The column operand, whether it is made of the row operand, and whether backward makes it."""
-    buffers: tuple[Sequence[Tensor], Sequence[Tensor]]
-    """The buffers of both operands. Where backward makes the column operand, it uses the tensor and the second list."""
-
-
-class SharedInputs(list[_Known]):
-    """The inputs that the layers of a model encoded last."""
+class SharedInputs(Inputs):
+    """The inputs that the layers of a model encoded last: of each the row operand; the column operand, whether it is
+    made of the row operand, and whether backward makes it; and the buffers of both operands. Where backward makes the
+    column operand, it uses the tensor and the second list."""
 
     whole: LastInput | None = None
     """The input that layers under tensor parallelism keep in place of the list."""
@@ -102,11 +86,11 @@ class SharedInputs(list[_Known]):
                 self[:] = [other for other in self if other() is not x]
                 break
         for known in self:
-            same = known() is x and known.as_it_was == as_it_is and known.row == row
-            if same and (encoder.col is None or known.col == col):
-                of_row, of_col = known.buffers
-                known.by.add(layer)
-                break
+            if known() is x and known.as_it_was == as_it_is:
+                known_row, known_col, (of_row, of_col) = known.made
+                if known_row == row and (encoder.col is None or known_col == col):
+                    known.by.add(layer)
+                    break
         else:
             assert row is not None
             # A view of x itself would keep x alive.
@@ -114,19 +98,9 @@ class SharedInputs(list[_Known]):
             of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
             of_col = of_col[1:] if later else of_col if encoder.col is not None else ()
             del self[: 1 - MOST]
-            known = _Known(x, self._gone)
-            known.as_it_was, known.row, known.col, known.buffers = as_it_is, row, col, (of_row, of_col)
-            known.by = {layer}
+            known = KnownInput(x, self.gone)
+            known.as_it_was, known.made, known.by = as_it_is, (row, col, (of_row, of_col)), {layer}
             self.append(known)
         if encoder.col is None:
             return of_row, (), ()
         return of_row, (x, *of_col) if later else of_col, ()
-
-    def _gone(self, known: _Known) -> None:
-        """Drop a tensor that died. Another thread may have dropped it meanwhile."""
-        with suppress(ValueError):
-            self.remove(known)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies of a model's layers share encoded inputs among themselves, and begin with none."""
-        return SharedInputs, ()

@@ -271,7 +271,7 @@ def inputs_of(model: Siblings) -> SharedInputs:
 
 def buffers_of(model: Siblings) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
     """Return references to the row and the column buffers of the input that was encoded last."""
-    row, col = inputs_of(model)[-1].buffers
+    *_, (row, col) = inputs_of(model)[-1].made
     return [weakref.ref(t) for t in row], [weakref.ref(t) for t in col]
 
 
