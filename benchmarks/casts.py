@@ -52,6 +52,7 @@ def encodings(name: str, quantizer: str, **how: Any) -> list[Case]:
 
 CASES = [
     *encodings("mxfp8", "mxfp8"),
+    *encodings("mxfp4", "mxfp4"),
     *encodings("fp8 current", "fp8", reads=2),
     *encodings("fp8 delayed", "fp8(scaling=delayed)", known=True, measured=True),
     *encodings("fp8 current E5M2", "fp8(dtype=e5m2)", reads=2),
@@ -65,6 +66,8 @@ CASES = [
     *encodings("nvfp4 1x16 stochastic", "nvfp4(stochastic=true)", reads=2),
     *encodings("nvfp4 16x16", "nvfp4(block=16x16)", reads=2),
     *encodings("nvfp4 16x16, amax known", "nvfp4(block=16x16)", known=True, measured=False),
+    Case("mxfp4 RHT", "mxfp4(scale=even, rht=true)", "both", 0.70),
+    Case("mxfp4 RHT stochastic", "mxfp4(scale=ceil, rht=true, stochastic=true)", "both", 0.70),
     Case("nvfp4 RHT", "nvfp4(rht=true)", "both", 0.70, 2),
     Case("nvfp4 RHT stochastic", "nvfp4(rht=true, stochastic=true)", "both", 0.70, 2),
     *(
@@ -89,6 +92,8 @@ CASES = [
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "transpose", 0.85),
     Case("nvfp4 16x16", "nvfp4(block=16x16)", "transpose", 0.85),
     Case("mxfp8", "mxfp8", "decode", 0.85),
+    Case("mxfp4", "mxfp4", "decode", 0.85),
+    Case("mxfp4 RHT", "mxfp4(rht=true)", "decode", 0.85),
     Case("fp8 current", "fp8", "decode", 0.85),
     Case("nvfp4 1x16", "nvfp4", "decode", 0.85),
     Case("nvfp4 RHT", "nvfp4(rht=true)", "decode", 0.85),

@@ -77,6 +77,31 @@ struct TransposedValues {
     }
 };
 
+// The transposed codes of a tile, of 4 bits each, on their way: a row of TALL for each column, in pieces of sixteen that are
+// permuted likewise.
+struct TransposedNibbles {
+    static constexpr int GROUPS = TALL / 16;
+    alignas(16) u32 transposed[WIDE][TALL / 8];
+
+    // Eight codes of this thread's column j.
+    __device__ __forceinline__ void put(const Tile& t, int j, u32 codes) {
+        transposed[t.lane_col + j][t.lane_row / 8 ^ t.lane_col / 8 % GROUPS * 2] = codes;
+    }
+
+    // After __syncthreads: out has a line of `line` groups of 16 for each column, of which a section has `count`.
+    __device__ __forceinline__ void store(const Tile& t, u8* out, i64 line, i64 count) const {
+        out += (t.lines() * line + t.top() / 16) * 8;
+        constexpr int STEP = THREADS / GROUPS;
+        const int first = threadIdx.x / GROUPS, at = threadIdx.x % GROUPS;
+        const i64 col = (i64)t.across * WIDE + first, group = (i64)t.down * GROUPS + at;
+        u8* to = out + (col * line + group) * 8;
+#pragma unroll
+        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * 8 * line)
+            if (WHOLE || (col + k * STEP < t.cols && group < count))
+                stream(to, ((const uint2*)transposed[first + k * STEP])[at ^ ((first + k * STEP) / 8 % GROUPS)]);
+    }
+};
+
 // A column operand on its way: codes, or their values.
 template <bool DECODED>
 struct OnItsWay : Transposed {};

@@ -2,6 +2,7 @@
 // exponents of lines below each other and of blocks side by side.
 #pragma once
 #include "decode.cuh"
+#include "e8m0.cuh"
 
 namespace mxfp8 {
 
@@ -22,8 +23,7 @@ struct Codes {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (i >= t.high || !t.wide) continue;
-            const u32 exponent = exponents[i];
-            const float power = __uint_as_float(exponent == 255 ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);
+            const float power = power_of_exponent(exponents[i]);
             float v[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(decode<F>(code_of(codes[i], j)), power);

@@ -6,6 +6,7 @@
 // EXACT: what the operand stands for goes out in place of it, in bf16, of a matrix whose sizes are multiples of 8.
 #pragma once
 #include "decode.cuh"
+#include "e8m0.cuh"
 #include "side.cuh"
 #include "transposed.cuh"
 
@@ -40,42 +41,6 @@ __device__ __forceinline__ u32 exponent_of(float amax) {
     return bits <= 0x400000u ? 0 : min((bits + 0x7fffffu) >> 23, 255u);
 }
 
-// 2^(127 - exponent).
-template <bool PLAIN>
-__device__ __forceinline__ float inverse_of(u32 exponent) {
-    if (PLAIN) return __uint_as_float((254 - exponent) << 23);
-    return __uint_as_float(exponent < 254 ? (254 - exponent) << 23 : exponent == 254 ? 0x400000u : 0x200000u);
-}
-
-// 2^(exponent - 127), or NaN, from what inverse_of gives.
-__device__ __forceinline__ float power_of(float inverse) {
-    const u32 bits = __float_as_uint(inverse), exponent = bits >> 23 ? 254 - (bits >> 23) : 254;
-    return __uint_as_float(bits == 0x200000u ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);
-}
-
-// Scales of blocks in eight lines: their exponents go to shared memory, to a block and a line of the tile, and where the
-// statistics live is read or written.
-template <class F, bool PLAIN, int WORDS_OF_8, class Exponents>
-__device__ __forceinline__ void scales(
-    const u32 (&amax)[WORDS_OF_8], const Parameters& p, bool first, int count, i64 begin, i64 block, i64 blocks,
-    Exponents& exponents, int in_tile, int line, float (&inverse)[8]
-) {
-    u32 packed[2] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        float a = value(amax, i);
-#ifdef LPQ_STATS
-        const bool inside = i < count && block < blocks;
-        if (p.measured && first && inside) p.measured[(begin + i) * blocks + block] = __uint_as_float(amax_bits(a));
-        if (p.given) a = inside ? p.given[(begin + i) * blocks + block] : 0.0f;
-#endif
-        const u32 exponent = exponent_of<F, PLAIN>(a);
-        inverse[i] = inverse_of<PLAIN>(exponent);
-        packed[i / 4] |= exponent << (8 * (i % 4));
-    }
-    exponents.put(in_tile, line, packed[0], packed[1]);  // which all threads of a block have
-}
-
 template <class F, bool EXACT = false>
 struct Row : Side {
     typedef mxfp8::Parameters Parameters;
@@ -104,8 +69,10 @@ struct Row : Side {
     template <bool PLAIN>
     __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS], const u32 (&amax)[LINES]) {
         float inverse[ROWS];
-        scales<F, PLAIN>(amax, p, t.lane_col % 32 == 0, t.high, t.row, t.col / 32, blocks,
-                         shared.exponents, t.lane_col / 32, t.lane_row, inverse);
+        const auto amax_of = [&](int i) { return value(amax, i); };
+        const auto exponent_of = [](float a) { return mxfp8::exponent_of<F, PLAIN>(a); };
+        scales<PLAIN>(amax_of, exponent_of, p, t.lane_col % 32 == 0, t.high, t.row, t.col / 32, blocks,
+                      shared.exponents, t.lane_col / 32, t.lane_row, inverse);
         if (!p.data) return;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -161,8 +128,10 @@ struct Col : Side {
     template <bool PLAIN>
     __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         float inverse[8];
-        scales<F, PLAIN>(amax, p, t.lane_row % 32 == 0, t.wide, t.col, t.place() / 32, blocks,
-                         shared.exponents, t.lane_row / 32, t.lane_col, inverse);
+        const auto amax_of = [&](int i) { return value(amax, i); };
+        const auto exponent_of = [](float a) { return mxfp8::exponent_of<F, PLAIN>(a); };
+        scales<PLAIN>(amax_of, exponent_of, p, t.lane_row % 32 == 0, t.wide, t.col, t.place() / 32, blocks,
+                      shared.exponents, t.lane_row / 32, t.lane_col, inverse);
         if (!p.data) return;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {

@@ -6,7 +6,7 @@
 #include "options.cuh"
 #include "sides.cuh"
 
-static_assert(nvfp4::halves_are_16_apart<true>, "tiles are too wide");
+static_assert(halves_are_16_apart<true>, "tiles are too wide");
 
 namespace nvfp4 {
 
@@ -92,10 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
                 nvfp4::store_row_amaxes(t, w, of_rows);
         }
         if (ROTATED) {
-            nvfp4::rotate(t, w, y);
-            nvfp4::rotated_amax(y, words);
+            rotate(t, w, y);
+            rotated_amax(y, words);
             const u32 most = larger_pair(larger_pair(words[0], words[1]), larger_pair(words[2], words[3]));
-            of_tile = nvfp4::bf16_amax_bits(max(most & 0xffffu, most >> 16));
+            of_tile = bf16_amax_bits(max(most & 0xffffu, most >> 16));
             in_rotated = max(in_rotated, of_tile);
         }
         if (!STATS || !of_cols) continue;

@@ -3,29 +3,9 @@
 // Without an amax: elements times block scales times 2^-11. They have 6 bits at most, so that rounded to bf16 they are exact.
 // How far scales are apart is said of those of lines below each other and of blocks side by side.
 #include "decode.cuh"
+#include "e2m1.cuh"
 #include "options.cuh"
 #include "rotation.cuh"
-
-// Eight elements of E2M1 in fp32, times 2^-14: their bits are the top bits of an fp16 whose exponent is 14 too low.
-__device__ __forceinline__ void decode_e2m1(u32 codes, float (&v)[8]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {  // of elements j and j + 4 at once
-        const u32 code = codes >> (4 * j), halves = (code << 9 & 0x0e000e00u) | (code << 12 & 0x80008000u);
-        v[j] = half_value(halves), v[j + 4] = half_value(halves >> 16);
-    }
-}
-
-// Half of a group of 16 columns, of which the next lane or the one before has the other half, times H and signs. All threads
-// of the warp call this.
-__device__ __forceinline__ void unrotate(bool upper, float (&v)[8]) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j)  // their sum or their difference: the product is exact
-        v[j] = fmaf(v[j], upper ? -1.0f : 1.0f, __shfl_xor_sync(~0u, v[j], 1));
-    nvfp4::hadamard8(v);
-    const u32 minus = nvfp4::MINUS >> (upper ? 8 : 0);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], minus >> j & 1 ? -1.0f : 1.0f);
-}
 
 // The factor of elements, in two steps: a large amax would overflow before the last.
 struct Factor {

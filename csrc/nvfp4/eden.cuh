@@ -1,8 +1,8 @@
 // MS-EDEN: a group of 128 along the contraction, of which each of eight lanes has a block of 16.
 #pragma once
 #include "decode.cuh"
-#include "e2m1.cuh"
 #include "philox.cuh"
+#include "scales.cuh"
 #include "tile.cuh"
 
 namespace eden {

@@ -2,7 +2,7 @@
 #define LPQ_SECTIONS
 #include "sides.cuh"
 
-static_assert(nvfp4::halves_are_16_apart<true>, "tiles are too wide");
+static_assert(halves_are_16_apart<true>, "tiles are too wide");
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS>) section_amaxes(
     const void* x, u32* plain, u32* rotated, const Sections sections, i64 rows, i64 cols
@@ -14,10 +14,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
     load(t, x, w);
     __shared__ Largest of_plain, of_rotated;
     const u32 in_plain = block_max(thread_amax(w), of_plain);
-    nvfp4::rotate(t, w, y);
-    nvfp4::rotated_amax(y, words);
+    rotate(t, w, y);
+    rotated_amax(y, words);
     const u32 most = larger_pair(larger_pair(words[0], words[1]), larger_pair(words[2], words[3]));
-    const u32 in_rotated = block_max(nvfp4::bf16_amax_bits(max(most & 0xffffu, most >> 16)), of_rotated);
+    const u32 in_rotated = block_max(bf16_amax_bits(max(most & 0xffffu, most >> 16)), of_rotated);
     if (threadIdx.x) return;
     if (plain) atomicMax(plain + t.section(), in_plain);
     atomicMax(rotated + t.section(), in_rotated);

@@ -16,60 +16,6 @@ namespace nvfp4 {
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
 
-// Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4. The result
-// is rounded to bf16: element (2 i, 2 i + 1) of column j are the halves of word y[j][i].
-__device__ __forceinline__ void rotate(const Tile& t, const u32 (&w)[ROWS][WORDS], u32 (&y)[8][4]) {
-    // The upper half subtracts what is its own: of the two factors that changes the sign of one, by `quarter`.
-    const float quarter = t.lane_row & 8 ? -0.25f : 0.25f;
-    float mine_times[8], yours_times[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const bool low = MINUS >> i & 1, high = MINUS >> (i + 8) & 1;  // negated
-        const float fixed = low ? -0.25f : 0.25f;
-        mine_times[i] = low != high ? fixed : low ? -quarter : quarter;
-        yours_times[i] = low == high ? fixed : high ? -quarter : quarter;
-    }
-#pragma unroll
-    for (int k = 0; k < WORDS; ++k) {
-        float column[PER_WORD][8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 mine[1] = {w[i][k]}, yours[1] = {__shfl_xor_sync(~0u, w[i][k], 16)};
-#pragma unroll
-            for (int h = 0; h < PER_WORD; ++h)  // a product by a quarter is exact unless it is subnormal in fp32
-                column[h][i] = PER_WORD == 2
-                    ? fmaf(value(yours, h), yours_times[i], __fmul_rn(value(mine, h), mine_times[i]))
-                    : __fadd_rn(__fmul_rn(value(yours, h), yours_times[i]), __fmul_rn(value(mine, h), mine_times[i]));
-        }
-#pragma unroll
-        for (int h = 0; h < PER_WORD; ++h) {
-            hadamard8(column[h]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-                    : "=r"(y[k * PER_WORD + h][i])
-                    : "f"(column[h][2 * i + 1]), "f"(column[h][2 * i]));
-        }
-    }
-}
-
-__device__ __forceinline__ u32 bf16_amax_bits(u32 magnitude) { return amax_bits(__uint_as_float(magnitude << 16)); }
-
-// The largest magnitude of each rotated column of this thread, as bf16 bits: columns 2 k, 2 k + 1 in word k.
-__device__ __forceinline__ void rotated_amax(const u32 (&y)[8][4], u32 (&amax)[4]) {
-    u32 each[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        each[j] = y[j][0];
-#pragma unroll
-        for (int i = 1; i < 4; ++i) each[j] = larger_bf16(each[j], y[j][i]);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        amax[k] = 0x7fff7fffu & larger_bf16(__byte_perm(each[2 * k], each[2 * k + 1], 0x5410),
-                                            __byte_perm(each[2 * k], each[2 * k + 1], 0x7632));
-}
-
 // The scales of a tile of LINES_ x BLOCKS blocks, on their way: of blocks of 16x16 to a matrix that lies row by row.
 template <bool SQUARE, int LINES_, int BLOCKS>
 struct Codes : ByColumns<BLOCKS, LINES_> {};
@@ -101,21 +47,6 @@ __device__ __forceinline__ void decode_exact(const uint4& values, const Paramete
 __device__ __forceinline__ uint4 narrowed(const float (&v)[8]) {
     return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
 }
-
-// H / 4 times a column of 16 rows, half of which is in this lane and half in the one 16 lanes apart.
-__device__ __forceinline__ void hadamard16(bool upper, float (&v)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = 0.25f * fmaf(v[i], upper ? -1.0f : 1.0f, __shfl_xor_sync(~0u, v[i], 16));
-    hadamard8(v);
-}
-
-// Whether the two halves of a block of 16 rows are in lanes 16 apart. Sides that look for it there ask; what they ask is a
-// template, so that tiles of rows alone can be wider.
-template <bool SQUARE>
-constexpr bool halves_are_16_apart = ABREAST == 16;
-
-// The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
-__device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
 
 // Registers of a thread. Fewer of the busiest threads at a time are faster than more that run short of registers.
 template <int WAY, bool EXACT>
@@ -236,15 +167,9 @@ struct Row : Side {
 
 // The codes and scales of a column operand, on their way.
 template <bool SQUARE>
-struct Columns16 {
+struct Columns16 : TransposedNibbles {
     static constexpr int HIGH = SQUARE ? ACROSS : WIDE;
     Codes<SQUARE, HIGH, DOWN> codes;
-    alignas(16) u32 transposed[WIDE][TALL / 8];
-
-    // Eight codes of this thread's column j.
-    __device__ __forceinline__ void put(const Tile& t, int j, u32 codes) {
-        transposed[t.lane_col + j][t.lane_row / 8 ^ t.lane_col / 8 % DOWN * 2] = codes;
-    }
 
     __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
         if (!data) return;
@@ -253,19 +178,10 @@ struct Columns16 {
             const i64 begin = SQUARE ? t.section() * across : t.lines(), end = begin + (SQUARE ? across : t.cols);
             codes.store(thread, scale, begin + (i64)t.across * HIGH, end, t.all_lines(), t.top() / 16 + (i64)t.down * DOWN,
                         SQUARE ? down : (t.bottom() + 15) / 16);
-            data += (t.lines() * down + t.top() / 16) * 8;
         } else {
             codes.store(thread, scale, (i64)t.across * HIGH, SQUARE ? across : t.cols, t.cols, (i64)t.down * DOWN, down);
         }
-        const i64 blocks = IN_SECTIONS ? (t.bottom() - t.top() + 15) / 16 : down;
-        constexpr int STEP = THREADS / DOWN;
-        const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
-        const i64 col = (i64)t.across * WIDE + first, block = (i64)t.down * DOWN + at;
-        u8* to = data + (col * down + block) * 8;
-#pragma unroll
-        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * 8 * down)
-            if (WHOLE || (col + k * STEP < t.cols && block < blocks))
-                stream(to, ((const uint2*)transposed[first + k * STEP])[at ^ ((first + k * STEP) / 8 % DOWN)]);
+        TransposedNibbles::store(t, data, down, IN_SECTIONS ? (t.bottom() - t.top() + 15) / 16 : down);
     }
 };
 
@@ -323,7 +239,7 @@ struct Col : Side {
 #pragma unroll
             for (int j = 0; j < 8; ++j) amaxes[j] = value(words, j);
         }
-        const auto elements = [&](int j, float (&v)[8]) { column<true>(w, y, j, v); };
+        const auto elements = [&](int j, float (&v)[8]) { column_of<ROTATED, true>(w, y, j, v); };
         How how;
         if constexpr (SQUARE) {
             u32 block = 0;
@@ -349,22 +265,6 @@ struct Col : Side {
             write<ANY>(t, w, y, factor, code_of);
     }
 
-    // This thread's elements of one column.
-    template <bool ANEW>
-    static __device__ __forceinline__ void column(
-        const u32 (&w)[ROWS][WORDS], const u32 (&y)[8][4], int j, float (&v)[8]
-    ) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            u32 word[1] = {ROTATED ? y[j][i / 2] : w[i][j / PER_WORD]};
-            if (ANEW) keep_apart(word);
-            if (ROTATED)
-                v[i] = __uint_as_float(i & 1 ? word[0] & 0xffff0000u : word[0] << 16);
-            else
-                v[i] = value(word, j % PER_WORD);
-        }
-    }
-
     template <How HOW>
     __device__ __forceinline__ void write(
         const Tile& t, const u32 (&w)[ROWS][WORDS], const u32 (&y)[8][4], const float (&factor)[8],
@@ -379,7 +279,7 @@ struct Col : Side {
                 draw((u32)((p.offset + t.place()) / 16), (u32)t.col + j, 1, p.seed[t.section()], t.lane_row & 8, 16, bits);
             const uint2 drawn = bits[j % (2 * DRAWN)];
             float v[8];
-            column<HOW != SHORT>(w, y, j, v);
+            column_of<ROTATED, HOW != SHORT>(w, y, j, v);
             if constexpr (EXACT) {
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
                 if constexpr (IN_SECTIONS) {

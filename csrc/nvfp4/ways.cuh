@@ -1,6 +1,6 @@
 // How an operand's elements are rounded and the scales of its blocks are chosen.
 #pragma once
-#include "e2m1.cuh"
+#include "scales.cuh"
 #include "decode.cuh"
 
 namespace nvfp4 {

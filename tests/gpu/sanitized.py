@@ -44,7 +44,14 @@ class Check(NamedTuple):
 
 
 def checks() -> Iterator[Check]:
-    for what in ("rht", "nvfp4 and not rht", "fp8 and block", "fp8 and not block and not nvfp4 and not mx", "mxfp8"):
+    for what in (
+        "rht",
+        "nvfp4 and not rht",
+        "fp8 and block",
+        "fp8 and not block and not nvfp4 and not mx",
+        "mxfp8",
+        "mxfp4 and not rht",
+    ):
         yield from (Check(tool, what, [KERNELS, "-k", what]) for tool in TOOLS)
     for what in ("rht", "nvfp4 and not rht", "fp8 and block", "fp8 and not block and not nvfp4"):
         tests = [LARGE, "-k", f"cuda and {what}"]

@@ -21,7 +21,7 @@ from lpq.testing.options import family
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-QUANTIZERS = [quantizer for name in ("nvfp4", "fp8", "mxfp8") for quantizer in family(name).quantizers]
+QUANTIZERS = [quantizer for name in ("nvfp4", "mxfp4", "fp8", "mxfp8") for quantizer in family(name).quantizers]
 
 
 def few() -> Iterator[tuple[str, Tensor]]:

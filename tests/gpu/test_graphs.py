@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import lpq
 
 RECIPES = [
-    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4(block=16x16)", "hybrid(row=mxfp8, col=nvfp4)",
+    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4(block=16x16)",
+    "hybrid(row=mxfp8, col=nvfp4)",
 ]  # fmt: skip
 SIZE, STEPS = 128, 5
 

@@ -18,9 +18,12 @@ from lpq.operations.binding import Operand
 from lpq.operations.encoder import Wanted
 from lpq.testing.options import family
 
-EVERY = [q for name in ("fp8", "mxfp8", "nvfp4", "hybrid") for q in family(name).quantizers if not q.new_state()]
+EVERY = [
+    q for name in ("fp8", "mxfp8", "mxfp4", "nvfp4", "hybrid") for q in family(name).quantizers if not q.new_state()
+]
 RECIPES = [
-    "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-four-over-six",
+    "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "mxfp4-fwd-mxfp8-bwd", "nvfp4",
+    "nvfp4-four-over-six",
     "nvfp4-row-fwd-mxfp8-bwd", "nvfp4-row-fwd-decoded-bwd",
     "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
     "x=fp8(), w=fp8(), dy=fp8()",

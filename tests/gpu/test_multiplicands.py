@@ -15,7 +15,8 @@ from lpq.testing.comparing import compare_multiplicands
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 TEXTS = [
-    "mxfp8", "mxfp8(dtype=e5m2)", "nvfp4", "nvfp4(block=16x16)", "nvfp4(stochastic=true)", "nvfp4(rht=true)",
+    "mxfp8", "mxfp8(dtype=e5m2)", "mxfp4", "mxfp4(scale=ceil, rht=true, stochastic=true)",
+    "nvfp4", "nvfp4(block=16x16)", "nvfp4(stochastic=true)", "nvfp4(rht=true)",
     "nvfp4(rht=true, stochastic=true)", "nvfp4(rht=true, stochastic=unbiased)",
     "nvfp4(rht=true, search=four_over_six, norm=256)", "nvfp4(block=16x16, search=four_over_six)",
     "hybrid(row=mxfp8, col=nvfp4(rht=true))", "hybrid(row=nvfp4, col=mxfp8)",
@@ -23,6 +24,7 @@ TEXTS = [
 SHAPES = [(128, 128), (256, 512), (16, 16), (48, 80), (272, 144), (16, 4096)]
 RECIPES = [
     "mxfp8",
+    "mxfp4",
     "nvfp4",
     "nvfp4-four-over-six",
     "nvfp4-row-fwd-mxfp8-bwd",

@@ -24,8 +24,8 @@ SOURCES = SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated
 OTHERS = [of for act in ACTIVATIONS.values() for between in act for of in between if of not in SOURCES]
 """The code of a side does not depend on the source: one format shows that these work."""
 TEXTS = [
-    "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(stochastic=true)",
-    "nvfp4(search=four_over_six, norm=256)", "nvfp4(scaling=row)",
+    "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "mxfp4(scale=even, rht=true)", "nvfp4",
+    "nvfp4(stochastic=true)", "nvfp4(search=four_over_six, norm=256)", "nvfp4(scaling=row)",
     "hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8(scaling=block), col=nvfp4)", "fp8(scaling=row)",
     "hybrid(row=fp8, col=fp8(scaling=row))",
 ]  # fmt: skip

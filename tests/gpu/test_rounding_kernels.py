@@ -13,7 +13,7 @@ from lpq.kernels import choose
 
 TEXTS = [
     "fp8", "fp8(dtype=e5m2)", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8",
-    "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true)",
+    "mxfp4", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true)",
 ]  # fmt: skip
 ODD = [0.0, -0.0, 3.3895e38, -torch.inf, torch.nan, 1e-40, 65520.0, 65519.9]
 """Numbers that round to zero, to the largest numbers and to infinity."""

@@ -19,6 +19,7 @@ from lpq.distributed import tensor_parallel as tp
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BACKEND = "cpu:gloo,cuda:nccl"
 TEXTS = ["fp8", "fp8(scaling=delayed)", "fp8(scaling=block)", "mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)"]
+TEXTS += ["mxfp4(scale=ceil, rht=true, stochastic=true)"]
 
 
 @pytest.mark.parametrize("text", TEXTS)

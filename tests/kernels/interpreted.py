@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of
 
 SEED = -12345678901
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SHAPES = {"fp8": (35, 150), "mxfp8": (35, 50), "nvfp4": (35, 50)}
+SHAPES = {"fp8": (35, 150), "mxfp8": (35, 50), "mxfp4": (35, 50), "nvfp4": (35, 50)}
 """Ragged in the format's blocks, and more than one tile."""
 
 
@@ -232,7 +232,14 @@ def test_one_operand_and_given_statistics(first: int, text: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 200), (200, 1), (0, 64), (64, 0), (130, 17)], ids=str)
 @pytest.mark.parametrize(
-    "text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)"]
+    "text",
+    [
+        "fp8(scaling=row)",
+        "fp8(scaling=block)",
+        "mxfp8",
+        "mxfp4(scale=even, rht=true, stochastic=true)",
+        "nvfp4(rht=true, stochastic=true)",
+    ],
 )
 def test_shapes(text: str, shape: tuple[int, int]) -> None:
     quantizer = lpq.quantizer(text)

@@ -41,11 +41,20 @@ EDEN = "nvfp4(stochastic=eden)"
 BY_TILES = (
     ("fp8", "mxfp8"), ("mxfp8", "fp8(scaling=block)"), ("fp8(scaling=block)", "nvfp4"), ("nvfp4", "fp8(scaling=row)"),
     ("fp8(scaling=row)", "nvfp4(rht=true, stochastic=true)"), ("nvfp4(rht=true, stochastic=true)", "fp8"),
-    ("mxfp8", "nvfp4"), ("nvfp4", "mxfp8"), (EDEN, EDEN),
+    ("mxfp8", "nvfp4"), ("nvfp4", "mxfp8"), (EDEN, EDEN), ("mxfp4", "nvfp4"),
+    ("mxfp8", "mxfp4(scale=ceil, rht=true, stochastic=true)"),
 )  # fmt: skip
 """Each on both sides, beside another format, and the pairs of which recipes are made: sides know nothing of each other,
 and every pair takes some seconds to compile. On a GPU all are tried."""
-BROAD = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4")
+BROAD = (
+    "fp8",
+    "fp8(scaling=row)",
+    "fp8(scaling=block)",
+    "fp8(scaling=block, block=128x128)",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+)
 
 SHOWN = ("fp8(scaling=delayed, pow2=false)", "fp8(scaling=delayed, pow2=true)")
 """Quantizers whose options other quantizers here have, one each. On a GPU they are tried."""
@@ -123,7 +132,9 @@ def test_two_formats_from_one_read(first: str, second: str, launched: list[str])
     assert "pair" in launched
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "mxfp8(dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, pow2=false)"])
+@pytest.mark.parametrize(
+    "text", ["mxfp8", "mxfp8(dtype=e5m2)", "mxfp4", "fp8(scaling=block)", "fp8(scaling=block, pow2=false)"]
+)
 def test_column_operands_that_are_made_of_codes(text: str, launched: list[str]) -> None:
     """They equal the column operands of the decoded row operand, wherever the row operand lies in memory."""
     q = lpq.quantizer(text)
@@ -147,8 +158,8 @@ def test_column_operands_that_are_made_of_codes(text: str, launched: list[str]) 
 @pytest.mark.parametrize(
     "text",
     [
-        "mxfp8", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true, stochastic=true)",
-        "nvfp4(search=four_over_six, norm=256)", EDEN,
+        "mxfp8", "mxfp4", "mxfp4(scale=ceil, rht=true, stochastic=true)", "nvfp4", "nvfp4(block=16x16)",
+        "nvfp4(rht=true, stochastic=true)", "nvfp4(search=four_over_six, norm=256)", EDEN,
     ],
 )  # fmt: skip
 def test_exact_forms_that_are_made_at_once(text: str) -> None:
@@ -341,7 +352,7 @@ def test_a_kernel_that_is_wrong_is_noticed(changed: Change, monkeypatch: pytest.
         ("measure", "fp8(scaling=block)", "blocks.cu", 0),
         *(("measure", text, "amaxes.cu", 1) for text in ("nvfp4", "nvfp4(rht=true)")),
         ("quantize", "fp8(scaling=block)", "vector.cu", 2),
-        *(("quantize", text, "quantize.cu", which) for text in ("mxfp8", "nvfp4") for which in (0, 1)),
+        *(("quantize", text, "quantize.cu", which) for text in ("mxfp8", "mxfp4", "nvfp4") for which in (0, 1)),
     ],
 )
 def test_a_wait_that_is_left_out_of_a_kernel_is_noticed(

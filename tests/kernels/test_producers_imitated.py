@@ -57,7 +57,7 @@ def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch
 MIXED = ["hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8, col=mxfp8)", "fp8(scaling=block)"]
 
 
-MEASURED = ["fp8(scaling=row)", "mxfp8", "hybrid(row=fp8, col=fp8(scaling=row))"]
+MEASURED = ["fp8(scaling=row)", "mxfp4(scale=even, rht=true)", "hybrid(row=fp8, col=fp8(scaling=row))"]
 """By sides in a run before."""
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 SPILLS = re.compile(r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores")
 QUANTIZERS = [
     "fp8", "fp8(scaling=delayed, dtype=e5m2)", "fp8(scaling=row, dtype=e5m2)", "fp8(scaling=block, dtype=e5m2)",
-    "fp8(scaling=block, pow2=false, dtype=e5m2)", "mxfp8(dtype=e5m2)", "nvfp4", "nvfp4(rht=true)",
+    "fp8(scaling=block, pow2=false, dtype=e5m2)", "mxfp8(dtype=e5m2)", "mxfp4", "nvfp4", "nvfp4(rht=true)",
 ]  # fmt: skip
 
 

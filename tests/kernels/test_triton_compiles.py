@@ -26,6 +26,7 @@ EDEN = "nvfp4(stochastic=eden)"
 QUANTIZERS = [
     "fp8(scaling=block, block=128x128)",
     "mxfp8",
+    "hybrid(row=mxfp4, col=mxfp4(scale=ceil, rht=true, stochastic=true))",
     "hybrid(row=nvfp4(rht=true, stochastic=true), col=nvfp4(block=16x16))",
     "hybrid(row=nvfp4(search=four_over_six), col=nvfp4(block=16x16, search=four_over_six, error=mae, norm=256))",
     EDEN,

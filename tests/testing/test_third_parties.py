@@ -1,4 +1,5 @@
-"""Formats that are made of others, or have several numbers for a block, pass the kit as any other does."""
+"""Formats that are made of others, have several numbers for a block, or two levels of scales, pass the kit as any other
+does."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from lpq import registry
 from lpq.testing.conformance import *  # noqa: F403
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import double_format
 import residual_format
 import value_formats
 
-OTHERS = (residual_format, value_formats)
+OTHERS = (double_format, residual_format, value_formats)
 for others in OTHERS:  # the tests are collected now
     others.register()
 lpq_formats = ["residual(base=nvfp4, rest=mxfp8)", "values_codebook", "values_eight"]
+lpq_formats += ["double", "hybrid(row=double, col=mxfp4(rht=true))"]
 
 
 @pytest.fixture(scope="module", autouse=True)

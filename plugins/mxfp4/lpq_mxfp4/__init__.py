@@ -3,9 +3,19 @@
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 KERNELS = (
+    KernelSpec.cuda("measure", "lpq_mxfp4.cuda:measure", why_not="lpq_mxfp4.cuda:why_not", rounds=True),
+    KernelSpec.cuda(
+        "quantize", "lpq_mxfp4.cuda:quantize", bind="lpq_mxfp4.cuda:bind", why_not="lpq_mxfp4.cuda:why_not",
+        rounds=True,
+    ),
+    KernelSpec.cuda("decode", "lpq_mxfp4.views:decode"),
+    *(KernelSpec.cuda(op, f"lpq_mxfp4.tile:{op}") for op in ("tile", "exact_tile")),
+    KernelSpec.cuda("reader", "lpq_mxfp4.views:reader"),
+    *(KernelSpec.triton(op, f"lpq_mxfp4.triton:{op}") for op in ("measure", "quantize", "decode")),
     # An element times a power of two has the element's bits. Below 2^-126 the last of them can be lost.
+    KernelSpec.cuda("exact", "lpq.emulation.bf16_gemm:decoded", bind="lpq_mxfp4.views:bind_exact"),
     KernelSpec(op="exact", impl="lpq.emulation.bf16_gemm:decoded", backend="torch", min_sm=80),
-)
+)  # fmt: skip
 
 
 @hookimpl

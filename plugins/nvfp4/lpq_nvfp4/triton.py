@@ -27,6 +27,7 @@ from lpq.kernels.triton.numbers import (
     unpack_nibbles,
     widen,
 )
+from lpq.kernels.triton.random_bits import random_bytes
 from lpq.kernels.triton.rotation import rotate, unrotate
 from lpq.kernels.triton.tiles import (
     block_amax,
@@ -150,18 +151,6 @@ def _norm(side: NVFP4Quantizer | None) -> int:
 
 
 @triton.jit
-def _random_bytes(seed, row, group, direction, HIGH: tl.constexpr, GROUPS: tl.constexpr):
-    """A random byte for each element of a tile of an operand, from one call of Philox for 16 of them."""
-    zero = tl.zeros((HIGH, GROUPS), tl.int32)
-    c0 = zero + (group + tl.arange(0, GROUPS)[None, :]).to(tl.int32)
-    c1 = zero + (row + tl.arange(0, HIGH)[:, None]).to(tl.int32)
-    w0, w1, w2, w3 = tl.philox(tl.load(seed), c0, c1, zero + direction, zero)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (HIGH, GROUPS * 4, 1))
-    shifts = (tl.arange(0, 4)[None, None, :] * 8).to(tl.uint32)
-    return tl.reshape((words >> shifts).to(tl.uint8), (HIGH, GROUPS * WIDTH))
-
-
-@triton.jit
 def _in_order(x, total):
     """``total`` and the eight values along the last dimension, added one after the other."""
     down: tl.constexpr = x.shape[0]
@@ -272,7 +261,7 @@ def _encode(
     values = x * spread(factor, high, wide)
     if STOCHASTIC:
         group = (col + offset_col) // WIDTH
-        random = _random_bytes(seed, row + offset_row, group, DIRECTION, high, wide // WIDTH)
+        random = random_bytes(seed, row + offset_row, group, DIRECTION, high, wide // WIDTH)
         codes = cast_e2m1_stochastic(values, random)
     else:
         codes = cast_e2m1(values)

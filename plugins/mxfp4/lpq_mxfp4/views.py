@@ -1,0 +1,68 @@
+"""Views of encoded MXFP4 operands: the matrices that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lpq.emulation.bf16_gemm import decoded
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles
+from lpq.operations.binding import ALIGNED, Operand
+from lpq.operations.decoding import decode_reference
+from lpq.operations.exact_form import Exact
+from lpq.operations.recoding import CodeReader
+from lpq_mxfp4.quantizer import MXFP4Quantizer
+from lpq_mxfp4.storage import MXFP4Storage
+
+DECODE = tile_kernels("mxfp4/decode.cu", "decode_tiles", "PPPqq")[LOW]
+ROTATED = {False: (), True: ("LPQ_ROTATED",)}
+
+
+def decode(operand: MXFP4Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for."""
+    rows, cols = operand.shape
+    if dtype not in OUTPUTS or not rows or not cols:
+        return decode_reference(operand, dtype)
+    data, scale = operand.data.contiguous(), operand.scale
+    out = data.new_empty((rows, cols), dtype=dtype)
+    macros = (OUTPUTS[dtype], *ROTATED[operand.quantizer.rht], *covering(LOW, is_whole(data, rows, cols, LOW)))
+    DECODE.launch(
+        data.get_device(), macros, tiles(rows, cols, LOW), data.data_ptr(), scale.data_ptr(), out.data_ptr(),
+        *scale.stride(), rows, cols,
+    )  # fmt: skip
+    return out
+
+
+def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+    """``lpq.emulation.bf16_gemm.decoded`` for operands of one shape."""
+    (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
+    basis = operand.quantizer.basis
+    if basis is not None and cols % basis.block:
+        return lambda buffers: decoded(operand.over(buffers))
+    macros = (OUTPUTS[torch.bfloat16], *covering(LOW, divides(rows, cols, LOW)))
+    launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
+
+    def exact(buffers: Sequence[Tensor]) -> Exact | None:
+        data, scale = buffers
+        at = data.data_ptr()
+        if at % ALIGNED or not data.is_contiguous():
+            return decoded(operand.over(buffers))
+        out = empty(*memory)
+        launch(at, scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, cols)
+        return Exact(out)
+
+    return exact
+
+
+def reader(quantizer: MXFP4Quantizer) -> CodeReader:
+    """How the codes of an operand are read."""
+
+    def fields(buffers: Sequence[Tensor]) -> Sequence[float]:
+        data, scale = buffers
+        return data.data_ptr(), scale.data_ptr(), *scale.stride()
+
+    return CodeReader(csrc() / "mxfp4/codes.cuh", "mxfp4::Codes", "PPqq", fields)
