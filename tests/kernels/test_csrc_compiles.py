@@ -22,6 +22,7 @@ import imitated
 import merged
 import pytest
 import torch
+from tile_sides import serves, side_of
 
 from lpq import registry
 from lpq.core import Quantizer
@@ -53,8 +54,8 @@ MANY = (512, 1)
 LEAN = Path(__file__).with_name("nvcc")
 """A header in place of CUDA's own, which takes nvcc longer than most sources do. It declares what sources use of it."""
 Macros = tuple[str, ...]
-SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
-"""The formats that are made tile by tile, and how."""
+TILED = [name for name in registry.formats() if registry.kernels("tile", (name,))]
+"""The formats that are made tile by tile."""
 
 
 @functools.cache
@@ -183,8 +184,8 @@ def call_pairs() -> None:
     and whether statistics are wanted, take turns: what they are compiled to, each format's own kernels show.
     """
     inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
-    defaults = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
-    every = [(kernel, quantizer) for name, kernel in SIDES.items() for quantizer in family(name).quantizers]
+    defaults = [registry.quantizer(name) for name in TILED]
+    every = [quantizer for name in TILED for quantizer in family(name).quantizers]
     beside = every[len(every) // 2 :] + every[: len(every) // 2]
     for row, col in [*itertools.product(defaults, defaults), *zip(every, beside, strict=True)]:
         call_pair(row, col, *next(inputs))
@@ -193,10 +194,11 @@ def call_pairs() -> None:
 def call_beside_its_own(kernel: KernelSpec, name: str) -> None:
     """Every exact form of a format beside its default."""
     inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
-    default = SIDES[name], registry.quantizer(name)
+    default = registry.quantizer(name)
     for quantizer in family(name).quantizers:
-        call_pair((kernel, quantizer), default, *next(inputs))
-        call_pair(default, (kernel, quantizer), *next(inputs))
+        if serves(kernel, quantizer):
+            call_pair(quantizer, default, *next(inputs), ops=("exact_tile", "tile"))
+            call_pair(default, quantizer, *next(inputs), ops=("tile", "exact_tile"))
 
 
 def call_reader(kernel: KernelSpec, name: str) -> None:
@@ -205,20 +207,17 @@ def call_reader(kernel: KernelSpec, name: str) -> None:
         if 0 in shape:
             continue
         row, col, device = quantizer.side("row"), quantizer.side("col"), torch.device("cpu")
-        reader, side = registry.resolve(kernel.impl)(row), registry.resolve(SIDES[name].impl)(col, "col")
+        reader, side = registry.resolve(kernel.impl)(row), side_of(col, "col")
         recode = bind_sides(reader, side, Operand(row, shape, torch.bfloat16), col, device)
         if recode is not None:
             recode(encode(row, torch.zeros(shape)).tensors())
 
 
 def call_pair(
-    row: tuple[KernelSpec, Quantizer], col: tuple[KernelSpec, Quantizer], dtype: torch.dtype, measure: bool
+    row: Quantizer, col: Quantizer, dtype: torch.dtype, measure: bool, ops: tuple[str, str] = ("tile", "tile")
 ) -> None:
-    sides = row[1].side("row"), col[1].side("col")
-    made = [
-        registry.resolve(k.impl)(side, which)
-        for (k, _), side, which in zip((row, col), sides, ("row", "col"), strict=True)
-    ]
+    sides = row.side("row"), col.side("col")
+    made = [side_of(side, which, op) for side, which, op in zip(sides, ("row", "col"), ops, strict=True)]
     unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
 
 
@@ -242,13 +241,12 @@ def call_producers() -> None:
     The code of a side does not depend on the source, and is seen in pairs.
     """
     dtypes, sizes = itertools.cycle(DTYPES[:2]), itertools.cycle((SHAPES[0], (250, 384)))
-    formats = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
+    formats = [registry.quantizer(name) for name in TILED]
     for source, i in itertools.product(ACTIVATIONS["silu"].gated, range(len(formats))):
         dtype, shape = next(dtypes), next(sizes)
-        (of_row, row), (of_col, col) = formats[i], formats[i - 1]
-        sides = row.side("row"), col.side("col")
+        sides = formats[i].side("row"), formats[i - 1].side("col")
         e = Encoding(*sides, shape, dtype, dtype, torch.device("cpu"), measure=bool(i % 2), dispatched=True)
-        first, second = registry.resolve(of_row.impl)(sides[0], "row"), registry.resolve(of_col.impl)(sides[1], "col")
+        first, second = side_of(sides[0], "row"), side_of(sides[1], "col")
         outputs = [TiledOutput(e, first, second), TiledOutput(e._replace(row=None), None, second), None]
         run = produced_tiles.bind(source, shape, dtype, e.device, outputs[: source.outputs], [True] * source.outputs)
         run(
@@ -264,12 +262,12 @@ def call_in_sections() -> None:
     Each format's default is alone, too. Dtypes take turns, and so do whole tiles and ragged ones, as far as there are.
     """
     dtypes, sizes = itertools.cycle(DTYPES), itertools.cycle((*SHAPES, *((2, *shape) for shape in SHAPES)))
-    every = [(kernel, quantizer) for name, kernel in SIDES.items() for quantizer in family(name).quantizers]
-    alone = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
+    every = [quantizer for name in TILED for quantizer in family(name).quantizers]
+    alone = [registry.quantizer(name) for name in TILED]
     beside = zip(every, every[len(every) // 2 :] + every[: len(every) // 2], strict=True)
     for row, col in [*beside, *((one, None) for one in alone), *((None, one) for one in alone)]:
         sides: list[Any] = [
-            (one[1].side(which), registry.resolve(one[0].impl)(one[1].side(which), which)) if one else (None, None)
+            (one.side(which), side_of(one.side(which), which)) if one is not None else (None, None)
             for one, which in ((row, "row"), (col, "col"))
         ]
         for decoded in ((False, False), (True, True)):
