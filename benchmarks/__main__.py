@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m benchmarks parallel          two layers that GPUs
 torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama under FSDP2
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
+python -m benchmarks.states                                 AdamW with states in formats: time, memory; --loss on a CPU
 python -m benchmarks.after_step                             what an optimizer could save that leaves operands behind
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks llama --fused --layers 6 --hidden 4096 --width 14336 --batch 2 --sequence 4096  as wide as an 8B

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.optimizer import Saved
-from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like, touched
+from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like
+from lpq.distributed.shard import touched
 from lpq.operations.inputs import DTYPES
 from lpq.registry.showing import listed
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, shown
-from lpq.distributed.shard import WeightShard, plain
+from lpq.distributed.shard import plain
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not_placed, why_uncut
 from lpq.formats import Buffer, Quantizer
@@ -125,15 +125,6 @@ def encode(pairs: Collection[tuple[Tensor, Tensor]]) -> None:
         attach(tensor)
     targets = [cast("QuantizedTensor", local_part(tensor)) for tensor, _ in pairs]
     write(targets, [local_part(v).reshape(t.matrix_shape) for t, (_, v) in zip(targets, pairs, strict=True)])
-
-
-def touched(tensor: Tensor) -> None:
-    """Count a write that went into a tensor's buffers directly: everything derived from them is out of date."""
-    local = local_part(tensor)
-    if isinstance(local, WeightShard):
-        local.writes.count += 1
-    for seen in (tensor, local):
-        torch.autograd.graph.increment_version(seen)
 
 
 def chunk(tensor: Tensor) -> tuple[slice, ...]:

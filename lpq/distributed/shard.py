@@ -178,3 +178,12 @@ def plain(tensor: Tensor) -> Tensor:
 def plain_each(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The data of each as an ordinary tensor."""
     return [t.held if isinstance(t, WeightShard) else t for t in tensors]
+
+
+def touched(tensor: Tensor) -> None:
+    """Count a write that went into a tensor's memory directly: everything derived from them is out of date."""
+    local = local_part(tensor)
+    if isinstance(local, WeightShard):
+        local.writes.count += 1
+    for seen in (tensor, local):
+        torch.autograd.graph.increment_version(seen)

@@ -17,7 +17,7 @@ from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.ranks import CheckpointRanks
-from lpq.checkpoint.tensors import touched
+from lpq.distributed.shard import touched
 from lpq.engines.intended import Intended, recipe_of, stored_side
 from lpq.engines.loading_experts import by_module, held_stacks, make_static, operand_of, static_key, store_quantized
 from lpq.engines.models import RECORD

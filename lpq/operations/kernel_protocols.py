@@ -25,6 +25,7 @@ from lpq.operations.measuring import measure_reference
 from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.recoding import CodeReader
+from lpq.operations.stored_tile import StoredTile
 from lpq.operations.transposing import transpose_reference
 from lpq.registry.operations import Operation
 
@@ -141,6 +142,13 @@ class ReadCodes(Protocol[Q]):
 
     def __call__(self, quantizer: Q, /) -> CodeReader:
         """Describe how the codes of an operand are read."""
+
+
+class MakeStoredTile(Protocol[Q]):
+    """A kernel for ``stored_tile``."""
+
+    def __call__(self, quantizer: Q, /) -> StoredTile | None:
+        """Describe how a tile of a row operand is read and written; None: it is not."""
 
 
 class Remember(Protocol[Q]):

@@ -82,6 +82,11 @@ def _that_keep(quantizer: Quantizer) -> Iterator[LeastKept | None]:
             yield kept
 
 
+def root_of(x: Tensor) -> Tensor:
+    """The root in fp32, rounded once: by torch's own on a CPU the last bit depends on the place in a vector."""
+    return x.double().sqrt_().float()
+
+
 def raised(root: Tensor, kept: LeastKept | None, amax: Tensor | None = None) -> Tensor:
     """The matrix of roots with its elements at least the least that the format keeps. Zero stays zero.
 

@@ -2,8 +2,9 @@
 
 It wraps any torch optimizer that steps each parameter by itself. The parameters are stepped one after the other: the
 states of one are decoded, the wrapped optimizer steps it, and they are encoded again, into the same memory. So what is
-decoded at one time are the states of one parameter. All that decides what is stored, and how it is rounded, follows
-from the shape of the whole tensor and from blocks that no shard cuts: shards hold the bytes that the whole would have.
+decoded at one time are the states of one parameter. AdamW's step is in ``lpq.optim.adamw``, which has a kernel. All
+that decides what is stored, and how it is rounded, follows from the shape of the whole tensor and from blocks that no
+shard cuts: shards hold the bytes that the whole would have.
 
 A second moment, which divides the update, is stored as its root, under a name of its own: see ``lpq.optim.rounding``.
 """
@@ -22,14 +23,16 @@ from torch.optim import Optimizer
 
 from lpq import registry
 from lpq.distributed.optimizer_steps import steps
+from lpq.distributed.shard import plain, touched
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not_placed
 from lpq.formats import Quantizer
 from lpq.formats.blocks import block_amax
-from lpq.operations.inputs import as_matrix
+from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.reduce_statistics import reduce_max
+from lpq.optim import adamw
 from lpq.optim.masters import MasterWeights
-from lpq.optim.rounding import LeastKept, least_kept, raised, why_not
+from lpq.optim.rounding import LeastKept, least_kept, raised, root_of, why_not
 from lpq.optim.state_names import states_of
 from lpq.registry.errors import OptionError
 from lpq.registry.showing import listed
@@ -135,9 +138,38 @@ class QuantizedStates(Optimizer):
             with self._only([{**g, "params": [p for p in g["params"] if not self._large(p)]} for g in groups]):
                 self.optimizer.step()
             for group, p in alone:
-                with self._only([{**group, "params": [p]}]), self._decoded(p):
-                    self.optimizer.step()
+                if not self._step_adamw(group, p):
+                    with self._only([{**group, "params": [p]}]), self._decoded(p):
+                        self.optimizer.step()
         return loss
+
+    def _step_adamw(self, group: dict[str, Any], p: Tensor) -> bool:
+        """Step a parameter as AdamW does, by a kernel if there is one; False if the wrapped optimizer must do it."""
+        first, second = self.forms.get(adamw.FIRST), self.forms.get(adamw.SECOND)
+        if first is None or second is None or not adamw.is_plain(self.optimizer, group) or not _is_plain(p):
+            return False
+        state: State = self.state[p]
+        if not state:
+            zero = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name in self.forms}
+            state.update(step=torch.tensor(0.0, dtype=torch.float32), **zero)
+            self._store(state, {})
+        m, root = _held(state.get(first.key)), _held(state.get(second.key))
+        if m is None or root is None:
+            return False
+        weight, gradient = plain(local_part(p)), local_part(cast("Tensor", p.grad))
+        state["step"] = state["step"].cpu()
+        numbers = adamw.Numbers.of(group, state["step"].item() + 1)
+        tiles = adamw.tiles(first.quantizer, second.quantizer, second.least, weight.device)
+        if tiles is not None and all(tensor.is_contiguous() for tensor in (weight, *m.buffers, *root.buffers)):
+            adamw.step_kernel(weight, gradient, m, root, numbers, tiles)
+        else:
+            before = m.dequantize(torch.float32), root.dequantize(torch.float32)
+            stepped, *after = adamw.step_reference(weight, gradient, *before, numbers)
+            write([m, root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, root)])
+            weight.copy_(stepped)
+        state["step"] += 1
+        touched(p)
+        return True
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -273,6 +305,15 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
     return forms
 
 
+def _is_plain(p: Tensor) -> bool:
+    """Whether a parameter and its gradient are ordinary matrices, or shards that are placed alike."""
+    gradient = p.grad
+    if isinstance(p, DTensor) and (not isinstance(gradient, DTensor) or gradient.placements != p.placements):
+        return False
+    parts = [plain(local_part(p)).detach(), *([] if gradient is None else [local_part(gradient).detach()])]
+    return all(type(part) is Tensor and part.layout is torch.strided and part.dtype in DTYPES for part in parts)
+
+
 def _held(state: object) -> QuantizedTensor | None:
     """This rank's part of a state that is stored in a format; None of any other."""
     part = local_part(state) if isinstance(state, Tensor) else None
@@ -311,7 +352,11 @@ def _matrix(value: Tensor, form: StateForm, target: QuantizedTensor) -> Tensor:
     x = as_matrix(local_part(value))
     if not form.second:
         return x
-    root = x.float().sqrt()
+    return _raised(root_of(x), form, target)
+
+
+def _raised(root: Tensor, form: StateForm, target: QuantizedTensor) -> Tensor:
+    """The roots with what the format would lose raised; a statistic of the whole is reduced over the ranks."""
     if form.least is None:
         return root
     amax, block = None, form.least.stat.block

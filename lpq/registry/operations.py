@@ -80,6 +80,11 @@ TABLE = {
             impl="ReadCodes", reference=False,
         ),
         Operation(
+            name="stored_tile",
+            meaning="a row operand tile by tile in a program of Triton, as a state of AdamW; without it, it is decoded",
+            impl="MakeStoredTile", reference=False,
+        ),
+        Operation(
             name="remember", meaning="the statistics of a step, joined to those of past steps",
             impl="Remember", bind="BindRemember", needs="moves",
         ),

@@ -29,6 +29,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from lpq.kernels.triton import numbers  # noqa: E402
+from lpq.optim import QuantizedStates, adamw  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of products that overflow
 
@@ -312,3 +313,44 @@ def test_an_element_that_is_not_written_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "programs", lambda *_: 1)
     with pytest.raises(AssertionError, match=r"output 0: .* differ"):
         quantize(x, [], quantizer, None, 0, False)
+
+
+# ---------------------------------------------------------------------------------------------- states of optimizers
+
+
+STORED = ["mxfp8", "mxfp8(dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, pow2=false, dtype=e5m2)"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", STORED)
+def test_a_step_of_adamw(first: str, dtype: torch.dtype) -> None:
+    """The parameter and the codes and scales of both moments, after steps with gradients of all sizes and NaN."""
+    formats = {"exp_avg": first, "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(35, 150, generator=random).to(dtype)
+    ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
+    group = {"lr": 1e-2, "weight_decay": 0.1, "maximize": first == "mxfp8"}
+    optimizer, reference = (
+        QuantizedStates(torch.optim.AdamW([p], **group), least=1, **formats) for p in (ours, theirs)
+    )
+    m, root = (form.quantizer for form in optimizer.forms.values())
+    kernels = [importlib.import_module(f"lpq_{registry.format_of(type(q)).name}.triton") for q in (m, root)]
+    tiles = adamw.Tiles(
+        kernels[0].stored_tile(m), kernels[1].stored_tile(root), optimizer.forms["exp_avg_sq"].least.share
+    )
+    for step in range(4):
+        sizes = torch.rand(35, 150, generator=random).mul(-60).exp2() * (torch.rand(35, 150, generator=random) > 0.1)
+        gradient = torch.randn(35, 150, generator=random) * sizes
+        if step == 3:
+            gradient[0, 0] = torch.nan
+        for p, one, functions in ((ours, optimizer, tiles), (theirs, reference, None)):
+            p.grad = gradient.to(dtype)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(adamw, "tiles", lambda *_, found=functions: found)
+                one.step()
+        mine, its = optimizer.state[ours], reference.state[theirs]
+        assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7)), step
+        for key in ("exp_avg", "exp_avg_sq_root"):
+            for a, b in zip(mine[key].buffers, its[key].buffers, strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (step, key)
+    assert bool((mine["exp_avg"].dequantize()[1:] != 0).any())

@@ -21,6 +21,8 @@ pytest.importorskip("triton", reason="needs Triton, which lpq installs where the
 
 from lpq_nvfp4 import eden_triton
 
+from lpq.optim import adamw
+
 TARGETS = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
 EDEN = "nvfp4(stochastic=eden)"
 QUANTIZERS = [
@@ -95,6 +97,22 @@ def test_they_compile_to_what_the_references_compute(compiled: tuple[list[str], 
             assert not FUSED_OR_FLUSHED.search(kernel.asm["ptx"]), kernel.metadata.name
         else:  # gradual underflow; a fused multiply-add is part of division there
             assert "float_denorm_mode_32 3" in kernel.asm["amdgcn"], kernel.metadata.name
+
+
+@pytest.mark.slow
+@pytest.mark.starts
+def test_a_step_of_adamw_compiles_too(compiled: tuple[list[str], list[Any]]) -> None:
+    _, found = compiled
+    p = torch.randn(256, 384).bfloat16()
+    for first in ("mxfp8", "fp8(scaling=block, dtype=e5m2)"):
+        m, root = lpq.quantizer(first), lpq.quantizer("fp8(scaling=block, pow2=false)")
+        formats = (importlib.import_module(f"lpq_{registry.format_of(type(q)).name}.triton") for q in (m, root))
+        tiles = adamw.Tiles(*(f.stored_tile(q) for f, q in zip(formats, (m, root), strict=True)), 2.0**-18)
+        held = (q.quantize(p, col=False) for q in (m, root))
+        adamw.step_kernel(p, p, *held, adamw.Numbers(1, 0.1, 0.9, 0.1, 1, 1e-8, 1e-3, maximize=True), tiles)
+    assert len(found) == 2
+    for kernel in found:
+        assert "ptx" not in kernel.asm or not FUSED_OR_FLUSHED.search(kernel.asm["ptx"])
 
 
 def test_a_fused_product_would_be_noticed() -> None:

@@ -21,7 +21,10 @@ KERNELS = (
     KernelSpec.cuda(
         "remember", "lpq_fp8.history:remember", bind="lpq_fp8.history:bind", why_not="lpq_fp8.history:why_not"
     ),
-    *(KernelSpec.triton(op, f"lpq_fp8.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
+    *(
+        KernelSpec.triton(op, f"lpq_fp8.triton:{op}")
+        for op in ("measure", "quantize", "decode", "transpose", "stored_tile")
+    ),
     KernelSpec(
         op="gemm", impl="lpq_fp8.gemm:gemm", bind="lpq_fp8.gemm:bind", why_not="lpq_fp8.gemm:why_not",
         formats=("fp8", "fp8"), backend="torch", min_sm=89, priority=10, note=IN_16S,

@@ -13,7 +13,17 @@ from torch import Tensor
 from lpq.core import Storage
 from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs, transpose_bytes
 from lpq.kernels.triton.kernels import as_bits, sizes
-from lpq.kernels.triton.numbers import INF, bits_of, cast_float8, decode_float8, reciprocal, size_of, value_of, widen
+from lpq.kernels.triton.numbers import (
+    FLT_MAX,
+    INF,
+    bits_of,
+    cast_float8,
+    decode_float8,
+    reciprocal,
+    size_of,
+    value_of,
+    widen,
+)
 from lpq.kernels.triton.tiles import (
     block_amax,
     block_grid,
@@ -30,11 +40,14 @@ from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.sides import declared, shared
+from lpq.operations.stored_tile import StoredTile
 from lpq.operations.transposing import transpose_reference
 from lpq_fp8.quantizer import FP8Quantizer
+from lpq_fp8.reference import BLOCKS
 from lpq_fp8.storage import FP8Storage
 
 TILE = 64
+WIDTH = tl.constexpr(128)
 
 
 @triton.jit
@@ -180,6 +193,34 @@ def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:
         HIGH=high or 0, WIDE=wide or 0, E5M2=quantizer.dtype == "e5m2", TILE=TILE, num_warps=2,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _values(
+    data, scale, row, col, rows, cols, OPTIONS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """A tile of an operand in blocks of one row, decoded."""
+    values = decode_float8(load_tile(data, row, col, rows, cols, HIGH, WIDE), OPTIONS % 2 == 1)
+    places, inside = block_grid(row, col, rows, cols, HIGH, WIDE // WIDTH, 1, WIDTH)
+    return values * spread(tl.load(scale + places, mask=inside, other=0.0), HIGH, WIDE)
+
+
+@triton.jit
+def _store(x, data, scale, row, col, rows, cols, OPTIONS: tl.constexpr):
+    high: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = x.shape[1]
+    places, inside = block_grid(row, col, rows, cols, high, wide // WIDTH, 1, WIDTH)
+    amax = value_of(block_amax(x, high, wide // WIDTH))
+    factor = _scale(amax, OPTIONS % 2 == 1, FLT_MAX, OPTIONS >= 2)
+    tl.store(scale + places, reciprocal(factor), mask=inside)
+    store_tile(data, cast_float8(x * spread(factor, high, wide), x, OPTIONS % 2 == 1), row, col, rows, cols)
+
+
+def stored_tile(quantizer: FP8Quantizer) -> StoredTile | None:
+    """The functions for a tile of a row operand that is kept; None: it is not in blocks of one row."""
+    if quantizer.scaled_block != BLOCKS["1x128"]:
+        return None
+    return StoredTile(_values, _store, int(quantizer.dtype == "e5m2") + 2 * quantizer.pow2_scales, WIDTH.value)
 
 
 def transpose(operand: FP8Storage) -> Storage:

@@ -28,6 +28,7 @@ from lpq.operations.decoding import decode_reference
 from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize_reference
+from lpq.operations.stored_tile import StoredTile
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK
 from lpq_mxfp8.storage import MXFP8Storage
@@ -37,7 +38,9 @@ TILE = 64
 
 
 @triton.jit
-def _encode(x, row, col, rows, cols, data, scale, given, measured, E5M2: tl.constexpr):
+def _encode(
+    x, row, col, rows, cols, data, scale, given, measured, E5M2: tl.constexpr, COLUMN_MAJOR: tl.constexpr = True
+):  # fmt: skip
     """A tile of one operand. Its blocks' amaxes are given, or the tile's."""
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
@@ -46,7 +49,7 @@ def _encode(x, row, col, rows, cols, data, scale, given, measured, E5M2: tl.cons
     if measured is not None:
         store_amax(measured, own, places, inside, 1, WIDTH)
     exponent = cast_e8m0(known_amax(given, own, places, inside) * (1.0 / (57344.0 if E5M2 else 448.0)))
-    to, _ = block_grid(row, col, rows, cols, high, wide // WIDTH, 1, WIDTH, True)
+    to, _ = block_grid(row, col, rows, cols, high, wide // WIDTH, 1, WIDTH, COLUMN_MAJOR)
     tl.store(scale + to, exponent.to(tl.uint8), mask=inside)
     values = x * spread(inverse_e8m0(exponent), high, wide)
     store_tile(data, cast_float8(values, values, E5M2), row, col, rows, cols)
@@ -115,12 +118,31 @@ def _e5m2(side: MXFP8Quantizer | None) -> bool:
 
 
 @triton.jit
+def _values(
+    data, scale, row, col, rows, cols, E5M2: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    COLUMN_MAJOR: tl.constexpr = False,
+):  # fmt: skip
+    """A tile of an operand, decoded."""
+    values = decode_float8(load_tile(data, row, col, rows, cols, HIGH, WIDE), E5M2)
+    places, inside = block_grid(row, col, rows, cols, HIGH, WIDE // WIDTH, 1, WIDTH, COLUMN_MAJOR)
+    factor = decode_e8m0(tl.load(scale + places, mask=inside, other=0).to(tl.int32))
+    return values * spread(factor, HIGH, WIDE)
+
+
+@triton.jit
 def _decode(data, scale, out, rows, cols, E5M2: tl.constexpr, TILE: tl.constexpr):
     row, col = place_of_tile(cols, TILE, TILE)
-    values = decode_float8(load_tile(data, row, col, rows, cols, TILE, TILE), E5M2)
-    places, inside = block_grid(row, col, rows, cols, TILE, TILE // WIDTH, 1, WIDTH, True)
-    factor = decode_e8m0(tl.load(scale + places, mask=inside, other=0).to(tl.int32))
-    store_values(out, values * spread(factor, TILE, TILE), row, col, rows, cols)
+    store_values(out, _values(data, scale, row, col, rows, cols, E5M2, TILE, TILE, True), row, col, rows, cols)
+
+
+@triton.jit
+def _store(x, data, scale, row, col, rows, cols, E5M2: tl.constexpr):
+    _encode(x, row, col, rows, cols, data, scale, None, None, E5M2, False)
+
+
+def stored_tile(quantizer: MXFP8Quantizer) -> StoredTile:
+    """The functions for a tile of a row operand that is kept."""
+    return StoredTile(_values, _store, int(_e5m2(quantizer)), BLOCK[1])
 
 
 def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:

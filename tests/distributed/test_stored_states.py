@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import agreed, fully_shard, on_ranks, spawn
-from sharded import give_gradients
+from sharded import How, give_gradients, same_weights, train
 from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
@@ -96,6 +97,19 @@ def test_inside_master_weights_of_shards(rank: int) -> None:
         _step(net, one)
     assert equal_states(_weights(ours), _weights(theirs))
     assert equal_states(_states(ours, optimizer), _states(theirs, alone))
+
+
+def _of_blocks(params: Any) -> Optimizer:
+    return QuantizedStates(AdamW(params, lr=1e-2), **ADAM)
+
+
+@on_ranks(2)
+def test_a_weight_that_is_gathered_quantized_is_gathered_anew_after_a_step(rank: int) -> None:
+    how = How("mxfp8", "high_precision", width=128, inner=128, blocks=1, vectors=False, optimizer=_of_blocks)
+    losses, net = train(how, 3)
+    their_losses, theirs = train(replace(how, weights=None, shard=False), 3)
+    assert losses == their_losses
+    same_weights(net, theirs)
 
 
 @on_ranks(2)
