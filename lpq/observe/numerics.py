@@ -34,6 +34,7 @@ from lpq.operations.reduce_statistics import reduce_max, reduce_sum
 from lpq.recipes.gemms import TENSORS
 from lpq.recipes.globs import matches
 from lpq.registry.showing import listed
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
 
@@ -120,6 +121,8 @@ class Numerics(Readings):
                     self._slots[name, tensor, direction, title] = len(self._slots)
         self._taken: list[Taken] = []
         self._now: Taken | None = None
+        self._told = False
+        """Whether a layer has told of a tensor in this step."""
         self._pairs: dict[tuple[int, int | None, str], tuple[object, Pairs, tuple[int, ...]]] = {}
 
     @contextmanager
@@ -130,7 +133,8 @@ class Numerics(Readings):
             yield
             self.number += 1
             return
-        now = self._now = Taken(self.number, self._formats(), *self._zeros())
+        now, self._told = Taken(self.number, self._formats(), *self._zeros()), False
+        self._now = now
         try:
             for shard in shards(self._layers):
                 self.observe(shard)
@@ -139,6 +143,11 @@ class Numerics(Readings):
         finally:
             self._now = None
             self._pairs.clear()
+        if not self._told:
+            warn(
+                f"no layer told of a tensor in step {self.number}: a CUDA graph that is replayed tells nobody, and "
+                "neither does a step that leaves the layers out; watch passes that no graph replays"
+            )
         self._turn += 1
         self.number += 1
         self._taken.append(self._over_ranks(now))
@@ -148,6 +157,7 @@ class Numerics(Readings):
         """Take the sums of a tensor, of each of its groups if it has some."""
         if seen.name == "y" or self._now is None or (id(seen.layer), seen.stack) not in self._names:
             return
+        self._told = True
         if isinstance(seen.given, QuantizedTensor):
             return  # nobody has the values that were rounded
         with torch.autocast(seen.given.device.type, enabled=False):

@@ -193,6 +193,35 @@ def test_elements_beyond_a_remembered_scale_are_saturated() -> None:
     assert parts_of("fp8-current", x)["0.x.row"].saturated == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "largest"),
+    [
+        ("mxfp8", 448.0), ("mxfp8(dtype=e5m2)", 57344.0), ("mxfp4", 6.0), ("nvfp4", 6.0), ("nvfp4(block=16x16)", 6.0),
+        ("fp8(scaling=block)", 448.0), ("fp8(scaling=row)", 448.0),
+    ],
+)  # fmt: skip
+def test_a_format_stores_the_same_where_its_scales_need_no_rounding(text: str, largest: float) -> None:
+    """Control: where they do, it stores something else."""
+    quantizer = lpq.quantizer(text).side("row")
+    torch.manual_seed(0)
+    x = torch.randn(128, 256)
+    for block in ((16, 16), (16, 32)):
+        tiles = x.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+        x = (tiles / tiles.abs().amax((1, 3), keepdim=True) * largest).flatten(2, 3).flatten(0, 1)
+        if "nvfp4" in text and block == (16, 16):
+            break
+    x[:, ::16] = largest
+    if "nvfp4" in text:
+        x[-16:] *= 448  # so that the scale of the tensor is 1
+    other = torch.cat([x[:64] * 1.3, x[64:]])
+    for given, same in ((x, True), (other, "row" in text)):
+        stats = quantizer.measure(given)
+        decoded = quantizer.encode(given, stats).bind(quantizer, (128, 256), given.dtype).decode()
+        exact = quantizer.unrounded(given, stats)
+        assert exact is not None
+        assert torch.allclose(exact, decoded, rtol=1e-5) == same
+
+
 class BytesStorage(Storage):
     layout = (Buffer("data", torch.int8), Buffer("step", torch.float32, block=(None, None)))
 
@@ -284,6 +313,16 @@ def test_another_recipe_is_asked_about() -> None:
     assert {one.layer for one in own} == {"0"}
     assert min(one.snr_db or 0 for one in own) > max(one.snr_db or 0 for one in other) + 5
     assert "0 if nvfp4" in watch.table()
+
+
+def test_a_step_without_a_pass_is_told_of() -> None:
+    watch = lpq.observe.numerics(model(), every=2)
+    with pytest.warns(UserWarning, match="no layer told of a tensor in step 0"), watch.step():
+        pass
+    with watch.step():
+        pass
+    assert watch.readings() == []
+    assert watch.table() == "no step was watched so far"
 
 
 def test_a_nan_comes_first() -> None:
