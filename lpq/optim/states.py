@@ -58,6 +58,8 @@ class StateForm(NamedTuple):
     """The least roots that the format keeps, of a second moment."""
     key: str
     """Its name in the state where it is stored."""
+    like: bool
+    """Whether it has the shape of its parameter."""
 
 
 class QuantizedStates(Optimizer):
@@ -96,6 +98,9 @@ class QuantizedStates(Optimizer):
         finally:
             optimizer.param_groups, optimizer.state = groups, state
         for p in self._params():
+            for form in self.forms.values():
+                if form.like and self._why_stays(form, p) is None:
+                    _check_placed(form.quantizer, p)
             self._settle(p)
 
     @property
@@ -301,7 +306,7 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
         safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
         if isinstance(safe, str):
             raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
-        forms[name] = StateForm(quantizer, second, safe, name + ROOT if second else name)
+        forms[name] = StateForm(quantizer, second, safe, name + ROOT if second else name, found[name].like)
     return forms
 
 
@@ -332,19 +337,23 @@ def _value(held: Tensor, second: bool) -> Tensor:
 
 def _empty(quantizer: Quantizer, value: Tensor) -> Tensor:
     """A tensor to store a state in, placed as the state is."""
-    local, placed = local_part(value), isinstance(value, DTensor)
+    _check_placed(quantizer, value)
+    local = local_part(value)
+    matrix = as_matrix(local).shape
+    operand = quantizer.storage.empty(quantizer, tuple(matrix), value.dtype, local.device)
+    made = QuantizedTensor(operand, None, quantizer, local.shape, value.dtype)
+    if not isinstance(value, DTensor):
+        return made
+    return dtensor_over(made, value.device_mesh, value.placements, tuple(value.shape))
+
+
+def _check_placed(quantizer: Quantizer, value: Tensor) -> None:
+    """Refuse a placement over ranks whose parts are no parts of the whole operand; all ranks refuse alike."""
     if isinstance(value, DTensor) and (reason := why_not_placed(quantizer, value)) is not None:
         raise ValueError(
             f"a state of shape {list(value.shape)} cannot be stored as {quantizer} on these ranks, because {reason}. "
             "Which states are stored must not depend on the ranks: choose another format for all"
         )
-    matrix = as_matrix(local).shape
-    operand = quantizer.storage.empty(quantizer, tuple(matrix), value.dtype, local.device)
-    made = QuantizedTensor(operand, None, quantizer, local.shape, value.dtype)
-    if not placed:
-        return made
-    assert isinstance(value, DTensor)
-    return dtensor_over(made, value.device_mesh, value.placements, tuple(value.shape))
 
 
 def _matrix(value: Tensor, form: StateForm, target: QuantizedTensor) -> Tensor:

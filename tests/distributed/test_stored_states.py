@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import agreed, fully_shard, on_ranks, spawn
+from ranks import agreed, fully_shard, mesh_of, on_ranks, spawn
 from sharded import How, give_gradients, same_weights, train
 from support.comparing import equal_states
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 import lpq
@@ -116,12 +117,32 @@ def test_a_weight_that_is_gathered_quantized_is_gathered_anew_after_a_step(rank:
 def test_shards_that_would_cut_blocks_are_refused_on_all_ranks_alike(rank: int) -> None:
     net = fully_shard(nn.Linear(128, 128, bias=False))
     blocks = "fp8(scaling=block, block=128x128, pow2=false)"
-    optimizer = QuantizedStates(AdamW(net.parameters()), exp_avg_sq=blocks)
-    give_gradients(net)
-    said = agreed(optimizer.step)
+    said = agreed(lambda: QuantizedStates(AdamW(net.parameters()), exp_avg_sq=blocks))
     assert len({*said}) == 1
     assert "shards of 64 rows cut the blocks of 128" in said[0]
     assert "choose another format for all" in said[0]
+
+
+@on_ranks(2)
+def test_columns_that_tensor_parallelism_shares_out(rank: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    value, gradient = (torch.randn(64, 256, generator=random) for _ in range(2))
+    held = []
+    for shared in (True, False):
+
+        def cut(x: Tensor, shared: bool = shared) -> Tensor:
+            return distribute_tensor(x, mesh_of(), [Shard(1)], src_data_rank=None) if shared else x.clone()
+
+        p = nn.Parameter(cut(value))
+        optimizer = QuantizedStates(AdamW([p], lr=1e-2), **ADAM)
+        for _ in range(2):
+            p.grad = cut(gradient)
+            optimizer.step()
+        held.append({**_held(p.detach()), **_states(nn.ParameterList([p]), optimizer)})
+    assert equal_states(*held)
+    narrow = nn.Parameter(distribute_tensor(value[:, :128], mesh_of(), [Shard(1)], src_data_rank=None))
+    said = agreed(lambda: QuantizedStates(AdamW([narrow]), **ADAM))
+    assert "shards of 64 columns cut the blocks of 128" in said[0]
 
 
 def _trained(net: nn.Module, stored: bool, steps: int = 2) -> Any:
