@@ -130,6 +130,15 @@ class Changes(Pairs):
         return Rotation(signs=tuple(int(sign) for sign in torch.randint(2, (64,)) * 2 - 1))
 
 
+class KeepsNoTurnStorage(PairsStorage):
+    layout = (Buffer("data", torch.int8, pad=32), Buffer("scale", torch.float32, block=(1, None)))
+
+
+@stored(KeepsNoTurnStorage)
+class KeepsNoTurn(Pairs):
+    rotation = Rotation(drawn=32)  # type: ignore[assignment]
+
+
 REFUSED = {
     NamesItsRotation: "has rotation='pairs': a name tells no rotations apart. Remedy: let NamesItsRotation.rotation",
     NamesOptions: "has rotation_options, which plugin interface 2 does without: a * Remedy: take rotation_options away",
@@ -137,4 +146,5 @@ REFUSED = {
     Undoes: "is rotated, and UndoesStorage has no decode_stored(self), or a decode(self) of its own",
     CutsPairs: "mixes 2 columns, and every buffer of CutsPairsStorage may be cut between them. Remedy: declare pad=2",
     Changes: "Changes.rotation is another one whenever it is called",
+    KeepsNoTurn: "of 32 after signs that each pass draws, and KeepsNoTurnStorage keeps no 'turn'. Remedy: be stoch",
 }

@@ -14,6 +14,7 @@ from lpq.kernels.blackwell_scales import swizzled
 from lpq.operations.binding import Operand
 from lpq.operations.exact_form import Exact
 from lpq_nvfp4 import views
+from lpq_nvfp4.eden import ROTATED
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP
 from lpq_nvfp4.storage import NVFP4Storage
@@ -73,7 +74,8 @@ def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:
 def native(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Multiply as the reference does. Shapes that the scaled matmul refuses are multiplied in bf16."""
     (rows, inner), cols = a.shape, b.shape[0]
-    if inner % (2 * ALIGNED) or cols % ALIGNED or 0 in (rows, inner, cols) or not a.quantizer.whole(inner):
+    aligned = ROTATED if a.quantizer.stochastic == "eden" else 2 * ALIGNED  # else it would multiply what pads groups
+    if inner % aligned or cols % ALIGNED or 0 in (rows, inner, cols):
         return gemm(a, b, bias, dtype)
     narrow = dtype == torch.bfloat16
     levels = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
