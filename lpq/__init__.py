@@ -12,6 +12,24 @@ from typing import TYPE_CHECKING, Any
 from lpq.importing import after_import, keep_moved
 
 if TYPE_CHECKING:
+    from lpq import calibration as calibration
+    from lpq import checkpoint as checkpoint
+    from lpq import core as core
+    from lpq import distributed as distributed
+    from lpq import emulation as emulation
+    from lpq import engines as engines
+    from lpq import formats as formats
+    from lpq import integrations as integrations
+    from lpq import kernels as kernels
+    from lpq import nn as nn
+    from lpq import observe as observe
+    from lpq import operations as operations
+    from lpq import optim as optim
+    from lpq import recipes as recipes
+    from lpq import registry as registry
+    from lpq import tensor as tensor
+    from lpq import testing as testing
+    from lpq import train as train
     from lpq.calibration import calibrate
     from lpq.engines import export, load_quantized
     from lpq.formats import Quantizer, Storage
@@ -21,10 +39,14 @@ if TYPE_CHECKING:
     from lpq.nn.stepping import replan, set_step
     from lpq.operations import gemm
     from lpq.recipes import Policy, Recipe, policy, recipe
-    from lpq.registry import quantizer
     from lpq.tensor import QuantizedTensor
 
     __version__: str
+
+    def quantizer(text: str | Quantizer, /, **options: object) -> Quantizer:
+        """Make the quantizer that a text describes. The registry has the function; it imports no torch, for types
+        neither."""
+
 
 _HOME = {
     "lpq.calibration": ("calibrate",),
@@ -77,23 +99,25 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(import_module(_MODULE_OF[name]), name)
-    elif name in _SUBMODULES:
-        value = import_module(f"lpq.{name}")
-    elif name == "__version__":
-        from importlib.metadata import version  # half of the time that `import lpq` would take
+if not TYPE_CHECKING:  # a type checker that sees this takes any name for one of lpq's
 
-        value = version("lpq")
-    else:
-        raise AttributeError(f"module 'lpq' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        elif name in _SUBMODULES:
+            value = import_module(f"lpq.{name}")
+        elif name == "__version__":
+            from importlib.metadata import version  # half of the time that `import lpq` would take
+
+            value = version("lpq")
+        else:
+            raise AttributeError(f"module 'lpq' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES, "__version__"})
+    return sorted([*__all__, *_SUBMODULES, "__version__"])
 
 
 def _rebuild(*saved: Any) -> Any:

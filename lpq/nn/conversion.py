@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from lpq.nn.conversion_plan import BECAME, TAKEN, Change, ConversionPlan, change
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.expert_notes import expert_notes
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import Model, check_model
 from lpq.nn.fused_blocks import fuse as fuse_blocks
 from lpq.nn.fused_blocks import notes as fusion_notes
 from lpq.nn.linear import Layer
@@ -48,7 +48,7 @@ class Conversion:
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     policy: PolicyLike,
     *,
     steps: Steps = None,
@@ -57,7 +57,7 @@ def convert(
     ranks: int | None = None,
     accumulate: Accumulate | None = None,
     fuse: bool = False,
-) -> nn.Module:
+) -> Model:
     """Convert the linear layers of ``model`` in place and return it.
 
     A model may be converted again. A policy that is one recipe leaves out layers with ``lm_head``, ``gate`` or
@@ -109,7 +109,7 @@ def convert(
     schedules = {name: change.schedule for change in changes for name in change.layers}
     check_layers(made, schedules, accumulate)
     check_weights(model, made, weights, ranks, schedules)
-    model = _apply(model, plan, changes)
+    model = cast(Model, _apply(model, plan, changes))
     every = [plain_name(alias) for aliases in plan.names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     covered = coverage(model, {entry.name for entry in converted})

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+"""The class of a model that a function returns as it got it."""
 
 
 def check_model(model: object, error: type[Exception] = TypeError) -> None:

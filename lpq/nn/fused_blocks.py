@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lpq.nn.adopted_norms import adopt, norm_of, release
 from lpq.nn.extended import Extension, extend, restore
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import Model, check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
 from lpq.nn.fused_mlp import SwiGLU, mlp, why_apart
@@ -92,7 +92,7 @@ def _why_changed(block: FusedBlock) -> str | None:
     return None
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse(model: Model) -> Model:
     """Compute blocks of a converted model as one function each, where encoded operands may go from layer to layer.
 
     A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. So is a norm whose output goes to
@@ -131,7 +131,7 @@ def fuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def unfuse(model: nn.Module) -> nn.Module:
+def unfuse(model: Model) -> Model:
     """Give the blocks and norms that ``fuse`` changed their former classes, and return the model.
 
     Args:

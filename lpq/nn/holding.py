@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import Model, check_model
 from lpq.nn.linear import Layer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Held(Watcher):
 
 
 @contextmanager
-def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
+def hold_weights(model: Model) -> Iterator[Model]:
     """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
 
     Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not check, on leaving.

@@ -84,7 +84,7 @@ def test_what_is_to_follow_an_import_follows_it_once(tmp_path: Path, monkeypatch
 
 
 def test_every_public_name_is_listed_and_typed() -> None:
-    assert set(lpq.__all__) | {"__version__"} <= set(dir(lpq))
+    assert dir(lpq) == sorted([*lpq.__all__, *lpq._SUBMODULES, "__version__"])
     assert set(lpq.__all__) == set(lpq._MODULE_OF)
     for name in lpq._SUBMODULES:
         assert getattr(lpq, name) is sys.modules[f"lpq.{name}"]
