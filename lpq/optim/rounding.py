@@ -18,6 +18,9 @@ from torch import Tensor
 
 from lpq.formats import Quantizer, Stat
 from lpq.formats.blocks import block_amax, expand_blocks
+from lpq.operations.decoding import decode_reference
+from lpq.operations.measuring import measure_reference
+from lpq.operations.quantizing import quantize_reference
 
 TWICE = 2.0
 """The factor by which rounding may enlarge a first moment, and lessen the root of a second moment."""
@@ -34,9 +37,10 @@ class LeastKept(NamedTuple):
 
 
 def rounded(quantizer: Quantizer, x: Tensor) -> Tensor:
-    """Encode a matrix, and return the values that it decodes to."""
-    decoded: Tensor = quantizer.quantize(x, col=False).dequantize(torch.float32)
-    return decoded
+    """Encode a matrix, and return the values that it decodes to, by the reference, whatever kernels are asked for."""
+    buffers = quantize_reference(x, measure_reference(x, quantizer, None), quantizer, None, None, 0, False)
+    operand = quantizer.storage.wrap(buffers, quantizer, tuple(x.shape), x.dtype)
+    return decode_reference(operand, torch.float32)
 
 
 @cache
@@ -102,10 +106,10 @@ def raised(root: Tensor, kept: LeastKept | None, amax: Tensor | None = None) -> 
 @cache
 def _numbers() -> Tensor:
     """Numbers of both signs and all sizes, some of which are zero, in blocks that are near zero or large."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
 
     def drawn(high: int, wide: int) -> Tensor:
-        coarse = torch.rand(ROWS // high, COLS // wide, generator=random)
+        coarse = torch.rand(ROWS // high, COLS // wide, generator=random, device="cpu")
         return coarse.repeat_interleave(high, 0).repeat_interleave(wide, 1)
 
     sizes = drawn(1, 1) * LEAST + sum(drawn(*block) * 10 for block in ((1, 16), (16, 16), (128, 128)))

@@ -156,7 +156,7 @@ class QuantizedStates(Optimizer):
         state: State = self.state[p]
         if not state:
             zero = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name in self.forms}
-            state.update(step=torch.tensor(0.0, dtype=torch.float32), **zero)
+            state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zero)
             self._store(state, {})
         m, root = _held(state.get(first.key)), _held(state.get(second.key))
         if m is None or root is None:
@@ -293,7 +293,9 @@ class QuantizedStates(Optimizer):
 
 
 def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[str, StateForm]:
-    kind, found = type(optimizer).__name__, states_of(optimizer)
+    kind = type(optimizer).__name__
+    with torch.device("cpu"):  # whatever the default device is
+        found = states_of(optimizer)
     has = f"{kind} keeps {', '.join(found)}" if found else f"{kind} keeps no state of a parameter"
     if not formats:
         raise OptionError(f"QuantizedStates got no format, and {has}: give one for each that is to be stored, by name")
@@ -303,7 +305,8 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
             raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}")
         quantizer: Quantizer = registry.quantizer(text).side("row")
         second = found[name].second
-        safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
+        with torch.device("cpu"):
+            safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
         if isinstance(safe, str):
             raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
         forms[name] = StateForm(quantizer, second, safe, name + ROOT if second else name, found[name].like)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.optim import MasterWeights, QuantizedStates, states
+from lpq.optim import MasterWeights, QuantizedStates, rounding, states
 from lpq.registry.errors import OptionError
 
 FIRST, SECOND = "mxfp8", "fp8(scaling=block, pow2=false)"
@@ -276,6 +276,20 @@ def test_states_of_an_optimizer_that_was_not_wrapped_are_encoded_when_it_is_or_w
     rows = QuantizedStates(AdamW(_params(), lr=1e-2), exp_avg="fp8(scaling=row)", exp_avg_sq=SECOND)
     rows.load_state_dict(other.state_dict())
     assert {str(state["exp_avg"].quantizer) for state in _stored(rows)} == {"fp8(scaling=row)"}
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_a_format_is_tried_out_by_the_reference_on_a_cpu(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernels are allowed, and wherever tensors are made by default."""
+    for name in ("why_not", "least_kept"):
+        monkeypatch.setattr(states, name, getattr(rounding, name).__wrapped__)  # not what was found before
+    monkeypatch.setenv("LPQ_KERNELS", "cuda")
+    params = _params()
+    with torch.device(default):
+        optimizer = QuantizedStates(AdamW(params), **ADAM)
+    monkeypatch.delenv("LPQ_KERNELS")
+    _train(params, optimizer, last=1)
+    assert len(_stored(optimizer)) == 3
 
 
 def test_groups_and_schedules_are_one_with_the_wrapped_optimizer() -> None:
