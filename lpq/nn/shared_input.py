@@ -29,7 +29,7 @@ class KnownInput(weakref.ref[Tensor]):
     """The operands."""
 
 
-class Inputs(list[KnownInput]):
+class EncodedInputs(list[KnownInput]):
     """The inputs that the layers of a model encoded last."""
 
     def gone(self, known: KnownInput) -> None:
@@ -83,7 +83,7 @@ class EncodedInput:
         self.column = column
 
 
-class LastInput(Inputs):
+class LastInput(EncodedInputs):
     """The input that layers of a model encoded last, for layers that get the same tensor next. Only one is kept, so
     that all ranks find it or none does. The next input replaces it, and the first gradient frees it.
     """

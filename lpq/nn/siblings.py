@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.nn.shared_input import Inputs, KnownInput, LastInput
+from lpq.nn.shared_input import EncodedInputs, KnownInput, LastInput
 from lpq.operations.binding import Encoded
 from lpq.operations.encoder import Encoder
 from lpq.operations.states import State
@@ -57,7 +57,7 @@ class StaticValues:
         return self._values
 
 
-class SharedInputs(Inputs):
+class SharedInputs(EncodedInputs):
     """The inputs that the layers of a model encoded last: of each the row operand; the column operand, whether it is
     made of the row operand, and whether backward makes it; and the buffers of both operands. Where backward makes the
     column operand, it uses the tensor and the second list."""
