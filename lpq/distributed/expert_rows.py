@@ -26,6 +26,7 @@ from lpq.operations.operands import encode_operands
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.autograd import at_the_end_of_backward
 from lpq.torch_private.collectives import all_to_all, arrived, begin_all_reduce
+from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.distributed import group_named
 
 WRONG = -1
@@ -63,7 +64,7 @@ class RowExchange:
         self._call: Sent | None = None
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def dispatch(self, rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this rank, and where
         the rows of each expert end. Where rows travel encoded, the returned tensor has the row operand alone. The host
@@ -116,7 +117,7 @@ class RowExchange:
         fits = (counts >= 0).all() & (known[-1] <= len(rows))
         return torch.where(fits, counts, WRONG), lines, None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def combine(self, results: Tensor) -> Tensor:
         """Send results back. Return the results of this rank's own rows, in their order; zero where a row went to no
         expert. Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply

@@ -24,6 +24,7 @@ from lpq.nn.passes import MOST_CALLS
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.offsets import as_offsets
+from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from lpq.recipes import RecipeLike
 
 
-_outside_graphs = torch.compiler.disable(grouped_linear_of)  # type: ignore[no-untyped-call]
+_outside_graphs = outside_graphs(grouped_linear_of)
 
 
 class GroupedLayer(StatefulLayer):

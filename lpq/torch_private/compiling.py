@@ -4,10 +4,12 @@ replaces."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,6 +24,18 @@ def once_when_traced(function: F) -> F:
     decorator does the same, and imports the whole compiler for that."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def outside_graphs(function: F) -> F:
+    """Make torch.compile call the function outside of graphs. torch.compiler's own decorator does the same, and imports
+    the whole compiler for that."""
+    outside = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return outside(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else function(*args, **kwargs)
+
+    return cast("F", call)
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:

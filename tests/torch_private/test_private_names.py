@@ -365,6 +365,20 @@ def test_a_function_is_called_once_when_it_is_traced() -> None:
     assert called == [1]
 
 
+def test_a_function_is_called_outside_of_graphs() -> None:
+    compiles: list[bool] = []
+
+    @compiling.outside_graphs
+    def outside(x: Tensor) -> Tensor:
+        compiles.append(torch.compiler.is_compiling())
+        return x + len(compiles)
+
+    compiled = torch.compile(lambda x: outside(x + 1) * 2, backend="eager")
+    assert [compiled(torch.zeros(1)).item() for _ in range(2)] == [4, 6]
+    assert outside(torch.zeros(1)).item() == 3
+    assert compiles == [False, False, False]
+
+
 def test_guarded_tensors_are_printed_by_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only in those versions is memory lent to freed buffers of gathered weights, so that they can be read."""
     printed: list[Any] = []
