@@ -27,8 +27,9 @@ struct Parameters {
     i64 offset;
 };
 
-// Registers of a thread: `busy` ones keep more than their elements.
-constexpr int needs(bool busy) { return LPQ_INPUT == LPQ_FP32 ? 255 : busy && REGISTERS < 80 ? 80 : REGISTERS; }
+// Registers of a thread: a busy one keeps more than its elements.
+template <bool BUSY>
+constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : BUSY && REGISTERS < 80 ? 80 : REGISTERS;
 
 // How the lines of a thread are encoded, and where their exponents go.
 template <int RULE, bool STOCHASTIC>
@@ -82,7 +83,7 @@ template <int RULE, bool STOCHASTIC, bool EXACT = false>
 struct Row : Side {
     typedef mxfp4::Parameters Parameters;
     static constexpr bool WAITS = false;
-    static constexpr int NEEDS = needs(STOCHASTIC && EXACT), ACROSS = WIDE / 32;  // blocks in a tile
+    static constexpr int NEEDS = needs<(STOCHASTIC && EXACT)>, ACROSS = WIDE / 32;  // blocks in a tile
     struct Shared {
         ByColumns<ACROSS, TALL> exponents;
     };
@@ -153,7 +154,7 @@ struct OnTheWay<true> : TransposedValues {};
 template <int RULE, bool STOCHASTIC, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef mxfp4::Parameters Parameters;
-    static constexpr int NEEDS = needs(ROTATED || (STOCHASTIC && EXACT)), DOWN = TALL / 32;
+    static constexpr int NEEDS = needs<(ROTATED || (STOCHASTIC && EXACT))>, DOWN = TALL / 32;
     static_assert(halves_are_16_apart<ROTATED>, "tiles are too wide");
     struct Shared {
         ByColumns<DOWN, WIDE> exponents;

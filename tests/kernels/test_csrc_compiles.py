@@ -101,6 +101,25 @@ def compiler() -> Callable[[Path, Macros, str, Path], str | None] | None:
     return by_nvrtc if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core") else None
 
 
+BEGINS = re.compile(r"^\s*(?:template *<[^;{]*> *)?(?:[\w:<>,*&]+ +)+[*&]?\w+\([^;]*\)(?: const)? \{", re.MULTILINE)
+"""The first line of a definition of a function, of a statement such as ``if``, too."""
+STATEMENT = re.compile(r"^\s*(else|return)\b")
+
+
+def of_no_device(source: str) -> list[str]:
+    """The lines at which functions begin that would be the host's, which NVRTC refuses."""
+    found = (match.group().strip("\n") for match in BEGINS.finditer(source))
+    return [line for line in found if not re.search(r"__(device|global)__", line) and not STATEMENT.match(line)]
+
+
+def test_every_function_is_one_of_the_device() -> None:
+    """Where a CPU imitates a GPU, a function of the host compiles, too."""
+    assert of_no_device("constexpr int needs(bool busy) { return 80; }")
+    assert not of_no_device("__device__ int f(int a) {")
+    for source in nvrtc_cache.csrc().glob("**/*.cu*"):
+        assert not of_no_device(source.read_text()), source
+
+
 def test_every_kernel_waits_before_it_does_anything() -> None:
     """They are launched while the kernel before may still run; a GPU would seldom show that one does not wait."""
     found = 0
