@@ -23,7 +23,7 @@ from lpq.nn.functional import grouped_linear
 from lpq.operations import groups
 
 RECIPES = [
-    "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-fwd-mxfp8-bwd",
+    "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nvfp4-fwd-mxfp8-bwd",
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
 """A recipe of each kind; recipes that remember statistics across steps are refused."""

@@ -18,7 +18,7 @@ import lpq
 from lpq.core import encode_operands, gemm
 
 RECIPES = [
-    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
+    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
     "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
