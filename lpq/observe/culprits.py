@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,8 +23,8 @@ from lpq.distributed.ranks import Ranks
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.stepping import promote
-from lpq.observe.numerics import is_shared
 from lpq.observe.replay import Before, Closure, Replay
+from lpq.observe.sharing import device_of, is_shared
 from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
@@ -105,21 +106,22 @@ def culprits(
         least: How far a part must move the gradients to be looked into.
         replays: The most replays in the search for layers.
     """
-    ranks = Ranks.of(None, is_shared(model), "replays")
+    device = device_of(next(model.parameters()))
+    over = partial(_over, Ranks.of(None, is_shared(model), "replays"), device=device)
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
     ours = [local_part(p.grad) for p in model.parameters() if p.requires_grad and p.grad is not None]
     with replay.running():
         loss, base = replay.run({})
         there = [g for g, p in zip(base, _trained(model), strict=True) if p.grad is not None]
-        same = None if not ours else _over(ranks, [_differ(ours, there)]) == 0
+        same = None if not ours else over([_differ(ours, there)]) == 0
         whole = {layer: _in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
         exact_loss, exact = replay.run(whole)
-        size = math.sqrt(_over(ranks, [g.double().square().sum() for g in exact]))
+        size = math.sqrt(over([g.double().square().sum() for g in exact]))
 
         def error(gradients: Sequence[Tensor]) -> float:
             squares = [(a.double() - b.double()).square().sum() for a, b in zip(gradients, exact, strict=True)]
-            return math.sqrt(value) / size if math.isfinite(value := _over(ranks, squares)) and size else math.inf
+            return math.sqrt(value) / size if math.isfinite(value := over(squares)) and size else math.inf
 
         start = error(base)
 
@@ -149,15 +151,15 @@ def _differ(ours: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     alike = len(ours) == len(others) and all(
         a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, others, strict=False)
     )
-    return torch.zeros((), device=ours[0].device) if alike else torch.ones((), device=ours[0].device)
+    return torch.tensor(0.0 if alike else 1.0)
 
 
-def _over(ranks: Ranks, values: Sequence[Tensor]) -> float:
+def _over(ranks: Ranks, values: Sequence[Tensor], device: torch.device) -> float:
     """The sum of numbers over parameters and ranks."""
-    device = next(value.device for value in [*values, torch.zeros(())])
-    total = torch.stack([value.double().to(device) for value in values]).sum()
+    total = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(v.double().to(device) for v in values)])
     group: Any = ranks.group or dist.group.WORLD if ranks.size > 1 else None
-    return float(total if group is None else reduce_sum([total.reshape(1)], group)[0])
+    summed = total.sum().reshape(1)
+    return float(summed if group is None else reduce_sum([summed], group)[0])
 
 
 class _Search:

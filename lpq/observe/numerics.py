@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as Replicas
 
 from lpq import recipes
 from lpq.distributed.ranks import Ranks
@@ -29,6 +27,7 @@ from lpq.observe.gradients import Pairs, signal_and_noise
 from lpq.observe.operands import Operand, operands
 from lpq.observe.readings import NumericsError, Readings
 from lpq.observe.shards import shards
+from lpq.observe.sharing import device_of, is_shared
 from lpq.observe.sums import SUMS, Reading, reading_of, sums_of
 from lpq.operations.reduce_statistics import reduce_max, reduce_sum
 from lpq.recipes.gemms import TENSORS
@@ -179,8 +178,8 @@ class Numerics(Readings):
             amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
             for one in found:
                 at = self._slots[name, seen.name, one.direction, recipe]
-                now.sums[at].add_(sums_of(one, whole))
-                now.amax[at] = torch.maximum(now.amax[at], amax)
+                now.sums[at].add_(sums_of(one, whole).to(now.sums.device))
+                now.amax[at] = torch.maximum(now.amax[at], amax.to(now.amax.device))
         for one in found:
             if one.direction == "col" and seen.name != "w":
                 self._take_pairs(seen, one, self._slots[name, "dw", "", recipe], recipe, now)
@@ -194,8 +193,8 @@ class Numerics(Readings):
         _, pairs, others = self._pairs.pop(key, (None, None, None))
         if pairs is not None and others == alike:
             signal, noise = signal_and_noise(pairs, Pairs.of(operand))
-            now.sums[at, SUMS.index("square")] += signal
-            now.sums[at, SUMS.index("error")] += noise
+            now.sums[at, SUMS.index("square")] += signal.to(now.sums.device)
+            now.sums[at, SUMS.index("error")] += noise.to(now.sums.device)
 
     def _over_ranks(self, taken: Taken) -> Taken:
         """Add the sums of all ranks up: one collective for the sums, and one for the largest magnitudes."""
@@ -218,7 +217,7 @@ class Numerics(Readings):
         return found
 
     def _zeros(self) -> tuple[Tensor, Tensor]:
-        device = next(layer.shared_weight().device for layer in self._layers)
+        device = next(device_of(layer.shared_weight()) for layer in self._layers)
         size = len(self._slots)
         return torch.zeros(size, len(SUMS), dtype=torch.float64, device=device), torch.zeros(size, device=device)
 
@@ -245,12 +244,6 @@ class Numerics(Readings):
     def tensorboard(self, directory: str | Path) -> None:
         if self._ranks.rank == 0:
             super().tensorboard(directory)
-
-
-def is_shared(model: nn.Module) -> bool:
-    """Whether ranks share the model: its parameters lie over a mesh, or it has replicas."""
-    over_a_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return over_a_mesh or any(isinstance(module, Replicas) for module in model.modules())
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lpq.nn.first_argument import check_model
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
+from lpq.observe.sharing import device_of
 from lpq.recipes import Recipe
 from lpq.torch_private.tensors import local_part
 
@@ -27,7 +28,7 @@ class Before:
 
     def __init__(self, model: nn.Module) -> None:
         check_model(model)
-        self._device = next(model.parameters()).device
+        self._device = device_of(next(model.parameters()))
         self._bits = self.bits()
         self._buffers = [
             (module, name, local_part(buffer).clone())

@@ -1,0 +1,21 @@
+"""How ranks share a model, and the device on which this one computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as Replicas
+
+
+def is_shared(model: nn.Module) -> bool:
+    """Whether ranks share the model: its parameters lie over a mesh, or it has replicas."""
+    over_a_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return over_a_mesh or any(isinstance(module, Replicas) for module in model.modules())
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """The device of passes with this parameter, whose shards may be kept on the host."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
