@@ -261,6 +261,10 @@ def test_eden(direction: str) -> None:
     ):  # fmt: skip
         quantize(matrix, stats, *sides, offset, True)
     compare("measure", quantizer, (x, *sides), "of all sizes")
+    for matrix, dtype in zip((x, x.nan_to_num(1, 1)[:, :128]), DTYPES, strict=False):
+        made = operations.quantize_reference(matrix, [], quantizer, None, torch.tensor(SEED), 0, False)
+        operand = quantizer.storage.wrap(made, quantizer, (140, matrix.shape[1]), torch.float32)
+        compare("decode", quantizer, (operand, dtype), "of all sizes")
 
 
 def test_random_bits_in_groups_that_are_cut() -> None:

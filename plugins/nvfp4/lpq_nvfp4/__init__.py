@@ -23,6 +23,7 @@ KERNELS = (
         several="lpq_nvfp4.views:bind_transposes",
     ),
     KernelSpec.cuda("decode", "lpq_nvfp4.views:decode", why_not=EDEN),
+    KernelSpec.cuda("decode", "lpq_nvfp4.eden_cuda:decode", why_not="lpq_nvfp4.eden:why_not_this"),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
     *(
         KernelSpec.cuda(op, f"lpq_nvfp4.eden_cuda:{op}", why_not="lpq_nvfp4.eden:why_not_this")
@@ -34,7 +35,7 @@ KERNELS = (
     KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
     *(
         KernelSpec.triton(op, f"lpq_nvfp4.eden_triton:{op}", why_not="lpq_nvfp4.eden:why_not_this")
-        for op in ("measure", "quantize")
+        for op in ("measure", "quantize", "decode")
     ),
     KernelSpec(
         op="gemm", impl="lpq_nvfp4.gemm:native", why_not="lpq_nvfp4.gemm:why_not", formats=("nvfp4", "nvfp4"),

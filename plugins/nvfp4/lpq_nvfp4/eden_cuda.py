@@ -13,8 +13,9 @@ from lpq.formats.format import Direction
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import FINISH, SQUARE, amax_finish, amax_parts, bind_amax_parts, pointer, reading
+from lpq.kernels.tiles import FINISH, OUTPUTS, SQUARE, amax_finish, amax_parts, bind_amax_parts, pointer, reading
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq.operations.measuring import measure_reference
@@ -22,9 +23,11 @@ from lpq_nvfp4.eden import ROTATED
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
+from lpq_nvfp4.storage import NVFP4Storage
 
 THREADS, LINES = 256, 32
 """Threads of a block, each with 16 elements, and lines of a column operand that these take."""
+DECODE = CudaKernel("nvfp4/eden_decode.cu", "decode_eden", "PPPPPqq", threads=THREADS, waits=True)
 ENCODE = CudaKernel("nvfp4/eden.cu", "encode_eden", "PPPPPPIPqqq", threads=THREADS, waits=True)
 
 
@@ -80,6 +83,19 @@ def bind(e: Encoding) -> Encode | None:
 
 
 quantize = unbound(bind)
+
+
+def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for."""
+    rows, cols = operand.shape
+    if dtype not in OUTPUTS or not rows or not cols:
+        return decode_reference(operand, dtype)
+    buffers = [buffer.contiguous() for buffer in operand.tensors()]
+    out = buffers[0].new_empty((rows, cols), dtype=dtype)
+    groups = rows * -(-cols // ROTATED)
+    count = -(-groups * (ROTATED // GROUP) // THREADS)
+    DECODE.launch(out.get_device(), (OUTPUTS[dtype],), count, *map(pointer, (*buffers, out)), rows, cols)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- tile by tile

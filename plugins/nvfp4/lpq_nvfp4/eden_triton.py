@@ -1,4 +1,4 @@
-"""MS-EDEN's Triton kernel: one operand from one read, after one more for the amax of the matrix."""
+"""MS-EDEN's Triton kernels: one operand from one read, after one more for the amax of the matrix; and the way back."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from lpq.kernels.triton.numbers import (
     decode_float8,
     pack_nibbles,
     size_of,
+    unpack_nibbles,
     value_of,
     widen,
 )
 from lpq.kernels.triton.rotation import hadamard
-from lpq.kernels.triton.tiles import block_amax, load_tile, place_of_tile, spread, store_tile
+from lpq.kernels.triton.tiles import block_amax, load_tile, place_of_tile, spread, store_tile, store_values
+from lpq.operations.decoding import decode_reference
+from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize_reference
 from lpq_nvfp4 import eden
@@ -112,6 +115,21 @@ def _encode(
     store_tile(data, pack_nibbles(codes), line, col // 2, lines, blocks * (WIDTH // 2))
 
 
+@triton.jit
+def _decode(data, scale, amax, turn, out, rows, cols, HIGH: tl.constexpr):
+    line, col = place_of_tile(cols, HIGH, ROTATED)
+    blocks = ((cols - 1) // ROTATED + 1) * (ROTATED // WIDTH)
+    codes = unpack_nibbles(load_tile(data, line, col // 2, rows, blocks * (WIDTH // 2), HIGH, ROTATED // 2))
+    group, place = col // WIDTH + tl.arange(0, ROTATED // WIDTH)[None, :], line + tl.arange(0, HIGH)[:, None]
+    scales = decode_float8(tl.load(scale + place * blocks + group, mask=place < rows, other=0), False)
+    values = decode_e2m1(codes) * spread(scales, HIGH, ROTATED)
+    largest = tl.load(amax + tl.zeros((1, 1), tl.int32))
+    shifted = largest > 1  # a large amax would overflow before the last factor
+    values = values * tl.where(shifted, largest * 0.000244140625, largest)
+    values = values * tl.where(shifted, 4096.0 * (1.0 / 2688.0), 1.0 / 2688.0)
+    store_values(out, hadamard(values * ROOT, 7) * _signs(tl.load(turn).to(tl.int64)), line, col, rows, cols)
+
+
 def measure(x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None) -> list[Tensor]:
     """The amax of the matrix."""
     if x.numel() == 0:
@@ -141,3 +159,15 @@ def quantize(
         HIGH=LINES, num_warps=4,
     )  # fmt: skip
     return [*operand.tensors(), *(measured if measure else [])]
+
+
+def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for."""
+    rows, cols = operand.shape
+    if dtype not in DTYPES or not rows or not cols:
+        return decode_reference(operand, dtype)
+    data, scale, amax, turn = (buffer.contiguous() for buffer in operand.tensors())
+    out, count = data.new_empty((rows, cols), dtype=dtype), programs((rows, cols), LINES, eden.ROTATED)
+    scale = scale.view(torch.uint8)
+    launch(_decode, count, data, scale, amax, turn, out, rows, cols, HIGH=LINES, num_warps=4)
+    return out
