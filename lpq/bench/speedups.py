@@ -93,7 +93,7 @@ def title(environment: dict[str, Any]) -> str:
 
 
 def failures(shapes: Sequence[Measured]) -> list[str]:
-    """What failed, each once."""
+    """List the failures, each once."""
     texts = (
         f"{label(row['library'], row['recipe'], row['compiled'])}: {row['failure']}"
         for shape in shapes

@@ -39,7 +39,7 @@ def _why_emulated(device: torch.device, sm: int | None) -> str:
 
 
 def _missing(device: torch.device, has_cuda_core: bool) -> str | None:
-    """What keeps kernels from running on a GPU, and the remedy; None if nothing does."""
+    """Say why no kernel runs on a GPU, and the remedy; None if kernels run."""
     if not has_cuda_core:
         return f"cuda-core, without which encoding is slow: {cuda.INSTALL}"
     why = cuda.why_not(device)

@@ -210,7 +210,7 @@ def _assigned(
 
 
 def _elsewhere(side: Quantizer, known: Sequence[Scheme]) -> str:
-    """What a layout has a place for in place of this quantizer, and how to come to files that engines read."""
+    """List the quantizers for which the layout has a place, and the ways to files that engines read."""
     others = ", ".join(scheme.quantizer for scheme in known if scheme.unwritten is None)
     has = f"; it has one for: {others}" if others else ", nor for another option of this format"
     layouts = [

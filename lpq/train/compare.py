@@ -35,7 +35,7 @@ from lpq.cli.runs import RECIPE
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry.errors import LpqError
 from lpq.train import data, loop, runs, trainings
-from lpq.train.compare_config import CompareConfig, Job, processors
+from lpq.train.compare_config import CompareConfig, TrainingJob, processors
 from lpq.train.errors import Diverged, Stopped, TrainError
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, described, fixed_sums, pick_device
@@ -103,7 +103,7 @@ def run(config: CompareConfig, console: Console) -> list[Training]:
     return trainings.read_all(config.out)
 
 
-def _refuse_other_policies(done: Sequence[Training], jobs: Sequence[Job]) -> None:
+def _refuse_other_policies(done: Sequence[Training], jobs: Sequence[TrainingJob]) -> None:
     wanted = {job.title: job.config.policy for job in jobs}
     for training in done:
         source = wanted.get(training.title)
@@ -156,7 +156,7 @@ class _Stop:
 # ---------------------------------------------------------------------------------------------- all of them
 
 
-def _work(jobs: Sequence[Job], places: Sequence[str], stop: _Stop, console: Console) -> list[str]:
+def _work(jobs: Sequence[TrainingJob], places: Sequence[str], stop: _Stop, console: Console) -> list[str]:
     """Do the trainings in their order, as many at a time as there are places; return what failed, in words."""
     failed: list[str] = []
     with _bars(jobs, console) as bar:
@@ -174,7 +174,7 @@ def _work(jobs: Sequence[Job], places: Sequence[str], stop: _Stop, console: Cons
         for place in places:
             free.put(place)
 
-        def one(job: Job) -> None:
+        def one(job: TrainingJob) -> None:
             if stop.soon or ends.is_set():
                 return
             place = free.get()
@@ -196,17 +196,17 @@ def _work(jobs: Sequence[Job], places: Sequence[str], stop: _Stop, console: Cons
     return failed
 
 
-Bar = Callable[[Job], Any]
+Bar = Callable[[TrainingJob], Any]
 
 
 @contextmanager
-def _bars(jobs: Sequence[Job], console: Console) -> Iterator[Bar]:
+def _bars(jobs: Sequence[TrainingJob], console: Console) -> Iterator[Bar]:
     """Bars for all trainings together and for each that runs; where there is no terminal, a line when one ends."""
     with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress:
         whole = progress.add_task("all trainings", total=len(jobs), loss="")
 
         @contextmanager
-        def bar(job: Job) -> Iterator[Show]:
+        def bar(job: TrainingJob) -> Iterator[Show]:
             task = progress.add_task(job.name, total=job.config.steps, loss="")
             last: dict[str, Any] = {}
             began = time.monotonic()
@@ -232,7 +232,7 @@ def _bars(jobs: Sequence[Job], console: Console) -> Iterator[Bar]:
 # ---------------------------------------------------------------------------------------------- one of them
 
 
-def train(job: Job, stop: Callable[[], int], say: Say, show: Show) -> None:
+def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> None:
     """Do one training, or the rest of it. What it leaves is its curve, or a checkpoint if ``stop`` ended it."""
     config = job.config
     device, directory = pick_device(config.device), Path(str(config.out))
@@ -276,7 +276,7 @@ def train(job: Job, stop: Callable[[], int], say: Say, show: Show) -> None:
     shutil.rmtree(directory)
 
 
-def _in_process(job: Job, context: Any, ends: Any, console: Console, show: Show) -> None:
+def _in_process(job: TrainingJob, context: Any, ends: Any, console: Console, show: Show) -> None:
     """Do one training in a process of its own, and pass on what it tells."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(job, ends, theirs))
@@ -301,7 +301,7 @@ def _in_process(job: Job, context: Any, ends: Any, console: Console, show: Show)
         raise TrainError(f"{job.name}: {error}")
 
 
-def _child(job: Job, ends: Any, pipe: Connection) -> None:
+def _child(job: TrainingJob, ends: Any, pipe: Connection) -> None:
     """The process of one training. Its parent decides when it stops; signals of the terminal are for the parent."""
     with Interrupt(deaf=True):
         try:

@@ -41,7 +41,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One training of a comparison; without a policy it is the baseline."""
 
     title: str
@@ -83,17 +83,17 @@ class CompareConfig:
                 )
             names[name] = recipe
 
-    def jobs(self, baseline: str) -> list[Job]:
+    def jobs(self, baseline: str) -> list[TrainingJob]:
         """All trainings, seed by seed, each seed's baseline first: so pairs are complete early."""
         sources = {baseline: None, **{title_of(recipe): recipe for recipe in self.recipes}}
         if len(sources) == len(self.recipes):
             raise TrainOptionError(f"{baseline} is what every recipe is compared with: leave it out")
         return [self._job(title, source, seed) for seed in range(self.seeds) for title, source in sources.items()]
 
-    def _job(self, title: str, source: str | None, seed: int) -> Job:
+    def _job(self, title: str, source: str | None, seed: int) -> TrainingJob:
         directory = self.unfinished / f"{plain_name(title)}-{seed}"
         config = replace(self.training, policy=source, seed=seed, out=str(directory))
-        return Job(title, config, file_of(self.out, title, seed), self.command)
+        return TrainingJob(title, config, file_of(self.out, title, seed), self.command)
 
     @property
     def unfinished(self) -> Path:

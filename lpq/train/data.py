@@ -77,8 +77,8 @@ def read(files: Iterator[Path], most: int) -> dict[bytes, bytes]:
 
 
 def parted(texts: dict[bytes, bytes]) -> tuple[bytes, bytes]:
-    """What is trained on, and what is held out: whole files, chosen by their contents, and so the same ones wherever
-    they lie; of few files the last part."""
+    """Split data into what is trained on and what is held out: whole files, chosen by their contents, and so the same
+    ones wherever they lie; of few files the last part."""
     if len(texts) < FILES:
         raw = b"".join(texts.values())
         split = len(raw) - len(raw) // PART
