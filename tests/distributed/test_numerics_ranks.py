@@ -61,6 +61,18 @@ def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, recipe: str, weigh
     assert len(found) == 3 * 7
 
 
+@pytest.mark.starts
+@on_ranks(RANKS)
+def test_ranks_of_fsdp2_watch_a_compiled_model(rank: int) -> None:
+    net = model("mxfp8", weights="high_precision", ranks=RANKS)
+    net.compile(backend="aot_eager")
+    fully_shard(net)
+    batches = tuple(t[rank : rank + 1] for t in data())
+    net(batches[0]).backward(batches[1])  # compiled, and gathered by compiled code
+    net.zero_grad()
+    alike(watched(net, batches), on_one(one_process, "mxfp8", BATCH))  # type: ignore[arg-type]
+
+
 @on_ranks(RANKS)
 def test_weights_that_are_stored_quantized_have_no_line(rank: int) -> None:
     net = model("mxfp8", weights="quantized", ranks=RANKS)
