@@ -14,9 +14,10 @@ GPU_WORKERS = $(shell n=$(FEW_WORKERS); echo $$((n < 10 ? n : 10)))
 LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
+READY_FOR_RELEASE := $(VENV)/.ready-for-release
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-gpu test-sanitized lint types docs check-example ci clean
+.PHONY: help install train test test-fast test-gpu test-sanitized lint types docs publish-docs check-example dist sbom ci clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -70,6 +71,29 @@ check-example: $(READY)  ## install the example plugins, check them and train wi
 	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests && \
 	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name || exit 1; \
 	done
+
+$(READY_FOR_RELEASE): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group release
+	touch $@
+
+# Built twice: from this tree, and from a clone of its commit. A file that is not in the commit makes a difference.
+dist: $(READY_FOR_RELEASE)  ## build wheel and sdist of the commit into dist/, and check them (TAG=v0.1.0: it has that version)
+	rm -rf dist build/again build/clone
+	git clone --quiet . build/clone
+	$(BIN)/hatchling build --directory $(CURDIR)/dist
+	cd build/clone && $(CURDIR)/$(BIN)/hatchling build --directory $(CURDIR)/build/again
+	diff --recursive dist build/again
+	test -z "$(TAG)" || test -f "dist/lpq-$(TAG:v%=%).tar.gz"
+	$(BIN)/twine check --strict dist/*
+
+sbom: dist  ## list what an installation of dist/'s wheel has, as CycloneDX in build/sbom.cdx.json
+	rm -rf build/installed
+	$(PYTHON) -m venv build/installed
+	$(BIN)/python -m pip --python build/installed install --quiet --constraint constraints.txt dist/*.whl
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.cdx.json build/installed/bin/python
+
+publish-docs: $(READY_FOR_RELEASE)  ## put the site as VERSION (and as ALIAS) beside the others on the branch gh-pages, and push it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --push --update-aliases $(if $(VERSION),$(VERSION),$(error name a VERSION)) $(ALIAS)
 
 ci: test lint types docs check-example  ## everything that must pass
 
