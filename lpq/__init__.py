@@ -137,4 +137,4 @@ if "torch" in sys.modules:
         "lpq.core"
     )  # whose operators programs need that were exported; where torch is at hand it costs little
 after_import("torch", _allow)
-keep_moved(_MOVED)
+keep_moved(_MOVED, gone_in="0.2")

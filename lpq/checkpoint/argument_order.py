@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from lpq.registry.warning import warn
+from lpq.registry.warning import deprecate
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,11 +30,8 @@ def model_first(function: F) -> F:
                 args = (args[1], args[0], *args[2:])
             else:
                 return function(*args, **named)
-            warn(
-                f"{name}({path}, {model}) will be an error in the next version: the model is the first argument, call "
-                f"{name}({model}, {path})",
-                DeprecationWarning,
-            )
+            now = f"the model is the first argument, call {name}({model}, {path})"
+            deprecate(f"{name}({path}, {model})", gone_in="0.2", now=now)
         return function(*args, **named)
 
     return cast("F", call)

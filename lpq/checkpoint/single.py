@@ -27,7 +27,7 @@ from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.files.claim import whole_file
 from lpq.files.disk import place
-from lpq.registry.warning import warn
+from lpq.registry.warning import deprecate
 
 
 def write_file(
@@ -56,7 +56,7 @@ def export_file(
 ) -> Path:
     """Deprecated: call ``lpq.export(model, path, layout="lpq")``, which writes the same file."""
     call = f'lpq.export(model, path, layout="lpq"{", decode=True" if decode else ""})'
-    warn(f"lpq.checkpoint.export_file will be removed in the next version: call {call}", DeprecationWarning)
+    deprecate("lpq.checkpoint.export_file", gone_in="0.2", now=f"call {call}")
     return write_file(model, path, decode, process_group)[0]
 
 

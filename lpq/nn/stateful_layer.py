@@ -17,7 +17,7 @@ from lpq.nn.former_layers import as_now
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes.gemms import TENSORS
-from lpq.registry.warning import warn
+from lpq.registry.warning import deprecate
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class StatefulLayer(nn.Module):
 
     @property
     def place(self) -> str:
-        """The former name of ``qualified_name``, for one version more."""
-        warn("layer.place will be removed in the next version: it is layer.qualified_name now", DeprecationWarning)
+        """The former name of ``qualified_name``, until lpq 0.2."""
+        deprecate("layer.place", gone_in="0.2", now="it is layer.qualified_name now")
         return self.qualified_name
 
     @property

@@ -35,6 +35,16 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     )
 
 
+def deprecate(old: str, *, gone_in: str, now: str) -> None:
+    """Warn that a name is an old one.
+
+    Args:
+        gone_in: the version that no longer has it: the next one, which ``tests/test_release.py`` holds.
+        now: what to do in its place.
+    """
+    warn(f"{old} will be removed in lpq {gone_in}: {now}", DeprecationWarning)
+
+
 def _between(frame: FrameType) -> bool:
     """Whether a frame belongs to lpq, to a package that calls it, or to generated code, which has no module."""
     module = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or "torch"

@@ -140,7 +140,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_link_from_the_top_of_the_repository_leads_somewhere() -> None:
     """The site's own build looks at the pages in ``docs`` alone."""
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"):
         assert lost(page, page.read_text()) == [], page.name
 
 

@@ -24,7 +24,12 @@ def test_a_published_import_is_that_of_the_module_now(module: str, names: tuple[
     assert now.__spec__ is not None
     assert now.__spec__.name == lpq._MOVED[module]
     for name in names:
-        assert getattr(old, name) is getattr(now, name)
+        with pytest.warns(
+            DeprecationWarning, match=rf"^{module}.{name} will be .* lpq 0.2: import it from {now.__name__}$"
+        ) as warned:
+            value = getattr(old, name)
+        assert value is getattr(now, name)
+        assert [one.filename for one in warned] == [__file__]
 
 
 @pytest.mark.parametrize("module", sorted(lpq._MOVED))

@@ -1,0 +1,126 @@
+"""What a release is made of: builds of equal bytes, workflows that call targets of make, and old names that end."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+VERSION = PROJECT["project"]["version"]
+SOURCES = [path for folder in ("lpq", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))]
+WARNS = ROOT / "lpq" / "registry" / "warning.py"
+
+
+# ---------------------------------------------------------------------------------------------- old names
+
+
+def ends(code: str) -> Iterator[str]:
+    """The versions in which old names end, as calls in this code say."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.keyword) and node.arg == "gone_in" and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+def after(version: str) -> str:
+    major, minor, *_ = version.split(".")
+    return f"{major}.{int(minor) + 1}"
+
+
+def test_every_old_name_ends_in_the_next_version() -> None:
+    found = {path.relative_to(ROOT).as_posix(): {*ends(path.read_text())} for path in SOURCES}
+    found = {name: versions for name, versions in found.items() if versions}
+    assert {"lpq/__init__.py", "lpq/checkpoint/single.py"} <= {*found}
+    late = {name: versions for name, versions in found.items() if versions != {after(VERSION)}}
+    assert late == {}, (
+        f"this is {VERSION}: take the old names away that end in it, and let others end in {after(VERSION)}"
+    )
+
+
+def test_an_old_name_that_stays_is_noticed() -> None:
+    assert [*ends('deprecate("a", gone_in="0.2", now="call b")\nkeep_moved(names, gone_in="0.3")')] == ["0.2", "0.3"]
+    assert (after("0.1.0"), after("0.2.3"), after("1.9.0")) == ("0.2", "0.3", "1.10")
+
+
+def test_no_deprecation_goes_around_the_function_that_names_the_version() -> None:
+    assert [path for path in SOURCES if "DeprecationWarning" in code_of(path)] == [WARNS]
+
+
+def code_of(path: Path) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+
+
+# ---------------------------------------------------------------------------------------------- builds
+
+
+def wheel_of_a_copy(target: Path, seconds: int, mode: int) -> Path:
+    """Build the wheel of a copy of the sources whose files have this time and these rights."""
+    names = ("lpq", "plugins", "csrc", "pyproject.toml", "README.md", "LICENSE")
+    for name in names:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, target / name)
+    for path in target.rglob("*.py"):
+        path.chmod(mode)
+        os.utime(path, (seconds, seconds))
+    code = "import hatchling.build as b; print(b.build_wheel('.'))"
+    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=target, env=environment, check=True, capture_output=True, text=True
+    )
+    return target / done.stdout.splitlines()[-1]
+
+
+def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one = wheel_of_a_copy(tmp_path / "a", 1_000_000_000, 0o600)
+    other = wheel_of_a_copy(tmp_path / "b", 1_700_000_000, 0o644)
+    assert one.name == other.name == f"lpq-{VERSION}-py3-none-any.whl"
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# ---------------------------------------------------------------------------------------------- workflows and forms
+
+
+def parsed(folder: str) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="workflows are read where PyYAML is installed (mkdocs brings it)")
+    return {path.name: yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / folder).glob("*.yml"))}
+
+
+def made(workflow: dict[str, Any]) -> set[str]:
+    """The targets of make that a workflow's steps name."""
+    steps = [step for job in workflow["jobs"].values() for step in job.get("steps", ())]
+    words = [
+        word for step in steps for line in re.findall(r"\bmake (.+)", step.get("run", "")) for word in line.split()
+    ]
+    return {word for word in words if "=" not in word}
+
+
+def test_workflows_call_targets_of_make() -> None:
+    targets = {*re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    called = {name: made(workflow) for name, workflow in parsed("workflows").items()}
+    assert called == {
+        "docs.yml": {"docs", "publish-docs"}, "release.yml": {"dist", "sbom", "publish-docs"},
+        "tests.yml": {"test", "lint", "types", "check-example"},
+    }  # fmt: skip
+    assert set().union(*called.values()) <= targets
+
+
+def test_a_report_of_a_fault_has_what_doctor_says() -> None:
+    fields = {field.get("id"): field for field in parsed("ISSUE_TEMPLATE")["fault.yml"]["body"]}
+    assert "python -m lpq doctor --json" in fields["doctor"]["attributes"]["description"]
+    assert fields["doctor"]["validations"]["required"] is True
