@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lpq.nn.conversion import convert, report
     from lpq.nn.fused_blocks import fuse, unfuse
     from lpq.nn.holding import hold_weights
+    from lpq.nn.restoring import restore
     from lpq.nn.stepping import replan, set_step
     from lpq.operations import gemm
     from lpq.recipes import Policy, Recipe, policy, recipe
@@ -52,7 +53,7 @@ _HOME = {
     "lpq.calibration": ("calibrate",),
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
     "lpq.engines": ("export", "load_quantized"),
-    "lpq.nn": ("convert", "fuse", "hold_weights", "replan", "report", "set_step", "unfuse"),
+    "lpq.nn": ("convert", "fuse", "hold_weights", "replan", "report", "restore", "set_step", "unfuse"),
     "lpq.recipes": ("Policy", "Recipe", "policy", "recipe"),
     "lpq.registry": ("quantizer",),
 }
@@ -94,6 +95,7 @@ __all__ = [
     "recipe",
     "replan",
     "report",
+    "restore",
     "set_step",
     "unfuse",
 ]

@@ -8,6 +8,7 @@ from lpq.nn.holding import hold_weights
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.norms import LayerNorm, RMSNorm
 from lpq.nn.reports import Report
+from lpq.nn.restoring import restore
 from lpq.nn.stepping import replan, set_step
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "hold_weights",
     "replan",
     "report",
+    "restore",
     "set_step",
     "swiglu",
     "unfuse",

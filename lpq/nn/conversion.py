@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lpq.recipes import Include, Policy, PolicyLike, Steps
 
 RECORD = "lpq_conversion"
+BEFORE = "lpq_before"
+"""An attribute of modules that are no layers: the attributes that ``convert`` changed, as they were."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,15 @@ def _apply(model: nn.Module, plan: ConversionPlan, changes: Iterable[Change]) ->
     for module in model.modules():
         # In evaluation PyTorch's own Transformer layers would read the weights of linear layers, and not call them.
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Layer) for m in module.modules()):
-            module.activation_relu_or_gelu = 0
+            _set(module, "activation_relu_or_gelu", 0)
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
+            _set(module, "use_nested_tensor", False)
     return model
+
+
+def _set(module: nn.Module, name: str, value: object) -> None:
+    vars(module).setdefault(BEFORE, {}).setdefault(name, getattr(module, name))
+    setattr(module, name, value)
 
 
 def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares: bool) -> None:

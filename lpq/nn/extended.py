@@ -40,15 +40,20 @@ def extend(module: nn.Module, kind: Any) -> None:
     module.__class__ = _subclass(kind, base)
 
 
-def restore(module: Any) -> None:
-    """Give a module that ``lpq.fuse`` extended its class before."""
+def check_extended(module: Any) -> None:
+    """Refuse a module whose class is another one since it was extended."""
     kind, base = module.lpq_bases
     if type(module) is not _subclass(kind, base):
         raise RuntimeError(
-            f"a {base.__name__} that lpq.fuse fused has become a {type(module).__name__} since, as by fully_shard: "
-            "call lpq.unfuse before that"
+            f"a {base.__name__} that lpq extended has become a {type(module).__name__} since, as by fully_shard: "
+            "call lpq.unfuse or lpq.restore before that"
         )
-    module.__class__ = base
+
+
+def restore(module: Any) -> None:
+    """Give a module that was extended its class before."""
+    check_extended(module)
+    module.__class__ = module.lpq_bases[1]
 
 
 def fresh(kind: Any, base: Any) -> Any:

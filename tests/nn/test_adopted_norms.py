@@ -110,7 +110,7 @@ def test_adopted_it_computes_the_same_and_can_be_released(kind: Any) -> None:
         assert other[0].consumers == (other[1],)
     own = type(model[0])
     model[0].__class__ = extended = type("FSDPNorm", (own,), {})
-    with pytest.raises(RuntimeError, match=r"has become a FSDPNorm since.* call lpq\.unfuse before"):
+    with pytest.raises(RuntimeError, match=r"has become a FSDPNorm since.* call lpq\.unfuse or lpq\.restore before"):
         release(model[0])
     assert type(model[0]) is extended
     assert model[0].consumers == (model[1],)
