@@ -149,6 +149,7 @@ KNOWN = {
     "tensorwise": "fp8-current", "Float8CurrentScaling": "fp8-current", "rowwise": "fp8-row",
     "rowwise_with_gw_hp": "fp8-row-bf16-wgrad", "blockwise": "fp8-block", "DelayedScaling": "fp8-delayed",
     "delayedscaling": "fp8-delayed", "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4",
+    "MXFP4BlockScaling": "mxfp4",
 }  # fmt: skip
 
 

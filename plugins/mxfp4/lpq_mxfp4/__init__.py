@@ -44,6 +44,7 @@ def lpq_register_recipes() -> list[RecipeSpec]:
             name="mxfp4",
             summary="MXFP4 for all three products: rotated wgrad operands, stochastic dy",
             recipe={"fprop": {"x": X, "w": W}, "dgrad": {"dy": DY, "w": W}, "wgrad": {"dy": DY, "x": X}},
+            aliases=("MXFP4BlockScaling",),
         ),
         RecipeSpec(
             name="mxfp4-fwd-mxfp8-bwd",
