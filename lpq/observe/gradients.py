@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lpq.observe.operands import Operand
+from lpq.observe.operands import EncodedRows
 
 TOKENS = 128
 """The most tokens of which the gradient is taken."""
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
     error_by_exact: Tensor
 
     @classmethod
-    def of(cls, operand: Operand) -> Pairs:
+    def of(cls, operand: EncodedRows) -> Pairs:
         """The pairs of a column operand, whose columns are tokens."""
         x, encoded = operand.x[:, :TOKENS], operand.decoded[:, :TOKENS]
         error = encoded - x

@@ -24,7 +24,7 @@ from lpq.nn.observing import observing
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.gradients import Pairs, signal_and_noise
-from lpq.observe.operands import Operand, operands
+from lpq.observe.operands import EncodedRows, operands
 from lpq.observe.readings import NumericsError, Readings
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, is_shared
@@ -184,7 +184,7 @@ class Numerics(Readings):
             if one.direction == "col" and seen.name != "w":
                 self._take_pairs(seen, one, self._slots[name, "dw", "", recipe], recipe, now)
 
-    def _take_pairs(self, seen: Observed, operand: Operand, at: int, recipe: str, now: Taken) -> None:
+    def _take_pairs(self, seen: Observed, operand: EncodedRows, at: int, recipe: str, now: Taken) -> None:
         key = id(seen.of_pass), seen.group, recipe
         alike = (seen.together, *seen.given.shape[:-1], operand.x.shape[1])
         if seen.name == "x":

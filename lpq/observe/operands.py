@@ -23,7 +23,7 @@ ALIGNED = 128
 """Rows are taken in multiples of this, as most formats have blocks of no more."""
 
 
-class Operand(NamedTuple):
+class EncodedRows(NamedTuple):
     """An operand, and the matrix that it encodes, in fp32, in the basis of the format, with the contraction last."""
 
     direction: Direction
@@ -37,7 +37,7 @@ class Operand(NamedTuple):
     stats: Mapping[str, Tensor] | None
 
 
-def operands(seen: Observed, most: int, turn: int) -> list[Operand]:
+def operands(seen: Observed, most: int, turn: int) -> list[EncodedRows]:
     """Encode about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of
     the whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
     that were rounded. All ranks that share the tensor call this."""
@@ -54,7 +54,7 @@ def operands(seen: Observed, most: int, turn: int) -> list[Operand]:
     stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(needed, known, strict=True)]
     rows, (down, across) = matrix[start : start + count], seen.place
     made, twice = (_encoded(x, stats, row, own, seen.seed, down + start, across) for x in (rows, rows.float().mul(2.0)))
-    found: list[Operand] = []
+    found: list[EncodedRows] = []
     for direction, side, at in _directions(row, own, len(needed)):
         x = _as_stored(rows if direction == "row" else rows.t(), made[direction])
         turned = direction == "col" and shared(row, own)
@@ -62,12 +62,12 @@ def operands(seen: Observed, most: int, turn: int) -> list[Operand]:
             stat.name: value.t() if turned and value.dim() == 2 else value
             for (stat, _), value in zip(needed[at], stats[at], strict=True)
         }
-        found.append(Operand(direction, side, x, _stored(made[direction]), _stored(twice[direction]), named))
+        found.append(EncodedRows(direction, side, x, _stored(made[direction]), _stored(twice[direction]), named))
     if derived and col is not None and not (seen.is_part and any(stat.block[1] is None for stat in col.stats)):
         source = decode(made["row"], torch.float32)
         of_col = None if seen.state is None else recall(quantizer, None, col, seen.state)
         second = _encoded(source, of_col, None, col, seen.seed, down, across)["col"]
-        found.append(Operand("col", col, _as_stored(rows.t(), second), _stored(second), None, None))
+        found.append(EncodedRows("col", col, _as_stored(rows.t(), second), _stored(second), None, None))
     return [one for one in found if getattr(seen, one.direction) and not one.quantizer.plain]
 
 

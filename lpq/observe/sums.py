@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.observe.operands import Operand
+from lpq.observe.operands import EncodedRows
 
 SUMS = (
     "elements", "nonzero", "flushed", "saturated", "known_saturated", "square", "error", "product", "flushed_error",
@@ -20,7 +20,7 @@ SUMS = (
 scale, and ``known_saturated`` those of which it is known whether they are saturated."""
 
 
-def sums_of(operand: Operand, whole: tuple[Tensor, int]) -> Tensor:
+def sums_of(operand: EncodedRows, whole: tuple[Tensor, int]) -> Tensor:
     """Return the sums of an operand. ``whole``: the sum of squares of the whole tensor, and the number of its
     elements."""
     x, decoded, doubled = operand.x, operand.decoded, operand.doubled
@@ -41,7 +41,7 @@ def sums_of(operand: Operand, whole: tuple[Tensor, int]) -> Tensor:
     return torch.stack([one.double() for one in found])
 
 
-def _nearest(operand: Operand, error: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest(operand: EncodedRows, error: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
     """The squares of the errors, and what is flushed, where a format rounds to the nearest in place of by random bits:
     the noise of these bits is the grid's and not the scale's."""
     quantizer, x = operand.quantizer, operand.x
