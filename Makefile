@@ -58,7 +58,7 @@ types: $(READY)  ## mypy, strict
 	$(BIN)/mypy
 
 docs: $(READY)  ## build the site into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check-example: $(READY)  ## install the example plugins, check them and train with one
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4

@@ -50,7 +50,7 @@ def load(
     Args:
         model: The model to load into, with the policy that it was saved with.
         path: A checkpoint, or the directory of a run. The last whole checkpoint of a run is loaded, and warnings name
-        checkpoints that were refused and checkpoints of later steps.
+            checkpoints that were refused and checkpoints of later steps.
         optimizer: The optimizer, or a sequence of several. One that took no step yet gets its state made.
         any_policy: Let the model keep a policy of its own. Statistics that its quantizers remember start anew where
             nothing was saved.

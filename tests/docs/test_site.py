@@ -15,6 +15,7 @@ from snippets import ROOT
 pytest.importorskip("mkdocs", reason="the site is built where mkdocs is installed (the dev group has it)")
 
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "video": "src"}
+BUILD = ("build", "--strict")  # with --quiet no warning is counted, and none is an error
 NOT_FETCHED = {"canonical", "alternate", "prev", "next"}
 
 
@@ -42,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     closed = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)],
+        [sys.executable, "-m", "mkdocs", *BUILD, "--site-dir", str(target)],
         cwd=ROOT,
         env={**os.environ, **closed, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -50,6 +51,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return target
+
+
+def test_a_warning_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mkdocs.yml").write_text("site_name: one page\n")
+    page = tmp_path / "docs" / "index.md"
+    codes = []
+    for text in ("words", "[a link](nowhere.md)"):
+        page.write_text(text)
+        codes.append(
+            subprocess.run([sys.executable, "-m", "mkdocs", *BUILD], cwd=tmp_path, capture_output=True).returncode
+        )
+    assert codes == [0, 1]
+    assert f"/mkdocs {' '.join(BUILD)}\n" in (ROOT / "Makefile").read_text(), "which make docs calls"
 
 
 def test_it_builds_without_a_network_and_fetches_nothing(site: Path) -> None:
