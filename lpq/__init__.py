@@ -5,7 +5,6 @@ The public names are imported when they are first used (PEP 562): ``import lpq``
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +127,13 @@ def _rebuild(*saved: Any) -> Any:
     return import_module("lpq.tensor.quantized_tensor").rebuild(*saved)
 
 
-def _allow() -> None:
-    """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors, before lpq is used."""
+def _register() -> None:
+    """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors, and ``torch.export.load``
+    programs with lpq's operators, before lpq is used. Where torch is at hand it costs little."""
+    import_module("lpq.core")
     names = ("lpq.tensor.quantized_tensor.rebuild", "lpq.core.tensor.rebuild")  # the second in files of earlier builds
     import_module("torch.serialization").add_safe_globals([(_rebuild, name) for name in names])
 
 
-if "torch" in sys.modules:
-    import_module(
-        "lpq.core"
-    )  # whose operators programs need that were exported; where torch is at hand it costs little
-after_import("torch", _allow)
+after_import("torch", _register)
 keep_moved(_MOVED, gone_in="0.2")

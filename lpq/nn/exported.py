@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from lpq.operations.operators import LIBRARY, define
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -50,22 +49,3 @@ def _forward(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call
     if not call.ends and all(side.plain for side in sides):  # y is a product of torch's, with a gradient of its own
         return y
     return cast("Tensor", torch.ops.lpq.forward_only(y, x, weight))
-
-
-def _forward_only(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return y.clone()
-
-
-def _forward_only_fake(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(y)
-
-
-def _refuse_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "no gradient flows through torch.ops.lpq.forward_only: backward is part of the layer, and a module that "
-        "torch.export made has forward only. Train the module that was exported, or call this one under torch.no_grad()"
-    )
-
-
-define("forward_only(Tensor y, Tensor x, Tensor weight) -> Tensor", _forward_only, _forward_only_fake)
-torch.library.register_autograd("lpq::forward_only", _refuse_gradient, lib=LIBRARY)

@@ -44,6 +44,11 @@ def test_a_file_loads_in_a_process_that_only_imported_lpq(tmp_path: Path) -> Non
     path = tmp_path / "tensor.pt"
     saved = lpq.quantizer("mxfp8").quantize(torch.randn(32, 64))
     torch.save(saved, path)
+    layer, program = lpq.convert(torch.nn.Linear(32, 32, bias=False), "mxfp8"), tmp_path / "program.pt2"
+    x = torch.ones(16, 32)
+    torch.export.save(torch.export.export(layer, (x,)), program)
+    expected = [str(saved.dequantize().sum().item()), str(layer(x).sum().item())]
+    run_program = f"torch.export.load({str(program)!r}).module()(torch.ones(16, 32)).sum().item()"
     code = f"""
 import pickle, torch
 load = lambda: torch.load({str(path)!r}, weights_only=True)
@@ -53,17 +58,19 @@ except pickle.UnpicklingError as error:
     print("weights_only" in str(error))
 import lpq  # which lets torch read it
 print(load().dequantize().sum().item())
+print({run_program})
 """
-    assert run(code).splitlines() == ["True", str(saved.dequantize().sum().item())]
+    assert run(code).splitlines() == ["True", *expected]
     code = f"""
 import importlib.util, sys
 import lpq
 assert importlib.util.find_spec("torch").loader.is_package("torch") and "torch" not in sys.modules
 import torch  # after lpq, which then lets it read the file
 print(torch.load({str(path)!r}, weights_only=True).dequantize().sum().item())
+print({run_program})
 print(torch.__loader__ is torch.__spec__.loader, [f for f in sys.meta_path if "lpq" in type(f).__module__])
 """
-    assert run(code).splitlines() == [str(saved.dequantize().sum().item()), "True []"]
+    assert run(code).splitlines() == [*expected, "True []"]
 
 
 def test_what_is_to_follow_an_import_follows_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
