@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Registry:
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
+        self._places = _places()
         self._sources = installed()
         self._wanted = os.environ.get(LOAD_PLUGINS)
         self._allowed: set[str] | None = None
@@ -53,6 +55,20 @@ class Registry:
                 self._sources.setdefault(name, [])
         self._plugins: dict[str, PluginInfo] = {}
         self.lock = threading.RLock()
+
+    def _look_again(self) -> None:
+        """Take in what was installed since, and try plugins again that could not be used. What is loaded stays."""
+        if (places := _places()) == self._places:
+            return
+        self._places = places
+        importlib.invalidate_caches()
+        new = {name: found for name, found in installed().items() if not self._sources.get(name)}
+        broken = [name for name, plugin in self._plugins.items() if plugin.error is not None]
+        for name in broken:
+            del self._plugins[name]
+        self._sources |= new
+        if new or broken:
+            _REMEMBERED.clear()
 
     def plugin(self, name: str) -> PluginInfo:
         """The plugin with this entry-point name. It is imported on the first call."""
@@ -69,12 +85,14 @@ class Registry:
     def plugins(self) -> tuple[PluginInfo, ...]:
         """All plugins, lpq's own first."""
         with self.lock:
+            self._look_again()
             found = [self.plugin(name) for name in sorted(self._sources)]
         return tuple(sorted(found, key=lambda plugin: not plugin.builtin))
 
     def provider(self, name: str, kind: Kind) -> PluginInfo:
         """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
         with self.lock:
+            self._look_again()
             owners = sorted((owner for owner in self._sources if owns(owner, name, kind)), key=len, reverse=True)
             for owner in owners:
                 if name in getattr(self.plugin(owner), kind):
@@ -177,6 +195,17 @@ class Registry:
         raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
 
 
+def _places() -> list[tuple[str, int | None]]:
+    """The folders in which Python looks for distributions, and when each changed last: a few microseconds each."""
+    found: list[tuple[str, int | None]] = []
+    for place in sys.path:
+        try:
+            found.append((place, os.stat(place or ".").st_mtime_ns))
+        except OSError:
+            found.append((place, None))
+    return found
+
+
 def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
     """The name of the plugin whose hook raised: the owner of the innermost frame that runs a plugin's code.
 
@@ -217,7 +246,8 @@ def default() -> Registry:
 def refresh() -> None:
     """Forget all plugins, also those that were registered by hand: the next lookup reads the metadata again.
 
-    For notebooks, after a ``pip install``. A module that was imported stays imported.
+    For a plugin that was installed in another version; one that is new is found without it. A module that was imported
+    stays imported.
     """
     importlib.invalidate_caches()
     with _MAKING:

@@ -102,6 +102,27 @@ def test_every_public_name_is_listed_and_typed() -> None:
         _ = lpq.quantiser
 
 
+def test_a_plugin_that_is_installed_meanwhile_is_found(site, monkeypatch) -> None:
+    """By its name and in lists, and what is loaded already stays; so is one whose missing module is installed."""
+    needs = "import needed_by_it\n" + site.format("lacking")
+    site.install("lacking", "1", {"lacking": "lacking_plugin"}, {"lacking_plugin": needs})
+    base, known = registry.format("base"), registry.kernels("gemm", ("new", "new"))
+    with pytest.raises(UnknownFormat):
+        registry.format("new")
+    with pytest.raises(PluginError, match="needed_by_it, which is not installed"):
+        registry.format("lacking")
+    kernel = (
+        "\n@hookimpl\ndef lpq_register_kernels():\n    return KernelSpec.torch('gemm', 'x:y', formats=('new', 'new'))\n"
+    )
+    monkeypatch.setattr(registry, "refresh", lambda: None)  # which the site would call
+    site.install("acme", "1", {"new": "new_plugin"}, {"new_plugin": site.format("new") + kernel, "needed_by_it": ""})
+    assert registry.format("new").name == "new"
+    assert registry.format("lacking").name == "lacking"
+    assert {"base", "new", "lacking"} <= registry.formats().keys()
+    assert registry.format("base") is base
+    assert (len(known), len(registry.kernels("gemm", ("new", "new")))) == (0, 1)
+
+
 def test_a_lookup_imports_one_plugin(site) -> None:
     for name in ("one", "two"):
         source = site.format(name) + f"NAMES = ['{name}', '{name}-fast']\n" + RECIPES
