@@ -86,14 +86,15 @@ dist: $(READY_FOR_RELEASE)  ## build wheel and sdist of the commit into dist/, a
 	test -z "$(TAG)" || test -f "dist/lpq-$(TAG:v%=%).tar.gz"
 	$(BIN)/twine check --strict dist/*
 
-sbom: dist  ## list what an installation of dist/'s wheel has, as CycloneDX in build/sbom.cdx.json
+sbom: dist  ## list what an installation of the wheel has, as CycloneDX in build/sbom.cdx.json
 	rm -rf build/installed
-	$(PYTHON) -m venv build/installed
+	$(PYTHON) -m venv --without-pip build/installed
 	$(BIN)/python -m pip --python build/installed install --quiet --constraint constraints.txt dist/*.whl
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.cdx.json build/installed/bin/python
 
 publish-docs: $(READY_FOR_RELEASE)  ## put the site as VERSION (and as ALIAS) beside the others on the branch gh-pages, and push it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --push --update-aliases $(if $(VERSION),$(VERSION),$(error name a VERSION)) $(ALIAS)
+	test -z "$(ALIAS)" || $(BIN)/mike set-default --push $(ALIAS)
 
 ci: test lint types docs check-example  ## everything that must pass
 
