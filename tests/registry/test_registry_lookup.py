@@ -111,9 +111,11 @@ def test_a_plugin_that_is_installed_meanwhile_is_found(site, monkeypatch) -> Non
         registry.format("new")
     with pytest.raises(PluginError, match="needed_by_it, which is not installed"):
         registry.format("lacking")
-    kernel = (
-        "\n@hookimpl\ndef lpq_register_kernels():\n    return KernelSpec.torch('gemm', 'x:y', formats=('new', 'new'))\n"
-    )
+    kernel = """
+@hookimpl
+def lpq_register_kernels():
+    return KernelSpec(op="gemm", impl="x:y", backend="torch", formats=("new", "new"))
+"""
     monkeypatch.setattr(registry, "refresh", lambda: None)  # which the site would call
     site.install("acme", "1", {"new": "new_plugin"}, {"new_plugin": site.format("new") + kernel, "needed_by_it": ""})
     assert registry.format("new").name == "new"
