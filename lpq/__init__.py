@@ -127,6 +127,11 @@ def _rebuild(*saved: Any) -> Any:
     return import_module("lpq.tensor.quantized_tensor").rebuild(*saved)
 
 
+def _tell(old: str, place: str) -> None:
+    """Warn of an old name of a module's content."""
+    import_module("lpq.registry.warning").deprecate(old, gone_in="0.2", now=f"import it from {place}")
+
+
 def _register() -> None:
     """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors, and ``torch.export.load``
     programs with lpq's operators, before lpq is used. Where torch is at hand it costs little."""
@@ -136,4 +141,4 @@ def _register() -> None:
 
 
 after_import("torch", _register)
-keep_moved(_MOVED, gone_in="0.2")
+keep_moved(_MOVED, _tell)

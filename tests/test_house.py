@@ -189,7 +189,8 @@ def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {}
     for module, source in sources.items():
         edges[module] = set()
-        for name in imports(parsed(source), module.rpartition(".")[0], types=True):
+        # ``lpq`` itself names for type checkers what a user asks for.
+        for name in imports(parsed(source), module.rpartition(".")[0], types=module != "lpq.__init__"):
             near = (name, f"{name}.__init__", name.rpartition(".")[0], f"{name.rpartition('.')[0]}.__init__")
             edges[module] |= {*filter(sources.__contains__, near[:2])} or {*filter(sources.__contains__, near[2:])}
     return edges

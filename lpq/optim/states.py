@@ -44,7 +44,7 @@ from lpq.torch_private.tensors import local_part
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ROOT = "_root"
+ROOT = "root"
 """The end of the name of a second moment where its root is stored."""
 State = dict[str, Any]
 
@@ -309,7 +309,7 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
             safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
         if isinstance(safe, str):
             raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
-        forms[name] = StateForm(quantizer, second, safe, name + ROOT if second else name, found[name].like)
+        forms[name] = StateForm(quantizer, second, safe, f"{name}_{ROOT}" if second else name, found[name].like)
     return forms
 
 

@@ -465,9 +465,9 @@ def test_a_gpu_that_is_not_there_is_refused(lpq: Callable) -> None:
 
 def test_two_formats_from_one_read_and_their_products_are_listed(machine: Machine, lpq: Callable) -> None:
     pairs = json.loads(lpq("doctor", "--json", "--device", "cuda:0").out)["pairs"]
-    three = ("fp8", "mxfp8", "nvfp4")
+    four = ("fp8", "mxfp4", "mxfp8", "nvfp4")
     quantized = {tuple(p["operands"]): p for p in pairs if p["op"] == "quantize"}
-    assert set(quantized) == {(a, b) for a in three for b in three if a != b}
+    assert set(quantized) == {(a, b) for a in four for b in four if a != b}
     for pair in quantized.values():
         assert [k["impl"] for k in pair["why_not"]] == ["cuda lpq.operations.fused_pair:quantize"]
         assert "pip install" in pair["why_not"][0]["reason"]
