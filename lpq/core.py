@@ -7,6 +7,7 @@ that has them.
 from lpq.formats import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
 from lpq.formats.rotation import Rotation
 from lpq.operations import decode, encode_operands, gemm, remember, transpose
+from lpq.registry.field_docs import describe_fields
 from lpq.tensor import PrecisionWarning, QuantizedTensor, dispatch, quantize
 
 QuantizedTensor.dispatch = staticmethod(dispatch)
@@ -28,3 +29,5 @@ __all__ = [
     "remember",
     "transpose",
 ]
+
+describe_fields([*globals().values()])

@@ -27,7 +27,7 @@ from lpq.files.disk import place
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.registry.errors import suggestion
-from lpq.registry.showing import number
+from lpq.registry.showing import number, preformatted
 from lpq.registry.warning import warn
 from lpq.torch_private.tensors import local_part
 
@@ -45,7 +45,7 @@ SEARCHING = ("mse", "four_over_six")
 """The methods that also search the scales of blocks of weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibrated:
     """A record of a calibration."""
 
@@ -67,6 +67,11 @@ class Calibrated:
         text = f"static scales by {self.method} in {where}, from {of}"
         text += f"; scales of blocks are searched in {len(self.searched)}" if self.searched else ""
         return f"{text}; all is measured as before in {number(len(self.left), 'layer')}" if self.left else text
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 def calibrate(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lpq.nn.coverage import Coverage
 from lpq.nn.name_ranges import grouped
+from lpq.registry.showing import preformatted
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Entry:
     """The recipe it got, or why it was left alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The modules that a conversion converted, and the modules with matrices that it left alone, with reasons. The text
     begins with the converted share of the model."""
@@ -76,6 +77,11 @@ class Report:
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
         lines += [f"rule {number} never holds: {why}" for number, why in self.never_holding]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     @property
     def never_holding(self) -> list[tuple[int, str]]:

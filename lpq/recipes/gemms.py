@@ -17,7 +17,7 @@ from lpq import registry
 from lpq.formats.format import Direction, Quantizer
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
-from lpq.registry.showing import brief
+from lpq.registry.showing import brief, preformatted
 
 
 class GemmOperand(NamedTuple):
@@ -186,6 +186,9 @@ class Recipe:
 
     def __repr__(self) -> str:
         return f"lpq.recipe({self.text!r})"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.to_toml())
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

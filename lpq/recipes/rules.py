@@ -17,7 +17,7 @@ from lpq.recipes.blocks import block_of, spans, stacks_of
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.globs import LONGEST, covers, literal, matches, matching, within
-from lpq.registry.showing import brief
+from lpq.registry.showing import brief, preformatted
 
 PART = re.compile(r"[^.*?\[]+")
 """A part of a dotted name."""
@@ -160,7 +160,7 @@ def _hidden(rules: Sequence[Rule]) -> Iterator[tuple[int, str, int, str]]:
             lengths.add(len(literal(pattern)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Policy:
     """Rules in their order, and the layers that are left alone regardless of the rules."""
 
@@ -282,3 +282,9 @@ class Policy:
     def to_toml(self) -> str:
         """The text of a TOML file that ``lpq.policy`` makes this policy from."""
         return toml.written(self.to_dict())
+
+    def __repr__(self) -> str:
+        return f"lpq.policy({self.to_dict()!r})"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.to_toml())

@@ -7,6 +7,7 @@ one of their names is looked up. Nothing here imports torch.
 from __future__ import annotations
 
 from lpq.registry.errors import LayoutError, LpqError, PluginError
+from lpq.registry.field_docs import describe_fields
 from lpq.registry.grammar import split_items
 from lpq.registry.hookspecs import hookimpl
 from lpq.registry.layouts import Described, Group, Inputs, Layout, Part, Scheme, decoded_in_bf16
@@ -82,3 +83,5 @@ __all__ = [
     "split_items",
     "storage_class",
 ]
+
+describe_fields([*globals().values()])

@@ -5,6 +5,7 @@ A message has a few lines, nothing in it steers the terminal, and a command in i
 
 from __future__ import annotations
 
+import html
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 def number(count: int, one: str) -> str:
     """``1 layer``, ``2 layers``."""
     return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
+def preformatted(text: object) -> str:
+    """A text as a notebook shows it: in columns, as in a terminal."""
+    return f"<pre>{html.escape(str(text))}</pre>"
 
 
 def pip(command: str, names: Iterable[str], otherwise: str) -> str:

@@ -24,6 +24,7 @@ from lpq.formats.sections import along, is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.transposing import transpose
+from lpq.registry.showing import preformatted
 from lpq.registry.warning import warn
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
@@ -348,6 +349,9 @@ class QuantizedTensor(Gathered, Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = ", ".join(f"{d}={s!r}" for d, s in self.operands)
         return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
+
+    def _repr_html_(self) -> str:
+        return preformatted(repr(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         sides = {
