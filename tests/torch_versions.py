@@ -1,0 +1,73 @@
+"""Run the core of the suite with several versions of torch, each in an environment of its own.
+
+``python tests/torch_versions.py 2.11 2.13 2.14`` makes ``.venv/torch-2.11`` and so on, once each, runs the tests that
+start no process and no compiler, and ends with a line for each version. What follows ``--`` goes to pytest, as
+``-- tests/nn -x``. A version that cannot be installed is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+INDEX = "https://download.pytorch.org/whl/cpu"
+CORE = (
+    "tests/formats", "tests/operations", "tests/tensor", "tests/registry", "tests/recipes", "tests/nn",
+    "tests/torch_private", "tests/views",
+)  # fmt: skip
+
+
+def environment(version: str, index: str) -> Path | None:
+    """The Python of an environment with this torch, which is made if it is not there; None: it cannot be installed."""
+    folder = ROOT / ".venv" / f"torch-{version}"
+    python, ready = folder / "bin/python", folder / ".ready"
+    if not ready.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [python, "-m", "pip", "install", "--quiet"]
+        torch = f"torch=={version}.*"
+        steps = (
+            ["--upgrade", "pip>=25.1"],
+            [torch, "--index-url", index],
+            [torch, "--editable", ".", "--group", "dev"],
+        )
+        if any(subprocess.run([*pip, *step], cwd=ROOT).returncode for step in steps):
+            return None
+        ready.touch()
+    return python
+
+
+def core(python: Path, arguments: list[str]) -> tuple[int, str]:
+    """The exit status of the tests, and pytest's last line."""
+    lean = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [python, "-m", "pytest", "-q", "-m", "not starts and not slow", *(arguments or CORE)]
+    done = subprocess.run(command, cwd=ROOT, env=lean, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(done.stdout)
+    return done.returncode, done.stdout.strip().rpartition("\n")[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("versions", nargs="+", help="as 2.13")
+    parser.add_argument("--index", default=INDEX, help="the package index that has torch (default: %(default)s)")
+    given, rest = sys.argv[1:], []
+    if "--" in given:
+        given, rest = given[: given.index("--")], given[given.index("--") + 1 :]
+    options = parser.parse_args(given)
+    failed, lines = 0, []
+    for version in options.versions:
+        python = environment(version, options.index)
+        status, line = (1, "it cannot be installed") if python is None else core(python, rest)
+        failed |= status != 0
+        lines.append(f"torch {version}: {line}")
+    print("\n".join(lines))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
