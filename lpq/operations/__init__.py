@@ -6,7 +6,9 @@ strings, so that for ``torch.compile`` and fake tensors it is one node with a kn
 body is called directly: PyTorch's dispatcher costs the host more than all that lpq does.
 """
 
-from lpq.operations import forward_only as forward_only  # an operator
+from lpq.operations import forward_only as forward_only  # these three define operators
+from lpq.operations import group_products as group_products
+from lpq.operations import groups as groups
 from lpq.operations.decoding import decode, decode_reference
 from lpq.operations.measuring import measure, measure_reference
 from lpq.operations.multiplying import gemm, gemm_reference

@@ -68,9 +68,10 @@ assert importlib.util.find_spec("torch").loader.is_package("torch") and "torch" 
 import torch  # after lpq, which then lets it read the file
 print(torch.load({str(path)!r}, weights_only=True).dequantize().sum().item())
 print({run_program})
+print([name for name in ("encode_groups", "multiply_groups") if hasattr(torch.ops.lpq, name)])  # of grouped layers
 print(torch.__loader__ is torch.__spec__.loader, [f for f in sys.meta_path if "lpq" in type(f).__module__])
 """
-    assert run(code).splitlines() == [*expected, "True []"]
+    assert run(code).splitlines() == [*expected, "['encode_groups', 'multiply_groups']", "True []"]
 
 
 def test_what_is_to_follow_an_import_follows_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
