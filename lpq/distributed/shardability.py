@@ -67,12 +67,15 @@ def why_uncut(
     """Why a weight of ``rows`` rows cannot be cut into shards of whole blocks for ``ranks`` ranks, for the ``wanted``
     ones of the row operand and the column operand; None if it can. A stack is cut between matrices."""
     row, col = quantizer.side("row"), quantizer.side("col")
+    derived = derives_col(quantizer)
+    for side, one in ((row, wanted[0]), (col, wanted[1])):
+        if one and side.rotation is not None and side.rotation.drawn and (derived or ranks > 1):
+            return f"each pass draws the signs by which {side} is rotated, and shards know none in common"
     if rows % ranks:
         return f"its {rows} {'matrices' if stack else 'rows'} over {ranks} ranks are uneven"
     if ranks == 1 or stack:
         return None
     shard = rows // ranks
-    derived = derives_col(quantizer)
     sides = [(row, 0)] if wanted[0] or derived else []
     sides += [(col, 1)] if wanted[1] and not derived else []
     return why_cut(sides, shard, f"of its {rows} rows")

@@ -40,8 +40,10 @@ class Groups(NamedTuple):
         keeps_input = plan.keeps_input and needs_dw
         # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.
         keeps_weight = (plan.keeps_weight or (dgrad and not _finds_lines(plan.w))) and needs_dx
-        # A scale of a whole group is not decoded along lines: such an operand is made decoded now.
-        x_decoded = wgrad and not keeps_input and spans(plan.x.side("col"), 1)
+        # A scale of a whole group is not decoded along lines, nor is a rotation undone so: such an operand is made
+        # decoded now.
+        of_lines = plan.x.side("col")
+        x_decoded = wgrad and not keeps_input and (spans(of_lines, 1) or of_lines.rotation is not None)
         if s.watched:  # then both operands of a product are decoded, or neither is
             dgrad, wgrad = False, x_decoded
         bind: BindEncoder = in_groups.through_operators if s.watched else in_groups.bind_encoder

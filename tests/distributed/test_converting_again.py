@@ -136,6 +136,14 @@ def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted
     assert [type(layer) for layer in net] == [nn.Linear, nn.Linear]
 
 
+def test_a_weight_whose_signs_a_pass_draws_is_not_stored() -> None:
+    """Its column operand would be made in backward, by other signs than those of the gradient of the output."""
+    net = nn.Sequential(nn.Linear(256, 256))
+    with pytest.warns(UserWarning, match="stored no weight quantized: 0: in high precision"):
+        lpq.convert(net, "nvfp4-eden", weights="quantized")
+    assert not isinstance(net[0].weight, lpq.QuantizedTensor)
+
+
 def test_weights_in_high_precision_may_have_any_format() -> None:
     """Only stored weights keep their format."""
     for weights in ("high_precision", "quantized"):

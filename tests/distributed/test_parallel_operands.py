@@ -38,6 +38,7 @@ OTHER = {
 """Which operands the first rank, and the last one, multiplies otherwise if nothing is reduced: only the last has the
 largest elements, and codes that are gathered go with one rank's scale."""
 ROTATED = {"nvfp4(rht=true)": "nvfp4()", "nvfp4(rht=true, stochastic=true)": "nvfp4(block=16x16)",
+           "mxfp4(scale=ceil, rht=true, stochastic=true)": "mxfp4(scale=ceil)",
            "hybrid(row=mxfp8, col=nvfp4(rht=true))": "mxfp8()"}  # fmt: skip
 """Quantizers of x and dy with which the weight is not rotated, and what it has."""
 EDEN = "nvfp4(stochastic=eden)"

@@ -102,10 +102,15 @@ def test_a_rotation_that_mixed_padding_in_leaves_a_rest() -> None:
 
 
 @pytest.mark.parametrize("rows", [50, 17, 48, 13])
-def test_a_product_of_rotated_operands_of_any_size(hopper: None, rows: int) -> None:
-    quantizer = lpq.quantizer("nvfp4(rht=true)")
+@pytest.mark.parametrize("other", ["nvfp4(rht=true)", "mxfp4(rht=true)"])
+def test_a_product_of_rotated_operands_of_any_size(hopper: None, rows: int, other: str) -> None:
+    """Blocks of 16 and of 32 cut the columns that a rotation mixed padding into at other places."""
+    quantizers = lpq.quantizer("nvfp4(rht=true)"), lpq.quantizer(other)
     generator = torch.Generator().manual_seed(rows)
-    left, right = (quantizer.quantize(torch.randn(rows, cols, generator=generator), row=False).col for cols in (40, 24))
+    left, right = (
+        quantizer.quantize(torch.randn(rows, cols, generator=generator), row=False).col
+        for quantizer, cols in zip(quantizers, (40, 24), strict=True)
+    )
     assert left is not None and right is not None  # noqa: PT018
     bias = torch.randn(24)
     exactly = left.decode().double() @ right.decode().double().t()

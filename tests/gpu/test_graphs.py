@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lpq
 
 RECIPES = [
-    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4(block=16x16)",
+    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp4(scale=even)", "nvfp4(block=16x16)",
     "hybrid(row=mxfp8, col=nvfp4)",
 ]  # fmt: skip
 SIZE, STEPS = 128, 5
