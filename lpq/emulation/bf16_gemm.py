@@ -134,20 +134,17 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
 
     def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         left, right = of_a(a), of_b(b)
-        if left is None or right is None or _parted(left) != _parted(right):
+        if left is None or right is None or (left.rest is None) != (right.rest is None):
             return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)
         if left.rest is None or right.rest is None:
             return scaled(left, right, bias, dtype, out)
+        if left.matrix.shape[1] != right.matrix.shape[1] or left.rest.shape[1] != right.rest.shape[1]:
+            return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)  # formats with blocks of other sizes
         made = scaled(left, right, None, torch.float32, None)
         made.addmm_(left.rest, right.rest.t())
         return (made if bias is None else made.add_(bias)).to(dtype)
 
     return multiply
-
-
-def _parted(form: Exact) -> tuple[int, int]:
-    """The columns of a form's parts. Formats with blocks of other sizes cut a rotated matrix at other columns."""
-    return form.matrix.shape[1], 0 if form.rest is None else form.rest.shape[1]
 
 
 _product_with_alpha = registry.cached_few(bind_product_with_alpha)
