@@ -47,7 +47,7 @@ class TrainConfig:
     baseline: bool = option(True, "Train the same model in bf16 afterwards (in fp32 where bf16 is slow) and compare.")
     steps: int = option(300, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
-    seq: int = option(128, "Bytes per sequence.", least=1)
+    seq: int = option(128, "Bytes per sequence.", least=2)
     lr: float = option(3e-3, "Peak learning rate; it warms up, and decays to a tenth.", least=0)
     schedule: str = option(
         "cosine", "How the learning rate decays: cosine, or wsd, which stays at the peak until the last fifth."
@@ -101,6 +101,8 @@ class TrainConfig:
             raise TrainOptionError(f"weights = {self.weights!r}: {suggestion(self.weights or '', choices)}")
         if self.schedule not in SCHEDULES:
             raise TrainOptionError(f"schedule = {self.schedule!r}: {suggestion(self.schedule, SCHEDULES)}")
+        if not self.lr > 0:
+            raise TrainOptionError("lr = 0 would leave the weights as they are: 0.003 is usual for a small model")
         if not self.clip > 0:
             raise TrainOptionError("clip = 0 would leave no gradient: 1.0 is usual")
         if not self.warmup < 1:

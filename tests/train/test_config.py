@@ -51,6 +51,8 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path: Path
         ("schedule = 'wds'", r"schedule = 'wds': did you mean 'wsd'\?"),
         ("warmup = 1.0", r"warmup = 1\.0 leaves no step after it"),
         ("clip = 0.0", r"clip = 0 would leave no gradient"),
+        ("lr = 0", r"lr = 0 would leave the weights as they are"),
+        ("seq = 1", r"seq = 1: it must be at least 2"),
         ("steps", r"is not TOML"),
         ("recipe = 'nvfp4'\npolicy = 'p.toml'", r"a recipe or a policy, not both"),
     ],
