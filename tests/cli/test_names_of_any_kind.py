@@ -52,6 +52,10 @@ def test_training_prints_names_as_they_are() -> None:
 
 UNKNOWN = {
     "train": ("--recipe", "nope"),
+    "compare": ("nope", "--out", "run"),
+    "bench": ("--recipe", "nope"),
+    "advise": ("tiny", "--gpu", "nope"),
+    "report": ("--nope",),
     "formats": ("--nope",),
     "recipes": ("--nope",),
     "plugins": ("--nope",),
