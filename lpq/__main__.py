@@ -20,6 +20,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from lpq.registry.errors import LpqError, suggestion
 
+ClickException: Any = typer.BadParameter.__mro__[2]  # typer has no name for it
+
 COMMANDS = {
     "train": ("lpq.train.commands.train", "Train a small GPT by a recipe, next to bf16."),
     "compare": (
@@ -128,7 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = cast("Any", show_in_words)
-            app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
+            raise SystemExit(app(list(arguments) if arguments is not None else None, "lpq", standalone_mode=False) or 0)
+    except ClickException as error:  # of typer, which would draw a frame around it
+        about = getattr(getattr(error, "ctx", None), "command_path", "lpq")
+        if words := error.format_message():  # there are none where the help was printed
+            print(f"lpq: {words}{'' if words.endswith(('.', '?')) else '.'} See {about} --help", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     except LpqError as error:
         from lpq.cli.output import print_error  # it needs more than a command that ends well may
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from lpq import registry
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.grammar import parse
 from lpq.registry.showing import brief
 
@@ -21,7 +21,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class NewPluginError(LpqError):
-    """A plugin cannot be written, for the reason in the message."""
+    """A plugin cannot be written there, for the reason in the message."""
 
 
 def new_plugin(
@@ -52,22 +52,22 @@ def check_name(name: str) -> None:
     """Refuse a name that cannot be a format's, that is of a package, or that is taken."""
     if name.startswith(("lpq_", "lpq-")):
         own = name[4:] if NAME.fullmatch(name[4:]) else "NAME"
-        raise NewPluginError(
+        raise OptionError(
             f"{brief(name)} is a package's name, and a format's is without {name[:4]}: lpq new-plugin {own} makes "
             f"lpq-{own}"
         )
     if not NAME.fullmatch(name):
-        raise NewPluginError(
+        raise OptionError(
             f"{brief(name)} cannot be the name of a format: use lower-case letters, digits and _, a letter first, "
             "64 at most"
         )
     (_, value), *_ = parse(f"format(name={name})").options
     if value != name:
-        raise NewPluginError(f"{name!r} cannot be the name of a format: in a quantizer string it means {value}")
+        raise OptionError(f"{name!r} cannot be the name of a format: in a quantizer string it means {value}")
     for plugin in registry.plugins():
         if name == plugin.name or name in plugin.formats or name in plugin.recipes:
             origin = f"{plugin.distribution} {plugin.version}".strip()
-            raise NewPluginError(f"{name!r} is taken by plugin {plugin.name} ({origin}): choose another name")
+            raise OptionError(f"{name!r} is taken by plugin {plugin.name} ({origin}): choose another name")
 
 
 def rendered(name: str) -> dict[str, str]:

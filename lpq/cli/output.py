@@ -18,7 +18,7 @@ from lpq.registry.loader import PluginInfo
 from lpq.registry.showing import printable
 
 USAGE = (OptionError, UnknownFormat, UnknownRecipe)
-"""The errors of a command that is written wrongly: it has a name, an option or a value that does not exist."""
+"""The errors of a command that must be written otherwise: a name, an option or a value in it is none that there is."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -62,11 +62,12 @@ def print_error(error: LpqError, *, aloud: bool = True) -> int:
 
 
 def _misnames(error: LpqError) -> bool:
-    """Whether the error comes from a recipe or a policy with a part that has such a name or option."""
+    """Whether the error is of the recipe or the policy as it is written, and not of a plugin or an absent file."""
     if "lpq.recipes" not in sys.modules:  # it imports torch, which other commands do without
         return False
-    from lpq.recipes.errors import PluginRecipeError, RecipeError, UnknownKey
+    from lpq.recipes.errors import PluginRecipeError, RecipeError
 
-    if isinstance(error, PluginRecipeError):
+    if not isinstance(error, RecipeError) or isinstance(error, PluginRecipeError):
         return False
-    return isinstance(error, UnknownKey) or (isinstance(error, RecipeError) and isinstance(error.__cause__, USAGE))
+    cause = error.__cause__
+    return cause is None or isinstance(cause, (*USAGE, ValueError))  # a file's text is a value, too

@@ -82,7 +82,7 @@ def test_a_config_of_hugging_face_is_built_without_its_weights(lpq: Callable, tm
         (("--model", "lama"), 2, "--model: 'lama' is no shape"),
         (("--model", "math:pi"), 2, "--model: math:pi is of type float, and no function that makes the model"),
         (("--recipe", "nvfp5"), 2, "nvfp5"),
-        (("--recipe", "nvfp4-pretrain"), 1, "is a policy and not a recipe"),
+        (("--recipe", "nvfp4-pretrain"), 2, "is a policy and not a recipe"),
     ],
 )
 def test_what_is_written_wrongly_is_refused(arguments: tuple[str, ...], status: int, words: str, lpq: Callable) -> None:

@@ -42,7 +42,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("explain", "mxfp9"), 2, (NOWHERE, "mxfp9", "mxfp8")),
     (("explain", "nvfp4(blok=16x16)"), 2, ("nvfp4 has no option 'blok': did you mean 'block'?",)),
     (("explain", "nvfp4(block="), 2, ("nvfp4(block=", "^")),
-    (("explain", "fprop=mxfp8"), 1, ("nothing is said of dgrad and wgrad",)),
+    (("explain", "fprop=mxfp8"), 2, ("nothing is said of dgrad and wgrad",)),
     (("explain", "nowhere.toml"), 1, ("nowhere.toml cannot be read",)),
     (("explain", "foo=1"), 2, ("unknown key 'foo'",)),
     (("explain", "wgard=mxfp8, fprop=bf16"), 2, ("unknown key 'wgard': did you mean 'wgrad'",)),
@@ -53,13 +53,17 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("memory", "tiny", "--recipe", "mxfp9"), 2, (f"lpq: {NOWHERE} 'mxfp9' here: did you mean",)),
     (("memory", "tiny", "--recipe", "nvfp4(blok=16x16)"), 2, ("lpq: nvfp4 has no option 'blok': did you mean",)),
     (("memory", "tiny", "--recipe", "fprop=mxfp9, dgrad=nvfp4, wgrad=bf16"), 2, (f"lpq: fprop: {NOWHERE} 'mxfp9'",)),
-    (("memory", "tiny", "--recipe", "fprop=mxfp8"), 1, ("lpq: nothing is said of dgrad and wgrad",)),
+    (("memory", "tiny", "--recipe", "fprop=mxfp8"), 2, ("lpq: nothing is said of dgrad and wgrad",)),
     (("memory", "tiny", "--recipe", "nowhere.toml"), 1, ("lpq: nowhere.toml cannot be read",)),
     (("memory", "llama-3-7b"), 2, ("there is no shape 'llama-3-7b': did you mean 'llama-3-70b' or 'llama-3-8b'?",
                                    "lpq.observe.memory counts your model")),
     (("train", "--recipe", "mxfp9", "--steps", "1"), 2, ("mxfp9", "mxfp8")),
     (("train", "--weights", "quantised", "--steps", "1"), 2, ("weights = 'quantised'", "did you mean 'quantized'?")),
     (("train", "--device", "banana", "--steps", "1"), 2, ("banana", "cpu")),
+    (("explain", "nvfp4-pretrain"), 2, ("nvfp4-pretrain is a policy",)),
+    (("calibrate", "a", "b", "--percentile", "10"), 2, ("--percentile", "50")),
+    (("train", "--lr", "0"), 2, ("lr = 0",)),
+    (("train", "--seq", "1"), 2, ("seq = 1", "at least 2")),
     (("train", "--steps", "0"), 2, ("steps = 0", "at least 1")),
     (("check", "mxfp9"), 2, ("did you mean 'mxfp8'",)),
     (("check", "mxfp8", "nvfp5"), 2, ("did you mean 'nvfp4'",)),
@@ -75,9 +79,9 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
             ("cuda:99", "torch sees "), ("gpu", "no such device"),
         )
     ),
-    (("new-plugin", "x" * 300), 1, ("cannot be the name of a format: use lower-case letters",)),
+    (("new-plugin", "x" * 300), 2, ("cannot be the name of a format: use lower-case letters",)),
     *(
-        (("new-plugin", name), 1, (words,))
+        (("new-plugin", name), 2, (words,))
         for name, words in {
             "2bit": "use lower-case letters, digits and _, a letter first",
             "my-format": "use lower-case letters, digits and _, a letter first",
@@ -149,11 +153,19 @@ def test_a_misspelt_backend_is_told_once(
     assert ended.err == "lpq: LPQ_KERNELS=tritn: unknown tritn; choose from reference, torch, triton, cuda\n"
 
 
-@pytest.mark.parametrize("arguments", [("no-such-command",), ("formats", "--no-such-option"), ("explain",)])
+@pytest.mark.parametrize("arguments", [("no-such-command",), ("formats", "--no-such-option"), ("explain",), ("--no",)])
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...], lpq: Callable) -> None:
     ended = lpq(*arguments)
-    assert ended.status == 2
-    assert ended.err
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("lpq: ")
+    assert ended.err.count("\n") == 1
+    assert "--help" in ended.err
+
+
+def test_alone_it_prints_its_help(lpq: Callable) -> None:
+    ended = lpq()
+    assert (ended.status, ended.err) == (2, "")
+    assert "Usage: lpq" in ended.out
 
 
 def test_a_command_that_is_not_there_is_told_beside_the_one_that_was_meant(lpq: Callable) -> None:
@@ -166,7 +178,7 @@ def test_the_installed_script_is_this_command_and_prints_no_traceback() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="lpq")
     assert script.value == "lpq.__main__:main"
     done = subprocess.run([sys.executable, "-m", "lpq", "new-plugin", "Not-A-Name"], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("lpq: ")
     assert "Traceback" not in done.stderr
 

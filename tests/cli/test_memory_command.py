@@ -45,7 +45,7 @@ def test_every_shape_can_be_asked_for(shape: str, lpq: Callable, monkeypatch: py
 def test_a_policy_is_no_recipe(tmp_path: Path, lpq: Callable) -> None:
     (tmp_path / "policy.toml").write_text('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"\n')
     ended = lpq("memory", "tiny", "--recipe", str(tmp_path / "policy.toml"))
-    assert ended.status == 1
+    assert ended.status == 2
     assert "is a policy and not a recipe, since this file has rules: give the recipe of one of its rules" in ended.err
 
 
@@ -59,5 +59,5 @@ def test_a_policy_is_no_recipe(tmp_path: Path, lpq: Callable) -> None:
 )
 def test_a_policy_that_comes_with_lpq_is_no_recipe(command: tuple[str, ...], remedy: str, lpq: Callable) -> None:
     ended = lpq(*command, "nvfp4-pretrain")
-    assert ended.status == 1
+    assert ended.status == 2
     assert f"nvfp4-pretrain is a policy and not a recipe: {remedy}" in ended.err

@@ -33,7 +33,9 @@ Made = Annotated[
 ]
 Method = Annotated[str, typer.Option("--method", help=f"How scales are found: {', '.join(METHODS)}.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="How many samples go through the model.")]
-Percentile = Annotated[float, typer.Option("--percentile", help="The percentage of --method percentile.")]
+Percentile = Annotated[
+    float, typer.Option("--percentile", min=50, max=100, help="The percentage of --method percentile.")
+]
 State = Annotated[
     Path | None, typer.Option("--state", help="A file that keeps the statistics, for a later call to go on from.")
 ]
