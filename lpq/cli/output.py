@@ -20,20 +20,35 @@ from lpq.registry.showing import printable
 USAGE = (OptionError, UnknownFormat, UnknownRecipe)
 """The errors of a command that must be written otherwise: a name, an option or a value in it is none that there is."""
 
+NARROW = 70
+"""The columns of a terminal below which a table would break words: each row is shown as a record."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table under a title. Cells are plain text, and a column with nothing in it is left out."""
+    """Print a table under a title. Cells are plain text, and a column with nothing in it is left out.
+
+    In a narrow terminal each row is a record: its first cell, and a line for each other one that is not empty.
+    """
     cells = [[escape(printable(str(cell))) if cell is not None else "" for cell in row] for row in rows]
     used = [i for i, _ in enumerate(columns) if i == 0 or any(row[i] for row in cells)]
+    console = Console()
+    console.print(f"[bold]{escape(printable(title))}[/bold]")
+    if console.width < NARROW:
+        for row in cells:
+            record = Table.grid("", "", "", padding=(0, 2, 0, 0))
+            for i in used[1:]:
+                if row[i]:
+                    record.add_row("", escape(columns[i]), row[i])
+            console.print(f"\n{row[0]}", record, sep="\n")
+        console.print()
+        return
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i in used:
         made.add_column(columns[i], overflow="fold", no_wrap=i == 0)
     for row in cells:
         made.add_row(*(row[i] for i in used))
-    console = Console()
-    console.print(f"[bold]{escape(printable(title))}[/bold]")
     console.print(made)
 
 

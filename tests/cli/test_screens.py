@@ -23,6 +23,21 @@ def test_it_fits_a_screen(command: tuple[str, ...], lpq: Callable, monkeypatch: 
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("command", ["formats", "recipes", "plugins", "memory"])
+def test_a_narrow_terminal_has_records_in_place_of_tables(
+    command: str, lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = lpq(command).out.split()
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = lpq(command).out
+    assert max(map(len, narrow.splitlines())) <= 50
+    words = {word for word in wide if word.strip("─")} - {"name"}  # which stands above no record
+    assert words <= set(narrow.split()), "a word is broken or lost"
+    monkeypatch.setenv("COLUMNS", "70")
+    assert "─" in lpq(command).out
+    assert "─" not in narrow
+
+
 def test_a_remark_about_many_kernels_is_made_once(lpq: Callable) -> None:
     found = lpq("doctor", "--all", "--device", "cpu").out
     assert found.count("runs on cuda, not on cpu") == 1
