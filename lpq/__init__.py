@@ -5,6 +5,7 @@ The public names are imported when they are first used (PEP 562): ``import lpq``
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +135,10 @@ def _tell(old: str, place: str) -> None:
 
 def _register() -> None:
     """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors, and ``torch.export.load``
-    programs with lpq's operators, before lpq is used. Where torch is at hand it costs little."""
-    import_module("lpq.core")
+    programs with lpq's operators, before lpq is used. Where torch is at hand it costs little. A module of lpq that
+    imports torch itself is not there yet, and those above it cannot be imported."""
+    if not any(name.startswith("lpq.") and name != "lpq.importing" for name in sys.modules):
+        import_module("lpq.core")
     names = ("lpq.tensor.quantized_tensor.rebuild", "lpq.core.tensor.rebuild")  # the second in files of earlier builds
     import_module("torch.serialization").add_safe_globals([(_rebuild, name) for name in names])
 

@@ -40,6 +40,12 @@ def test_importing_lpq_and_listing_formats_imports_no_torch() -> None:
     assert run(f"import sys, lpq; lpq.registry.formats(); lpq.registry.recipes(); print({heavy})") == "[]"
 
 
+@pytest.mark.parametrize("module", ["formats", "tensor", "operations"])
+def test_a_module_of_lpq_may_be_the_first_to_import_torch(module: str) -> None:
+    """The end of that import is no time to import what lies above the module."""
+    assert run(f"import sys, lpq.{module}; print('torch' in sys.modules)") == "True"
+
+
 def test_a_file_loads_in_a_process_that_only_imported_lpq(tmp_path: Path) -> None:
     path = tmp_path / "tensor.pt"
     saved = lpq.quantizer("mxfp8").quantize(torch.randn(32, 64))
