@@ -63,7 +63,7 @@ def advise(
     themselves: attention, norms, the optimizer and communication come on top, so the model gains less. Where this
     machine has the GPU in question, the layers are measured as well.
     """
-    card, here = _card(gpu)
+    card, here = gpu_named(gpu, "--gpu")
     recipes = tuple(recipe or USUAL)
     for text in recipes:
         refuse_rules(text, "give the recipe of one of its rules")
@@ -84,7 +84,7 @@ def advise(
     line = _line(groups, best, skipped, world)
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
-    sentences = [*_provenance(card), *_reasons(built, card, recipes, groups, best, skipped, line)]
+    sentences = [provenance(card), *_reasons(built, card, recipes, groups, best, skipped, line)]
     if json:
         as_json(
             {
@@ -112,14 +112,14 @@ def advise(
         typer.echo(f"\n{line}")
 
 
-def _card(gpu: str) -> tuple[Gpu, bool]:
-    """The GPU that is asked for, and whether this machine has it."""
+def gpu_named(gpu: str, option: str) -> tuple[Gpu, bool]:
+    """The GPU that an option asks for, or else that of this machine; and whether this machine has it."""
     ours = named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     name = gpu.lower() or ours
     if name is None:
-        raise OptionError(f"--gpu: name one of {', '.join(GPUS)}; this machine has none of them")
+        raise OptionError(f"{option}: name one of {', '.join(GPUS)}; this machine has none of them")
     if name not in GPUS:
-        raise OptionError(f"--gpu {gpu}: {suggestion(name, GPUS)}")
+        raise OptionError(f"{option} {gpu}: {suggestion(name, GPUS)}")
     return GPUS[name], name == ours
 
 
@@ -184,14 +184,15 @@ def _line(groups: Sequence[LayerGroup], recipe: str, skipped: Sequence[str], wor
     return f"lpq.convert(model, {jsonlib.dumps(_policy(recipe, skipped))}{gathered})"
 
 
-def _provenance(card: Gpu) -> list[str]:
+def provenance(card: Gpu) -> str:
+    """Say where the rates of a GPU are from."""
     if card.measured:
-        return [
+        return (
             f"The rates of the {card.title} are measured: predictions were within 15 % of the layers in the benchmarks "
             "but for a few whose time is the host's."
-        ]
+        )
     share = f"{USUAL_SHARE:.0%} of a data sheet's"
-    return [f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."]
+    return f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."
 
 
 def _reasons(

@@ -1,7 +1,7 @@
 """``lpq formats``, ``lpq recipes``, ``lpq plugins``: the formats, recipes and plugins that are installed.
 
 A plugin that cannot be used is reported on stderr; the others are listed all the same. Nothing here needs a GPU, and
-nothing imports torch but to try recipes that other distributions bring.
+nothing imports torch but to try recipes that other distributions bring, or to order recipes for a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import typer
 
 import lpq
 from lpq import registry
-from lpq.cli.output import Json, as_json, print_broken, table
+from lpq.cli.output import Json, as_json, print_broken, print_text, table
 from lpq.registry.errors import LpqError, words
 from lpq.registry.loader import PluginInfo
 from lpq.registry.shipped import policies
 
 Full = Annotated[bool, typer.Option("--full", help="Name the recipes and kernels of each, not only their number.")]
+
+For = Annotated[str, typer.Option("--for", metavar="GPU", help="Order them by what they gain on a GPU, as h100.")]
+TOKENS, WIDTH = 8192, 4096
+"""The size of the linear layer for which recipes are ordered."""
 
 
 def formats(json: Json = False) -> None:
@@ -47,15 +51,18 @@ def formats(json: Json = False) -> None:
     print_broken(plugins)
 
 
-def recipes(json: Json = False) -> None:
+def recipes(gpu: For = "", json: Json = False) -> None:
     """List the named recipes, and the policies that come with lpq. `lpq explain NAME` shows what a recipe does.
 
     A recipe that cannot be built is listed with the reason. The exit status is 0 all the same.
+    With --for the recipes that are predicted to save most time come first; `lpq advise` predicts it for a model.
     """
     plugins = registry.plugins()
     found = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
     # lpq's own can be built if its plugins are in order: the tests check that, and trying them takes a second
     wrong = broken_recipes(plugins if any(p.error if p.builtin else p.recipes for p in plugins) else ())
+    gains, remark = predicted_gains([s.name for _, s in found if s.name not in wrong], gpu) if gpu else ({}, None)
+    found.sort(key=lambda pair: -gains.get(pair[1].name, 0))
     if json:
         as_json(
             [
@@ -67,6 +74,7 @@ def recipes(json: Json = False) -> None:
                         "aliases": list(spec.aliases),
                         "recipe": plain(spec.recipe),
                         "broken": wrong.get(spec.name),
+                        "gain": gains.get(spec.name),
                         **origin(plugin),
                     }
                     for plugin, spec in found
@@ -79,6 +87,7 @@ def recipes(json: Json = False) -> None:
                         "aliases": [],
                         "recipe": None,
                         "broken": None,
+                        "gain": None,
                         "plugin": None,
                         "distribution": "lpq",
                         "version": lpq.__version__,
@@ -90,12 +99,21 @@ def recipes(json: Json = False) -> None:
     else:
         table(
             "Recipes",
-            ("name", "from", "summary", "elsewhere called", "what is wrong"),
+            ("name", "gain", "from", "summary", "elsewhere called", "what is wrong"),
             (
-                (s.name, f"{p.distribution} {p.version}", s.summary, " ".join(s.aliases), wrong.get(s.name))
+                (
+                    s.name,
+                    f"{gains[s.name]:.2f}" if s.name in gains else None,
+                    f"{p.distribution} {p.version}",
+                    s.summary,
+                    " ".join(s.aliases),
+                    wrong.get(s.name),
+                )
                 for p, s in found
             ),
         )
+        if remark is not None:
+            print_text(remark)
         table("Policies", ("name", "summary"), policies().items())
     print_broken(plugins)
 
@@ -122,6 +140,22 @@ def plugins(full: Full = False, json: Json = False) -> None:
         ),
     )
     print_broken(found)
+
+
+def predicted_gains(names: Iterable[str], gpu: str) -> tuple[dict[str, float], str]:
+    """How many times as fast as bf16 a linear layer is predicted to be by each recipe, and words on these numbers."""
+    from lpq.bench.gpus import predicted  # with torch, which a list without an order does without
+    from lpq.bench.layers import LayerSize
+    from lpq.cli.advise import gpu_named, provenance
+
+    card, _ = gpu_named(gpu, "--for")
+    size = LayerSize(TOKENS, WIDTH, WIDTH)
+    plain = predicted(card, size, None)
+    gains = {name: plain / predicted(card, size, lpq.recipe(name)) for name in names}
+    return gains, (
+        f"gain: how many times as fast as bf16 a layer of {WIDTH} inputs and outputs is predicted to be for {TOKENS} "
+        f"tokens. {provenance(card)} Compare the loss by `lpq compare` before you choose codes of 4 bits."
+    )
 
 
 def described(plugin: PluginInfo) -> dict[str, Any]:

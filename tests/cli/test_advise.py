@@ -67,7 +67,7 @@ def test_where_nothing_is_gained_it_says_to_stay_in_bf16(lpq: Callable) -> None:
 
 
 def test_layers_are_measured_where_the_gpu_is_here(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_card", lambda gpu: (GPUS["h100"], True))
+    monkeypatch.setattr(command, "gpu_named", lambda gpu, option: (GPUS["h100"], True))
     monkeypatch.setattr(command, "_measured", lambda groups, recipes: {g.size: {recipes[0]: 1.25} for g in groups})
     out = lpq("advise", "tiny", "--recipe", "fp8-current").out
     assert out.count("(1.25)") == 7

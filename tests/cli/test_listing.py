@@ -46,6 +46,28 @@ def test_everything_is_listed_as_a_table_and_as_json(command: str, lpq: Callable
         assert {entry["name"] for entry in json.loads(listed.out) if entry["kind"] == "policy"} == {*shipped.policies()}
 
 
+@pytest.mark.parametrize(("gpu", "first"), [("h100", "fp8"), ("B200", "nvfp4")])
+def test_recipes_are_ordered_for_a_gpu(gpu: str, first: str, lpq: Callable) -> None:
+    """By the numbers of ``lpq advise``; and the same recipes are listed as without."""
+    listed, plain = (json.loads(lpq("recipes", *more, "--json").out) for more in (("--for", gpu), ()))
+    gains = [entry["gain"] for entry in listed if entry["kind"] == "recipe"]
+    assert gains == sorted(gains, reverse=True)
+    assert listed[0]["name"].startswith(first)
+    assert gains[0] > 1 > gains[-1]
+    assert {entry["name"] for entry in listed} == {entry["name"] for entry in plain}
+    assert all(entry["gain"] is None for entry in plain)
+    ended = lpq("recipes", "--for", gpu)
+    assert f"{gains[0]:.2f}" in ended.out.splitlines()[4]
+    assert "is predicted to be" in ended.out
+    assert "is predicted to be" not in lpq("recipes").out
+
+
+def test_a_gpu_that_nobody_knows_orders_nothing(lpq: Callable) -> None:
+    ended = lpq("recipes", "--for", "h10")
+    assert (ended.status, ended.out) == (2, "")
+    assert "--for h10: did you mean 'h100'" in ended.err
+
+
 def test_what_is_said_of_a_format(lpq: Callable) -> None:
     found = {entry["name"]: entry for entry in json.loads(lpq("formats", "--json").out)}
     assert found["nvfp4"]["effective_bits"] == 4.5
