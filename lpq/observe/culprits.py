@@ -23,6 +23,7 @@ from lpq.distributed.ranks import Ranks
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.stepping import promote
+from lpq.observe.readings import NumericsError
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.observe.sharing import device_of, is_shared
 from lpq.operations.reduce_statistics import reduce_sum
@@ -111,8 +112,12 @@ def culprits(
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
     ours = [local_part(p.grad) for p in model.parameters() if p.requires_grad and p.grad is not None]
+    if not replay.layers:
+        raise NumericsError(f"{type(model).__name__} has no layer with a recipe of lpq: convert it first, lpq.convert")
     with replay.running():
         loss, base = replay.run({})
+        if all(p.grad is None for p in _trained(model)):
+            raise NumericsError("culprits: the closure left no gradient: it runs backward, too, as loss.backward()")
         there = [g for g, p in zip(base, _trained(model), strict=True) if p.grad is not None]
         same = None if not ours else over([_differ(ours, there)]) == 0
         whole = {layer: _in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}

@@ -266,7 +266,7 @@ class QuantizedStates(Optimizer):
                 "on this rank"
             )
             stays: dict[str, list[str]] = {}
-            for value in (state[name] for state in self.state.values() if name in state):
+            for value in (s[name] for s in self.state.values() if name in s and _held(s[name]) is None):
                 stays.setdefault(str(self._why_stays(form, value)), []).append(str(list(value.shape)))
             lines += [f"  as it was, because {reason}: {listed(shapes)}" for reason, shapes in stays.items()]
         return "\n".join(lines)

@@ -63,7 +63,8 @@ def _refuse(func: Any, target: QuantizedTensor) -> NoReturn:
         f"{target.whose}{name} would compute in place in this {list(target.shape)} tensor, which is stored as "
         f"{target.quantizer} and would be rounded at each such operation. Step it with "
         "lpq.optim.MasterWeights(optimizer), or MasterWeights(optimizer, keep=False) which keeps no fp32 copy between "
-        "steps; by hand, compute with value = weight.dequantize(), then weight.copy_(value)"
+        "steps; a state of an optimizer by lpq.optim.QuantizedStates; by hand, compute with value = "
+        "weight.dequantize(), then weight.copy_(value)"
         f"{AVERAGE if 'lerp' in name else ''}"
     )
 

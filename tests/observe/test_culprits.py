@@ -12,6 +12,7 @@ from support.small_models import Planted
 from torch import Tensor, nn
 
 import lpq
+from lpq.observe.readings import NumericsError
 
 
 def model(recipe: Any = "fp8-current", planted: int = 2, **options: Any) -> Any:
@@ -98,3 +99,12 @@ def test_a_rule_promotes_culprits_for_some_steps(tmp_path: Path) -> None:
     assert again[2].layer.recipe == lpq.recipe("bf16")
     assert again[2].layer.schedule == net[2].layer.schedule
     lpq.checkpoint.load(again, tmp_path)
+
+
+def test_a_model_without_layers_and_a_closure_without_backward_are_refused() -> None:
+    x, plain = batch(), nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(NumericsError, match="Sequential has no layer with a recipe of lpq: convert it first"):
+        lpq.observe.culprits(plain, lambda: plain(x).sum().backward())
+    net = model()
+    with pytest.raises(NumericsError, match="the closure left no gradient"):
+        lpq.observe.culprits(net, lambda: net(x).sum())

@@ -130,6 +130,7 @@ def test_what_is_small_or_a_vector_or_would_not_shrink_stays_and_a_report_tells(
     few = QuantizedStates(AdamW(params), least=8, **ADAM)
     _train(params, few, last=1)
     assert len(_stored(few)) == 4
+    assert "because None" not in few.report()  # what is stored is not listed among what stays
 
 
 # ---------------------------------------------------------------------------------- second moments
