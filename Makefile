@@ -12,6 +12,7 @@ FEW_WORKERS = $(shell $(BIN)/python -c 'import os; print(len(getattr(os, "sched_
 GPU_WORKERS = $(shell n=$(FEW_WORKERS); echo $$((n < 10 ? n : 10)))
 # A thread for each process, which keeps what it compiled of Python's sources for the many that come after it.
 LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+ACTIVATE := To use lpq in this shell: source $(BIN)/activate; then python -m lpq --help lists the commands.
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
 READY_FOR_RELEASE := $(VENV)/.ready-for-release
@@ -30,9 +31,11 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 install: $(READY)  ## make .venv with lpq and the tools of development
+	@echo '$(ACTIVATE)'
 
 train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16; on a GPU a larger one by FP8 (ARGS="--recipe nvfp4 --steps 50" for more)
-	$(BIN)/lpq train $(ARGS)
+	$(BIN)/python -m lpq train $(ARGS)
+	@echo '$(ACTIVATE)'
 
 test: $(READY)  ## run the whole test suite (ARGS="tests/formats -x" for a part)
 	$(LEAN) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
@@ -62,9 +65,9 @@ docs: $(READY)  ## build the site into site/
 
 check-example: $(READY)  ## install the example plugins, check them and train with one
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4
-	$(BIN)/lpq check int4
+	$(BIN)/python -m lpq check int4
 	rm -rf runs/example
-	$(BIN)/lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
+	$(BIN)/python -m lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4
 	for name in mean-split hot-channels; do \
 	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name && \

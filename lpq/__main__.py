@@ -1,4 +1,4 @@
-"""The command ``lpq``, and ``python -m lpq``. Each command lives in a module that is imported when the command runs.
+"""The command ``lpq``, or ``lpquant``, and ``python -m lpq``. Each subcommand is imported when it runs.
 
 So ``lpq formats`` needs no torch and ``lpq --help`` needs nothing at all. An ``LpqError`` ends a command with
 its words on stderr: status 2 for a name, an option or a value that does not exist, 1 for everything else.
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, cast
 
 import typer
@@ -65,6 +66,10 @@ def load(name: str) -> Any:
     return typer.main.get_command(single)
 
 
+NAMES = ("lpq", "lpquant")
+"""The names of the installed command, the usual one first."""
+
+
 class Unloaded(TyperCommand):
     """A command that is listed but not imported; running it, or asking for its help, imports it."""
 
@@ -91,7 +96,6 @@ app = typer.Typer(
     name="lpq",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -115,7 +119,9 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ``lpq`` and ``python -m lpq`` call it."""
+    """Run the command line; the installed commands and ``python -m lpq`` call it."""
+    called = Path(sys.argv[0]).name
+    name = called if called in NAMES else NAMES[0]
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and nothing is lost
     show = warnings.showwarning
@@ -130,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = cast("Any", show_in_words)
-            raise SystemExit(app(list(arguments) if arguments is not None else None, "lpq", standalone_mode=False) or 0)
+            raise SystemExit(app(list(arguments) if arguments is not None else None, name, standalone_mode=False) or 0)
     except ClickException as error:  # of typer, which would draw a frame around it
         about = getattr(getattr(error, "ctx", None), "command_path", "lpq")
         if words := error.format_message():  # there are none where the help was printed

@@ -89,6 +89,12 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.parametrize("target", ["install", "train"])
+def test_make_ends_with_how_to_use_what_it_installed(target: str) -> None:
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "source .venv/bin/activate; then python -m lpq" in done.stdout.splitlines()[-1]
+
+
 def test_the_citation_is_of_this_version() -> None:
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
 

@@ -45,7 +45,10 @@ def new_plugin(
                 f"{file} cannot be written: {error.strerror or error}; choose another --dir"
             ) from error
     typer.echo(f"{target}: the format {name}, for now symmetric INT8. To go on:")
-    typer.echo(f"  pip install -e {shlex.quote(str(target))}\n  lpq check {name}\n  edit {target}/lpq_{name}/format.py")
+    typer.echo(
+        f"  pip install -e {shlex.quote(str(target))}\n  python -m lpq check {name}\n"
+        f"  edit {target}/lpq_{name}/format.py"
+    )
 
 
 def check_name(name: str) -> None:

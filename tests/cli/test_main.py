@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from lpq.__main__ import COMMANDS, load, main
+from lpq.__main__ import COMMANDS, NAMES, load, main
 
 
 def test_help_lists_every_command(lpq: Callable) -> None:
@@ -174,9 +175,21 @@ def test_a_command_that_is_not_there_is_told_beside_the_one_that_was_meant(lpq: 
     assert "there is no command 'explai': did you mean 'explain'?" in " ".join(ended.err.split())
 
 
-def test_the_installed_script_is_this_command_and_prints_no_traceback() -> None:
-    (script,) = metadata.entry_points(group="console_scripts", name="lpq")
-    assert script.value == "lpq.__main__:main"
+@pytest.mark.parametrize(("typed", "offered"), [("lpq ad", "advise"), ("lpquant formats --j", "--json")])
+def test_a_shell_completes_commands_and_options(
+    typed: str, offered: str, lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = typed.split()[0]
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{name}"])
+    monkeypatch.setenv(f"_{name.upper()}_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert lpq().out.split() == [offered]
+
+
+def test_the_installed_scripts_are_this_command_and_print_no_traceback() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == dict.fromkeys(NAMES, "lpq.__main__:main")
     done = subprocess.run([sys.executable, "-m", "lpq", "new-plugin", "Not-A-Name"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("lpq: ")

@@ -18,7 +18,7 @@ def rendered(name: str) -> str:
     command = load(name)
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
-    usage = " ".join(["lpq", name, *(f"{_metavar(a)}" for a in arguments), "[OPTIONS]"])
+    usage = " ".join(["python -m lpq", name, *(f"{_metavar(a)}" for a in arguments), "[OPTIONS]"])
     rows = [f"| {_names(p)} | {_default(p)} | {_cell(p.help or '')} |" for p in (*arguments, *options)]
     rows += ["| `--help` | | Show this message and exit. |"]
     table = "\n".join(["| option | default | |", "|---|---|---|", *rows])

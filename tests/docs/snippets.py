@@ -1,6 +1,6 @@
 """The fenced blocks of README.md and docs/, and what runs each of them.
 
-A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as
+A block without a title is run: Python in one namespace for the page, ``python -m lpq …`` and ``pip install …`` lines as
 commands, with ``NAME=VALUE`` before them. A block with ``title="path"`` is a file, written before what comes after it
 runs. A comment before a block says what else there is to know: ``<!-- not run: reason -->``,
 ``<!-- read by lpq.recipe -->`` (or ``lpq.policy``), ``<!-- added to class Name -->``.
@@ -21,6 +21,8 @@ _FENCE = re.compile(
 )
 _NOTE = re.compile(r"not run: (?P<reason>.+)|read by lpq\.(?P<reader>recipe|policy)|added to class (?P<owner>\w+)")
 _INFO = re.compile(r'(?P<language>\w*)(?: title="(?P<title>[^"]+)")?')
+TYPED = "python -m lpq "
+"""What a page has people type, since ``lpq`` alone may be the printer queue of CUPS."""
 KNOWN = {"python", "shell", "toml", "cpp", "text"}
 
 
@@ -47,7 +49,7 @@ class Block:
 
     def commands(self) -> list[list[str]]:
         """The command lines of a shell block."""
-        lines = [line.removeprefix("$ ").strip() for line in self.code.splitlines()]
+        lines = [line.removeprefix("$ ").strip().replace(TYPED, "lpq ") for line in self.code.splitlines()]
         return [shlex.split(line, comments=True) for line in lines if line and not line.startswith("#")]
 
 

@@ -210,6 +210,11 @@ def test_every_snippet_runs(page: Path, reader: Reader) -> None:
     reader.check_formats(installed=True)
 
 
+def test_what_is_typed_is_no_printer_queue() -> None:
+    for block in (block for page in PAGES for block in blocks(page) if block.language == "shell"):
+        assert not re.search(r"^(\$ )?([A-Z_]+=\S+ )*lpq ", block.code, re.MULTILINE), block.place
+
+
 def test_there_are_snippets_to_run() -> None:
     run = [b for page in PAGES for b in blocks(page) if b.reason is None and b.language != "text"]
     assert {b.language for b in run} == {"python", "shell", "toml", "cpp"}
