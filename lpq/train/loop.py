@@ -95,7 +95,7 @@ def beside_baseline(
             trainer = Trainer(config, text, its_policy, team)
             if its_policy is policy:
                 team.on_first(partial(tell_conversion, trainer, directory, console))
-            tell = partial(say, console, style="yellow", soft_wrap=True)
+            tell = partial(remark_on, title, console)
             bar = partial(shown, title, console)
             if signum := train(trainer, directory / name, lambda: interrupt.signum or 0, tell, bar):
                 raise Stopped(
@@ -192,6 +192,11 @@ def shown(title: str, console: Console, trainer: Trainer) -> Iterator[Callable[[
                 say(console, f"{title}: step {step} of {steps}, loss {loss}")
 
         yield show
+
+
+def remark_on(title: str, console: Console, text: str) -> None:
+    """Print what is to be known of one of the trainings."""
+    say(console, f"{title}: {text}", style="yellow", soft_wrap=True)
 
 
 def say(console: Console, text: str, **how: Any) -> None:

@@ -368,7 +368,7 @@ def test_what_cannot_be_shown_is_refused(parts: list[str], capsys: pytest.Captur
         ("[]", "host.json is no result of a benchmark"),
         ('{"part": "houses"}', "host.json is no result of a benchmark"),
         ('{"part": ["host"]}', "host.json is no result of a benchmark"),
-        ('{"part": "host", "environment": {}}', "host.json is no whole result of host: KeyError: 'peers'"),
+        ('{"part": "host", "environment": {}}', "host.json is no whole result of host: KeyError: 'devices'"),
     ],
 )
 def test_results_that_are_not_there_or_none_are_told(
