@@ -233,7 +233,7 @@ def _show(
 
     rows = [
         (
-            g.name, str(g.count), f"{g.size.inputs} x {g.size.outputs}", f"{g.plain * 1e3:.2f}",
+            g.name, str(g.count), f"{g.size.inputs}x{g.size.outputs}", f"{g.plain * 1e3:.2f}",
             *(cell(g, text) for text in recipes),
         )
         for g in groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated
@@ -22,6 +23,9 @@ USAGE = (OptionError, UnknownFormat, UnknownRecipe)
 
 NARROW = 70
 """The columns of a terminal below which a table would break words: each row is shown as a record."""
+
+NUMBER = re.compile(r"[\d.,x]{0,12}")
+"""A cell that is not broken where a table is wider than the terminal: the heading of its column is."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -44,12 +48,19 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
             console.print(f"\n{row[0]}", record, sep="\n")
         console.print()
         return
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    natural = [max(len(text) for text in (columns[i], *(row[i] for row in cells))) for i in used]
+    wide = sum(natural) + 3 * (len(used) - 1) > console.width
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=not wide, padding=(0, 1, 0, 0) if wide else (0, 1))
     for i in used:
-        made.add_column(columns[i], overflow="fold", no_wrap=i == 0)
+        column = [row[i] for row in cells]
+        if wide and i and all(map(NUMBER.fullmatch, column)):
+            made.add_column(columns[i].replace("-", "-\n").replace(" x ", " x\n"), no_wrap=True)
+        else:
+            made.add_column(columns[i], overflow="fold", no_wrap=i == 0 and not (wide and " " in column[0]))
     for row in cells:
         made.add_row(*(row[i] for i in used))
-    console.print(made)
+    edge = [""] if wide else []
+    console.print(*edge, made, *edge, sep="\n")
 
 
 def print_text(text: str) -> None:

@@ -41,6 +41,19 @@ def test_a_wide_model_on_a_measured_gpu_is_given_a_line_to_paste(lpq: Callable) 
     assert "The rates of the H100 SXM are measured" in table.out
 
 
+def test_its_tables_break_no_number_and_no_name_on_a_usual_screen(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = lpq("advise", "llama-3-8b", "--gpu", "h100", "--world", 8).out.splitlines()
+    (heading,) = [line.split() for line in lines if line.startswith("layers  ")]
+    assert heading[-5:] == ["current", "row", "block", "mxfp8", "nvfp4"]
+    (row,) = [line.split() for line in lines if line.startswith("blocks.*.gate_proj")]
+    assert row[1:3] == ["2", "4096x14336"]
+    assert len(row) == 9
+    assert max(map(len, lines)) <= 80
+
+
 def test_narrow_layers_are_left_out_by_the_line(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "llama-3-8b", replace(SHAPES["llama-3-8b"], kv_heads=1))
     found = advised(lpq, "llama-3-8b", "--gpu", "h200", "--recipe", "fp8-current")
@@ -90,7 +103,7 @@ def test_experts_are_named_and_not_predicted(lpq: Callable, monkeypatch: pytest.
         (("tiny", "--gpu", "h1000"), 2, "--gpu h1000: did you mean 'h100'"),
         (("tini", "--gpu", "h100"), 2, "MODEL: 'tini' is no shape"),
         (("torch.nn:Identity", "--gpu", "h100"), 1, "reaches no linear layer"),
-        (("tiny", "--gpu", "h100", "--recipe", "nvfp4-pretrain"), 1, "is a policy and not a recipe"),
+        (("tiny", "--gpu", "h100", "--recipe", "nvfp4-pretrain"), 2, "is a policy and not a recipe"),
     ],
 )
 def test_what_is_written_wrongly_is_refused(arguments: tuple[str, ...], status: int, words: str, lpq: Callable) -> None:
