@@ -40,13 +40,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     console = Console()
     console.print(f"[bold]{escape(printable(title))}[/bold]")
     if console.width < NARROW:
-        for row in cells:
-            record = Table.grid("", "", "", padding=(0, 2, 0, 0))
-            for i in used[1:]:
-                if row[i]:
-                    record.add_row("", escape(columns[i]), row[i])
-            console.print(f"\n{row[0]}", record, sep="\n")
-        console.print()
+        print_records(console, [escape(columns[i]) for i in used], ([row[i] for i in used] for row in cells))
         return
     natural = [max(len(text) for text in (columns[i], *(row[i] for row in cells))) for i in used]
     wide = sum(natural) + 3 * (len(used) - 1) > console.width
@@ -61,6 +55,17 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         made.add_row(*(row[i] for i in used))
     edge = [""] if wide else []
     console.print(*edge, made, *edge, sep="\n")
+
+
+def print_records(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print each row as a record. Cells and columns are markup of rich."""
+    for first, *others in rows:
+        record = Table.grid("", "", "", padding=(0, 2, 0, 0))
+        for column, cell in zip(columns[1:], others, strict=True):
+            if cell:
+                record.add_row("", column, cell)
+        console.print(f"\n{first}", record, sep="\n")
+    console.print()
 
 
 def print_text(text: str) -> None:

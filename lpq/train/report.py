@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from lpq.cli.output import NARROW, print_records
 from lpq.registry.showing import printable
 from lpq.train import runs
 from lpq.train.config import TrainConfig
@@ -92,8 +93,13 @@ class Summary:
 
 def close(summary: Summary, console: Console) -> Summary:
     """Print the results of a run, and write them to its files."""
-    console.print(comparison(summary))
-    console.print(kernels(summary.outcomes[0].served))
+    for made in (comparison(summary), kernels(summary.outcomes[0].served)):
+        if console.width < NARROW:
+            console.print(f"[bold]{made.title}[/bold]")
+            columns = made.columns
+            print_records(console, [str(c.header) for c in columns], zip(*map(_cells, columns), strict=True))
+        else:
+            console.print(made)
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     curves = [Curve(o.title, o.losses) for o in summary.outcomes]
     plotted = draw(curves[:1], curves[1] if len(curves) > 1 else None, summary.directory / runs.PLOT)
@@ -142,6 +148,10 @@ def kernels(served: Sequence[ServedProduct]) -> Table:
     for s in served:
         table.add_row(s.gemm, s.operands, plain("; ".join([s.kernel, *s.why_not])), str(s.layers))
     return table
+
+
+def _cells(column: Column) -> list[str]:
+    return [str(cell) for cell in column.cells]
 
 
 def plain(text: str) -> str:

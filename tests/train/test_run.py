@@ -112,6 +112,16 @@ def test_the_baseline_is_fp32_where_bf16_is_slow(
 
 
 @pytest.mark.slow
+def test_a_narrow_terminal_has_records_in_place_of_tables(tiny: MakeConfig) -> None:
+    narrow = Console(file=io.StringIO(), width=50)
+    summary = run(tiny(steps=1, recipe="mxfp8", baseline=False), narrow)
+    lines = shown(narrow).splitlines()
+    assert lines[lines.index("held-out loss (nats per byte)") + 1].split() == [
+        "mxfp8", f"{summary.outcomes[0].held_out_loss:.4f}"
+    ]  # fmt: skip
+    assert ["operands", "mxfp8", "·", "mxfp8"] in [line.split() for line in lines]
+
+
 def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> None:
     learned = run(tiny("a", steps=30, lr=2e-2, batch=8, checkpoint_every=0, baseline=False), console).outcomes[0]
     assert learned.losses[0] > math.log(256)  # no better than chance
