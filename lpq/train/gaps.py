@@ -22,8 +22,8 @@ MEANING = (
     "Loss: nats per byte on text that was held out, mean over the seeds. Gap: by how much a loss is above the loss of "
     "{} with the same seed, so with the same first weights and the same batches; mean over the seeds. ± 95 %: half of "
     "the interval of this mean by Student's t for pairs, for each recipe alone. Shown: nothing, where 0 is in the "
-    "interval, or there is one seed. Spread: the standard deviation over the seeds, of {} that of the loss, else that "
-    "of the gaps."
+    "interval, or there is one seed. Spread: the standard deviation over the seeds, of the loss of {}, or of the "
+    "gaps of a recipe."
 )
 
 

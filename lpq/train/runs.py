@@ -53,11 +53,11 @@ def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainC
     return TrainConfig(**{**stored.__dict__, **given, "out": str(directory)})
 
 
-def newest() -> Path:
-    """The directory under ``runs/`` that was begun last."""
+def newest(wanted: str = "to resume: start one without --resume, or name it with --out") -> Path:
+    """The directory under ``runs/`` that was begun last; where there is none, an error says what it is wanted for."""
     found = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime_ns)
     if not found:
-        raise TrainError(f"there is no run under {RUNS}/ to resume: start one without --resume, or name it with --out")
+        raise TrainError(f"there is no run under {RUNS}/ {wanted}")
     return found[-1].parent
 
 

@@ -32,6 +32,15 @@ def test_a_run_is_watched_and_reported(
     assert "has no statistics: train with --watch 100" in capsys.readouterr().err
 
 
+def test_a_report_without_a_run_asks_for_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main_of(["report"])
+    assert "there is no run under runs/ to report on: name a run" in capsys.readouterr().err
+
+
 def main_of(arguments: list[str]) -> None:
     try:
         main(arguments)

@@ -27,7 +27,7 @@ def report(run: Run = None, lines: Lines = 20) -> None:
     The table has the last step that was watched, the most noise first. The page `numerics.html` lies beside it: one
     file, which asks for nothing from outside.
     """
-    path = runs.newest() if run is None else run
+    path = runs.newest("to report on: name a run, or train one with --watch 100") if run is None else run
     if path.is_dir():
         place = path / RECIPE / NUMERICS if (path / CONFIG).is_file() else path / NUMERICS
         page = path / runs.PAGE
