@@ -262,7 +262,7 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
     if method not in get_args(Method):
         raise CalibrationError(f"there is no method {method!r}: {suggestion(str(method), get_args(Method))}")
     if unseen not in get_args(Unseen):
-        raise CalibrationError(f"unseen={unseen!r}: it is 'siblings' or 'error'")
+        raise CalibrationError(f"unseen={unseen!r}: {suggestion(str(unseen), get_args(Unseen))}")
     for name, value in (("samples", samples), ("every", every)):
         if type(value) is not int or value < 1:
             raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lpq.distributed.alike import check_part, description
 from lpq.distributed.expert_rows import Dispatch, RowExchange, encoded_rows
 from lpq.distributed.model_check import ModelCheck
+from lpq.registry.errors import suggestion
 from lpq.tensor.fsdp_protocol import Gathered
 
 __all__ = ["ExpertParallel"]
@@ -41,7 +42,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(self, *, dispatch: Dispatch = "high_precision") -> None:
         super().__init__()
         if dispatch not in get_args(Dispatch):
-            raise ValueError(f"ExpertParallel: dispatch={dispatch!r}; it is one of {get_args(Dispatch)}")
+            raise ValueError(f"ExpertParallel: dispatch={dispatch!r}: {suggestion(str(dispatch), get_args(Dispatch))}")
         self.how = dispatch
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:

@@ -28,6 +28,7 @@ from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.wanted import Accumulate
+from lpq.registry.errors import suggestion
 from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def convert(
     """
     check_model(model)
     if accumulate not in (None, *get_args(Accumulate)):
-        raise ValueError(f"accumulate={accumulate!r}: it is 'grad', 'main_grad' or None")
+        raise ValueError(f"accumulate={accumulate!r}: {suggestion(str(accumulate), (*get_args(Accumulate), 'None'))}")
     prepared = _prepared(model, weights, ranks)
     check_options(weights, ranks, prepared[1])
     if accumulate is not None and weights is not None:

@@ -14,6 +14,7 @@ from lpq.nn.linear import Layer
 from lpq.nn.name_ranges import first_few
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError
+from lpq.registry.errors import suggestion
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private.tensors import local_part
@@ -30,7 +31,7 @@ def check_options(weights: Weights | None, ranks: int | None, earlier: int | Non
     """Refuse options that fit no model. ``earlier``: the number of ranks for which the model's weights are prepared
     already."""
     if weights not in (None, *get_args(Weights)):
-        raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
+        raise ValueError(f"weights={weights!r}: {suggestion(str(weights), (*get_args(Weights), 'None'))}")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks={ranks!r}: it is the number of ranks of the shards, from 1 on")
     if weights is None and ranks not in (None, earlier):

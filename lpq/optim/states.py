@@ -34,7 +34,7 @@ from lpq.optim import adamw
 from lpq.optim.masters import MasterWeights
 from lpq.optim.rounding import LeastKept, least_kept, raised, root_of, why_not
 from lpq.optim.state_names import states_of
-from lpq.registry.errors import OptionError
+from lpq.registry.errors import OptionError, suggestion
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
@@ -302,7 +302,7 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
     forms: dict[str, StateForm] = {}
     for name, text in formats.items():
         if name not in found:
-            raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}")
+            raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}: {suggestion(name, found)}")
         quantizer: Quantizer = registry.quantizer(text).side("row")
         second = found[name].second
         with torch.device("cpu"):

@@ -378,7 +378,7 @@ def test_a_bar_shows_how_far_it_is_in_a_terminal_only(monkeypatch: pytest.Monkey
         ({"siblings": [("w1", "w4")]}, r"siblings has \('w1', 'w4'\), and the model has no two layers"),
         ({"forward": 3}, r"forward=3: it is a function that calls the model"),
         ({"batches": None}, r"batches is of type NoneType: it is a list"),
-        ({"unseen": "never"}, "unseen='never': it is 'siblings' or 'error'"),
+        ({"unseen": "never"}, "unseen='never': choose from error, siblings"),
     ],
 )
 def test_wrong_arguments_are_refused(options: Any, words: str) -> None:

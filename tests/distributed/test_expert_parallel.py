@@ -340,7 +340,7 @@ def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
     prepared = lpq.convert(copy.deepcopy(Experts(None)), "mxfp8", weights="high_precision")
     with pytest.raises(ValueError, match="was prepared by lpq"):
         parallelize_module(prepared, mesh, ExpertParallel())
-    with pytest.raises(ValueError, match="dispatch='quantized'; it is one of"):
+    with pytest.raises(ValueError, match="dispatch='quantized': choose from encoded, high_precision"):
         ExpertParallel(dispatch="quantized")  # type: ignore[arg-type]
     for recipe, reason in (
         ("mxfp8", "is not made of its row operand, as col_source=row has it"),

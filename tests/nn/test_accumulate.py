@@ -68,7 +68,9 @@ def test_main_grad_sums_in_its_own_dtype(recipe: str) -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ValueError, match="'grad', 'main_grad' or None"):
+    with pytest.raises(ValueError, match="weights='quantised': did you mean 'quantized'"):
+        model(weights="quantised")
+    with pytest.raises(ValueError, match="accumulate='gradient': did you mean 'grad'"):
         model(accumulate="gradient")
     net, x = model(accumulate="main_grad"), batch()
     weight = net[0].weight

@@ -201,6 +201,7 @@ def test_a_second_moment_falls_without_a_gradient() -> None:
     [
         ({}, "got no format, and AdamW keeps exp_avg, exp_avg_sq: give one for each"),
         ({"momentum_buffer": "mxfp8"}, "got a format for 'momentum_buffer', and AdamW keeps exp_avg, exp_avg_sq"),
+        ({"exp_avgs": "mxfp8"}, "did you mean 'exp_avg' or 'exp_avg_sq'"),
         ({"exp_avg_sq": "mxfp8"}, "cannot store exp_avg_sq of AdamW as mxfp8: what falls by a factor of 0.9995"),
         ({"exp_avg": "nvfp4(stochastic=true)"}, "cannot store exp_avg of AdamW .*: it rounds at random"),
         ({"exp_avg": "mxfp9"}, "mxfp9"),
