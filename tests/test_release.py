@@ -91,7 +91,9 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["install", "train"])
 def test_make_ends_with_how_to_use_what_it_installed(target: str) -> None:
-    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     assert "source .venv/bin/activate; then python -m lpq" in done.stdout.splitlines()[-1]
 
 
