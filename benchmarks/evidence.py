@@ -67,7 +67,7 @@ def _millions(count: int) -> str:
 
 
 def late(found: Sequence[Training]) -> str:
-    """What the late switch closes of the gap of the same recipe without it: pairs of these two, seed by seed."""
+    """Tell how much of a recipe's gap the late switch closes: the recipe with it and without it, seed by seed."""
     plain = [replace(t, policy="") for t in found if t.title == "nvfp4"]  # as if it were the baseline
     _, switched = gaps.gaps([*plain, *(t for t in found if t.title == "nvfp4-late-switch")])
     if switched.mean is None or switched.half is None:

@@ -1,4 +1,4 @@
-// E8M0: powers of two as biased exponents, and those of a tile's blocks of 32 on their way.
+// E8M0: powers of two as biased exponents, and the exponents of a tile's blocks of 32 on their way.
 #pragma once
 #include "bytes.cuh"
 

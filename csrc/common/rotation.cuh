@@ -16,7 +16,7 @@ __device__ __forceinline__ void hadamard8(float (&v)[8]) {
             }
 }
 
-// Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4: those of word k. The
+// Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4: the columns of word k. The
 // result is rounded to bf16: element (2 i, 2 i + 1) of column j are the halves of word y[j][i].
 __device__ __forceinline__ void rotate_word(const Tile& t, const u32 (&w)[ROWS][WORDS], int k, u32 (&y)[PER_WORD][4]) {
     // The upper half subtracts what is its own: of the two factors that changes the sign of one, by `quarter`.

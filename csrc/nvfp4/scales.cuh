@@ -48,7 +48,7 @@ struct Factors {
     __device__ __forceinline__ void fill(float overall) {
         const u32 code = threadIdx.x;
         if (code >= 128) return;
-        // The bits of E4M3 are those of an fp16 whose exponent is 8 too low.
+        // E4M3 has the bits of an fp16 whose exponent is 8 too low.
         const float decoded = code == E4M3::nan ? __uint_as_float(NAN_BITS) : half_value(code << 7) * 256.0f;
         const float inverse = __fmul_rn(decoded, __frcp_rn(overall)), quotient = __frcp_rn(inverse);
         const float factor = quotient > FLT_MAX_ ? FLT_MAX_ : quotient;

@@ -1,6 +1,6 @@
 """A small model of each GPU: rates, bytes and launches, from which the time of a linear layer's step follows.
 
-The time of a step is that of its three products, at the rates below, and of the bytes that encoding and decoding
+The time of a step is the time of its three products, at the rates below, and of the bytes that encoding and decoding
 move, at the speed of a copy. The host launches meanwhile; the slower of the two decides, and where both take about as
 long they hinder each other. ``tests/bench/test_predictions.py`` compares it with the stored results.
 """

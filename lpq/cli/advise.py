@@ -32,7 +32,7 @@ its encoding, which is counted for each."""
 WIDE = 4096
 """From this width on gathers of codes save time; in narrower models they wait for the host."""
 Source = Annotated[str, typer.Argument(metavar="MODEL", help=f"The model: {NAMED}")]
-Card = Annotated[str, typer.Option("--gpu", help=f"The GPU: {', '.join(GPUS)}. Default: the one of this machine.")]
+Card = Annotated[str, typer.Option("--gpu", help=f"The GPU: {', '.join(GPUS)}. Default: this machine's.")]
 World = Annotated[int, typer.Option("--world", min=1, help="The number of GPUs over which FSDP2 shards the model.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The tokens of a step on each GPU.")]
 Recipes = Annotated[
@@ -113,7 +113,7 @@ def advise(
 
 
 def gpu_named(gpu: str, option: str) -> tuple[Gpu, bool]:
-    """The GPU that an option asks for, or else that of this machine; and whether this machine has it."""
+    """The GPU that an option asks for, or else this machine's; and whether this machine has it."""
     ours = named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     name = gpu.lower() or ours
     if name is None:

@@ -23,7 +23,7 @@ class Rotation:
     of order n in Sylvester's order, or ``y = x · matrix``.
 
     Two rotations are equal if their matrices are, whichever way they were given. The product of two matrices with equal
-    rotations equals the product of the matrices themselves. Of two that are ``drawn`` that holds in a pass of a layer:
+    rotations equals the product of the matrices themselves. For two that are ``drawn`` this holds in a pass of a layer:
     the seeds of its tensors have their lower half, the *turn*, in common. Its methods take the turn.
     """
 

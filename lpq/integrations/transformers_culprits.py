@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class _Culprits:
-    """Compares the loss and the norm of the gradients, as they are after clipping, with those of the steps before. Off
+    """Compares the loss and the norm of the gradients, as they are after clipping, with the steps before. Off
     that course it replays the step and warns of the culprits; ``found`` has them by step. The host waits for the loss
     in each step."""
 
     def __init__(self, *, course: Course | None = None, promote: int = 0, **options: Any) -> None:
         """``promote``: for how many steps the culprits are in bf16 then, by rules of the policy that ``LpqCallback``
-        follows and keeps; 0: they stay. ``options``: those of ``lpq.observe.culprits``."""
+        follows and keeps; 0: they stay. ``options`` go to ``lpq.observe.culprits``."""
         self.course, self.promote, self.options = course or Course(), promote, options
         self.found: dict[int, Culprits] = {}
         self._batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

@@ -87,7 +87,7 @@ class GroupedLayer(StatefulLayer):
             if epoch is not registry.epoch() or len(calls) >= MOST_CALLS:
                 calls = self.passes.bound_calls()
         observed = watch(self, stack, self.own_groups().start) if self.passes.observers else None
-        # The exchange asks the results how they can take gradients, and those of a graph cannot tell.
+        # The exchange asks the results how they can take gradients, and results of a graph cannot tell.
         product = _outside_graphs if compiles and self.dispatched == "encoded" else grouped_linear_of
         y: Tensor = product(
             title, plan, rows, weight, bias, ends, held=held, accumulate=accumulate, states=states, watch=observed,

@@ -45,8 +45,8 @@ class StaticValues:
         self._values: tuple[float, ...] = ()
 
     def read(self, state: State) -> tuple[object, ...]:
-        """The values; nothing waits for the device if they are unchanged since the last call. Of buffers that were made
-        under inference mode they equal no others, as torch counts no writes to these."""
+        """The values; nothing waits for the device if they are unchanged since the last call. The values of
+        buffers that were made under inference mode equal no others, as torch counts no writes to them."""
         buffers = [local_part(buffer) for buffer in state.values()]
         if any(b.is_inference() for b in buffers):
             return (object(),)

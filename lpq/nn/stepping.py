@@ -64,7 +64,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
 
 
 def promote(model: nn.Module, given: Mapping[StatefulLayer, Recipe], *, until: int) -> None:
-    """Put rules before those of the policy that give layers these recipes before a step. They hold from the next
+    """Put rules before the policy's own that give layers these recipes before a step. They hold from the next
     ``set_step`` on, and belong to the policy that checkpoints keep. Rules of earlier promotions that end sooner make
     room. All ranks that share the model call this.
 
@@ -98,7 +98,7 @@ def _planned_name(layer: StatefulLayer) -> str | None:
 
 
 def _without(rules: Iterable[Rule], first: Iterable[Rule]) -> list[Rule]:
-    """The rules without those that one of the ``first`` hides."""
+    """The rules that none of the ``first`` hides."""
     return [rule for rule in rules if not any(one.match == rule.match and one.outlasts(rule) for one in first)]
 
 

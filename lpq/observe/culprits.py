@@ -1,7 +1,7 @@
 """``lpq.observe.culprits``: which layer, product or operand brings the error into the gradients of a step.
 
 The step is replayed with a part of the model in bf16. The culprit is the part that moves the gradients furthest towards
-those of the whole model in bf16. Layers are found by bisection: the half that moves them more is divided again.
+the gradients of the whole model in bf16. Layers are found by bisection: the half that moves them more is divided again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Culprit:
     part: str
     """A product, as ``wgrad``, or an operand, as ``wgrad.dy``; empty: the whole layer."""
     moved: float
-    """How far that moves the gradients towards those of bf16: 1 is all the way, 0 not at all."""
+    """How far that moves the gradients towards bf16's: 1 is all the way, 0 not at all."""
     recipe: Recipe
     """The recipe of the layer with this part in bf16."""
 
@@ -55,7 +55,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Culprits:
-    """The culprits of a step, those that move the gradients furthest first."""
+    """The culprits of a step; the first moves the gradients furthest."""
 
     found: tuple[Culprit, ...]
     """Whole layers."""
@@ -211,8 +211,8 @@ def _with(recipe: Recipe, operands: Mapping[Any, Any]) -> Recipe:
 def _parts(
     layer: StatefulLayer, recipe: Recipe, moved: Callable[[Parts], float]
 ) -> Iterator[tuple[str, float, Recipe]]:
-    """The products of a layer, and then the operands of the one that moves the gradients furthest. What no recipe may
-    have, as one of two rotated operands, is left out."""
+    """The products of a layer, and then the operands of the one that moves the gradients furthest. Parts that no
+    recipe may have, as one of two rotated operands, are left out."""
     exact = _in_bf16(layer, recipe).operands
     best = -math.inf, ""
     for product in GEMMS:

@@ -75,7 +75,7 @@ def _some_rows(
     seen: Observed, rows: int, row: Quantizer | None, col: Quantizer | None, most: int, turn: int
 ) -> tuple[int, int]:
     """Return where the rows begin, and how many they are: all of them where an operand cannot be cut there. Random bits
-    are those of rows that lie beside each other."""
+    are of rows that lie beside each other."""
     count = max(most // ALIGNED, 1) * ALIGNED
     sides = [(side, dim) for side, dim in ((row, 0), (col, 1)) if side is not None]
     if any(side.stochastic for side, _ in sides):

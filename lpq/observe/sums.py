@@ -17,7 +17,7 @@ SUMS = (
     "scale_error", "split", "whole_elements", "whole_square",
 )  # fmt: skip
 """Names of the sums. ``split`` counts the elements of operands whose format says what it would store if it rounded no
-scale, and ``known_saturated`` those of which it is known whether they are saturated."""
+scale, and ``known_saturated`` the elements of which it is known whether they are saturated."""
 
 
 def sums_of(operand: EncodedRows, whole: tuple[Tensor, int]) -> Tensor:
@@ -80,7 +80,7 @@ class Reading:
     error_flushed: float | None = None
     """The part that comes from elements that become 0."""
     error_grid: float | None = None
-    """The part that comes from rounding elements; where ``error_scale`` is None, that of scales is in it."""
+    """The part that comes from rounding elements; where ``error_scale`` is None, the part of scales is in it."""
     shrinkage: float | None = None
     """How much longer (above 0) or shorter the decoded matrix is along the matrix: ⟨dq(x), x⟩/⟨x, x⟩ - 1."""
     amax: float | None = None

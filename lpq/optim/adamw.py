@@ -1,7 +1,7 @@
 """AdamW's step of one parameter whose moments are stored in a format: what it computes, and the kernel that does it.
 
 Everything is computed in fp32, and each operation is rounded by itself, so that a kernel equals it bit for bit on any
-device. A kernel reads and writes the moments tile by tile; the reference decodes those of the parameter.
+device. A kernel reads and writes the moments tile by tile; the reference decodes all moments of the parameter.
 """
 
 from __future__ import annotations

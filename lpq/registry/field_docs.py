@@ -12,7 +12,7 @@ from typing import Any
 
 
 def describe_fields(names: Iterable[object]) -> None:
-    """Have ``help`` of those that are dataclasses or named tuples end with their fields."""
+    """Have ``help`` of dataclasses and named tuples end with their fields."""
     for cls in names:
         if isinstance(cls, type) and (is_dataclass(cls) or hasattr(cls, "_fields")):
             cls.__doc__ = _Text(cls.__doc__ or "")  # type: ignore[assignment]  # which type's own getter calls

@@ -62,7 +62,7 @@ DIGITS = 5
 
 
 def run(config: CompareConfig, console: Console) -> list[Training]:
-    """Do the trainings that are not done yet; return all that ended, those of earlier calls included."""
+    """Do the trainings that are not done yet; return all that ended, also in earlier calls."""
     allowed_by(os.environ.get(ENVIRONMENT))
     if "RANK" in os.environ:
         raise TrainError("lpq compare starts a process for each training itself: start it without torchrun")

@@ -33,7 +33,7 @@ class Gap:
 
     title: str
     seeds: int
-    """The seeds that are counted: those that ended, of a recipe those of which the baseline's ended, too."""
+    """The seeds that are counted: a recipe's training ended, and so did the baseline's of the same seed."""
     diverged: int
     loss: float | None
     mean: float | None

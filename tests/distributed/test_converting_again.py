@@ -137,7 +137,7 @@ def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted
 
 
 def test_a_weight_whose_signs_a_pass_draws_is_not_stored() -> None:
-    """Its column operand would be made in backward, by other signs than those of the gradient of the output."""
+    """Its column operand would be made in backward, by other signs than the gradient of the output has."""
     net = nn.Sequential(nn.Linear(256, 256))
     with pytest.warns(UserWarning, match="stored no weight quantized: 0: in high precision"):
         lpq.convert(net, "nvfp4-eden", weights="quantized")

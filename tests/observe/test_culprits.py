@@ -65,7 +65,7 @@ def closure_of(net: Any, x: Tensor) -> Any:
 
 
 def test_a_layer_that_makes_a_nan_is_found() -> None:
-    """Of an infinity, which tanh takes to 1: a block of MXFP8 with it decodes to NaN."""
+    """The NaN comes from an infinity, which tanh takes to 1: a block of MXFP8 with it decodes to NaN."""
     net = model("mxfp8", planted=-1)
     net[1].layer.requires_grad_(False)
     net[1].layer.register_forward_pre_hook(

@@ -91,7 +91,7 @@ def ratio(x: Tensor, decoded: Tensor) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_statistics_are_those_of_the_operands(recipe: str) -> None:
-    """Of those that the pass multiplies, with its states and random bits."""
+    """They are taken of the operands that the pass multiplies, with its states and random bits."""
     net, expected = model(recipe), {}
     watch = lpq.observe.numerics(net, every=1)
 

@@ -205,7 +205,7 @@ def made(title: str, *results: float, folder: Path | None = None) -> list[Traini
 
 
 def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
-    """The spread of the seeds, ten times the gap, is not in the gap; the interval is that of scipy's ttest_1samp."""
+    """The spread of the seeds, ten times the gap, is not in the gap; the interval is scipy's, by ttest_1samp."""
     rows = gaps.gaps([*made("a", 1.01, 1.111, 0.9072), *made("bf16", 1.0, 1.1, 0.9), *made("b", 1.0, 1.2, 0.7)])
     assert [row.title for row in rows] == ["bf16", "b", "a"]
     base, b, a = rows

@@ -1,4 +1,4 @@
-"""Which columns are hot: those of which the products have most of their energy."""
+"""Find the hot columns, which give the products most of their energy."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ LARGEST_OF_ALL = LARGEST * torch.finfo(E4M3).max
 
 
 def unit_of(amax: Tensor) -> Tensor:
-    """What an element 1 with a scale of 1 stands for; 1 where there is nothing to encode."""
+    """Return the value of an element 1 with a scale of 1; 1 where there is nothing to encode."""
     return torch.where(amax == 0, 1.0, amax / LARGEST_OF_ALL).clamp(min=1 / FLT_MAX)
 
 
 class INT4Storage(Storage):
-    """``data``: two integers in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: that of all."""
+    """``data``: two integers in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: the amax of all elements."""
 
     layout = (
         Buffer("data", torch.uint8, block=(1, 2)),

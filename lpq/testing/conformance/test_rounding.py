@@ -167,13 +167,13 @@ def test_small_values_are_kept_on_average(side: Quantizer) -> None:
 
 @only(lambda side: bool(side.stochastic), "rounds stochastically")
 def test_directions_draw_bits_of_their_own(side: Quantizer) -> None:
-    """The rounding errors of the two operands are independent: a gradient is made of both. Signs that are drawn are
-    those of a pass, for both directions: they differ in what they mix."""
+    """The rounding errors of the two operands are independent: a gradient is made of both. A pass draws
+    signs once for both directions, which mix other elements by them."""
     x = normal(64, 64)
     row = encode(side, x, direction="row").decode() - x
-    matrices = [(x.t(), "that of the transposed matrix")]
+    matrices = [(x.t(), "the transposed matrix")]
     if side.basis is None or not side.basis.drawn:
-        matrices.append((x, "that of the same matrix"))
+        matrices.append((x, "the same matrix"))
     for given, how in matrices:
         col = encode(side, given, direction="col").decode() - given
         col = col if given is x else col.t()
