@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import lpq
+from lpq.bench.native import capability
 from lpq.torch_private.operators import has_fast_bf16
 from lpq.train.errors import TrainError, TrainOptionError
 
@@ -111,6 +112,4 @@ def _processor() -> str:
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether ``device`` is an NVIDIA GPU whose tensor cores take FP8: Ada, Hopper and later ones."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return (capability(device) or 0) >= 89
