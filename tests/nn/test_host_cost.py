@@ -136,6 +136,7 @@ LAUNCHES = {
     ("fp8-row", HOPPER): (2, 24, 12, 36),  # the statistics of two operands are tensors of their own
     ("fp8-block", HOPPER): (2, 18, 6, 39),
     ("mxfp8", HOPPER): (5, 13, 8, 38),
+    ("mxfp4", HOPPER): (15, 14, 8, 42),
     ("nvfp4", HOPPER): (12, 31, 14, 60),
     ("mxfp8", BLACKWELL): (92, 21, 6, 54),
     ("nvfp4", BLACKWELL): (158, 41, 9, 67),

@@ -49,6 +49,7 @@ BY_KERNELS = {
     "fp8-row": Cost(7, 22, 16, 66),
     "fp8-block": Cost(7, 16, 10, 57),
     "mxfp8": Cost(22, 12, 12, 65),
+    "mxfp4": Cost(39, 12, 11, 62),
     "nvfp4": Cost(39, 17, 17, 73),
 }
 BY_REFERENCE = {
