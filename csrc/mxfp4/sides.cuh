@@ -66,7 +66,7 @@ struct Lines {
         return ::encode<STOCHASTIC, SHORTER ? SHORT_CUT : ANY, RULE == FLOOR>(v, inverse[i], bits);
     }
 
-    // What they stand for.
+    // Their values.
     __device__ __forceinline__ void decode(int i, u32 codes, float (&v)[8]) const {
         const float power = power_of(inverse[i]);
         decode_e2m1(codes, v);
@@ -145,7 +145,7 @@ struct Row : Side {
     }
 };
 
-// What a column operand has on its way.
+// The codes of a column operand, or its values, on their way.
 template <bool EXACT>
 struct OnTheWay : TransposedNibbles {};
 template <>

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, mesh_of, on_one, on_ranks
-from support.small_models import Gated
+from support.small_models import Gated, gated_plan
 from torch import Tensor
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
 
 WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 256, 2, 64, 2
@@ -86,15 +84,7 @@ def test_weights_that_are_stored_quantized_have_no_line(rank: int) -> None:
 )
 @on_ranks(RANKS)
 def test_ranks_of_tensor_parallelism_have_the_statistics_of_the_whole(rank: int, recipe: str, sequence: bool) -> None:
-    column, row = (
-        (ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1)))
-        if sequence
-        else (ColwiseParallel(), RowwiseParallel())
-    )
-    plan: dict[str, Any] = {"left": column, "right": column, "down": row}
-    if sequence:
-        plan["norm"] = SequenceParallel(use_local_output=True)
-    net = parallelize_module(model(recipe), mesh_of(), plan)
+    net = parallelize_module(model(recipe), mesh_of(), gated_plan(sequence))
     found = watched(net, tuple(t.chunk(RANKS, 1)[rank] if sequence else t for t in data()))  # type: ignore[arg-type]
     alike(found, on_one(one_process, recipe, 1), ("dw",) if sequence else ())
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from ranks import fully_shard, mesh_of, on_one, on_ranks
 from support.comparing import equal
-from support.small_models import Gated
+from support.small_models import Gated, gated_plan
 from torch import Tensor
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
 from lpq.observe import Observed, observing
 from lpq.torch_private.tensors import local_part
@@ -90,15 +88,7 @@ def test_ranks_of_tensor_parallelism_see_their_parts_of_what_one_process_sees(
     rank: int, recipe: str, sequence: bool
 ) -> None:
     expected: Found = on_one(_alone, recipe)
-    column, row = (
-        (ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1)))
-        if sequence
-        else (ColwiseParallel(), RowwiseParallel())
-    )
-    plan: dict[str, Any] = {"left": column, "right": column, "down": row}
-    if sequence:
-        plan["norm"] = SequenceParallel(use_local_output=True)
-    net = parallelize_module(model(recipe), mesh_of(), plan)
+    net = parallelize_module(model(recipe), mesh_of(), gated_plan(sequence))
     x, dy = (t.chunk(RANKS, 1)[rank] if sequence else t for t in data())
     found = seen_in(net, x, dy)
     assert found.keys() == expected.keys()

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import on_ranks
+from support.examples import evidence_of, plugged
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import lpq
-from lpq import registry
 from lpq.registry.errors import OptionError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-hot-channels"
 HOT = [3, 17, 40]
 
 
-@contextmanager
-def plugged() -> Iterator[None]:
-    import lpq_hot_channels
-
-    registry.register(lpq_hot_channels, name="hot_channels")
-    try:
-        yield
-    finally:
-        registry.refresh()
-
-
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(EXAMPLE)
-    with plugged():
+def registered() -> Iterator[None]:
+    with plugged("hot-channels"):
         yield
 
 
@@ -96,13 +80,7 @@ def test_a_layer_multiplies_the_channels_that_it_found() -> None:
 
 def test_its_evidence_is_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small: half of the hot channels are better than none, all of them better still, and better than residuals."""
-    spec = importlib.util.spec_from_file_location("evidence_of_hot_channels", EXAMPLE / "evidence.py")
-    assert spec is not None
-    assert spec.loader is not None
-    evidence = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(evidence)
-    for size in ("TOKENS", "INPUTS", "OUTPUTS"):
-        monkeypatch.setattr(evidence, size, 256)
+    evidence = evidence_of("hot-channels", monkeypatch)
     plain, half, every, _, _, beside, _ = evidence.errors(0).values()
     assert every < 0.5 * half < 0.5 * plain
     assert every < 0.5 * beside < 0.5 * plain
@@ -124,7 +102,7 @@ def test_channels_are_numbers(options: str, words: str) -> None:
 
 @on_ranks(2)
 def test_fsdp2_gathers_it_encoded_and_tensor_parallelism_cuts_no_contraction(rank: int) -> None:
-    with plugged():
+    with plugged("hot-channels"):
         half = 'hot_channels(rest=nvfp4, channels="3 17")'
         recipe, x = f"x={half}, w={half}, dy=bf16", normal(32, 64)
 

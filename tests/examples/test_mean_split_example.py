@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import on_ranks
+from support.examples import evidence_of, plugged
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lpq
-from lpq import registry
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mean-split"
 REST = "x=nvfp4(), w=nvfp4(block=16x16), dy=nvfp4(stochastic=true)"
 
 
-@contextmanager
-def plugged() -> Iterator[None]:
-    import lpq_mean_split
-
-    registry.register(lpq_mean_split, name="mean_split")
-    try:
-        yield
-    finally:
-        registry.refresh()
-
-
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(EXAMPLE)
-    with plugged():
+def registered() -> Iterator[None]:
+    with plugged("mean-split"):
         yield
 
 
@@ -81,13 +65,7 @@ def test_the_mean_is_multiplied_in_high_precision(dtype: torch.dtype) -> None:
 
 def test_its_evidence_is_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small: both errors fall by a fifth and more, and less where the weight that multiplies the mean is rounded."""
-    spec = importlib.util.spec_from_file_location("evidence_of_mean_split", EXAMPLE / "evidence.py")
-    assert spec is not None
-    assert spec.loader is not None
-    evidence = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(evidence)
-    for size in ("TOKENS", "INPUTS", "OUTPUTS"):
-        monkeypatch.setattr(evidence, size, 256)
+    evidence = evidence_of("mean-split", monkeypatch)
     plain, split = (evidence.RECIPES[name] for name in evidence.RECIPES if "nearest" in name)
     found = evidence.errors(plain, 0), evidence.errors(split, 0, converted=False), evidence.errors(split, 0)
     for before, between, after in zip(*found, strict=True):
@@ -127,7 +105,7 @@ def test_it_compiles() -> None:
 
 @on_ranks(2)
 def test_fsdp2_shards_it_and_tensor_parallelism_does_not(rank: int) -> None:
-    with plugged():
+    with plugged("mean-split"):
         alone, sharded = layer("mean_split"), layer("mean_split")
         fully_shard(sharded)
         x = normal(32, 48, seed=rank) + 2

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 import lpq
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
 
 
@@ -59,6 +62,14 @@ class Gated(nn.Module):
         normed = self.norm(x)
         y: Tensor = self.down(nn.functional.silu(self.left(normed)) * self.right(normed))
         return y
+
+
+def gated_plan(sequence: bool) -> dict[str, Any]:
+    """A plan of tensor parallelism for ``Gated``, whose tokens are divided over the ranks outside if ``sequence``."""
+    column = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
+    row = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
+    norm = {"norm": SequenceParallel(use_local_output=True)} if sequence else {}
+    return {"left": column, "right": column, "down": row, **norm}
 
 
 class LlamaMlp(nn.Module):

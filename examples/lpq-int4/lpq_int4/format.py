@@ -28,7 +28,7 @@ def unit_of(amax: Tensor) -> Tensor:
 
 
 class INT4Storage(Storage):
-    """``data``: two integers in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: the amax of all elements."""
+    """``data``: two integers in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: of all of it."""
 
     layout = (
         Buffer("data", torch.uint8, block=(1, 2)),
