@@ -410,7 +410,7 @@ class CutsTheLargest(Stochastic):
         return super().encode_stochastic(x, {"amax": stats["amax"] / 2}, bits)
 
 
-@found_by("test_directions_draw_bits_of_their_own", "that of the same matrix, correlate by 1.00; they must be")
+@found_by("test_directions_draw_bits_of_their_own", "the same matrix, correlate by 1.00; they must be")
 class SameBits(Stochastic):
     """Rounds both operands of a tensor with the same random bits."""
 
