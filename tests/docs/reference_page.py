@@ -1,6 +1,7 @@
 """The names of each section of the reference pages, with signatures and first sentences, made from the code.
 
-The site renders all docstrings; who reads the repository has these lists. Run this to bring the pages up to date.
+The site renders all docstrings; who reads the repository has these lists. The first page of the Python API links to all
+names of its pages. Run this to bring the pages up to date.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = (DOCS / "api.md", DOCS / "plugins" / "reference.md")
+INDEX = DOCS / "api.md"
+API = tuple(
+    DOCS / "api" / f"{name}.md"
+    for name in ("models", "recipes", "distributed", "checkpoints", "engines", "observe", "integrations", "errors")
+)
+"""The pages of the Python API, in the order in which the index has them."""
+PAGES = (*API, DOCS / "plugins" / "reference.md")
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
 BEGIN, END = "<!-- made from the code -->", "<!-- end -->"
 MADE = re.compile(rf"{BEGIN}\n.*?{END}\n\n", re.DOTALL)
@@ -39,14 +46,39 @@ def is_own(name: str, value: Any, module: str) -> bool:
 
 def made(page: str) -> str:
     """Return the page with a list below each heading that has directives."""
-    first, *sections = re.split(r"^(?=## )", MADE.sub("", page), flags=re.MULTILINE)
-    found = [first]
-    for section in sections:
+    found = []
+    for section in re.split(r"^(?=##? )", MADE.sub("", page), flags=re.MULTILINE)[1:]:
         heading, _, rest = section.partition("\n\n")
         lines = [line for match in DIRECTIVE.finditer(rest + "\n") for line in described(match[1], match[2])]
         text = f"{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}\n\n" if lines else ""
         found.append(f"{heading}\n\n{text}{rest}")
     return "".join(found)
+
+
+def index(text: str) -> str:
+    """Return the page of all pages of the API: below each of their headings, links to the names that they render.
+
+    Each link is the anchor that the name had when all of them were on one page.
+    """
+    lines = []
+    for page in API:
+        own = page.read_text(encoding="utf-8")
+        title = own.partition("\n")[0].removeprefix("# ")
+        for section in re.split(r"^(?=##? )", own, flags=re.MULTILINE):
+            paths = [path for match in DIRECTIVE.finditer(section + "\n") for path in members(match[1], match[2])]
+            if paths:
+                place = page.relative_to(DOCS)
+                links = (f'<a id="{path}"></a>[`{path.rpartition(".")[2]}`]({place}#{path})' for path in paths)
+                heading = section.partition("\n")[0].lstrip("# ")
+                lines += [f"## {heading}", "", f"[{title}]({place}): " + ",\n".join(links), ""]
+    return f"{text.partition(BEGIN)[0]}{BEGIN}\n\n" + "\n".join(lines) + f"\n{END}\n"
+
+
+def members(path: str, options: str) -> list[str]:
+    """List what a directive renders with a heading of its own: the object or, of a module, what it names."""
+    if not inspect.ismodule(resolve(path)):
+        return [path]
+    return [f"{path}.{name}" for name in re.findall(r"^ +- (\w+)$", options, re.MULTILINE)]
 
 
 def described(path: str, options: str) -> list[str]:
@@ -128,6 +160,8 @@ def main() -> None:
     for page in PAGES:
         page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
         print(page)
+    INDEX.write_text(index(INDEX.read_text(encoding="utf-8")), encoding="utf-8")
+    print(INDEX)
 
 
 if __name__ == "__main__":

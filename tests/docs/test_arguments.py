@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from reference_page import DIRECTIVE, resolve
-from snippets import ROOT
+from reference_page import API, DIRECTIVE, resolve
 
 PUBLIC = (
     "lpq", "lpq.calibration", "lpq.checkpoint", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.optim",
     "lpq.recipes",
 )  # fmt: skip
-PAGE = ROOT / "docs" / "api.md"
 METHODS = (
     "lpq.engines.Export.__call__", "lpq.engines.Export.stream", "lpq.optim.MasterWeights", "lpq.optim.QuantizedStates",
 )  # fmt: skip
@@ -24,9 +22,9 @@ GOING = ("export_file",)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """List the functions that the packages and the page of the API have, by one of their names."""
+    """List the functions that the packages and the pages of the API have, by one of their names."""
     names = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
-    names += [match[1] for match in DIRECTIVE.finditer(PAGE.read_text())]
+    names += [match[1] for page in API for match in DIRECTIVE.finditer(page.read_text())]
     found = {id(value): (path, value) for path in names if inspect.isfunction(value := resolve(path))}
     found |= {id(value): (path, value) for path in METHODS for value in [resolve(path)]}
     return {path: value for path, value in found.values() if path.rpartition(".")[2] not in GOING}

@@ -98,9 +98,19 @@ def test_what_is_documented_has_a_docstring() -> None:
 def test_who_reads_the_repository_has_each_name_with_its_signature(page: Path) -> None:
     text = page.read_text()
     assert text == reference_page.made(text), f"{page} is out of date: run python tests/docs/reference_page.py"
-    lists = "".join(reference_page.MADE.findall(text))
-    assert lists.count("\n- `") > 40
+
+
+def test_the_lists_have_names_and_signatures() -> None:
+    lists = "".join(found for page in reference_page.PAGES for found in reference_page.MADE.findall(page.read_text()))
+    assert lists.count("\n- `") > 100
     assert ") → " in lists
+
+
+def test_one_page_leads_to_every_name() -> None:
+    text = reference_page.INDEX.read_text()
+    assert text == reference_page.index(text), "docs/api.md is out of date: run python tests/docs/reference_page.py"
+    assert set(reference_page.API) == set((ROOT / "docs" / "api").glob("*.md"))
+    assert text.count('<a id="lpq.') > 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)

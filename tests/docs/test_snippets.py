@@ -35,7 +35,7 @@ from lpq.registry.loader import HERE
 
 NEEDED = {
     "huggingface.md": ("transformers", "accelerate", "peft", "safetensors"),
-    "api.md": ("transformers", "safetensors"),
+    "integrations.md": ("transformers", "safetensors"),
 }
 """Packages that a page is about and lpq does not need; without them the page is skipped."""
 CHECKED_AS = {"residual": "residual(base=nvfp4, rest=mxfp8)"}
