@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.core import QuantizedTensor
 
-PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "distributed-optimizer.md"
 
 
 def _source() -> str:

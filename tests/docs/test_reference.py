@@ -155,7 +155,7 @@ def test_every_link_from_the_top_of_the_repository_leads_somewhere() -> None:
 
 
 def test_a_link_that_leads_nowhere_is_noticed() -> None:
-    text = "[a](docs/recipes.md#policies) [b](docs/recipes.md#nowhere) [c](docs/nowhere.md)"
+    text = "[a](docs/recipes.md#names) [b](docs/recipes.md#nowhere) [c](docs/nowhere.md)"
     assert lost(ROOT / "README.md", text) == ["docs/recipes.md#nowhere", "docs/nowhere.md#"]
 
 

@@ -82,6 +82,26 @@ def test_no_page_shows_markup(site: Path) -> None:
             assert markup not in re.sub(r"<[^>]*>", "", text), f"{page.relative_to(site)} shows {markup}"
 
 
+MOVED = {
+    "recipes": (
+        "policies", "policies-that-come-with-lpq", "left-out-by-default", "modules-that-convert-leaves-alone",
+        "accumulating-gradients", "operands-kept-for-backward", "save-and-resume",
+    ),
+    "sharding": (
+        "statistics-of-a-whole-weight", "ranks-that-differ", "weights-stored-quantized", "how-often-a-step-reduces",
+        "memory-that-it-saves", "checkpoints", "checkpoints-of-others", "your-own-distributed-optimizer",
+    ),
+    "api": ("models", "observation", "lpq.nn.convert", "lpq.checkpoint.save", "lpq.registry.errors.UnknownFormat"),
+}  # fmt: skip
+"""Sections that went to pages of their own, by the page that had them."""
+
+
+def test_an_address_of_a_section_that_moved_leads_to_a_link(site: Path) -> None:
+    for page, anchors in MOVED.items():
+        html = (site / page / "index.html").read_text()
+        assert [anchor for anchor in anchors if f'id="{anchor}"' not in html] == []
+
+
 def test_a_page_that_fetches_is_noticed() -> None:
     assert foreign('<script src="https://example.com/x.js"></script>') == ["https://example.com/x.js"]
     assert foreign('<link rel="stylesheet" href="//example.com/x.css">') == ["//example.com/x.css"]
