@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = ("tutorial", "own-format")
+"""Pages that are notebooks as well; what runs is the notebook (``test_notebooks.py``)."""
 
 _FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE

@@ -23,7 +23,7 @@ from typing import Any
 import forking
 import pytest
 import torch
-from snippets import KNOWN, PAGES, ROOT, Block, blocks
+from snippets import KNOWN, NOTEBOOKS, PAGES, ROOT, Block, blocks
 from torchrun import run_forked
 
 import lpq
@@ -197,7 +197,9 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     found.reload()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem not in NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_every_snippet_runs(page: Path, reader: Reader) -> None:
     for name in NEEDED.get(page.name, ()):
         pytest.importorskip(name, reason=f"needs {name}, which `make install` brings")
