@@ -162,8 +162,9 @@ class EncodedLoad(_Quantized):
         gathers, coded = self.gathers, self._coded
         stats = [gathers[i].spanning for i in coded]
         copies: Copies = []
+        for_backward = bool(self._remember) and gathers[0].site.for_backward
         for n, i in self._remember:
-            stats[n] = gathers[i].statistics(self._matrices[i], copies)
+            stats[n] = gathers[i].statistics(self._matrices[i], copies, for_backward)
         if copies:
             copy_pairs(copies)
         xs = [cast("WeightShard", shards[i]).held for i in coded]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
-from lpq.formats.layout import as_bytes
+from lpq.formats.layout import as_bytes, row_major
 from lpq.formats.sections import is_stack, transposed
 from lpq.operations.derived_operands import Derived
 from lpq.operations.transposing import transpose
@@ -89,8 +89,9 @@ def sent_bytes(buffers: Iterable[tuple[GatheredOperand, Tensor]]) -> list[Tensor
     for whole, buffer in buffers:
         if whole.turned:
             buffer = transposed(buffer)
-        usual = buffer.is_contiguous() and buffer.numel() > 1  # strides of one element may be unusual
-        sent.append(buffer.view(-1).view(torch.uint8) if usual else as_bytes(buffer))
+        if not buffer.is_contiguous() or buffer.numel() == 1:  # strides of one element may be unusual
+            buffer = row_major(buffer)
+        sent.append(buffer.view(-1).view(torch.uint8))
     return sent
 
 

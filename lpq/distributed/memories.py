@@ -53,7 +53,7 @@ class Memories:
         frozen: no optimizer has it. Return whether there are any that ranks share."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         over: dict[int, list[ProcessGroup]] = {}
-        shared = False
+        found: dict[ProcessGroup, list[Tensor]] = {}
         for ref, weight, mesh in self._kept:
             layer: Any = ref()
             if layer is None or (weight.requires_grad and id(weight) not in params):
@@ -65,6 +65,7 @@ class Memories:
             if mesh not in over and isinstance(weight, DTensor):
                 over[mesh] = weight.device_mesh.get_all_groups()
             for group in over[mesh] if mesh else self._replicas.of([weight]):
-                reductions.add(moving, group)
-                shared = shared or group.size() > 1
-        return shared
+                found.setdefault(group, []).extend(moving)
+        for group, values in found.items():
+            reductions.add(values, group)
+        return any(group.size() > 1 for group in found)

@@ -30,9 +30,9 @@ from lpq.operations.measuring import measure
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.part_encoders import along
 from lpq.operations.reduce_statistics import Declared, Reductions, spans
-from lpq.operations.states import recall
+from lpq.operations.states import Recall, bind_recall
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private import fsdp
+from lpq.torch_private import autograd, fsdp
 from lpq.torch_private.operators import copy_each
 from lpq.torch_private.tensors import version_of
 
@@ -167,6 +167,8 @@ class Gather:
         """The last decisions; None once the recipe has changed."""
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
+        self._recall: Recall | None = None
+        """Finds them in the state of the layer; None: nothing is remembered."""
 
     def shard_by(self, site: fsdp.Site, model: GatheredModel, checkpointed: bool) -> None:
         """Take the place at which FSDP2 shards the weight; ``checkpointed``: whether the layer runs again in
@@ -177,9 +179,9 @@ class Gather:
         """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently."""
         return Gather, (self.layer, self.rounded)
 
-    def note(self, runs_again: bool) -> None:
-        """Note, as forward begins, whether it will run again in backward."""
-        self.runs_again = runs_again or self._checkpointed
+    def note(self) -> None:
+        """Note, as forward begins, whether it is one of activation checkpointing, which runs it again in backward."""
+        self.runs_again = self._checkpointed or not torch.is_grad_enabled() or autograd.hooks_that_save() is not None
 
     def attached(self) -> ProcessGroup:
         """The group that shards the weight. It is attached to this rank's shard, if that is stored quantized."""
@@ -259,19 +261,23 @@ class Gather:
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
-    def statistics(self, matrices: slice | None = None, copies: Copies | None = None) -> list[Tensor | None]:
+    def statistics(
+        self, matrices: slice | None = None, copies: Copies | None = None, for_backward: bool | None = None
+    ) -> list[Tensor | None]:
         """The statistics to encode with: from the state of the layer, or else as measured for the whole weight; None
         where a statistic covers only values of the encoded matrix. Backward encodes with the statistics of forward,
         even if another backward changed the layer's state in between. ``matrices``: the matrices of a stack that are
         encoded. ``copies``: a list for the copies that must be made before the statistics are read, so that the copies
-        of several weights take one launch; None: they are made at once."""
+        of several weights take one launch; None: they are made at once. ``for_backward``: ``site.for_backward``, where
+        the caller has read it."""
         assert self.operands is not None
-        sides = self.operands.sides
-        state = self.layer.weight_state() if sides.remembers else None
-        if not state:
+        if self._recall is None:
             return self.spanning
-        if not (self._known and self.site.for_backward):
-            known = recall(sides.quantizer, sides.row, sides.col, state)
+        if not self._known or not (self.site.for_backward if for_backward is None else for_backward):
+            state = self.layer.weight_state()
+            if not state:
+                return self.spanning
+            known = self._recall(None, state, None)
             if not self._known:  # launches are bound to where they lie
                 self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]
             pairs = [(own, k) for own, k in zip(self._known, known, strict=True) if own is not None and k is not None]
@@ -293,8 +299,10 @@ class Gather:
                 "parameters only, and these are gathered quantized; use True or False"
             )
         self.site.forget()
-        self.made_for, self.operands, self._known = (sides, dtype), None, []
+        self.made_for, self.operands, self._known, self._recall = (sides, dtype), None, [], None
         if sides is not None:
+            if sides.remembers:
+                self._recall = bind_recall(sides.quantizer, sides.row, sides.col, None)
             shape, ranks, quantizer = self.site.shape, self.site.group.size(), sides.quantizer
             of = (tuple(shape), ranks, dtype, self.site.device)
             row, col = (

@@ -122,6 +122,8 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
     if 0 in (rows, cols, inner):
         return None
     of_a, of_b = _exact_form(p.a, p.device), _exact_form(p.b, p.device)
+    with_alpha: dict[tuple[int, bool, torch.dtype], Callable[..., Tensor]] = {}
+    """The products with a factor on the device, by the length of the contraction, bias and dtype."""
 
     def scaled(left: Exact, right: Exact, bias: Tensor | None, dtype: torch.dtype, into: Tensor | None) -> Tensor:
         (first, second), constant = (left.factor, right.factor), left.constant * right.constant
@@ -129,7 +131,10 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
             return product(left.matrix, right.matrix, bias, dtype, into)
         if not alpha or (first is not None and first.dim()) or (second is not None and second.dim()):
             return scaled_product(left.matrix, right.matrix, first, second, constant, bias, dtype, into)
-        run = _product_with_alpha(p.device, rows, cols, left.matrix.shape[1], bias is not None, dtype, p.dispatched)
+        how = left.matrix.shape[1], bias is not None, dtype
+        run = with_alpha.get(how)
+        if run is None:
+            run = with_alpha[how] = bind_product_with_alpha(p.device, rows, cols, *how, p.dispatched)
         return run(left.matrix, right.matrix, first, second, constant, bias, into)
 
     def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -145,9 +150,6 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
         return (made if bias is None else made.add_(bias)).to(dtype)
 
     return multiply
-
-
-_product_with_alpha = registry.cached_few(bind_product_with_alpha)
 
 
 def _exact_form(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:

@@ -128,7 +128,7 @@ def bind_scaled(
         plan = usual if ends == ALIGNED else _plan(how._replace(aligned=ends))
         out = empty(*out_of) if out is None else out
         workspace = empty(*plan.workspace) if plan.workspace else None
-        status = (plan.in_c or plan.run_scaled)(
+        status = (plan.in_c or plan.run)(
             first, second, of_left.data_ptr(), of_right.data_ptr(), out.data_ptr(),
             workspace.data_ptr() if workspace is not None else 0,
         )  # fmt: skip
@@ -177,6 +177,7 @@ class _Plan:
         wanted = self._make("MatmulPreference")
         prefer = functools.partial(self._set, "MatmulPreference", wanted)
         prefer(WORKSPACE_BYTES, c_size_t(WORKSPACE))
+        self._scales: tuple[c_void_p, c_void_p] | tuple[()] = ()
         if scaled is None:
             describe(POINTERS, ON_DEVICE)
             prefer(REDUCTIONS, IN_FP32)
@@ -215,31 +216,25 @@ class _Plan:
         """The workspace that it needs, in bytes."""
         self._algorithm = ctypes.addressof(self._heuristic)
         self.in_c = self._in_c(scaled is not None)
-        """``run`` or ``run_scaled`` from C, if C can be compiled here."""
+        """``run`` from C, if C can be compiled here."""
 
     def run(self, left: int, right: int, alpha: int, bias: int, out: int, workspace: int) -> int:
         """Multiply the matrices at these addresses, and return a status. ``alpha`` is the address of the factor, which
-        a zero follows; ``bias`` is 0 if there is none."""
-        with self._lock:
-            if bias:
-                self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))
-            return self._multiply(left, right, alpha, out, workspace)
-
-    def run_scaled(self, left: int, right: int, of_left: int, of_right: int, out: int, workspace: int) -> int:
-        """As ``run``, with the addresses of the scales of both matrices."""
-        of_first, of_second = self._scales
-        with self._lock:
-            of_first.value, of_second.value = of_right, of_left
-            for set_scale in self._set_scales:
-                set_scale()
-            return self._multiply(left, right, ONE, out, workspace)
-
-    def _multiply(self, left: int, right: int, alpha: int, out: int, workspace: int) -> int:
+        a zero follows; ``bias`` is 0 if there is none. If the matrices have scales, the addresses of the scales of left
+        and right are in the place of both."""
         first, second, result = self._layouts
-        return self._matmul(
-            self._handle, self._description, alpha, right, first, left, second, alpha + 4, out, result, out, result,
-            self._algorithm, workspace, self._bytes, torch_cuda.current_stream(self._index),
-        )  # fmt: skip
+        with self._lock:
+            if self._scales:
+                (of_first, of_second), of_left, of_right = self._scales, alpha, bias
+                of_first.value, of_second.value, alpha = of_right, of_left, ONE
+                for set_scale in self._set_scales:
+                    set_scale()
+            elif bias:
+                self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))
+            return self._matmul(
+                self._handle, self._description, alpha, right, first, left, second, alpha + 4, out, result, out, result,
+                self._algorithm, workspace, self._bytes, torch_cuda.current_stream(self._index),
+            )  # fmt: skip
 
     def _in_c(self, scaled: bool) -> Callable[[int, int, int, int, int, int], int] | None:
         matmul, attribute = native.address_of(self._matmul), native.address_of(_attribute())

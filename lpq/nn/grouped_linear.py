@@ -156,8 +156,8 @@ class GroupedLinear(GroupedLayer, Layer):
         """
         if self.model.stages is not None:
             self.model.stages.check(self)
-        if self.gather is not None:
-            self._gathered(remembers=False)
+        if self.gather is not None and not torch.compiler.is_compiling():
+            self.gather.note()
         held = self.held_weight() if self.passes.held is not None else None
         return self.multiply("", input, offs, held)
 

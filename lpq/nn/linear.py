@@ -39,6 +39,8 @@ from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lpq.distributed.weight_gather import Gather
     from lpq.nn.encoded_inputs import Buffers
     from lpq.recipes import RecipeLike
@@ -205,7 +207,11 @@ class Layer(WeightedLayer):
             if active_replica() is not None or torch.compiler.is_compiling():
                 check_memories(self, moving)
             recomputed.check(self, moving)
-        measured = self._gathered("w" in states) if self.gather is not None else ()
+        measured: Sequence[Tensor] = ()
+        if (gather := self.gather) is not None:
+            if not torch.compiler.is_compiling():
+                gather.note()
+            measured = [s for s in gather.stats if s is not None] if "w" in states else ()
         operands = weight_operands(plan, weight, held, shapes.needs_dx) if shapes.encoded else None
         if plan.turns and seeds is not None:
             seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
@@ -233,15 +239,6 @@ class Layer(WeightedLayer):
                 "share a weight before lpq.convert, or give this one a weight of its own"
             )
         return self.model.fsdp.of(self)
-
-    def _gathered(self, remembers: bool) -> list[Tensor]:
-        """Note for a gathered weight whether forward runs again; return its statistics, if the layer remembers them."""
-        gather = self.gather
-        if gather is None:
-            return []
-        if not torch.compiler.is_compiling():
-            gather.note(recomputed.runs_again())
-        return [s for s in gather.stats if s is not None] if remembers else []
 
     # ------------------------------------------------------------------------------ holding an encoded weight
 

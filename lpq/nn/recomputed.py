@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 States = Mapping[str, Mapping[str, Tensor]]
 
 
-def runs_again() -> bool:
-    """Whether this forward is one of activation checkpointing, which runs it again in backward."""
-    return not torch.is_grad_enabled() or autograd.hooks_that_save() is not None
-
-
 def check(layer: WeightedLayer, states: States) -> None:
     """Refuse to run forward again if states of the layer have moved since, or if checkpointing is reentrant."""
     if torch.compiler.is_compiling():

@@ -122,10 +122,10 @@ def bind_encoder(wanted: Wanted) -> Encoder:
         return Encoder(*operands_of(wanted, forms), bind_recall(wanted.quantizer, row, col, run))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        return run(x, known if wanted.given else (), seed)
+        return run(x, (), seed)
 
     finds = bind_measure(row, col, wanted.dtype, wanted.device) if wanted.apart else None
-    return Encoder(*operands_of(wanted, forms), encode, measure=finds)
+    return Encoder(*operands_of(wanted, forms), run if wanted.given else encode, measure=finds)
 
 
 def encoding_of(wanted: Wanted) -> Encoding:

@@ -3,7 +3,7 @@ the arguments that an operator writes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from zlib import crc32
@@ -138,13 +138,15 @@ def overwrites(func: Any) -> bool:
     return all(a.kwarg_only for a in writes) or (func.namespace == "aten" and name in OVERWRITES)
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to; lists are taken apart."""
     schema = schema_of(func).arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    out: list[Any] = []
     for argument, value in given:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from value if isinstance(value, list | tuple) else [value]
+            out += value if isinstance(value, list | tuple) else [value]
+    return out
 
 
 def _memory(tensor: Tensor) -> int:

@@ -33,7 +33,7 @@ from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure_again
 from lpq.operations.reduce_statistics import Declared, bind_reduction, spans
 from lpq.operations.sides import declared, measures_again
-from lpq.operations.states import moves, recall, recalls
+from lpq.operations.states import bind_recall, moves, recalls
 
 Seeds = Tensor | None
 
@@ -134,12 +134,13 @@ def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *,
     given = (True,) * len(needed) if apart else recalled if True in recalled else ()
     within = measures and not apart
     encoder = _placed(bind, wanted._replace(remembers=False, measures=within, given=given, apart=apart), cut)
+    recall = bind_recall(quantizer, row, col, None)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         stats, state = known if apart else ((), known)
         use = stats
         if wanted.remembers and state is not None:
-            use = [None if k is None else k.contiguous() for k in recall(quantizer, row, col, state)]
+            use = [None if k is None else k.contiguous() for k in recall(None, state, None)]
             if apart:
                 use = [s if k is None else k for k, s in zip(use, stats, strict=True)]
         of_row, of_col, found = encoder.encode(x, use, seed)

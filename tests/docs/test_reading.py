@@ -54,7 +54,7 @@ def test_it_has_the_tensors_that_its_recipe_keeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bias", "product"), [(False, "lpq.kernels.cublaslt._Plan.run_scaled"), (True, "lpq_fp8.gemm.scaled_matmul")]
+    ("bias", "product"), [(False, "lpq.kernels.cublaslt._Plan.run"), (True, "lpq_fp8.gemm.scaled_matmul")]
 )
 def test_it_has_the_kernels_that_its_recipe_runs(bias: bool, product: str) -> None:
     """On Hopper, with kernels that do nothing."""

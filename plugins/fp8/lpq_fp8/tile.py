@@ -40,7 +40,8 @@ def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
         ) -> Made:
             if into is not None:
                 scales = into[1].data_ptr() if len(into) > 1 else 0  # decoded values have none
-                return Made(into, (), (into[0].data_ptr(), scales, pointer(found), 1, 0, 0, *tail))
+                amax = 0 if found is None else found.data_ptr()
+                return Made(into, (), (into[0].data_ptr(), scales, amax, 1, 0, 0, *tail))
             (given,) = stats
             buffers = empty(*data), empty(*scale)
             amaxes = given if given is not None else found

@@ -41,17 +41,11 @@ def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
 
 def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
     """``exact_in_cuda`` for operands of one shape."""
-    if not operand.quantizer.whole(operand.shape[1]):
-        return lambda buffers: exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
-    decode = views.bind_unit(operand, device)
 
-    def exact(buffers: Sequence[Tensor]) -> Exact | None:
-        matrix = decode(buffers)
-        if matrix is None:
-            return exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
-        return Exact(matrix, buffers[2], CONSTANT)
+    def unbound(buffers: Sequence[Tensor]) -> Exact | None:
+        return exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
 
-    return exact
+    return views.bind_unit(operand, device, CONSTANT, unbound) if operand.quantizer.whole(operand.shape[1]) else unbound
 
 
 def _matrix(operand: NVFP4Storage) -> Tensor:

@@ -24,11 +24,14 @@ from lpq.kernels.tiles import (
 from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
 from lpq.operations.binding import ALIGNED, Operand, Transpose, Transposes, unbound_transpose
 from lpq.operations.decoding import decode_reference
+from lpq.operations.exact_form import Exact
 from lpq_nvfp4.storage import NVFP4Storage
 
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
 
 
+ToExact = Callable[[Sequence[Tensor]], Exact | None]
+"""Makes the exact form of an operand from its buffers."""
 SEVERAL = 13
 """Matrices of one launch."""
 TRANSPOSE = transpose_kernels("nvfp4/transpose.cu", "transpose_nibbles", "PPPPPPqq")
@@ -84,23 +87,23 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     return out
 
 
-def bind_unit(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor | None]:
-    """Bind ``decode`` with ``unit`` in bf16 to operands of one shape. The function returns None for buffers in another
-    memory order than encoding leaves them in."""
+def bind_unit(operand: Operand, device: torch.device, constant: float, otherwise: ToExact) -> ToExact:
+    """Bind ``decode`` with ``unit`` in bf16 to operands of one shape, whose factor is the amax times ``constant``.
+    ``otherwise`` is called for buffers in another memory order than encoding leaves them in."""
     (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
     macros = _macros(operand.quantizer.block, False, False, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
     launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
 
-    def decode(buffers: Sequence[Tensor]) -> Tensor | None:
-        data, scale = buffers[0], buffers[1]
+    def exact(buffers: Sequence[Tensor]) -> Exact | None:
+        data, scale, amax = buffers[:3]
         at = data.data_ptr()
         if at % ALIGNED or not data.is_contiguous():
-            return None
+            return otherwise(buffers)
         out = empty(*memory)
         launch(at, scale.data_ptr(), 0, out.data_ptr(), *scale.stride(), rows, cols)
-        return out
+        return Exact(out, amax, constant)
 
-    return decode
+    return exact
 
 
 @cache
