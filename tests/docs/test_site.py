@@ -16,6 +16,7 @@ pytest.importorskip("mkdocs", reason="the site is built where mkdocs is installe
 
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "video": "src"}
 BUILD = ("build", "--strict")  # with --quiet no warning is counted, and none is an error
+SOURCES = "https://github.com/example/lpq"
 NOT_FETCHED = {"canonical", "alternate", "prev", "next"}
 
 
@@ -45,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *BUILD, "--site-dir", str(target)],
         cwd=ROOT,
-        env={**os.environ, **closed, "NO_MKDOCS_2_WARNING": "1"},
+        env={**os.environ, **closed, "NO_MKDOCS_2_WARNING": "1", "LPQ_REPO_URL": SOURCES},
         capture_output=True,
         text=True,
     )
@@ -72,6 +73,12 @@ def test_it_builds_without_a_network_and_fetches_nothing(site: Path) -> None:
     assert len(pages) > 12
     for page in pages:
         assert foreign(page.read_text()) == [], page
+
+
+def test_the_header_leads_to_the_sources_and_asks_nobody_for_stars(site: Path) -> None:
+    html = (site / "index.html").read_text()
+    assert f'<a href="{SOURCES}"' in html
+    assert 'data-md-component="source"' not in html
 
 
 def test_no_page_shows_markup(site: Path) -> None:
