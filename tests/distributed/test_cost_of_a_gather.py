@@ -45,7 +45,7 @@ COSTS = {
     "fp8-delayed": (Cost(101, 149), Cost(54, 42), Cost(42, 99)),
     "fp8-row": (Cost(85, 112), Cost(47, 12), Cost(36, 101)),
     "mxfp8": (Cost(93, 126), Cost(55, 26), Cost(36, 100)),
-    "nvfp4": (Cost(108, 123), Cost(66, 23), Cost(40, 100)),
+    "nvfp4": (Cost(106, 123), Cost(64, 23), Cost(40, 100)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""

@@ -137,7 +137,7 @@ LAUNCHES = {
     ("fp8-block", HOPPER): (2, 18, 6, 36),
     ("mxfp8", HOPPER): (5, 13, 8, 38),
     ("mxfp4", HOPPER): (15, 14, 8, 42),
-    ("nvfp4", HOPPER): (12, 31, 14, 52),
+    ("nvfp4", HOPPER): (12, 31, 14, 50),
     ("mxfp8", BLACKWELL): (92, 21, 6, 54),
     ("nvfp4", BLACKWELL): (158, 41, 9, 67),
 }

@@ -28,7 +28,7 @@ from lpq.kernels.tiles import (
     tiles,
 )
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
-from lpq.operations.fused_pair import Job, Made, Make
+from lpq.operations.fused_pair import Job, Look, Made, Make
 from lpq.operations.line_amaxes import bind_amaxes_of_lines, measure_lines
 from lpq.operations.measuring import measure_reference
 from lpq.operations.sides import shared
@@ -139,7 +139,7 @@ def bind(e: Encoding) -> Encode | None:
 
     def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
         stats = stats or UNKNOWN
-        plain, turned = find(at) if find is not None else (None, None)
+        turned, plain = find(at) if find is not None else (None, None)
         first = make_row(stats[:2], plain, seed, None) if make_row is not None else NOTHING
         second = NOTHING
         if make_col is not None:
@@ -159,15 +159,25 @@ Find = Callable[[int], tuple[Tensor | None, Tensor | None]]
 
 
 def _bind_find(e: Encoding, unknown: Sequence[NVFP4Quantizer]) -> Find:
-    """Bind a function that finds what the amaxes of operands follow from: of rows and of columns; else of the matrix,
-    and of its rotated columns."""
+    """Bind a function that finds what the amaxes of operands follow from: of columns and of rows; else of the rotated
+    columns of the matrix, and of the matrix."""
+    if unknown[0].scaling == "tensor" and any(side.rht for side in unknown):
+        return bind_rotated_parts(e, any(not side.rht for side in unknown))
     if unknown[0].scaling == "tensor":
-        return bind_parts(e, any(not side.rht for side in unknown), any(side.rht for side in unknown))
+        empty = allocator(e.device, dispatched=e.dispatched)
+        memory, measure_amax = bind_amax_parts(e.held, e.dtype, e.shape[0] * e.shape[1], e.device)
+
+        def find_parts(at: int) -> tuple[Tensor | None, Tensor | None]:
+            found = empty(*memory)
+            measure_amax(at, found.data_ptr())
+            return None, found
+
+        return find_parts
     amaxes, has_row = bind_amaxes_of_lines(e), e.row is not None
 
     def find(at: int) -> tuple[Tensor | None, Tensor | None]:
         found = amaxes(at)
-        return (found[0] if has_row else None), found[-1]
+        return found[-1], (found[0] if has_row else None)
 
     return find
 
@@ -222,30 +232,21 @@ def _blocks(side: NVFP4Quantizer, high: int, wide: int) -> tuple[int, int]:
     return high if side.block == "1x16" else -(-high // GROUP), -(-wide // GROUP)
 
 
-def bind_parts(e: Encoding, plain: bool, rotated: bool) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
-    """Bind a function that finds partial amaxes of the matrix at an address, and of its rotated columns, as far as they
-    are wanted; the amax is the largest of them."""
+def bind_rotated_parts(e: Encoding, plain: bool) -> Look:
+    """Bind a function that finds partial amaxes of the rotated columns of the matrix at an address, and of the matrix
+    itself if ``plain``; the amax is the largest of them."""
     (rows, cols), index, empty = e.shape, e.device.index or 0, allocator(e.device, dispatched=e.dispatched)
-    if not rotated:
-        memory, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
-
-        def find(at: int) -> tuple[Tensor | None, Tensor | None]:
-            found = empty(*memory)
-            measure_amax(at, found.data_ptr())
-            return found, None
-
-        return find
     count = tiles(rows, cols, SQUARE)
     parts = at_once(count, AT_ONCE, index)
     memory = fresh((parts,), torch.float32)
     macros = covering(SQUARE, e.aligned and divides(rows, cols, SQUARE)) + _switches(True, False, False)
     launch = AMAXES.bind(index, reading(e.held, e.dtype) + macros, parts)
 
-    def find_rotated(at: int) -> tuple[Tensor | None, Tensor | None]:
+    def find_rotated(at: int) -> tuple[Tensor, Tensor | None]:
         found = empty(*memory)
         beside = empty(*memory) if plain else None
         launch(at, 0 if beside is None else beside.data_ptr(), found.data_ptr(), 0, 0, count, rows, cols)
-        return beside, found
+        return found, beside
 
     return find_rotated
 

@@ -19,7 +19,7 @@ from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
 from lpq.operations.line_amaxes import bind_amaxes_of_lines
 from lpq.operations.line_amaxes import find_in_sections as find_lines_in_sections
-from lpq_nvfp4.cuda import bind_operand, bind_parts, way
+from lpq_nvfp4.cuda import bind_operand, bind_rotated_parts, way
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
@@ -72,7 +72,7 @@ def _side(quantizer: NVFP4Quantizer, direction: Direction, bind: Callable[[Job],
         lines = f"{direction.capitalize()}Amaxes"
         found = {"find": partial(_lines, quantizer, direction), "finder": find_lines_in_sections, "lines": lines}
     elif quantizer.rht:
-        found = {"find": _rotated, "finder": find_in_sections}
+        found = {"find": bind_rotated_parts, "finder": find_in_sections}
     return TileSide(
         csrc() / "nvfp4/sides.cuh", _struct(quantizer, direction, "exact" in rest), "PPPPIPPPq", bind, turns=2,
         aligned=aligned, **found, **rest,
@@ -83,18 +83,6 @@ def _lines(quantizer: NVFP4Quantizer, direction: Direction, e: Encoding, amax: b
     row, col = (quantizer, None) if direction == "row" else (None, quantizer)
     amaxes = bind_amaxes_of_lines(e._replace(row=row, col=col))
     return lambda at: (amaxes(at)[0], None)
-
-
-def _rotated(e: Encoding, amax: bool) -> Look:
-    """Bind a look for partial amaxes of the rotated columns, and of the matrix if that is wanted."""
-    find = bind_parts(e, amax, True)
-
-    def find_rotated(at: int) -> tuple[Tensor, Tensor | None]:
-        of_plain, rotated = find(at)
-        assert rotated is not None
-        return rotated, of_plain
-
-    return find_rotated
 
 
 def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
