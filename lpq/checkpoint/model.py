@@ -20,7 +20,7 @@ from lpq.checkpoint.description import Description, formats_of, origins
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.tensors import described
 from lpq.nn import Layer
-from lpq.nn.conversion import RECORD, Conversion
+from lpq.nn.conversion import Conversion, records
 from lpq.nn.expert_stacks import renamed, stacks_in_files
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
@@ -117,8 +117,7 @@ class Model:
 
     def conversions(self) -> dict[str, Conversion]:
         """The records that ``lpq.convert`` left on the modules that it got, by the names of the modules."""
-        records = ((plain_name(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())
-        return {name: record for name, record in records if isinstance(record, Conversion)}
+        return dict(records(self.module))
 
     def describe(self, tensors: Mapping[str, Tensor], step: int | None) -> Description:
         """The description of a checkpoint with these tensors."""

@@ -30,6 +30,7 @@ from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.wanted import Accumulate
 from lpq.registry.errors import suggestion
 from lpq.registry.warning import warn
+from lpq.torch_private.wrappers import WRAPPED
 
 if TYPE_CHECKING:
     from lpq.recipes import Include, Policy, PolicyLike, Steps
@@ -48,6 +49,16 @@ class Conversion:
     report: Report
     weights: Weights | None = None
     ranks: int | None = None
+    within: str = ""
+    """The name of the module that has this record, in the model that was converted, if that was a wrapper."""
+
+    def unwrapped(self) -> Conversion:
+        """The record with the names that its entries have in the module that has it."""
+        converted, left = (
+            tuple(replace(entry, name=entry.name.removeprefix(f"{self.within}.")) for entry in entries)
+            for entries in (self.report.converted, self.report.left)
+        )
+        return replace(self, report=replace(self.report, converted=converted, left=left))
 
 
 def convert(
@@ -119,7 +130,8 @@ def convert(
     report = Report(tuple(converted), tuple(left), unmatched, unreached, given.misplaced(every), coverage=covered)
     warnings = [*warnings_of(policy, report, plan.names, plan.schedules, plan.without)]
     report = replace(report, left=tuple(entry for entry in left if matrices(model.get_submodule(entry.name))))
-    model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
+    inside, within = _inside(model, report)
+    inside.__dict__[RECORD] = Conversion(policy, steps, report, *prepared, within)
     _connect_layers(model, accumulate, compares=weights is None)
     if weights is not None:
         prepare_weights(model, weights, ranks)
@@ -139,6 +151,30 @@ def _prepared(model: nn.Module, weights: Weights | None, ranks: int | None) -> t
     records = (module.__dict__.get(RECORD) for module in model.modules())
     earlier = [r for r in records if isinstance(r, Conversion) and r.weights is not None]
     return (earlier[0].weights, earlier[0].ranks) if earlier else (None, None)
+
+
+def _inside(model: nn.Module, report: Report) -> tuple[nn.Module, str]:
+    """The module inside of wrappers, such as PEFT's around a model with adapters, and its name in the model. A record
+    lies there, since wrappers come and go: what ``merge_and_unload`` returns is what the wrapper held."""
+    inside, name, within = model, "", ""
+    while (held := _held(inside)) is not None:
+        own = plain_name(next(name for name, module in inside.named_modules() if module is held))
+        name = f"{name}.{own}".strip(".")
+        if name and not all(e.name.startswith(f"{name}.") for e in (*report.converted, *report.left)):
+            break  # the wrapper has layers of its own
+        inside, within = held, name
+    return inside, within
+
+
+def _held(module: nn.Module) -> nn.Module | None:
+    """The model that a wrapper is around; None: it is no wrapper."""
+    if callable(unwrap := getattr(module, "get_base_model", None)):  # PEFT's
+        held = unwrap()
+    elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        held = module.module
+    else:
+        held = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+    return held if isinstance(held, nn.Module) and held is not module else None
 
 
 def check_length(steps: object) -> None:
@@ -189,15 +225,26 @@ def conversions(model: nn.Module) -> dict[str, Conversion]:
     """The record of the model, by its name; where several calls converted parts of it, the records of these parts."""
     check_model(model)
     found: dict[str, Conversion] = {}
-    for own, module in model.named_modules():
-        record, name = module.__dict__.get(RECORD), plain_name(own)
-        if isinstance(record, Conversion) and not any(name.startswith(f"{part}." if part else "") for part in found):
+    for name, record in records(model):
+        if not any(name.startswith(f"{part}." if part else "") for part in found):
             found[name] = record
     if not found:
         raise ValueError(
             "the model was not converted: call lpq.convert(model, …) first, or pass the whole that it is part of"
         )
     return found
+
+
+def records(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
+    """Every record in a model, with the name of the module that ``convert`` got or, if this was a wrapper that is gone,
+    of the module that was in it."""
+    for own, module in model.named_modules():
+        if isinstance(record := module.__dict__.get(RECORD), Conversion):
+            name = plain_name(own)
+            if f".{name}".endswith(f".{record.within}"):
+                yield name.removesuffix(record.within).removesuffix("."), record
+            else:
+                yield name, record.unwrapped()
 
 
 def report(model: nn.Module, *, full: bool = False) -> Report:
@@ -225,7 +272,13 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         return replace(entry, note=entry.note + _given_since(modules.get(entry.name)) + past)
 
     def now(entry: Entry) -> Iterator[Entry]:
-        """Find a converted module again: it may be gone since, or inside of another one, as with adapters."""
+        """Find a converted module again: it may be gone since, or inside of another one, as with adapters, or in the
+        place of the one that it was inside of, as after adapters were merged."""
+        around = entry.name
+        while around not in modules:
+            around = around.rpartition(".")[0]
+        if around != entry.name and _is_made(modules[around]):
+            entry = replace(entry, name=around)
         module = modules.get(entry.name)
         found: list[str] = []
         for inner, part in module.named_modules() if module is not None else ():
@@ -244,7 +297,9 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     converted = tuple(e for part, c in parts.items() for entry in named(part, c.report.converted) for e in now(entry))
     return Report(
         converted=converted,
-        left=tuple(given(entry) for part, c in parts.items() for entry in named(part, c.report.left)),
+        left=tuple(
+            given(entry) for part, c in parts.items() for entry in named(part, c.report.left) if entry.name in modules
+        ),
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
         misplaced=tuple(rule for c in parts.values() for rule in c.report.misplaced),

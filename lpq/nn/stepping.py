@@ -58,7 +58,8 @@ def replan(model: nn.Module, *, steps: int) -> None:
     for module in model.modules():
         if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
             continue
-        every = [plain_name(alias) for aliases in names_of(module).values() for alias in aliases]
+        aliases = [alias for of_one in names_of(module).values() for alias in of_one]
+        every = [plain_name(f"{conversion.within}.{alias}").strip(".") for alias in aliases]
         report = replace(conversion.report, unreached=conversion.policy.unreached(every, steps))
         module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
 

@@ -147,3 +147,18 @@ def test_what_cannot_be_merged_so_is_refused(options: Any, words: str, tmp_path:
     model.merge_adapter()
     with pytest.raises(RuntimeError, match="load the base again"):
         model.unmerge_adapter()
+
+
+def test_a_model_that_had_adapters_first_is_known_after_they_are_merged() -> None:
+    """A record on PEFT's wrapper would stay on it. Control: a model that was never converted is refused."""
+    options = {"r": 4, "target_modules": ["up", "down"]}
+    wrapped = lpq.convert(peft.get_peft_model(mlp().bfloat16(), peft.LoraConfig(**options)), "nvfp4", steps=10)
+    before = [entry.name for entry in lpq.report(wrapped).converted]
+    assert before == [f"base_model.model.{name}.base_layer" for name in ("up", "down")]
+    merged = wrapped.merge_and_unload()
+    known = lpq.report(merged)
+    assert [entry.name for entry in known.converted] == ["up", "down"]
+    assert not known.left
+    lpq.set_step(merged, 1)
+    with pytest.raises(ValueError, match="was not converted"):
+        lpq.report(mlp())
