@@ -50,7 +50,7 @@ class Culprit:
     @property
     def name(self) -> str:
         """The layer and the part."""
-        return f"{self.layer} {self.part}".rstrip()
+        return f"{self.layer or 'the model itself'} {self.part}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Culprits:
         if self.replays is False:
             lines.append("the replay gave other gradients than the step: pass before=, made where the step began")
         for one in self.found:
-            lines.append(f"{one.moved:7.1%}  {one.layer}")
+            lines.append(f"{one.moved:7.1%}  {one.layer or 'the model itself'}")
             lines += [f"{part.moved:7.1%}    {part.part}" for part in self.parts if part.layer == one.layer]
         return "\n".join(lines if self.found else [*lines, "no layer by itself moves the gradients towards bf16"])
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lpq.nn.first_argument import check_model
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
+from lpq.observe.readings import NumericsError
 from lpq.observe.sharing import device_of
 from lpq.recipes import Recipe
 from lpq.torch_private.tensors import local_part
@@ -98,8 +99,9 @@ class Replay:
             loss = self._closure()
         zero = torch.zeros(())
         found = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self._parameters]
-        value = loss.detach() if isinstance(loss, Tensor) else loss
-        return float("nan") if value is None else float(value), found
+        if not isinstance(loss, (Tensor, int, float)):
+            raise NumericsError(f"the closure of a replay returned {loss!r}: it must return the loss of the step")
+        return float(loss.detach() if isinstance(loss, Tensor) else loss), found
 
     def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:
         def align(*_: Any) -> None:

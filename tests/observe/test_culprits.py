@@ -108,3 +108,17 @@ def test_a_model_without_layers_and_a_closure_without_backward_are_refused() -> 
     net = model()
     with pytest.raises(NumericsError, match="the closure left no gradient"):
         lpq.observe.culprits(net, lambda: net(x).sum())
+    with pytest.raises(NumericsError, match="the closure of a replay returned None: it must return the loss"):
+        lpq.observe.culprits(net, lambda: net(x).sum().backward())
+
+
+def test_a_model_that_is_one_layer_is_named() -> None:
+    """Its name within itself is empty."""
+    torch.manual_seed(0)
+    net = lpq.convert(nn.Linear(64, 64), "nvfp4")
+    found = lpq.observe.culprits(net, closure_of(net, batch()))
+    assert "%  the model itself\n" in str(found)
+    assert found.found[0].name == "the model itself"
+    found.promote(net, until=3)
+    lpq.set_step(net, 1)
+    assert net.recipe == lpq.recipe("bf16")
