@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,4 +36,6 @@ def int4(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.refresh()
     yield
     monkeypatch.undo()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lpq_int4"]:
+        del sys.modules[name]  # a page of the docs writes a package of this name
     registry.refresh()

@@ -274,7 +274,7 @@ def test_a_kernel_leaves_random_bits_of_cut_groups_to_the_reference(
     def found(*_: object) -> None:
         raise InterruptedError  # here it would be compiled for a GPU
 
-    monkeypatch.setattr(cuda, "bind_parts", found)
+    monkeypatch.setattr(cuda, "_bind_find", found)
     row, col = (quantizer(options).side(direction) for direction in ("row", "col"))
     for wanted in ((row, None), (None, col), (row, col)):
         e = Encoding(*wanted, (32, 32), torch.float32, torch.float32, torch.device("cpu"), offset=offset)

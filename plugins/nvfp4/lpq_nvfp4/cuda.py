@@ -189,7 +189,7 @@ def way(side: NVFP4Quantizer) -> int:
 
 
 def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
-    """Decide how one operand is allocated. Its ``found`` is what ``bind_parts`` finds."""
+    """Decide how one operand is allocated. Its ``found`` is what ``_bind_find`` finds."""
     high, wide = job.shape
     lines, blocks = _blocks(side, high, wide)
     empty, offset = job.empty, job.offset
