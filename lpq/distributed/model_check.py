@@ -9,8 +9,8 @@ goes on until the others have seen that it wants to compare.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lpq.distributed.alike import Comparison
     from lpq.distributed.memories import Memories
     from lpq.operations.reduce_statistics import Reductions
+
+L = TypeVar("L", bound=SharedLayer)
 
 FREE = ("cpu",)
 """Devices that the host need not wait for."""
@@ -49,6 +51,9 @@ class PassInput(NamedTuple):
     """Whether the input and the weight get gradients."""
     encoded: str | None
     """How the input is encoded, if it arrives so."""
+    layout: torch.layout
+    device: torch.device
+    """A layout or a device that this rank refuses makes the input a new one."""
 
     def __str__(self) -> str:
         over = "" if self.placements is None else f" over the mesh as {self.placements}"
@@ -141,18 +146,26 @@ class ModelCheck(Watcher):
             self._passes.compare(model)
 
     def before_pass(
-        self, layer: SharedLayer, input: Tensor, mesh: DeviceMesh, trains: bool, encoded: str | None = None
-    ) -> None:
-        """Raise on all ranks of a mesh unless they have the same model, and call this layer with equal inputs;
-        ``trains``: whether its weight does; ``encoded``: how the input is encoded, if it arrives so.
+        self, layer: L, input: Tensor, weight: DTensor, check: Callable[[L, Tensor, DTensor], None],
+        encoded: str | None = None,
+    ) -> None:  # fmt: skip
+        """Raise on all ranks of a mesh unless they have the same model, call this layer with equal inputs, and none of
+        them refuses its own; ``check``: raises if this rank does; ``encoded``: how the input is encoded, if it arrives
+        so.
 
         Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
         rank which alone has another recipe or input than before is found in any pass.
         """
-        passes, grad = self._passes, torch.is_grad_enabled()
-        placements = input.placements if isinstance(input, DTensor) else None
-        dx, dw = grad and input.requires_grad, grad and trains
-        given = PassInput(mesh, input.shape, input.dtype, placements, dx, dw, encoded)
+        passes, grad, mesh = self._passes, torch.is_grad_enabled(), weight.device_mesh
+        given: PassInput | None = None
+        refused: Exception | None = None
+        try:
+            placements = input.placements if isinstance(input, DTensor) else None
+            dx, dw = grad and input.requires_grad, grad and weight.requires_grad
+            shape, dtype, layout, device = input.shape, input.dtype, input.layout, input.device
+            given = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, layout, device)
+        except RuntimeError:
+            pass  # it has no shape: check says so
         due = passes.moving and id(layer) == self._first
         if given in self._known and mesh.device_type not in FREE and not due:
             if not passes.alike:  # since a recipe has changed
@@ -161,18 +174,26 @@ class ModelCheck(Watcher):
         from lpq.distributed.alike import REMEDY, are_equal
         from lpq.distributed.ranks import Ranks
 
-        own, alike, ranks = f"{layer.title} with {given}", passes.alike, Ranks(mesh, device=input.device)
+        try:
+            check(layer, input, weight)
+            own = f"{layer.title} with {given}"
+        except (TypeError, ValueError, RuntimeError) as error:
+            own, refused = str(error), error
+        alike, ranks = passes.alike, Ranks(mesh, device=weight.device)
         if not are_equal(f"{alike}, {own}", [ranks]):
             differ = "the ranks do not call the same layer with equal parts of its input"
             ranks.equal([own], differ, f"Give each rank a part of the same size. {REMEDY}")
             alike = False
+        if refused is not None:
+            raise refused
         if due or not alike:
             passes.alike = alike
             passes.compare(self._model() or cast("nn.Module", layer))
             self._first = id(layer)
         if len(self._known) >= MOST:
             self._known.clear()
-        self._known.add(given)
+        if given is not None:
+            self._known.add(given)
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
         self._memories = None  # it may be sharded now

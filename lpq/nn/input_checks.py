@@ -42,9 +42,7 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
             "parallelize_module, or pass input.full_tensor()"
         )
     if input.device != weight.device:
-        raise RuntimeError(
-            f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
-        )
+        raise _apart(layer, input, weight)
     if not torch.compiler.is_dynamo_compiling():
         check_transforms(layer.title)
     if not torch.compiler.is_compiling():
@@ -67,6 +65,12 @@ def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         raise TypeError(
             f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
         )
+
+
+def _apart(layer: WeightedLayer, input: Tensor, weight: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
+    )
 
 
 def check_transforms(title: str) -> None:
@@ -104,6 +108,8 @@ def check_backward(dy: Tensor) -> None:
 def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     """Raise if the layer cannot multiply this input by this weight, which is sharded over a mesh."""
     _check_tensors(layer, input, weight)
+    if input.device != weight.device:
+        raise _apart(layer, input, weight)
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim == 1 and not placements[0].is_shard():
         raise ValueError(

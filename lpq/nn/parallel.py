@@ -167,17 +167,19 @@ def multiply_parts(
 
 
 def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None:
-    """Raise on all ranks of the mesh unless they have the same model and equal parts of the input. A compiled pass does
-    not compare: nothing may wait inside of it."""
+    """Raise on all ranks of the mesh unless they have the same model and equal parts of the input, which each can take.
+    A compiled pass does not compare: nothing may wait inside of it."""
+    if torch.compiler.is_compiling() or weight.device_mesh.ndim != 1:
+        return
     local, encoded = local_part(input), None
-    if isinstance(local, QuantizedTensor) and not torch.compiler.is_compiling():
+    if isinstance(local, QuantizedTensor):
         encoded, local = describe_encoding(local), local.buffers[0]
-    runs = type(local) in ORDINARY and not local.is_meta and not torch.compiler.is_compiling()
-    if runs and weight.device_mesh.ndim == 1:
-        if (check := layer.model.check) is None:  # it was not converted, or is a copy: another model than the others
-            check = ModelCheck(layer)
-            layer.model = replace(layer.model, check=check)
-        check.before_pass(layer, input, weight.device_mesh, weight.requires_grad, encoded)
+    if isinstance(local, Tensor) and not local.is_nested and (type(local) not in ORDINARY or weight.is_meta):
+        return  # nothing runs: it stands for a tensor
+    if (check := layer.model.check) is None:  # it was not converted, or is a copy: another model than the others
+        check = ModelCheck(layer)
+        layer.model = replace(layer.model, check=check)
+    check.before_pass(layer, input, weight, check_parallel, encoded)
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,24 @@ def test_other_parts(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_an_input_that_one_rank_cannot_take(rank: int) -> None:
+    """The rank refuses it before it sends anything, and the other one would wait. All go on to work."""
+    model = parallel()
+    begins = "the ranks do not call the same layer with equal parts of its input: "
+    bad: tuple[tuple[Any, str], ...] = (
+        (X.to_sparse(), "the input is torch.sparse_coo: pass x.to_dense()"),
+        (X.to("meta"), "the input is on meta and the weight on cpu"),
+        (X.long(), "the input is torch.int64; float32"),
+        (torch.tensor(1.0), "the input is [], its last dimension"),
+        (torch.nested.nested_tensor([*X]), "the input is nested"),
+        (torch.nested.nested_tensor([*X], layout=torch.jagged), "the input is nested"),
+    )
+    for one, words in bad:
+        refused(lambda: model(one if rank else X), words, "[2, 32, 64]", begins=begins)  # noqa: B023
+        model(X).sum().backward()
+
+
+@on_ranks(2)
 def test_a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
     model = parallel()
 
