@@ -55,7 +55,7 @@ class Conversion:
     def unwrapped(self) -> Conversion:
         """The record with the names that its entries have in the module that has it."""
         converted, left = (
-            tuple(replace(entry, name=entry.name.removeprefix(f"{self.within}.")) for entry in entries)
+            tuple(replace(entry, name=plain_name(entry.name).removeprefix(f"{self.within}.")) for entry in entries)
             for entries in (self.report.converted, self.report.left)
         )
         return replace(self, report=replace(self.report, converted=converted, left=left))
@@ -160,7 +160,7 @@ def _inside(model: nn.Module, report: Report) -> tuple[nn.Module, str]:
     while (held := _held(inside)) is not None:
         own = plain_name(next(name for name, module in inside.named_modules() if module is held))
         name = f"{name}.{own}".strip(".")
-        if name and not all(e.name.startswith(f"{name}.") for e in (*report.converted, *report.left)):
+        if name and not all(plain_name(e.name).startswith(f"{name}.") for e in (*report.converted, *report.left)):
             break  # the wrapper has layers of its own
         inside, within = held, name
     return inside, within

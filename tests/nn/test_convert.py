@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -405,3 +406,19 @@ def test_what_is_left_alone_is_not_asked_whether_it_can_be_stored() -> None:
     left = {entry.name for entry in lpq.report(lpq.convert(block, {"rules": rules}, weights="quantized")).left}
     assert "self_attn.out_proj" in left
     assert isinstance(block.linear1.weight.data, lpq.QuantizedTensor)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.DataParallel, torch.compile, lambda model: torch.compile(nn.DataParallel(model))],
+    ids=["DataParallel", "compile", "both"],
+)
+def test_a_model_is_known_inside_and_outside_of_a_wrapper(wrap: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    """A record on the wrapper would be lost with it, and the record inside must serve the wrapper."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    wrapped = lpq.convert(wrap(model), "nvfp4", steps=10)
+    assert [entry.name.rpartition(".")[2] for entry in lpq.report(wrapped).converted] == ["0", "1"]
+    assert [entry.name for entry in lpq.report(model).converted] == ["0", "1"]
+    assert not lpq.report(model).left
+    lpq.checkpoint.save(model, tmp_path, step=1)
+    assert lpq.checkpoint.info(tmp_path).policy == lpq.policy("nvfp4")
