@@ -42,7 +42,7 @@ class Saving:
         return ended
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole and in its place, and return its path; raise the error of any rank."""
+        """Wait until the checkpoint is whole and in place. Return the path, or raise the error of any rank."""
         _UNHEARD.discard(self)
         try:
             with self._ranks.error_context(failing(self.path)):

@@ -42,7 +42,7 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
             "parallelize_module, or pass input.full_tensor()"
         )
     if input.device != weight.device:
-        raise _apart(layer, input, weight)
+        raise _on_other_devices(layer, input, weight)
     if not torch.compiler.is_dynamo_compiling():
         check_transforms(layer.title)
     if not torch.compiler.is_compiling():
@@ -67,7 +67,7 @@ def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         )
 
 
-def _apart(layer: WeightedLayer, input: Tensor, weight: Tensor) -> RuntimeError:
+def _on_other_devices(layer: WeightedLayer, input: Tensor, weight: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
     )
@@ -109,7 +109,7 @@ def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     """Raise if the layer cannot multiply this input by this weight, which is sharded over a mesh."""
     _check_tensors(layer, input, weight)
     if input.device != weight.device:
-        raise _apart(layer, input, weight)
+        raise _on_other_devices(layer, input, weight)
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim == 1 and not placements[0].is_shard():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The notebooks are those of their pages, and run in a kernel of Jupyter."""
+"""Each notebook equals what is made of its page, and runs in a kernel of Jupyter."""
 
 from __future__ import annotations
 
