@@ -14,7 +14,7 @@ from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
 from lpq.engines.entries import FileEntry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, parts_of, schemes_for, summaries
-from lpq.engines.siblings import Siblings, check_alike
+from lpq.engines.siblings import EXPERTS, Siblings, check_alike
 from lpq.files.safetensors import Shown
 from lpq.formats import Quantizer
 from lpq.registry import Group, Inputs, Part, Scheme
@@ -95,8 +95,8 @@ class ExportPlan:
     @property
     def readers(self) -> tuple[str, ...]:
         """The programs that read every layer right."""
-        first, *others = self.groups
-        return tuple(name for name in first.readers if all(name in group.readers for group in others))
+        first, *others = [[n for n in group.readers if n not in _not_readers(group)] for group in self.groups]
+        return tuple(name for name in first if all(name in readers for readers in others))
 
     def remarks(self, dtype: str | None) -> list[str]:
         """The limits of readers that these layers meet in a model of this dtype; None: in that of each weight."""
@@ -143,6 +143,7 @@ def planned(
     high = {t.layer: t.entry.layer.x for t in found if t.scheme is not None and t.inputs is None and t.entry.layer}
     changed = [layer for layer, x in high.items() if x is not None]
     notes = [_note(changed)] if changed else []
+    notes += [_note_of_experts(group) for group in groups if _not_readers(group)]
     return ExportPlan(tuple(found), groups, left, made.files(groups, left), tuple(notes))
 
 
@@ -151,6 +152,19 @@ def _note(layers: Sequence[str]) -> str:
         f"engines will not encode the inputs of {number(len(layers), 'layer')} ({listed(layers)}), as training does: "
         "the layout has no place for their format, or needs their amax, which lpq.calibrate finds, and input_amax={…} "
         "gives"
+    )
+
+
+def _not_readers(group: Group) -> tuple[str, ...]:
+    """The programs that would read these layers, were none of them experts."""
+    return group.not_experts if any(EXPERTS.fullmatch(layer) for layer in group.layers) else ()
+
+
+def _note_of_experts(group: Group) -> str:
+    experts = [layer for layer in group.layers if EXPERTS.fullmatch(layer)]
+    return (
+        f"{listed(_not_readers(group))} fails to load experts as {group.title} in the layout "
+        f"{group.scheme.layout!r} ({listed(experts)}), though not other layers: choose another layout for it"
     )
 
 

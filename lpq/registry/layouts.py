@@ -70,6 +70,8 @@ class Inputs:
     """Computes the amax from which ``write`` makes this tensor."""
     readers: tuple[str, ...] = ()
     """The programs that read the scheme with these inputs, and not without."""
+    not_experts: tuple[str, ...] = ()
+    """The readers that fail to load experts with these inputs."""
     remark: Remark | None = None
 
 
@@ -99,6 +101,8 @@ class Scheme:
     readers: tuple[str, ...] = ()
     """The programs that read such files right, as ``("vLLM",)``. ``lpq.export`` returns the programs that read all
     layers."""
+    not_experts: tuple[str, ...] = ()
+    """The readers that fail to load experts whose inputs are in high precision."""
     unwritten: str | None = None
     """The reason why files of others are read so and none are written, in words, and what to do; None: they are."""
     why_not: Callable[[int, int], str | None] = lambda rows, cols: None
@@ -124,6 +128,11 @@ class Group:
     def readers(self) -> tuple[str, ...]:
         """The programs that read them right."""
         return (*self.scheme.readers, *(self.inputs.readers if self.inputs is not None else ()))
+
+    @property
+    def not_experts(self) -> tuple[str, ...]:
+        """The readers that would fail to load them if they were experts."""
+        return (self.scheme if self.inputs is None else self.inputs).not_experts
 
     @property
     def title(self) -> str:

@@ -125,6 +125,27 @@ def test_experts_that_are_left_are_ignored_by_name(tmp_path: Path) -> None:
     assert torch.equal(tensors(tmp_path / "y")["experts.up_proj.weight"], model.experts.up_proj.weight)
 
 
+@pytest.mark.parametrize(
+    ("layout", "recipe", "readers"),
+    [
+        ("modelopt", "fp8-row", ("TensorRT-LLM",)), ("modelopt", "fp8-block", ("TensorRT-LLM",)),
+        ("compressed-tensors", tiny.WEIGHT_ONLY, ("SGLang", "transformers")),
+    ],
+)  # fmt: skip
+def test_a_program_that_fails_to_load_experts_is_none_of_their_readers(
+    layout: str, recipe: str, readers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """And is one of other layers' readers."""
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(128, 128)]), "up": nn.Linear(128, 128)})
+    both = lpq.export(lpq.convert(model, recipe), tmp_path / "both", layout=layout)
+    assert both.readers == readers
+    (note,) = [note for note in both.notes if note.startswith("vLLM fails to load experts")]
+    assert "(experts.0), though not other layers" in note
+    rest = lpq.export(model, tmp_path / "rest", layout=layout, leave=["experts.0"])
+    assert "vLLM" in rest.readers
+    assert not any("experts" in note for note in rest.notes)
+
+
 def _shared_out(rank: int, ranks: int, by_fsdp: bool) -> None:
     expected = dict(lpq.export.stream(lpq.convert(Model(), "nvfp4"), LAYOUT))
     model: Any = lpq.convert(Model(), "nvfp4")

@@ -119,7 +119,7 @@ def _compressed(title: str, block: Block, quantizer: str, shape: Shape, whole: b
     scale = _part("weight_scale", shape, whole=whole)
     return _scheme(
         "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS,
-        readers=(VLLM, SGLANG, TRANSFORMERS),
+        readers=(VLLM, SGLANG, TRANSFORMERS), not_experts=(VLLM,),
     )  # fmt: skip
 
 
@@ -135,11 +135,13 @@ COMPRESSED = (
 
 
 def _modelopt(
-    title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, readers: tuple[str, ...], **config: Any
-) -> Scheme:
+    title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, readers: tuple[str, ...],
+    not_experts: tuple[str, ...] = (), **config: Any,
+) -> Scheme:  # fmt: skip
     return _scheme(
-        "modelopt", title, quantizer, scale, config, serves=_is(block), inputs=inputs, readers=(TENSORRT, *readers)
-    )
+        "modelopt", title, quantizer, scale, config, serves=_is(block), inputs=inputs, readers=(TENSORRT, *readers),
+        not_experts=not_experts,
+    )  # fmt: skip
 
 
 BITS = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -153,13 +155,14 @@ MODELOPT = (
     _modelopt(
         "FP8 per row", ROW, "fp8(scaling=row)", _part("weight_scale", lambda rows, cols: (rows,)),
         _dynamic(
-            ROW, "fp8(scaling=row)", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "input_activations": TOKENS}
+            ROW, "fp8(scaling=row)", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "input_activations": TOKENS},
+            not_experts=(VLLM,),
         ), weights=BITS, readers=(VLLM,),
     ),
     _modelopt(
         "FP8 per block", SQUARE, ANY_BLOCK,
         _part("weight_scale", lambda rows, cols: (_grid(rows, cols)[0], 1, _grid(rows, cols)[1], 1)),
-        quant_algo="fp8_pb_wo", weights=BITS, readers=(VLLM,),
+        quant_algo="fp8_pb_wo", weights=BITS, readers=(VLLM,), not_experts=(VLLM,),
     ),
 )  # fmt: skip
 
