@@ -11,8 +11,16 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.registry import Group
 from lpq.registry.showing import brief, listed
 
-FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Patterns of the last parts of the names of layers that are fused if they are beside each other."""
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("query", "key", "value"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek's
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),  # Qwen 3.5's
+    ("gate_proj", "up_proj"), ("w1", "w3"), ("c_fc_0", "c_fc_1"),
+)  # fmt: skip
+"""Patterns of the last parts of the names of layers that are fused if they are beside each other.
+
+They are those of vLLM's ``packed_modules_mapping``. Names that other models give to layers which stay apart, as ``fc1``
+and ``fc3``, are left out."""
 EXPERTS = re.compile(r"((?:.*\.)?experts)\..*")
 """The names of layers in a block of experts, which engines hold in one layer."""
 Siblings = Literal["alike", "any"]

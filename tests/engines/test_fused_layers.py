@@ -13,6 +13,7 @@ from torch import nn
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.engines.siblings import FUSED
 
 
 def test_siblings_that_an_engine_fuses_are_told_of(tmp_path: Path) -> None:
@@ -72,6 +73,30 @@ def test_layers_that_an_engine_fuses_lie_alike(apart: str, other: str, words: st
     leave = [name for name in layers(model) if name.startswith(apart.partition(".")[0].replace("*", ""))]
     rest = lpq.export(model, tmp_path / "rest", layout=layout, leave=[n for n in leave if "o_proj" not in n])
     assert "self_attn.o_proj" in rest.layers["FP8 per row, inputs fp8(scaling=row)"]
+
+
+@pytest.mark.parametrize("names", FUSED, ids=" ".join)
+def test_one_of_each_known_layers_is_refused_alone(names: tuple[str, ...]) -> None:
+    """Under whatever parent, and where one of several is not there; layers of two parents are none of each other's."""
+    model = nn.ModuleDict({parent: nn.ModuleDict({n: nn.Linear(32, 32) for n in names}) for parent in ("a", "b")})
+    *others, last = names
+    lpq.convert(model, {"rules": [{"match": "b.*", "recipe": "fp8-row"}, {"match": "*", "recipe": "mxfp8"}]})
+    assert len(dict(lpq.export.stream(model, "compressed-tensors"))) == 6 * len(names)
+    for left in (last, others[0]):
+        with pytest.raises(CheckpointError, match=rf"one layer of {', '.join(sorted(f'b.{n}' for n in names))}, "):
+            lpq.export.stream(model, "compressed-tensors", leave=[f"b.{left}"])
+    del model["a"][others[0]]
+    if len(others) > 1:
+        with pytest.raises(CheckpointError, match=rf"one layer of a\.{others[1]}, a\.{last}, "):
+            lpq.export.stream(model, "compressed-tensors", leave=[f"a.{last}"])
+
+
+def test_names_that_only_resemble_others_are_apart() -> None:
+    """Of two fused layers of Qwen 3.5, of a sequence, and of a fused layer that has one name in files as well."""
+    names = ("in_proj_qkv", "in_proj_b", "fc1", "fc3", "wq_b", "wk", "w2", "w3", "qkv_proj", "o_proj")
+    model = lpq.convert(nn.ModuleDict({name: nn.Linear(32, 32) for name in names}), "mxfp8")
+    for name in names:
+        assert dict(lpq.export.stream(model, "compressed-tensors", leave=[name]))
 
 
 def test_one_sibling_that_is_left_is_refused(tmp_path: Path, lpq_command: Command) -> None:
