@@ -5,6 +5,8 @@ python -m benchmarks linear host --quick                    two parts, fewer rou
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
 torchrun --nproc-per-node 2 -m benchmarks parallel          two layers that GPUs share out, with their sequence
 torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama under FSDP2
+torchrun --nproc-per-node 4 -m benchmarks layouts           a stack of blocks in every way that ranks can share it out
+torchrun --nproc-per-node 4 -m benchmarks layouts --mixture mixtral    blocks with experts
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
 python -m benchmarks.states                                 AdamW with states in formats: time, memory; --loss on a CPU
@@ -25,7 +27,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from benchmarks import (
     grouped,
     host,
     huggingface,
+    layouts,
     linear,
     parallel,
     profiles,
@@ -50,8 +53,9 @@ from lpq.bench.timing import QUICK, Effort
 from lpq.registry.errors import LpqError
 
 USUAL = ("casts", "linear", "host", "stack")
-PARTS = (*USUAL, "grouped", "llama", "parallel")
-SHARED_OUT = ("stack", "llama", "parallel")
+PARTS = (*USUAL, "grouped", "llama", "parallel", "layouts")
+SHARED_OUT = ("stack", "llama", "parallel", "layouts")
+OF_SEVERAL = ("parallel", "layouts")
 STORED = ("show", "page")
 SIZE = (16384, 8192)
 COMPILED_IN_MODES = ("linear", "host", "parallel")
@@ -74,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks > 1 and (len(options.parts) > 1 or options.parts[0] not in SHARED_OUT):
         print(f"benchmarks: under torchrun there is one part at a time: {', '.join(SHARED_OUT)}", file=sys.stderr)
         return 2
-    if ranks == 1 and "parallel" in options.parts:
-        print("benchmarks: parallel is for several GPUs: start it by torchrun --nproc-per-node 2", file=sys.stderr)
+    for part in set(OF_SEVERAL) & set(options.parts) if ranks == 1 else ():
+        print(f"benchmarks: {part} is for several GPUs: start it by torchrun --nproc-per-node 2", file=sys.stderr)
         return 2
     record = environment.record(_without_out(arguments), ranks)
     first = int(os.environ.get("RANK", "0")) == 0
@@ -100,6 +104,8 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
     if part == "llama" and (decoder := _decoder(options)) != shapes.Decoder():
         inside = [f"{decoder.experts}x{decoder.ffn}"] if decoder.experts else [str(decoder.width)] * (decoder.width > 0)
         ways += [f"{decoder.layers}x{decoder.hidden}", *inside, f"{decoder.batch}x{decoder.sequence}"]
+    if part == "layouts":
+        ways += [*([options.mixture] if options.mixture else []), f"{options.batch}x{options.sequence}"]
     if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
     ways += [way for way, on in (("liger", options.liger), ("one-thread", options.one_thread)) if on]
@@ -124,6 +130,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
     parser.add_argument("--fused", action="store_true", help="with llama: lpq also with fused blocks, not compiled")
     parser.add_argument("--liger", action="store_true", help="with llama: all have Liger's rotary positions and loss")
+    parser.add_argument("--layout", action="append", help="with layouts: one whose name begins so; may be repeated")
+    parser.add_argument("--mixture", choices=sorted(filter(None, shapes.SHARED)), help="with layouts: has experts")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
     for field in fields(shapes.Decoder):
         parser.add_argument(
@@ -185,6 +193,15 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         everyone = contenders.in_mode(everyone, options.mode)
         with stack.group():
             yield from parallel.measure(everyone, shapes.Pair(), effort, device)
+        return
+    if part == "layouts":
+        model = replace(shapes.SHARED[options.mixture or ""], batch=options.batch, sequence=options.sequence)
+        everyone = layouts.contenders(tuple(options.recipe or layouts.RECIPES), not options.no_compile, model)
+        everyone = contenders.chosen(everyone, options.only)
+        with stack.group() as ranks:
+            ways = layouts.of_experts(ranks) if options.mixture else layouts.of_blocks(ranks)
+            wanted = [way for way in ways if way.name.startswith(tuple(options.layout or [""]))]
+            yield from layouts.measure(wanted, everyone, model, 6 if options.quick else layouts.STEPS, device)
         return
     if part == "llama":
         sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -14,23 +14,22 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Stack) -> None:
         super().__init__()
-        self.heads, self.kv_heads = shape.heads, shape.kv_heads
         self.width = shape.hidden // shape.heads
         self.q = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.k = nn.Linear(shape.hidden, self.kv_heads * self.width, bias=False)
-        self.v = nn.Linear(shape.hidden, self.kv_heads * self.width, bias=False)
+        self.k = nn.Linear(shape.hidden, shape.kv_heads * self.width, bias=False)
+        self.v = nn.Linear(shape.hidden, shape.kv_heads * self.width, bias=False)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
+        batch, length, _ = x.shape
         q, k, v = (
-            project(x).view(batch, length, heads, self.width).transpose(1, 2)
-            for project, heads in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+            project(x).view(batch, length, -1, self.width).transpose(1, 2)  # of this rank, if ranks share heads
+            for project in (self.q, self.k, self.v)
         )
         y = F.scaled_dot_product_attention(
             rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, hidden))
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return mixed
 
 

@@ -68,6 +68,28 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Mixture(Stack):
+    """A stack of blocks, each with experts in place of its feed-forward half."""
+
+    experts: int = 8
+    chosen: int = 2
+    """To how many experts a token goes."""
+    skew: float = 0.5
+    """How much more often the first experts are chosen than the last: 0 for all alike."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.experts} experts of which {self.chosen} are chosen"
+
+
+SHARED = {
+    "": Stack(blocks=4),
+    "mixtral": Mixture(blocks=1),
+    "qwen3": Mixture(2, 2048, 768, 32, 4, experts=128, chosen=8),
+}
+"""Models that ranks share out in many ways: as wide as Llama's of 8B, and two with experts."""
+
+
+@dataclass(frozen=True)
 class Pair:
     """A layer whose outputs ranks share out, and one behind it whose inputs they do."""
 

@@ -316,6 +316,33 @@ def parallel(result: Result) -> dict[str, Table]:
     return {"times": Table(f"{title}, over {result['ranks']} GPUs", columns, cells)}
 
 
+def layouts(result: Result) -> dict[str, Table]:
+    """For each layout its contenders: milliseconds, tokens a second of all ranks and their ratio to bf16 (above 1 is
+    better), the most memory, the bytes gathered, and the loss beside the same contender's on one GPU."""
+    rows: list[Result] = result["results"]
+    found = {(row["layout"], name(row)): row for row in rows}
+    alone = rows[0]["layout"]
+
+    def of(layout: str, who: str, reading: str) -> float | None:
+        return found.get((layout, who), {}).get(reading)
+
+    cells = []
+    for row in rows:
+        layout, who, speed = row["layout"], name(row), row.get("tokens_per_second")
+        same = label("torch", "bf16", row["compiled"])
+        loss, other = row.get("loss"), of(alone, label(row["library"], row["recipe"], False), "loss")
+        apart = f"{abs(loss / other - 1):.1e}" if loss is not None and other else NONE
+        cells.append([
+            f"{layout}: {who}", number(row.get("ms"), 1), number(speed, 0),
+            ratio(speed, of(layout, same, "tokens_per_second")),
+            number(row["peak_bytes"] / 2**30 if row["peak_bytes"] else None, 1),
+            _mebibytes(row.get("gathered_bytes")), apart,
+        ])  # fmt: skip
+    columns = ["", "ms", "tokens/s", "÷ bf16, compiled as it is", "GiB at most", "MiB gathered", "loss from one GPU's"]
+    title = f"{result['blocks']} blocks, hidden {result['hidden']}, {result['batch']} x {result['sequence']} tokens"
+    return {"times": Table(f"{title}, {result['ranks']} GPUs", columns, cells)}
+
+
 def map_of_sizes(result: Result) -> dict[str, Table]:
     """The map of `lpq bench` for each recipe: how many times as fast as bf16 it is."""
     shapes, heading = result["shapes"], speedups.title(result["environment"])
@@ -332,5 +359,6 @@ OF = {
     "host": host,
     "stack": stack,
     "llama": llama,
+    "layouts": layouts,
 }
 """The tables of each part."""

@@ -1,0 +1,303 @@
+"""One model in every way that ranks can share it out, beside the same on one GPU: steps of training, and the loss.
+
+All train on the same sequences from the same first weights, with fp32 weights and bf16 compute as FSDP2 has it, so the
+losses differ by the order of sums alone. What one layout cannot do is a result, and the others go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as styles
+from torch.distributed.tensor.parallel import parallelize_module
+
+from benchmarks.contenders import compile_afresh, training_step
+from benchmarks.llama import Block, Llama, rotations
+from benchmarks.mixtures import Routed, mixture
+from benchmarks.shapes import Mixture, Stack
+from benchmarks.stack import Failed, gathered_in, together
+from benchmarks.timing import one_after_another
+from lpq.bench.contenders import Contender, by_recipes, plain
+from lpq.distributed import tensor_parallel
+from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.distributed.expert_rows import Dispatch
+
+RECIPES = ("fp8-current", "mxfp8")
+STEPS = 12
+AXES = ("copies", "stages", "replicas", "shards", "experts", "tensor")
+ZERO_BUBBLE = "InterleavedZeroBubble"
+OLD = "zero-bubble schedules of torch 2.11 fail with any autograd function that is written in Python"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share what out. What is left of the ranks trains copies of the same."""
+
+    name: str
+    stages: int = 1
+    replicas: int = 1
+    shards: int = 1
+    experts: int = 1
+    tensor: int = 1
+    schedule: str = "1F1B"
+    overlap: bool = False
+    dispatch: Dispatch = "high_precision"
+    mode: str | None = None
+    """How blocks are compiled, of those contenders that are."""
+
+    @property
+    def ranks(self) -> int:
+        """How many train one model."""
+        return self.stages * self.replicas * self.shards * self.experts * self.tensor
+
+    @property
+    def parts(self) -> int:
+        """Among how many the sequences are dealt out."""
+        return self.replicas * self.shards * self.experts
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """All ranks; each must call it."""
+        sizes = (dist.get_world_size() // self.ranks, *(getattr(self, axis) for axis in AXES[1:]))
+        return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+ONE = Layout("one GPU")
+
+
+def of_blocks(ranks: int) -> list[Layout]:
+    """The layouts of a model without experts.
+
+    Zero-bubble schedules of torch 2.13 leave gradients of sharded weights out, in bf16, too: its losses show it.
+    """
+    half = ranks // 2
+    found = [
+        ONE,
+        Layout(f"FSDP {ranks}", shards=ranks),
+        Layout(f"TP {ranks}", tensor=ranks),
+        Layout(f"TP {ranks}, overlapped", tensor=ranks, overlap=True),
+        Layout(f"TP {ranks}, CUDA graphs", tensor=ranks, mode="reduce-overhead"),
+    ]
+    if half > 1:
+        found += [
+            Layout(f"HSDP 2 x {half}", replicas=2, shards=half),
+            Layout(f"TP {half} x FSDP 2", tensor=half, shards=2),
+        ]
+    found += [
+        Layout(f"PP 2 x FSDP {half}, {words}", stages=2, shards=half, schedule=schedule)
+        for words, schedule in (("1F1B", "1F1B"), ("zero bubble", ZERO_BUBBLE))
+    ]
+    return found
+
+
+def of_experts(ranks: int) -> list[Layout]:
+    """The layouts of a model with experts."""
+    half = ranks // 2
+    found = [ONE, Layout(f"FSDP {ranks}", shards=ranks), Layout(f"EP {ranks}", experts=ranks)]
+    found += [Layout(f"EP {ranks}, rows encoded", experts=ranks, dispatch="encoded")]
+    return found + ([Layout(f"EP {half} x FSDP 2", experts=half, shards=2)] if half > 1 else [])
+
+
+def contenders(recipes: tuple[str, ...], compiled: bool, of: Stack) -> list[Contender]:
+    """bf16 and lpq's recipes; lpq gathers weights quantized, but for experts, where it cannot."""
+    how = {} if isinstance(of, Mixture) else {"weights": "high_precision"}
+    return [*plain(compiled), *by_recipes(recipes, compiled, **how)]
+
+
+def measure(
+    layouts: Sequence[Layout], everyone: Sequence[Contender], shape: Stack, steps: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step, tokens a second of all ranks, the most memory of one, the bytes it gathers, and the loss
+    after the last step; after each, so far."""
+    peers = dist.new_group(backend="gloo")
+    results: list[dict[str, Any]] = []
+    for layout in layouts:
+        for contender in everyone:
+            if (layout.mode is not None and not contender.compiled) or not _meant(layout, contender):
+                continue
+            one = replace(contender, mode=layout.mode)
+            results.append({"layout": layout.name, **one.record(), **_of(layout, one, shape, steps, device, peers)})
+            if dist.get_rank() == 0:
+                row = results[-1]
+                said = row["failure"] or f"{row['ms']:.1f} ms, loss {row['loss']:.6f}"
+                print(f"{layout.name}: {one.name}: {said}", file=sys.stderr, flush=True)
+            yield {**asdict(shape), "ranks": dist.get_world_size(), "results": [*results]}
+
+
+def _meant(layout: Layout, contender: Contender) -> bool:
+    """Rows travel encoded by recipes that allow it."""
+    return layout.dispatch != "encoded" or contender.recipe.endswith("-one-copy")
+
+
+def _of(
+    layout: Layout, contender: Contender, shape: Stack, steps: int, device: torch.device, peers: dist.ProcessGroup
+) -> dict[str, Any]:
+    compile_afresh()
+    gc.collect()
+    if layout.schedule == ZERO_BUBBLE and contender.library == "lpq" and torch.__version__ < "2.12":
+        return {"failure": OLD, "peak_bytes": None}
+    mesh = layout.mesh(device)
+    try:
+        with together(peers):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            step = _step(layout, contender, shape, mesh, device)
+        with together(peers):
+            timing, loss = one_after_another(step, steps, device)
+            loss *= layout.tensor
+            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        with together(peers):
+            gathered = gathered_in(step, contender)
+    except Failed as error:
+        return {"failure": str(error), "peak_bytes": None}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (timing.median, peak, loss), group=peers)
+    slowest, most = max(time for time, _, _ in told), max(bytes_ for _, bytes_, _ in told)
+    losses = [loss for _, _, loss in told if loss == loss]  # a rank without the last stage has none
+    together_ = shape.tokens * (dist.get_world_size() // layout.ranks)
+    return {
+        "ms": slowest * 1e3, "tokens_per_second": together_ / slowest, "peak_bytes": most or None,
+        "gathered_bytes": gathered, "loss": sum(losses) / len(losses), "failure": None,
+    }  # fmt: skip
+
+
+class Part(nn.Module):
+    """Some blocks of the model, which take the stream of all of them and give it on."""
+
+    def __init__(self, blocks: Sequence[nn.Module], cos: Tensor, sin: Tensor) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.cos, self.sin = cos, sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return x
+
+
+def _step(
+    layout: Layout, contender: Contender, shape: Stack, mesh: DeviceMesh, device: torch.device
+) -> Callable[[], Tensor]:
+    """A step of training, which returns the loss of this rank's tokens, or NaN."""
+    torch.manual_seed(0)
+    with device:
+        made = mixture(shape) if isinstance(shape, Mixture) else Llama(shape)
+    whole = contender.convert(made)
+    cos, sin = rotations(shape, device, torch.bfloat16)
+    blocks: list[Any] = list(whole.blocks)  # type: ignore[arg-type]
+    own = 2 if layout.schedule == ZERO_BUBBLE and layout.stages > 1 else 1
+    count, rank = own * layout.stages, mesh.get_local_rank("stages")
+    numbers, each = [rank + i * layout.stages for i in range(own)], len(blocks) // count
+    parts = [Part(blocks[i * each : (i + 1) * each], cos, sin) for i in numbers]
+    for part in parts:
+        for block in part.blocks:
+            assert isinstance(block, Block)
+            _share_out(block, layout, contender, mesh)
+        _shard(part, _data(layout, mesh))
+    x, target = _sequences(layout, shape, mesh, device)
+    if layout.stages == 1:
+        (part,) = parts
+        return training_step(contender, part, lambda: _loss(part(x), target) / layout.tensor)
+    return _pipelined(layout, parts, numbers, count, x, target, mesh, device)
+
+
+def _loss(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(y.float(), target.float())
+
+
+def _sequences(layout: Layout, shape: Stack, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What this rank has of the sequences, which are the same in all layouts."""
+    draw = torch.Generator(device).manual_seed(1)
+    size = (shape.batch, shape.sequence, shape.hidden)
+    part = 0
+    for axis in ("replicas", "shards", "experts"):
+        part = part * mesh[axis].size() + mesh.get_local_rank(axis)
+    mine = []
+    for _ in range(2):
+        whole = torch.randn(size, generator=draw, device=device, dtype=torch.bfloat16)
+        rows = whole.chunk(layout.parts)[part]
+        mine.append(rows.chunk(layout.tensor, dim=1)[mesh.get_local_rank("tensor")].contiguous())
+    return mine[0], mine[1]
+
+
+def _share_out(block: Block, layout: Layout, contender: Contender, mesh: DeviceMesh) -> None:
+    """Tensor and expert parallelism, compilation and FSDP2, in this order."""
+    if layout.tensor > 1:
+        parallelize_module(block, mesh["tensor"], _plan(layout, contender))
+    routed = block.ffn if isinstance(block.ffn, Routed) else None
+    if routed is not None and layout.experts > 1:
+        parallelize_module(routed.experts, mesh["experts"], ExpertParallel(dispatch=layout.dispatch))
+    if contender.compiled:
+        block.compile(fullgraph=routed is None, dynamic=False, mode=contender.mode)
+    if routed is not None and layout.experts > 1:
+        _shard(routed.experts, mesh["shards"], layout.parts)
+    _shard(block, _data(layout, mesh))
+
+
+def _plan(layout: Layout, contender: Contender) -> dict[str, Any]:
+    """Sequences are shared out between the layers, too."""
+    made: Any = styles if contender.library == "torch" else tensor_parallel
+    prepare = styles.PrepareModuleInput if contender.library == "torch" else tensor_parallel.PrepareInput
+    options = {"overlap": layout.overlap} if contender.library == "lpq" else {}
+    norm = styles.SequenceParallel(use_local_output=True)
+    wide, narrow = made.ColwiseParallel(**options), made.RowwiseParallel(output_layouts=Shard(1))
+    into = made.ColwiseParallel(input_layouts=Shard(1), **options)
+    whole = prepare(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None))
+    return {
+        "norm1": norm, "attention": whole, "attention.q": wide, "attention.k": wide, "attention.v": wide,
+        "attention.out": narrow, "norm2": norm, "ffn.gate": into, "ffn.up": into, "ffn.down": narrow,
+    }  # fmt: skip
+
+
+def _data(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have sequences of their own."""
+    if layout.replicas > 1:
+        return mesh["replicas", "shards"]
+    return mesh["shards", "experts"]._flatten() if layout.experts > 1 else mesh["shards"]
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, divided_by: int | None = None) -> None:
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    if divided_by is not None:  # by the number of all ranks with sequences, though fewer share the experts
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(divided_by)
+        module.set_force_sum_reduction_for_comms(dist.get_backend(mesh.get_group()) == "gloo")
+
+
+def _pipelined(
+    layout: Layout, parts: list[Part], numbers: list[int], count: int, x: Tensor, target: Tensor, mesh: DeviceMesh,
+    device: torch.device,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """Each sequence is a micro-batch."""
+    like: dict[str, Any] = {
+        name: (torch.zeros_like(x[:1], requires_grad=True),) for name in ("input_args", "output_args")
+    }
+    stages = [
+        PipelineStage(part, number, count, device, group=mesh.get_group("stages"), **like)
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+    made: Any = getattr(pipelining, f"Schedule{layout.schedule}")
+    schedule = made(stages if len(stages) > 1 else stages[0], len(x), loss_fn=_loss)
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-5, fused=True)
+    last = count - 1 in numbers
+
+    def step() -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(*((x,) if 0 in numbers else ()), **({"target": target, "losses": losses} if last else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean().detach() if last else torch.full((), torch.nan, device=device)
+
+    return step
