@@ -30,12 +30,9 @@ FLOORS = {
 TOP = 10
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
 BESIDE = {
-    ("checkpoint", "optim"),
-    ("engines", "checkpoint"),
-    ("calibration", "engines"),
-    ("calibration", "checkpoint"),
-    ("train", "cli"),
-}
+    ("checkpoint", "optim"), ("observe", "optim"), ("engines", "checkpoint"),
+    ("calibration", "engines"), ("calibration", "checkpoint"), ("train", "cli"),
+}  # fmt: skip
 """Parts of one floor of which the first may import the second."""
 FOR_PLUGINS = {"registry", "torch_private", "core", "formats", "kernels", "operations", "emulation"}
 NAMELESS = (

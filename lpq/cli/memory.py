@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Annotated
 
@@ -18,12 +18,15 @@ from lpq.cli.shapes import SHAPES, ModelShape, Transformer
 from lpq.nn.sharded_weights import Weights
 from lpq.observe import Memory
 from lpq.observe.footprint import BF16
+from lpq.optim.adamw import FIRST, SECOND
 from lpq.recipes import Recipe
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import OptionError, suggestion
 
 Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
 Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]
+First = Annotated[str, typer.Option("--exp-avg", help="The format of Adam's first moments; empty: they stay in fp32.")]
+Second = Annotated[str, typer.Option("--exp-avg-sq", help="The format of Adam's second moments; empty: likewise.")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="The number of ranks over which the model is sharded.")]
 
 PLAIN = "bf16"
@@ -43,7 +46,10 @@ ROWS: dict[str, Callable[[Memory], int]] = {
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
-def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 8, json: Json = False) -> None:
+def memory(
+    shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 8, exp_avg: First = "",
+    exp_avg_sq: Second = "", json: Json = False,
+) -> None:  # fmt: skip
     """Show how many bytes the weights of a model take under a recipe: stored, gathered, and in the optimizer.
 
     The model is built on the meta device in fp32, converted as `lpq.convert` does it, and its tensors are counted as
@@ -54,7 +60,8 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
         raise OptionError(f"there is no shape {shape!r}: {suggestion(shape, SHAPES)}; {other}")
     refuse_rules(recipe, "give the recipe of one of its rules")
     made = lpq.recipe(recipe)
-    found = {way: counted(SHAPES[shape], made, weights, ranks) for way, weights in WAYS.items()}
+    moments = {name: text for name, text in ((FIRST, exp_avg), (SECOND, exp_avg_sq)) if text}
+    found = {way: counted(SHAPES[shape], made, weights, ranks, moments) for way, weights in WAYS.items()}
     if json:
         as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in found.items()})
         return
@@ -85,11 +92,13 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
             )
 
 
-def counted(shape: ModelShape, recipe: Recipe, weights: Weights | None, ranks: int) -> Memory:
+def counted(
+    shape: ModelShape, recipe: Recipe, weights: Weights | None, ranks: int, moments: Mapping[str, str]
+) -> Memory:
     """Count the memory of a model of this shape that is converted so."""
     model = Transformer(shape)
     if weights is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the table shows how much is stored quantized, which may be nothing
             lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": recipe}]}, weights=weights, ranks=ranks)
-    return observe.memory(model, ranks, blocks=model.blocks, param_dtype=torch.bfloat16)
+    return observe.memory(model, ranks, blocks=model.blocks, param_dtype=torch.bfloat16, moments=moments)

@@ -6,8 +6,9 @@ Every number follows from tensors and declared layouts, so that nothing has to b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ from lpq.formats.sections import is_stack
 from lpq.nn import Layer
 from lpq.nn.first_argument import check_model
 from lpq.operations.derived_operands import derives_col
+from lpq.optim import QuantizedStates
+from lpq.optim.adamw import FIRST, SECOND
+from lpq.optim.states import StateForm
+from lpq.optim.stored_size import stored_bytes, why_stays
 from lpq.tensor import QuantizedTensor, quantize
 from lpq.torch_private.tensors import local_part
 
@@ -47,7 +52,7 @@ class Memory:
     gradients: int = 0
     """The bytes of a rank's gradients once they are reduced."""
     moments: int = 0
-    """The bytes of the two moments of Adam."""
+    """The bytes of the two moments of Adam, stored in formats or not."""
     forward: int = 0
     """The bytes gathered in a forward, of all ranks together."""
     backward: int = 0
@@ -76,6 +81,7 @@ def memory(
     *,
     blocks: Iterable[nn.Module] = (),
     param_dtype: torch.dtype | None = None,
+    moments: Mapping[str, str | Quantizer] | None = None,
 ) -> Memory:
     """Count the bytes of the parameters of a model that FSDP2 shards and AdamW trains.
 
@@ -85,8 +91,11 @@ def memory(
         blocks: The modules on which ``fully_shard`` is called before it is called on the model. These are gathered once
             more in backward.
         param_dtype: The one of FSDP2's ``MixedPrecisionPolicy``.
+        moments: The formats of AdamW's states by their names, as ``QuantizedStates`` takes them; a state that is not
+            named stays in high precision.
     """
     check_model(model)
+    forms = _forms(tuple(moments.items())) if moments else {}
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -94,8 +103,8 @@ def memory(
     parts = []
     for block in blocks:
         own = [left.pop(id(p)) for p in block.parameters() if id(p) in left]
-        parts.append(_sum(over, (_of(p, over, True, param_dtype, layers.get(id(p)), names[id(p)]) for p in own)))
-    root = (_of(p, over, False, param_dtype, layers.get(id(p)), names[id(p)]) for p in left.values())
+        parts.append(_sum(over, (_of(p, over, True, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in own)))
+    root = (_of(p, over, False, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in left.values())
     largest = max((part.at_once for part in parts), default=0)
     found = _sum(over, [*parts, *root])
     return Memory(**{**found.__dict__, "at_once": found.at_once - sum(part.at_once for part in parts) + largest})
@@ -115,7 +124,10 @@ def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
     return sum(parts, Memory(ranks))
 
 
-def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Layer | None, name: str) -> Memory:
+def _of(
+    p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Layer | None, name: str,
+    forms: Mapping[str, StateForm],
+) -> Memory:  # fmt: skip
     """The memory of one parameter."""
     stored = isinstance(local_part(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None
@@ -126,7 +138,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
         quantizer = quantizer if reason is None else None
     trained = p.requires_grad
     elements, here = p.numel(), _local_elements(p, ranks)
-    updated = FP32 if stored else p.dtype.itemsize
+    updated = torch.float32 if stored else p.dtype
     held = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
     forward, backward = held[0], held[-1] if resharded else 0
     if quantizer is not None:
@@ -142,11 +154,26 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
         weights=_local_bytes(p, ranks),
         masters=FP32 * here if stored and trained else 0,
         gradients=p.dtype.itemsize * here if trained else 0,
-        moments=2 * updated * here if trained else 0,
+        moments=sum(_moment(p, here, updated, forms.get(name)) for name in (FIRST, SECOND)) if trained else 0,
         forward=forward if ranks > 1 else 0,
         backward=backward if ranks > 1 else 0,
         at_once=max(held) if ranks > 1 else 0,
     )
+
+
+@registry.cached
+def _forms(moments: tuple[tuple[str, str | Quantizer], ...]) -> Mapping[str, StateForm]:
+    """How these states of AdamW are stored; a name or a format that does not serve is an error."""
+    formats: dict[str, Any] = dict(moments)
+    return QuantizedStates(torch.optim.AdamW([torch.zeros(1)]), **formats).forms
+
+
+def _moment(p: Tensor, here: int, dtype: torch.dtype, form: StateForm | None) -> int:
+    """The bytes of a moment of ``here`` elements of a parameter: of the first rank's shard."""
+    if form is None or why_stays(form.quantizer, p.shape, dtype) is not None:
+        return here * dtype.itemsize
+    shard = here // p.shape[-1], p.shape[-1]
+    return stored_bytes(form.quantizer, shard, dtype)
 
 
 def _local_elements(p: Tensor, ranks: int) -> int:

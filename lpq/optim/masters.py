@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lpq.distributed.optimizer_steps import steps
 from lpq.distributed.shard_groups import attach
 from lpq.operations.reduce_statistics import Reductions
+from lpq.optim.master_report import report
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
@@ -111,6 +112,14 @@ class MasterWeights(Optimizer):
     def masters(self) -> dict[Tensor, Tensor]:
         """The fp32 master of each quantized weight; none where copies are not kept."""
         return self._copies if self.keep else {}
+
+    def report(self) -> str:
+        """Tell which weights are stored in which format, what their masters take, and what the wrapped optimizer
+        reports."""
+        others = [p for group in self.param_groups for p in group["params"] if p not in self._copies]
+        inner = getattr(self.optimizer, "report", None)
+        own = report(self._copies, self.keep, others)
+        return own if inner is None else f"{own}\n{inner()}"
 
     def updated(self, weight: Tensor) -> Tensor:
         """The tensor that the wrapped optimizer updates for a parameter, under which it has its state."""

@@ -11,7 +11,6 @@ A second moment, which divides the update, is stored as its root, under a name o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -34,8 +33,10 @@ from lpq.optim import adamw
 from lpq.optim.masters import MasterWeights
 from lpq.optim.rounding import LeastKept, least_kept, raised, root_of, why_not
 from lpq.optim.state_names import states_of
+from lpq.optim.stored_size import LEAST, is_large, why_stays
 from lpq.registry.errors import OptionError, suggestion
 from lpq.registry.showing import listed
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.dtensor import dtensor_as, dtensor_over
@@ -75,7 +76,7 @@ class QuantizedStates(Optimizer):
             named stays as it is.
     """
 
-    def __init__(self, optimizer: Optimizer, *, least: int = 4096, **formats: str | Quantizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, least: int = LEAST, **formats: str | Quantizer) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "QuantizedStates wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
@@ -181,7 +182,7 @@ class QuantizedStates(Optimizer):
 
     def _large(self, tensor: Tensor) -> bool:
         """Whether a state of this shape may be stored in a format."""
-        return tensor.dim() > 1 and tensor.numel() >= self.least
+        return is_large(tensor.shape, self.least)
 
     @contextmanager
     def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:
@@ -229,11 +230,7 @@ class QuantizedStates(Optimizer):
         """Why a state is not stored in its format; None if it is."""
         if not isinstance(value, Tensor):
             return "the optimizer has none of it"
-        if not self._large(value):
-            return f"it is a vector, or has fewer than {self.least} elements"
-        rows, cols = math.prod(value.shape[:-1]), value.shape[-1]
-        size = sum(math.prod(b.grid(rows, cols)) * (b.dtype or value.dtype).itemsize for b in form.quantizer.layout)
-        return None if size < value.numel() * value.dtype.itemsize else "it would not be smaller"
+        return why_stays(form.quantizer, value.shape, value.dtype, self.least)
 
     def _settle(self, p: Tensor) -> None:
         """Store the states of a parameter, which may be decoded, or stored in another format."""
@@ -309,6 +306,12 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
             safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
         if isinstance(safe, str):
             raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
+        if safe is not None and safe.stat.of_all:
+            warn(
+                f"QuantizedStates stores {name} of {kind} as {quantizer}, which keeps one range for a whole "
+                f"tensor: a root below {safe.share:.3g} of the largest in its tensor is stored as that, so its weight "
+                "moves slowly. Choose a format of blocks with scales in fp32, for each row or smaller blocks"
+            )
         forms[name] = StateForm(quantizer, second, safe, f"{name}_{ROOT}" if second else name, found[name].like)
     return forms
 

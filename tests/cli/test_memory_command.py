@@ -23,6 +23,17 @@ def test_llama_under_nvfp4_is_a_table(lpq: Callable) -> None:
     assert "gathered quantized: " not in ended.out, "which holds no more"
 
 
+def test_moments_are_counted_in_their_formats(lpq: Callable) -> None:
+    def moments(*options: str) -> int:
+        found = json.loads(lpq("memory", "tiny", "--recipe", "fp8-current", "--json", *options).out)
+        return found["stored quantized"]["moments"]  # type: ignore[no-any-return]
+
+    first = ("--exp-avg", "mxfp8")
+    second = ("--exp-avg-sq", "fp8(scaling=block, pow2=false)")
+    assert moments() > moments(*first) > moments(*first, *second)
+    assert moments() - moments(*first) == pytest.approx(moments() / 2 * (1 - 33 / 128), rel=0.01)
+
+
 def test_its_numbers_are_bytes_in_json(lpq: Callable) -> None:
     found = json.loads(lpq("memory", "tiny", "--recipe", "fp8-current", "--ranks", "2", "--json").out)
     assert list(found) == ["bf16", "gathered quantized", "stored quantized"]

@@ -28,7 +28,7 @@ ROWS = {
 
 
 def test_the_numbers_are_those_of_the_command() -> None:
-    found = [counted(SHAPES["llama-3-8b"], lpq.recipe(recipe), WAYS[way], 8) for way, recipe in COLUMNS]
+    found = [counted(SHAPES["llama-3-8b"], lpq.recipe(recipe), WAYS[way], 8, {}) for way, recipe in COLUMNS]
     page = (ROOT / "docs" / "memory.md").read_text()
     for title, number in ROWS.items():
         (row,) = re.findall(rf"^\| {title} \|(.*)\|$", page, re.MULTILINE)

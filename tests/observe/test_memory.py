@@ -12,6 +12,7 @@ from torch import nn
 import lpq
 from lpq.cli.shapes import SHAPES, Transformer
 from lpq.observe import held_bytes, memory
+from lpq.optim import QuantizedStates
 
 BLOCK = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
 """The elements of the seven matrices of a block of Llama-3-8B."""
@@ -107,6 +108,25 @@ def test_what_is_not_trained_has_no_gradient() -> None:
     trained = memory(model, 8)
     model.requires_grad_(False)
     assert memory(model, 8) == replace(trained, masters=0, gradients=0, moments=0)
+
+
+def test_moments_are_counted_as_they_are_stored() -> None:
+    formats: dict[str, Any] = {"exp_avg": "mxfp8", "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    optimizer = QuantizedStates(torch.optim.AdamW(model.parameters()), **formats)
+    model(torch.randn(8, 256)).sum().backward()
+    optimizer.step()
+    states = [state.get(key) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    roots = [state.get("exp_avg_sq_root") for state in optimizer.state.values()]
+    held = sum(held_bytes(value) for value in (*states, *roots) if value is not None)
+    assert memory(model, moments=formats).moments == held
+    assert held < memory(model).moments / 3
+    first = memory(model, moments={"exp_avg": "mxfp8"}).moments
+    assert held < first < memory(model).moments
+    by_ranks = [memory(model, ranks, moments=formats).moments for ranks in (1, 4)]
+    assert by_ranks[0] == 4 * by_ranks[1]
+    with pytest.raises(ValueError, match="got a format for 'exp_avgs', and AdamW keeps"):
+        memory(model, moments={"exp_avgs": "mxfp8"})
 
 
 def test_a_uneven_parameter_is_padded_where_it_travels() -> None:

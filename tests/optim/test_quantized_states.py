@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import lpq
 from lpq.core import QuantizedTensor
+from lpq.observe import held_bytes
 from lpq.optim import MasterWeights, QuantizedStates, rounding, states
 from lpq.registry.errors import OptionError
 
@@ -111,6 +113,33 @@ def test_a_step_is_the_wrapped_optimizer_s_on_what_the_states_decode_to(case: st
     assert {key for state in _stored(optimizer) for key in state} == {
         form.key for name, form in optimizer.forms.items() if name not in ("row_var",)
     }
+
+
+def test_a_format_with_one_range_for_a_tensor_warns_as_that_of_second_moments() -> None:
+    for text in ("fp8", "nvfp4"):
+        with pytest.warns(UserWarning, match=rf"exp_avg_sq of AdamW as {text}, .*blocks with scales in fp32"):
+            QuantizedStates(AdamW(_params()), exp_avg_sq=text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for text in (SECOND, "fp8(scaling=row)"):
+            QuantizedStates(AdamW(_params()), exp_avg="nvfp4", exp_avg_sq=text)
+
+
+def test_masters_report_what_is_stored_and_what_states_take() -> None:
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), "mxfp8", weights="quantized")
+    told = [MasterWeights(SGD(model.parameters(), lr=0.1), keep=keep).report() for keep in (True, False)]
+    held = sum(held_bytes(layer.weight) for layer in model)
+    stored = f"mxfp8: 2 weights, 16384 elements in {held} bytes on this rank; "
+    others = "\nnot quantized: 2 parameters, 192 elements in 768 bytes on this rank"
+    assert told == [
+        f"{stored}fp32 masters in 65536 bytes{others}",
+        f"{stored}no masters, fp32 copies while a step runs{others}",
+    ]
+    inner = QuantizedStates(AdamW(model.parameters()), **ADAM)
+    optimizer = MasterWeights(inner)
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    assert optimizer.report().endswith(f"{others}\n{inner.report()}")
 
 
 def test_what_is_small_or_a_vector_or_would_not_shrink_stays_and_a_report_tells() -> None:

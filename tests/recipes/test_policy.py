@@ -465,7 +465,17 @@ def test_policies_that_come_with_lpq(name: str) -> None:
         lpq.policy(f"{name[:-2]}{name[-1]}{name[-2]}")
 
 
-HIGH = {"nvfp4-pretrain": [*range(17)], "nvfp4-late-switch": [*range(20)], "fp8-current-edges-bf16": [*range(1, 19)]}
+def test_nvfp4_rl_leaves_attention_as_it_is() -> None:
+    names = [f"layers.{i}.{part}" for i in range(8) for part in ("self_attn.q_proj", "mlp.experts")]
+    placed = lpq.policy("nvfp4-rl").placed(names)
+    found = [name for name in names if placed.schedule(name, 100).at(0) == lpq.recipe("nvfp4-row-fwd-decoded-bwd")]
+    assert found == ["layers.2.mlp.experts", "layers.3.mlp.experts"]
+
+
+HIGH = {
+    "nvfp4-pretrain": [*range(17)], "nvfp4-late-switch": [*range(20)], "fp8-current-edges-bf16": [*range(1, 19)],
+    "nvfp4-rl": [*range(2, 16)],
+}  # fmt: skip
 """The blocks of 20 that are quantized."""
 
 
