@@ -14,14 +14,15 @@ from lpq.observe import Before, Course, Culprits, culprits
 from lpq.registry.warning import warn
 
 NAME = "CulpritsCallback"
+ONCE = "Steps that stay off the course are not replayed again"
 if TYPE_CHECKING:
     CulpritsCallback: type[Any]
 
 
 class _Culprits:
-    """Compares the loss and the norm of the gradients, as they are after clipping, with the steps before. Off
-    that course it replays the step and warns of the culprits; ``found`` has them by step. The host waits for the loss
-    in each step."""
+    """Compares the loss and the norm of the gradients, as they are after clipping, with the steps before. A step that
+    leaves this course is replayed, with a warning of the culprits; ``found`` has them by step. Later steps are not
+    replayed before one was on the course again. The host waits for the loss in each step."""
 
     def __init__(self, *, course: Course | None = None, promote: int = 0, **options: Any) -> None:
         """``promote``: for how many steps the culprits are in bf16 then, by rules of the policy that ``LpqCallback``
@@ -48,11 +49,11 @@ class _Culprits:
         self._batches, self._losses, self._before = [], [], Before(model)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Replay the step if it is off the course."""
+        """Replay the step if it leaves the course."""
         if not self._losses:
             return
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        why = self.course.off(
+        why = self.course.leaves(
             _mean(torch.stack(self._losses).mean()), _mean(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         )
         if why is None:
@@ -73,10 +74,10 @@ class _Culprits:
         found = self.found[step] = culprits(model, closure, before=before, **self.options)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        end = ""
+        end = f"\n{ONCE}"
         if self.promote and found.found:
             found.promote(model, until=step + 1 + self.promote)
-            end = f"\nThey are in bf16 until step {step + 1 + self.promote}"
+            end += f"\nThey are in bf16 until step {step + 1 + self.promote}"
         warn(f"step {step}: {why}\n{found}{end}")
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -23,6 +23,14 @@ class Course:
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
         self._loss, self._norm, self._least = loss, norm, least
+        self._left = False
+
+    def leaves(self, loss: float, norm: float | None = None) -> str | None:
+        """Take a step; as ``off``, but None where the step before was off the course, too: so a NaN that stays is
+        looked into once."""
+        why, was = self.off(loss, norm), self._left
+        self._left = why is not None
+        return None if was else why
 
     def off(self, loss: float, norm: float | None = None) -> str | None:
         """Take a step; return in words why it is off the course, or None."""

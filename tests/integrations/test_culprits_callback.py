@@ -72,6 +72,23 @@ def test_a_planted_layer_is_found_and_promoted(tmp_path: Path) -> None:
     assert layer.recipe == lpq.recipe("mxfp8")
 
 
+def test_a_nan_that_stays_is_replayed_once(tmp_path: Path) -> None:
+    """And a later one again, if a step between them was on the course."""
+    off = {1, 2, 3, 5}
+
+    class Off(Course):
+        step = -1
+
+        def off(self, loss: float, norm: float | None = None) -> str | None:
+            self.step += 1
+            return super().off(float("nan") if self.step in off else loss, norm)
+
+    finds = CulpritsCallback(course=Off(), most=1, replays=2)
+    with pytest.warns(UserWarning, match=r"(?s)step 1: the loss is nan.*are not replayed again"):
+        trainer(planted(), tmp_path, LpqCallback(), finds).train()
+    assert [*finds.found] == sorted(off - {2, 3})
+
+
 def test_a_run_leaves_its_course() -> None:
     course = Course(window=20)
     assert all(course.off(4 - i / 100, 1 + (i % 3) / 10) is None for i in range(30))
@@ -81,5 +98,9 @@ def test_a_run_leaves_its_course() -> None:
     assert (course.off(9.0, 1.0) or "").startswith("the loss is 9, where the last 20 steps had about")
     assert (course.off(3.6, 8.0) or "").startswith("the gradient norm is 8, and was about 1.1")
     assert Course().off(100.0) is Course().off(3.0, 50.0) is None
+    steps = [1.0, float("nan"), float("inf"), 1.0, float("nan")]
+    assert [course.leaves(3.6, norm) for norm in steps] == [
+        None, "the gradient norm is nan", None, None, "the gradient norm is nan"
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="least=10 is from 2 on and up to window=5"):
         Course(window=5)
