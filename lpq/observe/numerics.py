@@ -29,7 +29,7 @@ from lpq.observe.readings import NumericsError, Readings
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, is_shared
 from lpq.observe.sums import SUMS, Reading, reading_of, sums_of
-from lpq.operations.reduce_statistics import reduce_max, reduce_sum
+from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes.gemms import TENSORS
 from lpq.recipes.globs import matches
 from lpq.registry.showing import listed
@@ -197,12 +197,15 @@ class Numerics(Readings):
             now.sums[at, SUMS.index("error")] += noise.to(now.sums.device)
 
     def _over_ranks(self, taken: Taken) -> Taken:
-        """Add the sums of all ranks up: one collective for the sums, and one for the largest magnitudes."""
+        """Add the sums of all ranks up, in one collective. The largest magnitudes go with them: each rank has a row of
+        its own, to which others add 0, so a NaN stays one."""
         if self._ranks.size == 1:
             return taken
         group: Any = self._ranks.group or dist.group.WORLD
-        (sums,), (amax,) = reduce_sum([taken.sums], group), reduce_max([taken.amax], group)
-        return taken._replace(sums=sums, amax=amax)
+        rows = taken.sums.new_zeros(self._ranks.size, len(taken.amax))
+        rows[self._ranks.rank] = taken.amax
+        sums, rows = reduce_sum([taken.sums, rows], group)
+        return taken._replace(sums=sums, amax=rows.amax(0))
 
     def _formats(self) -> dict[Slot, str]:
         """The formats of all operands in the present step."""

@@ -121,3 +121,17 @@ def test_ranks_that_watch_other_layers_are_refused(rank: int) -> None:
     words = r"the ranks watch other layers: rank 0 has \[left\], and rank 1 has \[down\]"
     with pytest.raises(RuntimeError, match=words):
         lpq.observe.numerics(net, layers=["left", "down"][rank])
+
+
+@on_ranks(RANKS)
+def test_statistics_of_a_step_are_reduced_in_one_collective(rank: int) -> None:
+    """A NaN of one rank is not lost in it."""
+    net, (x, dy) = model("mxfp8"), data()
+    fully_shard(net)
+    watch = lpq.observe.numerics(net, every=1)
+    with lpq.observe.collectives() as seen, watch.step():
+        net(x * (torch.nan if rank else 1)).backward(dy)
+    assert [one.kind for one in seen].count("all_reduce") == 1
+    assert {one.tensor: one.amax is None for one in watch.readings() if one.tensor != "dw"} == {
+        "x": True, "w": False, "dy": False
+    }  # fmt: skip
