@@ -206,7 +206,7 @@ def say(console: Console, text: str, **how: Any) -> None:
 
 def again(team: Team) -> str:
     """The command that was given, without its options."""
-    return f"torchrun --nproc-per-node {team.size} -m lpq train" if team.sharded else "lpq train"
+    return f"torchrun --nproc-per-node {team.size} -m lpq train" if team.sharded else "python -m lpq train"
 
 
 def keep(path: Path, done: int) -> None:
