@@ -19,11 +19,12 @@ from lpq.bench.layers import LayerSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, speedup
 from lpq.cli.models import NAMED, ModelError, alike, linear_layers, on_meta
-from lpq.cli.output import Json, as_json, print_text, table
+from lpq.cli.output import Json, as_json, print_text
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.recipes.rules import LEAVE
 from lpq.registry.errors import OptionError, suggestion
+from lpq.registry.tables import table
 
 USUAL = ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
 LEAST = 1 / 1.15

@@ -35,9 +35,10 @@ from lpq.bench.speedups import (
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
 from lpq.cli.models import NAMED, alike, linear_layers, on_meta
-from lpq.cli.output import Json, as_json, print_text, table
+from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import LpqError, OptionError
+from lpq.registry.tables import table
 
 NONE = "–"
 Shapes = Annotated[

@@ -24,11 +24,12 @@ from lpq.cli.kernels import (
     show,
 )
 from lpq.cli.listing import broken_recipes, described, fault
-from lpq.cli.output import Json, as_json, print_text, table
+from lpq.cli.output import Json, as_json, print_text
 from lpq.cli.overview import show_meanings, show_overview
 from lpq.kernels import KernelError, code_cache, native, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
+from lpq.registry.tables import table
 
 ABSENT = "not installed"
 VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", code_cache.CACHE)

@@ -10,12 +10,13 @@ import typer
 import lpq
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
-from lpq.cli.output import Json, as_json, print_text, table
+from lpq.cli.output import Json, as_json, print_text
 from lpq.formats.format import Direction, Quantizer
 from lpq.nn.expert_notes import expert_note
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
 from lpq.recipes.policy_sources import refuse_rules
+from lpq.registry.tables import table
 
 SIDES: tuple[Direction, Direction] = ("row", "col")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}

@@ -55,7 +55,7 @@ def export(
     import torch  # `lpq export --help` can do without
 
     import lpq
-    from lpq.cli.output import table
+    from lpq.registry.tables import table
 
     chosen = getattr(torch, dtype) if dtype else None
     made = lpq.export(

@@ -14,13 +14,14 @@ import torch
 import typer
 
 from lpq import registry
-from lpq.cli.output import print_text, table
+from lpq.cli.output import print_text
 from lpq.formats.format import Quantizer
 from lpq.kernels import KernelError, choose
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry import OPERATIONS
 from lpq.registry.errors import OptionError, words
 from lpq.registry.operations import TABLE
+from lpq.registry.tables import table
 from lpq.testing.options import nearby
 
 NOTHING = "none needed"

@@ -13,10 +13,11 @@ import typer
 
 import lpq
 from lpq import registry
-from lpq.cli.output import Json, as_json, print_broken, print_text, table
+from lpq.cli.output import Json, as_json, print_broken, print_text
 from lpq.registry.errors import LpqError, words
 from lpq.registry.loader import PluginInfo
 from lpq.registry.shipped import policies
+from lpq.registry.tables import table
 
 Full = Annotated[bool, typer.Option("--full", help="Name the recipes and kernels of each, not only their number.")]
 
@@ -55,14 +56,16 @@ def recipes(gpu: For = "", json: Json = False) -> None:
     """List the named recipes, and the policies that come with lpq. `lpq explain NAME` shows what a recipe does.
 
     A recipe that cannot be built is listed with the reason. The exit status is 0 all the same.
-    With --for the recipes that are predicted to save most time come first; `lpq advise` predicts it for a model.
+    With --for the recipe to begin with comes first, and then those that are predicted to save most time. `lpq advise`
+    predicts it for a model.
     """
     plugins = registry.plugins()
     found = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
     # lpq's own can be built if its plugins are in order: the tests check that, and trying them takes a second
     wrong = broken_recipes(plugins if any(p.error if p.builtin else p.recipes for p in plugins) else ())
-    gains, remark = predicted_gains([s.name for _, s in found if s.name not in wrong], gpu) if gpu else ({}, None)
-    found.sort(key=lambda pair: -gains.get(pair[1].name, 0))
+    names = [s.name for _, s in found if s.name not in wrong]
+    gains, first, remark = predicted_gains(names, gpu) if gpu else ({}, (), None)
+    found.sort(key=lambda pair: (pair[1].name not in first[:1], -gains.get(pair[1].name, 0)))
     if json:
         as_json(
             [
@@ -142,20 +145,23 @@ def plugins(full: Full = False, json: Json = False) -> None:
     print_broken(found)
 
 
-def predicted_gains(names: Iterable[str], gpu: str) -> tuple[dict[str, float], str]:
-    """How many times as fast as bf16 a linear layer is predicted to be by each recipe, and words on these numbers."""
+def predicted_gains(names: Iterable[str], gpu: str) -> tuple[dict[str, float], tuple[str, ...], str]:
+    """How many times as fast as bf16 a linear layer is predicted to be by each recipe; the recipes to begin with; and
+    words on these numbers."""
     from lpq.bench.gpus import predicted  # with torch, which a list without an order does without
     from lpq.bench.layers import LayerSize
+    from lpq.bench.native import to_begin_with
     from lpq.cli.advise import gpu_named, provenance
 
     card, _ = gpu_named(gpu, "--for")
     size = LayerSize(TOKENS, WIDTH, WIDTH)
     plain = predicted(card, size, None)
     gains = {name: plain / predicted(card, size, lpq.recipe(name)) for name in names}
-    return gains, (
+    words = (
         f"gain: how many times as fast as bf16 a layer of {WIDTH} inputs and outputs is predicted to be for {TOKENS} "
         f"tokens. {provenance(card)} Compare the loss by `lpq compare` before you choose codes of 4 bits."
     )
+    return gains, to_begin_with(card.sm), words
 
 
 def described(plugin: PluginInfo) -> dict[str, Any]:

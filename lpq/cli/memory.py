@@ -13,7 +13,7 @@ import typer
 
 import lpq
 from lpq import observe
-from lpq.cli.output import Json, as_json, print_text, table
+from lpq.cli.output import Json, as_json, print_text
 from lpq.cli.shapes import SHAPES, ModelShape, Transformer
 from lpq.nn.sharded_weights import Weights
 from lpq.observe import Memory
@@ -22,6 +22,7 @@ from lpq.optim.adamw import FIRST, SECOND
 from lpq.recipes import Recipe
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import OptionError, suggestion
+from lpq.registry.tables import table
 
 Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
 Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from lpq.registry.errors import LpqError, OptionError, UnknownFormat, UnknownRecipe
 from lpq.registry.loader import PluginInfo
@@ -21,51 +17,7 @@ from lpq.registry.showing import printable
 USAGE = (OptionError, UnknownFormat, UnknownRecipe)
 """The errors of a command that must be written otherwise: a name, an option or a value in it is none that there is."""
 
-NARROW = 70
-"""The columns of a terminal below which a table would break words: each row is shown as a record."""
-
-NUMBER = re.compile(r"[\d.,x]{0,12}")
-"""A cell that is not broken where a table is wider than the terminal: the heading of its column is."""
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table under a title. Cells are plain text, and a column with nothing in it is left out.
-
-    In a narrow terminal each row is a record: its first cell, and a line for each other one that is not empty.
-    """
-    cells = [[escape(printable(str(cell))) if cell is not None else "" for cell in row] for row in rows]
-    used = [i for i, _ in enumerate(columns) if i == 0 or any(row[i] for row in cells)]
-    console = Console()
-    console.print(f"[bold]{escape(printable(title))}[/bold]")
-    if console.width < NARROW:
-        print_records(console, [escape(columns[i]) for i in used], ([row[i] for i in used] for row in cells))
-        return
-    natural = [max(len(text) for text in (columns[i], *(row[i] for row in cells))) for i in used]
-    wide = sum(natural) + 3 * (len(used) - 1) > console.width
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=not wide, padding=(0, 1, 0, 0) if wide else (0, 1))
-    for i in used:
-        column = [row[i] for row in cells]
-        if wide and i and all(map(NUMBER.fullmatch, column)):
-            made.add_column(columns[i].replace("-", "-\n").replace(" x ", " x\n"), no_wrap=True)
-        else:
-            made.add_column(columns[i], overflow="fold", no_wrap=i == 0 and not (wide and " " in column[0]))
-    for row in cells:
-        made.add_row(*(row[i] for i in used))
-    edge = [""] if wide else []
-    console.print(*edge, made, *edge, sep="\n")
-
-
-def print_records(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print each row as a record. Cells and columns are markup of rich."""
-    for first, *others in rows:
-        record = Table.grid("", "", "", padding=(0, 2, 0, 0))
-        for column, cell in zip(columns[1:], others, strict=True):
-            if cell:
-                record.add_row("", column, cell)
-        console.print(f"\n{first}", record, sep="\n")
-    console.print()
 
 
 def print_text(text: str) -> None:

@@ -8,9 +8,10 @@ from string import ascii_lowercase
 import torch
 
 from lpq.cli.kernels import NOTHING, Served
-from lpq.cli.output import print_text, table
+from lpq.cli.output import print_text
 from lpq.registry import OPERATIONS
 from lpq.registry.operations import TABLE
+from lpq.registry.tables import table
 
 ALONE = "lpq doctor QUANTIZER"
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.observe.sums import Reading, decibels
 from lpq.operations.decoding import decode
 from lpq.operations.operands import encode_operands
-from lpq.registry.showing import printable
+from lpq.registry.tables import drawn
 
 COLUMNS = ("layer", "tensor", "SNR dB", "normal", "to 0", "cut", "scale/0/grid", "shrinks", "amax/rms", "format")
-NUMBERS = COLUMNS[2:-1]
 SAMPLE = (128, 512)
-WIDTH = 120
-"""The width of a table that no terminal limits."""
 
 
 @lru_cache(256)
@@ -44,17 +36,8 @@ def table(readings: Sequence[Reading], most: int | None) -> str:
     if not readings:
         return "no step was watched so far"
     shown = readings if most is None else readings[:most]
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {readings[0].step}, the most noise first")
-    for name in COLUMNS:
-        made.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
-    for one in shown:
-        made.add_row(*(escape(printable(cell)) for cell in cells(one)))
-    out = io.StringIO()
-    console = Console(file=out, width=max(WIDTH, Console().width))
-    console.print(made)
-    if len(shown) < len(readings):
-        console.print(f"{len(readings) - len(shown)} more with less noise", highlight=False)
-    return out.getvalue().rstrip()
+    made = drawn(f"step {readings[0].step}, the most noise first", COLUMNS, map(cells, shown))
+    return made + (f"\n{len(readings) - len(shown)} more with less noise" if len(shown) < len(readings) else "")
 
 
 def cells(one: Reading) -> list[str]:

@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
-from lpq.cli.output import NARROW, print_records
-from lpq.registry.showing import printable
+from lpq.registry import tables
 from lpq.train import runs
 from lpq.train.config import TrainConfig
 from lpq.train.measure import ServedProduct, StepBytes
@@ -93,13 +90,12 @@ class Summary:
 
 def close(summary: Summary, console: Console) -> Summary:
     """Print the results of a run, and write them to its files."""
-    for made in (comparison(summary), kernels(summary.outcomes[0].served)):
-        if console.width < NARROW:
-            console.print(f"[bold]{made.title}[/bold]")
-            columns = made.columns
-            print_records(console, [str(c.header) for c in columns], zip(*map(_cells, columns), strict=True))
-        else:
-            console.print(made)
+    tables.table("lpq train", ["", *(o.title for o in summary.outcomes)], comparison(summary), console)
+    served = [
+        (s.gemm, s.operands, "; ".join([s.kernel, *s.why_not]), str(s.layers)) for s in summary.outcomes[0].served
+    ]
+    title = "what ran the products of the last step"
+    tables.table(title, ("product", "operands", "kernel", "layers"), served, console)
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     curves = [Curve(o.title, o.losses) for o in summary.outcomes]
     plotted = draw(curves[:1], curves[1] if len(curves) > 1 else None, summary.directory / runs.PLOT)
@@ -108,55 +104,36 @@ def close(summary: Summary, console: Console) -> Summary:
     return summary
 
 
-def comparison(summary: Summary) -> Table:
+def comparison(summary: Summary) -> list[tuple[str, ...]]:
     """The numbers of the runs side by side."""
-    table = Table(title="lpq train")
-    table.add_column("")
-    for outcome in summary.outcomes:
-        table.add_column(plain(outcome.title), justify="right")
     outcomes = summary.outcomes
-    table.add_row("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes))
-    table.add_row("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes))
+    rows = [
+        ("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes)),
+        ("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes)),
+    ]
     if summary.gap is not None:
-        table.add_row(f"gap to {plain(outcomes[-1].title)}, of the loss", f"{summary.gap:+.2%}", "–")
-    table.add_row("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes))
-    table.add_row("held for backward, per step", *(size(o.bytes_held) for o in outcomes))
+        rows.append((f"gap to {outcomes[-1].title}, of the loss", f"{summary.gap:+.2%}", "–"))
+    rows.append(("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes)))
+    rows.append(("held for backward, per step", *(size(o.bytes_held) for o in outcomes)))
     if any(o.sharded for o in outcomes) or summary.config.weights == "quantized":
-        memory(table, [o.measured for o in outcomes])
-    table.add_row("time per step", *(f"{o.seconds * 1e3:.0f} ms" for o in outcomes))
-    return table
+        rows += memory([o.measured for o in outcomes])
+    rows.append(("time per step", *(f"{o.seconds * 1e3:.0f} ms" for o in outcomes)))
+    return rows
 
 
-def memory(table: Table, measured: Sequence[StepBytes]) -> None:
-    """Add rows to the table for the bytes that a rank holds and for those that all ranks gather."""
+def memory(measured: Sequence[StepBytes]) -> list[tuple[str, ...]]:
+    """The bytes that a rank holds and those that all ranks gather."""
+    rows: list[tuple[str, ...]] = []
     if any(m.ranks > 1 for m in measured):
-        table.add_row("gathered per step, forward", *(size(m.forward) for m in measured))
-        table.add_row("gathered per step, backward", *(size(m.backward) for m in measured))
+        rows.append(("gathered per step, forward", *(size(m.forward) for m in measured)))
+        rows.append(("gathered per step, backward", *(size(m.backward) for m in measured)))
     each = " of each rank" if any(m.ranks > 1 for m in measured) else ""
-    table.add_row(f"weights{each}", *(size(m.weights) for m in measured))
-    table.add_row(f"gradients{each}", *(size(m.gradients) for m in measured))
-    table.add_row(f"optimizer state{each}", *(size(m.optimizer) for m in measured))
+    rows.append((f"weights{each}", *(size(m.weights) for m in measured)))
+    rows.append((f"gradients{each}", *(size(m.gradients) for m in measured)))
+    rows.append((f"optimizer state{each}", *(size(m.optimizer) for m in measured)))
     if any(m.peak for m in measured):
-        table.add_row(f"most memory in a step{each}", *(size(m.peak or 0) for m in measured))
-
-
-def kernels(served: Sequence[ServedProduct]) -> Table:
-    """The table of products and the kernels that ran them."""
-    table = Table(title="what ran the products of the last step")
-    for heading in ("product", "operands", "kernel", "layers"):
-        table.add_column(heading, justify="right" if heading == "layers" else "left")
-    for s in served:
-        table.add_row(s.gemm, s.operands, plain("; ".join([s.kernel, *s.why_not])), str(s.layers))
-    return table
-
-
-def _cells(column: Column) -> list[str]:
-    return [str(cell) for cell in column.cells]
-
-
-def plain(text: str) -> str:
-    """Text without markup for rich and without control characters for a terminal."""
-    return escape(printable(text))
+        rows.append((f"most memory in a step{each}", *(size(m.peak or 0) for m in measured)))
+    return rows
 
 
 def size(count: int) -> str:

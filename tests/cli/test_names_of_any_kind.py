@@ -14,8 +14,8 @@ from torch import nn
 import lpq
 from lpq import registry
 from lpq.__main__ import COMMANDS
+from lpq.registry.tables import drawn
 from lpq.train.loop import say
-from lpq.train.report import plain
 
 HOSTILE = """
 from lpq.registry import RecipeSpec, hookimpl
@@ -47,7 +47,7 @@ def test_training_prints_names_as_they_are() -> None:
     say(console, "no layer matches '[bold]x[/bold]\x1b[2J'", style="yellow")
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == r"no layer matches '[bold]x[/bold]\x1b[2J'" + "\n"
-    assert plain("[b]\x1b") == r"\[b]\x1b"
+    assert drawn("[b]\x1b", ["[i]"], [["[u]\x07"]]).split() == [r"[b]\x1b", "[i]", "─" * 7, r"[u]\x07"]
 
 
 UNKNOWN = {

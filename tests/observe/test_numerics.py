@@ -57,8 +57,9 @@ def by_operand(readings: Any) -> dict[str, Reading]:
     return {one.title: one for one in readings}
 
 
-def test_a_run_is_watched(tmp_path: Path) -> None:
+def test_a_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user does it."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     net = model("nvfp4")
     watch = lpq.observe.numerics(net, every=2, layers="*")
     train(net, watch)
@@ -66,6 +67,12 @@ def test_a_run_is_watched(tmp_path: Path) -> None:
     assert "step 2, the most noise first" in table
     assert "0 " in table
     assert "dy.col" in table
+    assert table.count("nvfp4(rht=true, stochastic=true)") == sum(
+        one.format == "nvfp4(rht=true, stochastic=true)" for one in watch.worst()
+    ), "without a terminal nothing is broken"
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, watch.table().splitlines())) <= 60
+    assert {word for word in table.split() if word.strip("─")} - {"layer"} <= set(watch.table().split())
     watch.write(tmp_path / "numerics.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "numerics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == {0, 2}

@@ -128,7 +128,7 @@ def test_what_is_there_of_other_settings_is_refused_in_words(
     ended = lpq_command("compare", policy, *options, *every, "--seeds", "1", "--out", out)
     assert ended.status == 0, ended.err
     asked = json.loads((out / "mine-seed0.json").read_text())["command"]
-    assert asked.startswith(f"lpq compare {policy} ")
+    assert asked.startswith(f"python -m lpq compare {policy} ")
     assert "--tokens 192" in asked
     assert "--out" not in asked
     assert len(compare.run(small(str(policy), seeds=1), console)) == 2

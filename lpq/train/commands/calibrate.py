@@ -68,8 +68,8 @@ def calibrate(
         raise OptionError(f"there is no method {method!r}: {suggestion(method, METHODS)}")
     import lpq
     from lpq import calibration
-    from lpq.cli.output import table
     from lpq.nn.names import plain_name
+    from lpq.registry.tables import table
 
     checkpoint = checkpoint_in(checkpoint)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):

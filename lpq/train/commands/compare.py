@@ -87,7 +87,7 @@ def compare(
 
 def _command(context: typer.Context) -> str:
     """The command, without what the numbers do not depend on."""
-    words = ["lpq", "compare", *context.params["recipes"]]
+    words = ["python", "-m", "lpq", "compare", *context.params["recipes"]]
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE" and name not in FREE:
@@ -102,7 +102,8 @@ def _command(context: typer.Context) -> str:
 
 def _tell(out: Path, found: Any) -> None:
     """Print the table of the trainings in ``out``, and write it and the figure beside them."""
-    from lpq.cli.output import print_text, table
+    from lpq.cli.output import print_text
+    from lpq.registry.tables import table
     from lpq.train import gaps, plot, trainings
 
     done = trainings.read_all(out) if found is None else found
