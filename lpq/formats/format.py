@@ -24,6 +24,7 @@ from lpq import registry
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
 from lpq.formats.rotation import Rotation
+from lpq.formats.state_order import falling
 
 if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
@@ -283,6 +284,11 @@ def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> 
     if side.state and any(stat.round == 2 or stat.reduce == "sum" for stat in side.stats):
         cause = f"{side} remembers statistics across steps, and these are combined by MAX in one round"
         raise _fault(side, cause, "give it no state, or statistics of round 1 with reduce='max'")
+    if side.moves and (name := falling(side.state, side.stats, side.remember)) is not None:
+        cause = f"{side}: its state {name!r} falls as a statistic rises, and ranks combine their states by MAX"
+        raise _fault(
+            side, cause, "remember the statistic itself, as an amax, and compute what falls in recall or encode"
+        )
     if cls.measure is not Quantizer.measure and cls.stats is Quantizer.stats:
         cause = f"{side}: {cls.__name__}.measure is never called, since stats declares nothing"
         remedy = f"declare what it returns, {cls.__name__}.stats, or take measure away"

@@ -75,7 +75,7 @@ class Below(CountedQuantizer):
 
 
 class Signed(CountedQuantizer):
-    """It remembers the amax of the last step, negated."""
+    """It remembers the amax of the last step, less 8."""
 
     stats = (Stat("amax"),)
     state = (StateBuffer("low"),)
@@ -84,17 +84,27 @@ class Signed(CountedQuantizer):
         return {"amax": block_amax(x, (None, None))}
 
     def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"amax": torch.where(state["low"] == 0, 1.0, -state["low"])}
+        return {"amax": torch.where(state["low"] == 0, 1.0, state["low"] + 8)}
 
     def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
-        state["low"].copy_(-stats["amax"])
+        state["low"].copy_(stats["amax"] - 8)
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         none = torch.zeros((), dtype=torch.int64, device=x.device)
         return super().encode(x, {**stats, "above": none, "nonzero": none - 1})
 
 
-KINDS = {"once": "Once", "kept": "Kept", "floats": "Floats", "signed": "Signed", "below": "Below"}
+class Falling(Signed):
+    """Wrongly remembers what falls as the amax rises: MAX over the ranks would be the least amax."""
+
+    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"amax": torch.where(state["low"] == 0, 1.0, -state["low"])}
+
+    def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+        state["low"].copy_(-stats["amax"])
+
+
+KINDS = {"once": "Once", "kept": "Kept", "floats": "Floats", "signed": "Signed", "below": "Below", "falling": "Falling"}
 register = Plugin(
     __name__,
     "counted",

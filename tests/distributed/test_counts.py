@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import counted_format
 import pytest
 import torch
@@ -10,8 +13,10 @@ from ranks import fully_shard, on_one, on_ranks
 from sharded import parts
 from support.comparing import equal_states
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lpq
+from lpq.core import remember
 from lpq.distributed.shardability import why_not
 from lpq.operations import reduce_statistics
 from lpq.registry import PluginError
@@ -109,6 +114,26 @@ def test_negative_states(rank: int) -> None:
         torch.testing.assert_close(shards, alone, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("prepare", [fully_shard, partial(DistributedDataParallel, broadcast_buffers=False)])
+@pytest.mark.parametrize(("recipe", "x"), [("x=counted_signed, w=bf16, dy=bf16", "row_low"), ("fp8-delayed", "amax")])
+@on_ranks(RANKS)
+def test_ranks_with_inputs_of_their_own_remember_the_largest(rank: int, recipe: str, x: str, prepare: Any) -> None:
+    """After a step a state is the state of the largest statistic of all ranks; these have inputs of other sizes, and
+    the larger one first on one rank, then on the other."""
+    counted_format.register()
+    net = lpq.convert(nn.Sequential(nn.Linear(32, 32, bias=False)), recipe)
+    layer, quantizer = net[0], lpq.recipe(recipe).x
+    assert quantizer is not None
+    state, net = quantizer.new_state(), prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    for larger in (0, 1, 1):
+        parts = [torch.full((16, 32), 2.0 if one == larger else 0.5) for one in range(RANKS)]
+        net(parts[rank]).sum().backward()
+        optimizer.step()
+        remember(quantizer, state, [torch.cat(parts).amax()], col=False)
+        assert torch.equal(getattr(layer, f"x_{x}"), state[x]), larger
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -132,7 +157,11 @@ def test_a_weight_of_two_rounds_is_gathered_in_high_precision() -> None:
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("once", "measures 'above' in round 2, and Once has no measure_again"), ("kept", "combined by MAX in one round")],
+    [
+        ("once", "measures 'above' in round 2, and Once has no measure_again"),
+        ("kept", "combined by MAX in one round"),
+        ("falling", "its state 'low' falls as a statistic rises, and ranks combine their states by MAX"),
+    ],
 )
 def test_what_does_not_fit_together_is_refused(name: str, error: str) -> None:
     counted_format.register()
