@@ -128,19 +128,26 @@ def _rebuild(*saved: Any) -> Any:
     return import_module("lpq.tensor.quantized_tensor").rebuild(*saved)
 
 
+def _prepared(*saved: Any) -> Any:
+    """Make a weight that is in a file, and that FSDP2 is to gather quantized."""
+    import_module("lpq.core")
+    return import_module("lpq.distributed.shard")._parameter(*saved)
+
+
 def _tell(old: str, place: str) -> None:
     """Warn of an old name of a module's content."""
     import_module("lpq.registry.warning").deprecate(old, gone_in="0.2", now=f"import it from {place}")
 
 
 def _register() -> None:
-    """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors, and ``torch.export.load``
-    programs with lpq's operators, before lpq is used. Where torch is at hand it costs little. A module of lpq that
-    imports torch itself is not there yet, and those above it cannot be imported."""
+    """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors and with prepared weights, and
+    ``torch.export.load`` programs with lpq's operators, before lpq is used. Where torch is at hand it costs little. A
+    module of lpq that imports torch itself is not there yet, and those above it cannot be imported."""
     if not any(name.startswith("lpq.") and name != "lpq.importing" for name in sys.modules):
         import_module("lpq.core")
     names = ("lpq.tensor.quantized_tensor.rebuild", "lpq.core.tensor.rebuild")  # the second in files of earlier builds
-    import_module("torch.serialization").add_safe_globals([(_rebuild, name) for name in names])
+    known = [*((_rebuild, name) for name in names), (_prepared, "lpq.distributed.shard._parameter")]
+    import_module("torch.serialization").add_safe_globals(known)
 
 
 after_import("torch", _register)

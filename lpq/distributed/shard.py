@@ -133,6 +133,9 @@ class WeightShard(Gathered, Tensor):
 
 
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """Make a parameter of this data that FSDP2 may gather quantized."""
+    if type(tensor) is not Tensor and not isinstance(tensor, WeightShard):  # a file may hold anything
+        raise TypeError(f"a weight was saved as a {type(tensor).__name__}, which is no tensor: do not trust the file")
     return torch.nn.Parameter(as_shard(tensor), requires_grad=requires_grad)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lpq
+from lpq.distributed.shard import _parameter
 from lpq.tensor.quantized_tensor import rebuild
 from lpq.tensor.rebuilt import DamagedTensor
 
@@ -99,3 +100,18 @@ def test_what_was_saved_is_rebuilt(text: str) -> None:
         file.seek(0)
         again = torch.load(file, weights_only=True)
         assert torch.equal(again.dequantize(), t.dequantize())
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_parameters_that_lpq_prepared_are_loaded_as_weights_only(weights: Any) -> None:
+    model = lpq.convert(torch.nn.Sequential(torch.nn.Linear(32, 64)), "mxfp8", weights=weights)
+    file = io.BytesIO()
+    torch.save([*model.parameters()], file)
+    file.seek(0)
+    for loaded, own in zip(torch.load(file, weights_only=True), model.parameters(), strict=True):
+        assert type(loaded) is type(own)
+        assert isinstance(loaded, torch.nn.Parameter)
+        plain = [t.dequantize() if isinstance(t, lpq.QuantizedTensor) else t.detach() for t in (loaded, own)]
+        assert torch.equal(*plain)
+    with pytest.raises(TypeError, match="a weight was saved as a str, which is no tensor"):
+        _parameter("weight", True)  # type: ignore[arg-type]
