@@ -419,7 +419,7 @@ def test_the_wheel_is_pure_python_and_has_every_plugin(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
     assert {"lpq/" + s if not s.startswith("../") else s[3:] for s in sources} <= held
-    assert {"lpq/py.typed", "lpq/cli/templates/pyproject.toml"} <= held
+    assert {"lpq/py.typed", "lpq/cli/templates/pyproject.toml", "lpq/bench/llama-h100.json"} <= held
     assert not [name for name in held if name.startswith(("tests/", "examples/", "docs/"))]
 
 

@@ -65,7 +65,7 @@ def code_of(path: Path) -> set[str]:
 
 def wheel_of_a_copy(target: Path, seconds: int, mode: int) -> Path:
     """Build the wheel of a copy of the sources whose files have this time and these rights."""
-    names = ("lpq", "plugins", "csrc", "pyproject.toml", "README.md", "LICENSE")
+    names = ("lpq", "plugins", "csrc", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
     for name in names:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, target / name)

@@ -45,7 +45,10 @@ class TrainConfig:
     recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
     policy: str | None = option(None, "A policy, in place of --recipe: a name of `lpq recipes`, or a TOML file.")
     baseline: bool = option(True, "Train the same model in bf16 afterwards (in fp32 where bf16 is slow) and compare.")
-    steps: int = option(300, "Optimizer steps of each run.", least=1)
+    second_seed: bool = option(
+        True, "Train the baseline with another seed as well: its distance shows what a seed alone changes."
+    )
+    steps: int = option(200, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=2)
     lr: float = option(3e-3, "Peak learning rate; it warms up, and decays to a tenth.", least=0)
@@ -56,7 +59,7 @@ class TrainConfig:
     weight_decay: float = option(0.1, "Weight decay of the matrices.", least=0)
     clip: float = option(1.0, "The norm to which gradients are clipped.", least=0)
     seed: int = option(0, "Seed of the weights, the batches and the stochastic rounding.", least=0)
-    layers: int = option(4, "Blocks of the model.", least=1)
+    layers: int = option(2, "Blocks of the model.", least=1)
     heads: int = option(2, "Attention heads; they divide --width.", least=1)
     width: int = option(128, "Width of the model.", least=1)
     data: tuple[str, ...] = option(
@@ -131,7 +134,7 @@ class TrainConfig:
         return {k: v for k, v in asdict(self).items() if k not in FREE}
 
 
-FREE = frozenset({"baseline", "out", "resume", "full", "checkpoint_every", "device", "watch"})
+FREE = frozenset({"baseline", "second_seed", "out", "resume", "full", "checkpoint_every", "device", "watch"})
 """Options that may differ between a run and its resumption (bitwise the same on the same kind of device)."""
 
 TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))

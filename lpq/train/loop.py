@@ -1,4 +1,4 @@
-"""The main job: train by recipe, train the bf16 baseline from the same seed, and compare the two."""
+"""The main job: train by recipe, train the bf16 baseline from the same seed and from another, and compare."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -74,16 +75,19 @@ def policy_of(config: TrainConfig) -> Policy:
 def beside_baseline(
     config: TrainConfig, policy: Policy, text: data.Text, team: Team, directory: Path, console: Console
 ) -> Summary:
-    """Train by ``policy`` and then without one, and close with the results of both."""
+    """Train by ``policy`` and then without one, by one seed and by two, and close with the results of all."""
     device = team.device
     where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
     say(console, f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     if remark := gpu_size.note(config, device):
         say(console, remark)
-    jobs: dict[str, tuple[str, Policy | None]] = {RECIPE: (config.title, policy)}
+    jobs: dict[str, tuple[str, TrainConfig, Policy | None]] = {RECIPE: (config.title, config, policy)}
     if config.baseline:
         baseline = baseline_on(device)
-        jobs[baseline] = (baseline, None)
+        jobs[baseline] = (baseline, config, None)
+        if config.second_seed:
+            other = replace(config, seed=config.seed ^ 1)
+            jobs[f"{baseline}{runs.SECOND}"] = (f"{baseline}, seed {other.seed}", other, None)
     if not fast_bf16(device):
         console.print(
             "This processor has no instructions for bf16, in which PyTorch is many times slower on it than in fp32: a "
@@ -91,8 +95,8 @@ def beside_baseline(
         )
     outcomes = []
     with Interrupt(deaf=team.sharded) as interrupt, fixed_sums(device, config.threads):
-        for name, (title, its_policy) in jobs.items():
-            trainer = Trainer(config, text, its_policy, team)
+        for name, (title, its_config, its_policy) in jobs.items():
+            trainer = Trainer(its_config, text, its_policy, team)
             if its_policy is policy:
                 team.on_first(partial(tell_conversion, trainer, directory, console))
             tell = partial(remark_on, title, console)
@@ -107,7 +111,7 @@ def beside_baseline(
             seconds = team.on_first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
     summary = Summary(config, where, directory, tuple(outcomes))
-    return report.close(summary, console) if team.first else summary
+    return report.close(summary, console, on_cpu=device.type == "cpu") if team.first else summary
 
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:

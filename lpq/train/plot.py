@@ -28,8 +28,11 @@ class Curve:
     losses: Sequence[float]
 
 
-def draw(curves: Sequence[Curve], baseline: Curve | None, path: Path) -> str:
-    """Draw the losses, and the gaps where there is a baseline; return the file's name, or why there is none."""
+def draw(curves: Sequence[Curve], baseline: Curve | None, path: Path, other: Curve | None = None) -> str:
+    """Draw the losses, and the gaps where there is a baseline; return the file's name, or why there is none.
+
+    ``other`` is the baseline with another seed: how far it is from the baseline is a band around the gap of zero.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -46,7 +49,9 @@ def draw(curves: Sequence[Curve], baseline: Curve | None, path: Path) -> str:
     handles = [trace(axes[0], curve.losses, colour) for curve, colour in zip(everything, colours, strict=True)]
     axes[0].set_ylabel("training loss (nats per byte)")
     if baseline is not None:
-        draw_gaps(axes[1], curves, baseline, colours)
+        draw_gaps(axes[1], curves, baseline, colours, other)
+        if other is not None:
+            labels[-1] += f"; below: ± its distance from {other.title}"
     for panel in axes:
         panel.grid(alpha=0.3)
         panel.margins(x=0.01)
@@ -58,10 +63,17 @@ def draw(curves: Sequence[Curve], baseline: Curve | None, path: Path) -> str:
     return path.name
 
 
-def draw_gaps(panel: Any, curves: Sequence[Curve], baseline: Curve, colours: Sequence[str]) -> None:
-    """Draw by how many per cent each loss is above the baseline's, and a line where they are equal."""
+def draw_gaps(
+    panel: Any, curves: Sequence[Curve], baseline: Curve, colours: Sequence[str], other: Curve | None
+) -> None:
+    """Draw by how many per cent each loss is above the baseline's, a line where they are equal, and what a seed
+    changes as a band."""
     panel.axhline(0, color="0.35", linewidth=1)
     limits = [0.0]
+    if other is not None:
+        steps, distances = distance(other, baseline)
+        panel.fill_between(steps, [-d for d in distances], distances, color="0.85", linewidth=0)
+        limits += [*distances, *(-d for d in distances)]
     for curve, colour in zip(curves, colours, strict=False):
         each = [100 * (a / b - 1) for a, b in zip(curve.losses, baseline.losses, strict=False)]
         trace(panel, each, colour)
@@ -69,6 +81,17 @@ def draw_gaps(panel: Any, curves: Sequence[Curve], baseline: Curve, colours: Seq
     room = 0.3 * (max(limits) - min(limits)) or 0.1
     panel.set_ylim(min(limits) - room, max(limits) + room)  # single steps scatter far beyond their mean
     panel.set_ylabel(f"gap to {baseline.title} (%)")
+
+
+def distance(other: Curve, baseline: Curve) -> tuple[list[int], list[float]]:
+    """Return steps, and by how many per cent two smooth curves differ around each.
+
+    Means are compared, since batches of another seed are other text: single losses differ by more than the models do.
+    """
+    steps, means = smooth(other.losses)
+    each = [100 * abs(a / b - 1) for a, b in zip(means, smooth(baseline.losses)[1], strict=False)]
+    middles, distances = smooth(each)
+    return [steps[i - 1] for i in middles], distances
 
 
 def trace(panel: Any, values: Sequence[float], colour: str) -> Any:

@@ -1,4 +1,4 @@
-"""The end of a run: a table on the screen, ``summary.json`` and ``loss.png`` in its directory."""
+"""The end of a run: tables and a conclusion on the screen, ``summary.json`` and ``loss.png`` in its directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 from rich.console import Console
 
 from lpq.registry import tables
+from lpq.registry.showing import printable
 from lpq.train import runs
+from lpq.train.conclusion import conclusion
 from lpq.train.config import TrainConfig
 from lpq.train.measure import ServedProduct, StepBytes
 from lpq.train.plot import Curve, draw
@@ -62,7 +64,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Summary:
-    """The results of a run: first the recipe's outcome, then, unless it was left out, the baseline's."""
+    """The results of a run: the outcome of the recipe, of the baseline, and of the baseline with another seed.
+
+    A training that was left out has no outcome."""
 
     config: TrainConfig
     device: str
@@ -74,8 +78,16 @@ class Summary:
         """How much more loss the recipe has than the baseline, as a fraction; None without a baseline."""
         if len(self.outcomes) < 2:
             return None
-        recipe, baseline = self.outcomes
+        recipe, baseline, *_ = self.outcomes
         return recipe.held_out_loss / baseline.held_out_loss - 1
+
+    @property
+    def seed_distance(self) -> float | None:
+        """How much more loss the baseline has with another seed, as a fraction; None without such a training."""
+        if len(self.outcomes) < 3:
+            return None
+        _, baseline, other = self.outcomes
+        return other.held_out_loss / baseline.held_out_loss - 1
 
     def to_dict(self) -> dict[str, Any]:
         """The results for JSON."""
@@ -84,11 +96,12 @@ class Summary:
             "device": self.device,
             "torch": torch.__version__,
             "gap": self.gap,
+            "seed_distance": self.seed_distance,
             "outcomes": [o.to_dict() for o in self.outcomes],
         }
 
 
-def close(summary: Summary, console: Console) -> Summary:
+def close(summary: Summary, console: Console, *, on_cpu: bool) -> Summary:
     """Print the results of a run, and write them to its files."""
     tables.table("lpq train", ["", *(o.title for o in summary.outcomes)], comparison(summary), console)
     served = [
@@ -98,9 +111,13 @@ def close(summary: Summary, console: Console) -> Summary:
     tables.table(title, ("product", "operands", "kernel", "layers"), served, console)
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     curves = [Curve(o.title, o.losses) for o in summary.outcomes]
-    plotted = draw(curves[:1], curves[1] if len(curves) > 1 else None, summary.directory / runs.PLOT)
+    baseline, other = (curves[i] if len(curves) > i else None for i in (1, 2))
+    plotted = draw(curves[:1], baseline, summary.directory / runs.PLOT, other)
     written = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
     console.print(written, markup=False)  # to rich a name in brackets is a style
+    titles = [o.title for o in summary.outcomes]
+    for paragraph in conclusion(titles, summary.gap, summary.seed_distance, on_cpu=on_cpu):
+        console.print(f"\n{printable(paragraph)}", markup=False, highlight=False)
     return summary
 
 
@@ -112,7 +129,8 @@ def comparison(summary: Summary) -> list[tuple[str, ...]]:
         ("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes)),
     ]
     if summary.gap is not None:
-        rows.append((f"gap to {outcomes[-1].title}, of the loss", f"{summary.gap:+.2%}", "–"))
+        other = () if summary.seed_distance is None else (f"{summary.seed_distance:+.2%}",)
+        rows.append((f"gap to {outcomes[1].title}, of the loss", f"{summary.gap:+.2%}", "–", *other))
     rows.append(("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes)))
     rows.append(("held for backward, per step", *(size(o.bytes_held) for o in outcomes)))
     if any(o.sharded for o in outcomes) or summary.config.weights == "quantized":

@@ -27,7 +27,9 @@ SUMMARY = "summary.json"
 PLOT = "loss.png"
 PAGE = "numerics.html"
 """The page that ``lpq report`` writes."""
-TRAININGS = (RECIPE, "bf16", "fp32")
+SECOND = "-second-seed"
+"""Behind the name of a baseline: its training with another seed."""
+TRAININGS = (RECIPE, "bf16", "fp32", f"bf16{SECOND}", f"fp32{SECOND}")
 """The folders of the trainings that a run may consist of."""
 OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, PAGE, *TRAININGS)
 """The files that a run makes in its directory. A new run begins where there are none of them, so that it never touches

@@ -32,7 +32,7 @@ def faulty(self):
     return advance(self)
 
 Trainer.advance = faulty
-report.draw = lambda curves, baseline, path: "no plot"  # whose library would be imported by each
+report.draw = lambda *args: "no plot"  # whose library would be imported by each
 main()
 """
 
