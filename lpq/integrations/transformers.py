@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
-from lpq.checkpoint.model import Model
 from lpq.files.disk import place
 from lpq.integrations.decoded import attach
-from lpq.nn import replan, set_step
+from lpq.integrations.going_on import CALLBACK as NAME
+from lpq.integrations.going_on import go_on, policy_of, would_forget
+from lpq.nn import set_step
 from lpq.nn.first_argument import check_model
-from lpq.nn.plan import memories
 from lpq.optim import MasterWeights
 from lpq.optim.unwrap import unwrapped
 from lpq.registry.showing import listed
@@ -30,8 +29,6 @@ from lpq.torch_private.tensors import local_part
 
 __all__ = ["LpqCallback", "attach", "resume"]
 
-NAME = "LpqCallback"
-"""The name under which the Trainer keeps the state of the callback."""
 if TYPE_CHECKING:
     LpqCallback: type[Any]
 
@@ -41,7 +38,8 @@ class _Steps:
 
     def __init__(self, *, any_policy: bool = False) -> None:
         """``any_policy``: go on from a checkpoint of another policy, under the model's own."""
-        self.any_policy, self.policy = any_policy, None
+        self.any_policy = any_policy
+        self.policy: dict[str, Any] | None = None
         self._model: nn.Module | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
@@ -61,7 +59,7 @@ class _Steps:
         """Give the best model, if it was loaded, the recipes under which it was the best."""
         if not (args.load_best_model_at_end and state.best_global_step):
             return
-        if lost := _would_forget(model, state.best_global_step - 1):
+        if lost := would_forget(model, state.best_global_step - 1):
             warn(
                 f"what layers remembered is not from the best model, which had other recipes: {listed(lost)}. "
                 f"lpq.integrations.transformers.resume(model, {state.best_model_checkpoint!r}), and load it again",
@@ -72,8 +70,7 @@ class _Steps:
     def state(self) -> dict[str, Any]:
         """The state that the Trainer keeps in its checkpoint."""
         if self._model is not None:
-            data = Model(self._model).describe({}, None).data()
-            self.policy = {key: data[key] for key in ("conversions", "formats")}  # type: ignore[assignment]
+            self.policy = policy_of(self._model)
         return {"args": {"any_policy": self.any_policy}, "attributes": {"policy": self.policy}}
 
 
@@ -99,28 +96,12 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
 
 
 def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool) -> None:
-    """Plan the policy for ``steps`` steps; make sure that it is the expected one and that no state was dropped."""
-    given = [
-        c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
-    ]
-    if other := [length for length in given if length not in (None, "later", steps)]:
-        warn(
-            f"the policy was planned for {other[0]} steps, and the Trainer takes {steps}: rules that end at a fraction "
-            "of the run go by the Trainer's number. lpq.convert(…, steps='later') leaves it to the Trainer",
-        )
-    replan(model, steps=steps)
-    if kept is not None and not any_policy:
-        policy = (kept[0] if isinstance(kept, list) else kept)["attributes"]["policy"]
-        saved = Description.read({**Description().data(), **(policy or {})})
-        try:
-            Model(model).check_policy(saved, "as it stands above", f"{NAME}(any_policy=True)")
-        except CheckpointError as error:
-            raise CheckpointError(f"the Trainer cannot go on from this checkpoint: {error}") from None
-    if step and (lost := _would_forget(model, step)):
-        raise CheckpointError(
-            f"what these layers remember was not loaded, since they had other recipes then: {listed(lost)}. Call "
-            "lpq.integrations.transformers.resume(model, checkpoint) before trainer.train(resume_from_checkpoint=…)"
-        )
+    """Plan the policy for ``steps`` steps, and compare it with the state that the Trainer kept of the callback."""
+    policy = None if kept is None else (kept[0] if isinstance(kept, list) else kept)["attributes"]["policy"] or {}
+    remedy = (
+        "Call lpq.integrations.transformers.resume(model, checkpoint) before trainer.train(resume_from_checkpoint=…)"
+    )
+    go_on(model, step, steps, policy, any_policy=any_policy, remedy=remedy)
 
 
 def _encode_again(model: nn.Module, optimizer: Any) -> None:
@@ -134,12 +115,6 @@ def _encode_again(model: nn.Module, optimizer: Any) -> None:
             "other bits. With lpq.optim.MasterWeights a run goes on bit for bit, and with lpq.checkpoint",
             CheckpointWarning,
         )
-
-
-def _would_forget(model: nn.Module, step: int) -> list[str]:
-    """The layers that will have another recipe at this step than they have now, and would remember something."""
-    layers = ((name, layer, layer.schedule.at(step)) for name, layer in Model(model).layers() if layer.schedule)
-    return [name for name, layer, recipe in layers if recipe and recipe != layer.recipe and memories(recipe)]
 
 
 def __getattr__(name: str) -> Any:

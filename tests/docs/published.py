@@ -39,6 +39,8 @@ def is_there(name: str) -> bool:
         resolve(name)
     except (AssertionError, AttributeError):
         return False
+    except ModuleNotFoundError as error:  # the module is there, and the framework that it serves is not installed
+        return not str(error.name).startswith("lpq")
     return True
 
 

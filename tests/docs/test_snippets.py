@@ -35,6 +35,7 @@ from lpq.registry.loader import HERE
 
 NEEDED = {
     "huggingface.md": ("transformers", "accelerate", "peft", "safetensors"),
+    "lightning.md": ("lightning",),
     "integrations.md": ("transformers", "safetensors"),
 }
 """Packages that a page is about and lpq does not need; without them the page is skipped."""
