@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
 
 import imitated
 import pytest
@@ -64,10 +63,9 @@ def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
     return [*out, *(p.full_tensor() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
-def check(rank: int, recipe: str, folder: str, wanted: set[str], sizes: tuple[int, int]) -> None:
+def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int]) -> None:
     """``wanted``: the kernels that are launched; ``sizes``: the inputs and the outputs of a layer."""
     expected, names = trained(recipe, *sizes), Counter[str]()
-    imitated.shared_folder = Path(folder)
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
         names[self.name] += 1

@@ -13,7 +13,6 @@ import importlib.util
 import itertools
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import imitated
 import merged
 import pytest
 import torch
+from compiling import Macros, by_nvcc
 from tile_sides import serves, side_of
 
 from lpq import registry
@@ -51,40 +51,8 @@ SHAPES = ((512, 256), (250, 381))
 """Whole tiles, broad ones too, and ragged ones."""
 MANY = (512, 1)
 """How many tiles are many: a matrix of that size is taken by broader ones."""
-LEAN = Path(__file__).with_name("nvcc")
-"""A header in place of CUDA's own, which takes nvcc longer than most sources do. It declares what sources use of it."""
-Macros = tuple[str, ...]
 TILED = [name for name in registry.formats() if registry.kernels("tile", (name,))]
 """The formats that are made tile by tile."""
-
-
-@functools.cache
-def in_haste() -> list[str]:
-    """Fewer optimizations, if this nvcc can do with fewer: all that is asked is whether it compiles."""
-    told = subprocess.run(["nvcc", "--help"], capture_output=True, text=True).stdout
-    return ["-Ofc=mid"] if "(-Ofc)" in told else []
-
-
-def run_nvcc(
-    source: Path, macros: Macros, architecture: str, out: Path, *options: str, places: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Compile a source as NVRTC does."""
-    defined = "".join("#define {} {}\n".format(*nvrtc_cache._macro(macro)) for macro in macros)  # -D ends at a comma
-    whole = out.with_suffix(".cu")
-    whole.write_text(f'{defined}#include "{source}"\n')
-    command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17"]
-    command += [*places, f"-I{nvrtc_cache.headers()}"]
-    return subprocess.run([*command, "-o", str(out), str(whole), *options], capture_output=True, text=True)
-
-
-def by_nvcc(
-    source: Path, macros: Macros, architecture: str, out: Path, headers: Sequence[Path] = (LEAN,),
-    places: Sequence[Path] = (),
-) -> str | None:  # fmt: skip
-    """Return the compiler's errors, or None. ``headers``: in place of CUDA's own; ``places``: of headers, first."""
-    more = [f"-I{place}" for place in headers]
-    done = run_nvcc(source, macros, architecture, out, *in_haste(), *more, places=[f"-I{place}" for place in places])
-    return None if done.returncode == 0 else done.stdout + done.stderr
 
 
 def by_nvrtc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:

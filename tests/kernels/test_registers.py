@@ -13,8 +13,8 @@ import imitated
 import merged
 import pytest
 import torch
+from compiling import Macros, run_nvcc
 from lpq_fp8 import groups_hopper
-from test_csrc_compiles import Macros, run_nvcc
 from tile_sides import on_cuda
 
 import lpq
@@ -30,11 +30,10 @@ QUANTIZERS = [
 ]  # fmt: skip
 
 
-def spilled(source: Path, macros: tuple[str, ...], folder: Path, *options: str) -> dict[str, int]:
+def spilled(source: Path, folder: Path, *places: Path) -> dict[str, int]:
     """The bytes that each kernel of a source spills to memory, on Hopper."""
-    done = run_nvcc(source, macros, "sm_90a", folder / "out.cubin", "-Xptxas=-v", places=options)
-    assert done.returncode == 0, done.stderr
-    return {name: int(stored) for name, stored in SPILLS.findall(done.stderr)}
+    words = run_nvcc(source, (), "sm_90a", folder / "out.cubin", "-Xptxas=-v", places=places)
+    return {name: int(stored) for name, stored in SPILLS.findall(words)}
 
 
 def launched(text: str, patch: pytest.MonkeyPatch) -> tuple[Path, tuple[str, ...]]:
@@ -67,7 +66,7 @@ def spills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
         sets = [launched(text, patch) for text in QUANTIZERS]
     source = folder / "all.cu"
     source.write_text(merged.merged(sets, copies))
-    found = spilled(source, (), folder, f"-I{copies / 'common'}")
+    found = spilled(source, folder, copies / "common")
     of_sets = [[count for name, count in found.items() if f"set{i}8quantize" in name] for i in range(len(sets))]
     assert [len(counts) for counts in of_sets] == [1] * len(QUANTIZERS)
     return {text: count for text, (count,) in zip(QUANTIZERS, of_sets, strict=True)}
@@ -88,7 +87,7 @@ def test_spills_are_noticed(tmp_path: Path) -> None:
         "    for (int i = 0; i < 64; ++i) x[63 - i] = v[i] * v[(i * 7) % 64];\n"
         "}\n"
     )
-    assert spilled(source, (), tmp_path)["many"] > 0
+    assert spilled(source, tmp_path)["many"] > 0
 
 
 # ------------------------------------------------------------------------------------------ grouped products
@@ -109,8 +108,7 @@ def every() -> Iterator[Macros]:
 @pytest.mark.parametrize("macros", sorted(set(every())), ids=" ".join)
 def test_sums_are_kept_in_registers(macros: Macros, tmp_path: Path) -> None:
     source = groups_hopper.KERNELS[128].source
-    done = run_nvcc(source, macros, "sm_90a", tmp_path / "out.cubin", "-Xptxas", "-v")
-    assert done.returncode == 0, done.stderr
-    (frame,) = re.findall(r"(\d+) bytes stack frame", done.stderr)
-    assert int(frame) < SUMS, done.stderr
-    assert "serialized" not in done.stderr, "a product waits for the one before it"
+    words = run_nvcc(source, macros, "sm_90a", tmp_path / "out.cubin", "-Xptxas=-v")
+    (frame,) = re.findall(r"(\d+) bytes stack frame", words)
+    assert int(frame) < SUMS, words
+    assert "serialized" not in words, "a product waits for the one before it"

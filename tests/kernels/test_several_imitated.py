@@ -70,11 +70,10 @@ def test_each_is_transposed(text: str, launched: list[str], monkeypatch: pytest.
 )  # fmt: skip
 def test_gathered_weights(recipe: str, kernels: set[str]) -> None:
     """By several ranks, whose shards are measured and encoded together."""
-    assert imitated.shared_folder is not None
-    spawn(check, 2, recipe, str(imitated.shared_folder), kernels, (64, 96))
+    spawn(check, 2, recipe, kernels, (64, 96))
 
 
 def test_gathered_weights_whose_shards_need_padding() -> None:
     """So that each begins at an address which is aligned, something follows the bytes of the one before it."""
     kernels = {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}
-    spawn(check, 2, "fp8-current", str(imitated.shared_folder), kernels, (36, 54))
+    spawn(check, 2, "fp8-current", kernels, (36, 54))

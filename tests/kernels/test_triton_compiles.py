@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import kept
 
 import lpq
 from lpq import registry
@@ -38,9 +38,7 @@ FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|app
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
-def compiled(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> tuple[list[str], list[Any]]:
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Any]]:
     """Launches compile for a GPU that is not there, and are not made: for which quantizers, and what they compiled."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -64,7 +62,7 @@ def compiled(
         return found[-1]
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kept.folder() / "triton"))
     monkeypatch.setattr(driver, "_active", Absent())  # its own reset asks for a GPU
     return [QUANTIZERS, QUANTIZERS[:1], QUANTIZERS[2:]][TARGETS.index(request.param)], found
 

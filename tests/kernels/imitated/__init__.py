@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import itertools
-import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import kept
 
 from lpq import registry
 from lpq.kernels import nvrtc_cache, tiles
@@ -35,8 +35,6 @@ RUNS = HEADER.with_suffix(".cpp")
 OPTIONS = ["-std=c++17", "-Og", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-frounding-math", "-fvisibility=hidden"]
 Macros = tuple[str, ...]
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
-shared_folder: Path | None = None
-"""Where processes that run tests together share what they compile; else each has its own."""
 
 
 @contextlib.contextmanager
@@ -110,15 +108,10 @@ def folder() -> Path:
 
 
 @functools.cache
-def _shared() -> Path:
-    """Where compiled kernels are found under the names of what they are made of."""
-    return shared_folder or _new_folder()
-
-
-def _made_of(to: Path) -> str:
-    """The headers, of which any may be included."""
-    every = [HEADER, RUNS, *sorted(to.glob("**/*.cuh"))]
-    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in every)).hexdigest()
+def _made_of() -> str:
+    """The compiler and the headers, of which any may be included."""
+    headers = kept.tree(HEADER.parent), kept.tree(folder())
+    return f"{platform.machine()} {kept.version('g++')} {OPTIONS} {headers}"
 
 
 def _compile(what: list[str], out: Path) -> None:
@@ -130,29 +123,27 @@ def _compile(what: list[str], out: Path) -> None:
 @functools.cache
 def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
     """A kernel of a source, compiled."""
-    to = folder()
-    text = translated(source.read_text())
-    stem = hashlib.sha256(repr((_made_of(to), OPTIONS, text, macros, name)).encode()).hexdigest()[:32]
-    whole, out, found = to / f"{stem}.cpp", to / f"{stem}.so", _shared() / f"{stem}.so"
-    with contextlib.suppress(OSError):
-        return ctypes.CDLL(str(found))
+    csrc, text = nvrtc_cache.csrc().resolve(), translated(source.read_text())
     defined = "".join("#define {} {}\n".format(*nvrtc_cache._macro(macro)) for macro in macros)
-    for header in nvrtc_cache.csrc().resolve().glob("**/*.cuh"):  # a macro may name one by its path
-        defined = defined.replace(f'"{header}"', f'"{to / header.relative_to(nvrtc_cache.csrc().resolve())}"')
-    # In a namespace without a name all is this file's own, so that shared memory can have a section of its own.
-    whole.write_text(
-        f'#include "{HEADER.name}"\n{defined}namespace {{\n{text}\n}}\n'
-        'extern "C" __attribute__((visibility("default")))\n'
-        "const char* launch_it(char* at, const int* to, unsigned blocks, int threads, int shared, int backwards) {\n"
-        f"    return imitated::launch(imitated::invoke<{name}>, at, to, blocks, threads, shared, backwards);\n}}\n"
-    )
-    places = (compiled_header(), to, to / "common", to / source.parent.name)
-    _compile([*(f"-I{place}" for place in places), str(whole), str(places[0] / f"{RUNS.stem}.o")], out)
-    compiled = ctypes.CDLL(str(out))
-    with contextlib.suppress(OSError):  # the folder is removed by whoever is through with it first
-        shutil.copy(out, found.with_name(f"{stem}.{os.getpid()}"))
-        found.with_name(f"{stem}.{os.getpid()}").replace(found)
-    return compiled
+    named = kept.digest(map(Path, re.findall(r'"(/[^"]+)"', defined)))  # a macro may name a header, of a plugin too
+    made_of = _made_of(), text, defined.replace(str(csrc), ""), named, name
+    _, place = kept.compiled(made_of, lambda: _compiled(source, text, defined.replace(str(csrc), str(folder())), name))
+    return ctypes.CDLL(str(place))
+
+
+def _compiled(source: Path, text: str, defined: str, name: str) -> bytes:
+    places = (compiled_header(), folder(), folder() / "common", folder() / source.parent.name)
+    with tempfile.TemporaryDirectory() as own:
+        whole, out = Path(own) / f"{name}.cpp", Path(own) / f"{name}.so"
+        # In a namespace without a name all is this file's own, so that shared memory can have a section of its own.
+        whole.write_text(
+            f'#include "{HEADER.name}"\n{defined}namespace {{\n{text}\n}}\n'
+            'extern "C" __attribute__((visibility("default")))\n'
+            "const char* launch_it(char* at, const int* to, unsigned blocks, int threads, int shared, int backwards) {"
+            f" return imitated::launch(imitated::invoke<{name}>, at, to, blocks, threads, shared, backwards);\n}}\n"
+        )
+        _compile([*(f"-I{place}" for place in places), str(whole), str(places[0] / f"{RUNS.stem}.o")], out)
+        return out.read_bytes()
 
 
 def launch(kernel: CudaKernel, macros: Macros, blocks: int, arguments: tuple[float, ...], *, backwards: bool) -> None:
