@@ -64,6 +64,8 @@ def show(result: dict[str, Any]) -> None:
     """Print its tables, and what failed."""
     for table in tables.OF[result["part"]](result).values():
         table.show()
+    if missing := tables.absent(result):
+        print(missing)
     for line in tables.failures(result):
         print(f"failed: {line}")
 

@@ -101,7 +101,6 @@ def linear(result: Result) -> dict[str, Table]:
 
     times = [line(row, lambda i, ms: number(ms, 2)) for row in rows]
     times += [[f"floor of {r}", *(number(floor(i, r), 2) for i in range(len(shapes)))] for r in floors]
-    times += _absent(result, len(shapes))
     to_bf16 = [line(r, lambda i, ms: ratio(ms, at[i][BASELINE].get("ms"))) for r in rows if name(r) != BASELINE]
     rivals = [r for r in rows if r["library"] not in ("lpq", "torch")]
     to_rivals = [
@@ -182,7 +181,7 @@ def host(result: Result) -> dict[str, Table]:
         for row in rows
     ]
     columns = ["", "µs", "÷ nn.Linear", "µs in one thread", "÷ the same", "µs as CUDA graphs", "÷ nn.Linear"]
-    return {"times": Table(f"Host time of a step at {result['shape']}", columns, cells + _absent(result, 6))}
+    return {"times": Table(f"Host time of a step at {result['shape']}", columns, cells)}
 
 
 def casts(result: Result) -> dict[str, Table]:
@@ -276,7 +275,7 @@ def _training(result: Result, title: str) -> dict[str, Table]:
         for row in rows
         if row["library"] == "lpq" and kind(row) == kind(rival)
     ]
-    made = {"times": Table(title, columns, cells + _absent(result, len(columns) - 1))}
+    made = {"times": Table(title, columns, cells)}
     if to_rivals:
         heading = "Tokens/s ÷ other libraries (above 1 is better)"
         made["peers"] = Table(heading, ["", "tokens/s ÷ tokens/s"], to_rivals)
@@ -292,10 +291,11 @@ def failures(result: Result) -> list[str]:
     return [f"{who}: {why}" for who, why in found.items()]
 
 
-def _absent(result: Result, cells: int) -> list[list[str]]:
-    """A row for each library that is not installed."""
+def absent(result: Result) -> str:
+    """One line for the libraries that were not installed, and so have no row; empty where all were."""
     peers = result.get("environment", {}).get("peers", {})
-    return [[f"{library} (not installed)", *[NONE] * cells] for library, version in peers.items() if version is None]
+    missing = [library for library, version in peers.items() if version is None]
+    return f"not measured, since not installed: {', '.join(missing)}" if missing else ""
 
 
 def parallel(result: Result) -> dict[str, Table]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def code_of(path: Path) -> set[str]:
 
 def wheel_of_a_copy(target: Path, seconds: int, mode: int) -> Path:
     """Build the wheel of a copy of the sources whose files have this time and these rights."""
-    names = ("lpq", "plugins", "csrc", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
+    names = ("lpq", "plugins", "csrc", "benchmarks", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
     for name in names:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, target / name)
@@ -87,6 +88,41 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     other = wheel_of_a_copy(tmp_path / "b", 1_700_000_000, 0o644)
     assert one.name == other.name == f"lpq-{VERSION}-py3-none-any.whl"
     assert one.read_bytes() == other.read_bytes()
+
+
+def readme_of(target: Path, address: str | None) -> str:
+    """The README in the metadata of this tree, built with this address."""
+    environment = {name: value for name, value in os.environ.items() if name != "LPQ_REPO_URL"}
+    code = f"import hatchling.build as b; b.build_wheel({str(target)!r})"
+    environment |= {} if address is None else {"LPQ_REPO_URL": address}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True)
+    with zipfile.ZipFile(target / f"lpq-{VERSION}-py3-none-any.whl") as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        fields, _, text = archive.read(name).decode().partition("\n\n")
+    assert "\nDescription-Content-Type: text/markdown\n" in f"{fields}\n"
+    return text
+
+
+def relative(text: str) -> list[str]:
+    """The links and pictures that lead somewhere only beside the README."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [link for link in re.findall(r'\]\(([^)]+)\)|src="([^"]+)"', prose) for link in link if link
+            and not link.startswith(("https://", "#"))]  # fmt: skip
+
+
+def test_the_readme_of_a_release_has_links_that_work_anywhere(tmp_path: Path) -> None:
+    address = "https://example.org/team/lpq"
+    text = readme_of(tmp_path, f"{address}/")
+    own = (ROOT / "README.md").read_text()
+    assert len(relative(own)) > 20
+    assert relative(text) == []
+    assert f'src="{address}/raw/v{VERSION}/docs/assets/train.svg"' in text
+    assert f"]({address}/blob/v{VERSION}/docs/performance.md)" in text
+    assert text.replace(f"{address}/raw/v{VERSION}/", "").replace(f"{address}/blob/v{VERSION}/", "") == own
+
+
+def test_without_an_address_the_readme_stays_as_it_is(tmp_path: Path) -> None:
+    assert readme_of(tmp_path, None) == (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("target", ["install", "train"])

@@ -90,10 +90,16 @@ def test_host_time_has_a_reading_in_one_thread_and_one_as_graphs(results: Result
     assert row(made, "bf16, compiled") == ["200", "2.00", "75", "1.50", tables.NONE, tables.NONE]
 
 
-def test_what_failed_or_is_missing_stands_in_the_table(results: Results) -> None:
+def test_what_failed_stands_in_the_table_and_what_is_missing_below(
+    results: Results, capsys: pytest.CaptureFixture[str]
+) -> None:
     times = tables.linear(results["linear"])["times"]
     assert row(times, "bf16, compiled") == ["3.00", tables.NONE]
-    assert row(times, "TransformerEngine (not installed)") == [tables.NONE, tables.NONE]
+    assert not [cells for cells in times.rows if "TransformerEngine" in cells[0]]
+    stored.show(results["linear"])
+    assert "\nnot measured, since not installed: TransformerEngine\n" in capsys.readouterr().out
+    results["linear"]["environment"]["peers"]["TransformerEngine"] = "2.20.2"
+    assert tables.absent(results["linear"]) == ""
     assert tables.failures(results["linear"]) == ["bf16, compiled: ValueError: it cannot"]
     assert tables.failures(results["host"]) == []
     results["casts"]["peers"] = [{"library": "TransformerEngine", "name": "casts", "sides": "", "failure": "no"}]
