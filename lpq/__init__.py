@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lpq import tensor as tensor
     from lpq import testing as testing
     from lpq import train as train
+    from lpq.bench.search import search
     from lpq.calibration import calibrate
     from lpq.engines import export, load_quantized
     from lpq.formats import Quantizer, Storage
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 _HOME = {
+    "lpq.bench.search": ("search",),
     "lpq.calibration": ("calibrate",),
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
     "lpq.engines": ("export", "load_quantized"),
@@ -96,6 +98,7 @@ __all__ = [
     "replan",
     "report",
     "restore",
+    "search",
     "set_step",
     "unfuse",
 ]

@@ -43,6 +43,10 @@ COMMANDS = {
     ),
     "bench": ("lpq.cli.bench", "Time layers on this machine, in bf16 and by recipes."),
     "advise": ("lpq.cli.advise", "Predict what recipes gain for a model on a GPU, and give the line to paste."),
+    "search": (
+        "lpq.train.commands.search",
+        "Choose the recipe of each product of each layer under a budget, and write a policy.",
+    ),
     "report": (
         "lpq.train.commands.report",
         "Show how well the formats of a run that was watched fit, and draw it on a page.",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.bench.contenders import Contender, in_words
+from lpq.nn import Layer
 
 
 @dataclass(frozen=True, order=True)
@@ -77,3 +78,13 @@ def step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
             parameter.grad = None
 
     return run
+
+
+def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The inputs and outputs of each layer that was converted, by name; not of experts."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Layer) and module.weight.dim() == 2:
+            rows, cols = module.weight.shape
+            found[name] = (rows, cols) if module.transposed else (cols, rows)
+    return found

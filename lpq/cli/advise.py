@@ -15,10 +15,10 @@ from torch import nn
 import lpq
 from lpq import observe
 from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, named, predicted
-from lpq.bench.layers import LayerSize
+from lpq.bench.layers import LayerSize, linear_layers
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, speedup
-from lpq.cli.models import NAMED, ModelError, alike, linear_layers, on_meta
+from lpq.cli.models import NAMED, ModelError, alike, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.recipes.policy_sources import refuse_rules

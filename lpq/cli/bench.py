@@ -18,7 +18,7 @@ from rich.progress import track
 
 import lpq
 from lpq.bench import chart, machine
-from lpq.bench.layers import LayerSize
+from lpq.bench.layers import LayerSize, linear_layers
 from lpq.bench.native import FIRST, capability, native_products, to_begin_with
 from lpq.bench.speedups import (
     Measured,
@@ -34,7 +34,7 @@ from lpq.bench.speedups import (
 )
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
-from lpq.cli.models import NAMED, alike, linear_layers, on_meta
+from lpq.cli.models import NAMED, alike, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import LpqError, OptionError

@@ -11,7 +11,6 @@ from torch import nn
 
 from lpq import registry
 from lpq.cli.shapes import SHAPES, Transformer
-from lpq.nn import Layer
 from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion, words
 
 NAMED = f"{', '.join(SHAPES)}; a folder or config.json of Hugging Face; or package.module:function that makes it."
@@ -75,16 +74,6 @@ def _of_config(path: Path, option: str) -> nn.Module:
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:  # of transformers, whose errors have no class in common
         raise ModelError(f"{option}: transformers cannot build the model of {path}: {words(error)}") from error
-
-
-def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The inputs and outputs of each layer that was converted, by name; not of experts."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Layer) and module.weight.dim() == 2:
-            rows, cols = module.weight.shape
-            found[name] = (rows, cols) if module.transposed else (cols, rows)
-    return found
 
 
 def alike(layers: dict[str, tuple[int, int]]) -> dict[tuple[str, tuple[int, int]], int]:

@@ -10,29 +10,23 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq import recipes
-from lpq.distributed.ranks import Ranks
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.stepping import promote
+from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError
 from lpq.observe.replay import Before, Closure, Replay
-from lpq.observe.sharing import device_of, is_shared
-from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
-
-Parts = Mapping[StatefulLayer, Recipe]
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,7 @@ def culprits(
         least: How far a part must move the gradients to be looked into.
         replays: The most replays in the search for layers.
     """
-    device = device_of(next(model.parameters()))
-    over = partial(_over, Ranks.of(None, is_shared(model), "replays"), device=device)
+    ranks = OverRanks(model)
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
     ours = [local_part(p.grad) for p in model.parameters() if p.requires_grad and p.grad is not None]
@@ -119,19 +112,13 @@ def culprits(
         if all(p.grad is None for p in _trained(model)):
             raise NumericsError("culprits: the closure left no gradient: it runs backward, too, as loss.backward()")
         there = [g for g, p in zip(base, _trained(model), strict=True) if p.grad is not None]
-        same = None if not ours else over([_differ(ours, there)]) == 0
-        whole = {layer: _in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
-        exact_loss, exact = replay.run(whole)
-        size = math.sqrt(over([g.double().square().sum() for g in exact]))
-
-        def error(gradients: Sequence[Tensor]) -> float:
-            squares = [(a.double() - b.double()).square().sum() for a, b in zip(gradients, exact, strict=True)]
-            return math.sqrt(value) / size if math.isfinite(value := over(squares)) and size else math.inf
-
-        start = error(base)
+        same = None if not ours else ranks.sum([_differ(ours, there)]) == 0
+        whole = {layer: in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
+        error = GradientError(ranks, [replay], whole)
+        start = error.between([base])
 
         def moved(part: Parts) -> float:
-            now = error(replay.run(part)[1])
+            now = error.of(part)
             if math.isinf(start):
                 return 1 / (1 + now)
             return 1 - now / start if start and math.isfinite(now) else 0.0
@@ -144,7 +131,7 @@ def culprits(
             for layer, _ in layers
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
-    return Culprits(tuple(found), tuple(parts), start, loss, exact_loss, same)
+    return Culprits(tuple(found), tuple(parts), start, loss, error.loss, same)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -157,14 +144,6 @@ def _differ(ours: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
         a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, others, strict=False)
     )
     return torch.tensor(0.0 if alike else 1.0)
-
-
-def _over(ranks: Ranks, values: Sequence[Tensor], device: torch.device) -> float:
-    """The sum of numbers over parameters and ranks."""
-    total = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(v.double().to(device) for v in values)])
-    group: Any = ranks.group or dist.group.WORLD if ranks.size > 1 else None
-    summed = total.sum().reshape(1)
-    return float(summed if group is None else reduce_sum([summed], group)[0])
 
 
 class _Search:
@@ -192,7 +171,7 @@ class _Search:
         return sorted(found, key=lambda one: -one[1])
 
 
-def _in_bf16(layer: StatefulLayer, recipe: Recipe) -> Recipe:
+def in_bf16(layer: StatefulLayer, recipe: Recipe) -> Recipe:
     """The recipe of a layer that is in bf16, but for a weight that is stored quantized."""
     exact = recipes.recipe("bf16")
     if not isinstance(local_part(layer.shared_weight()), QuantizedTensor):
@@ -213,7 +192,7 @@ def _parts(
 ) -> Iterator[tuple[str, float, Recipe]]:
     """The products of a layer, and then the operands of the one that moves the gradients furthest. Parts that no
     recipe may have, as one of two rotated operands, are left out."""
-    exact = _in_bf16(layer, recipe).operands
+    exact = in_bf16(layer, recipe).operands
     best = -math.inf, ""
     for product in GEMMS:
         if (other := _replaced(recipe, exact, product)) is not None:

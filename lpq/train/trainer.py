@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lpq
@@ -142,10 +142,7 @@ class Trainer:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy, in nats per byte, of this rank's share of a batch."""
-        tokens, targets = (self.team.share(t).to(self.device) for t in (tokens, targets))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=fast_bf16(self.device)):
-            logits = self.model(tokens)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss_of(self.model, *(self.team.share(t).to(self.device) for t in (tokens, targets)))
 
     def learning_rate(self) -> float:
         """The learning rate of the next step: a linear warm-up, then a decay to a tenth.
@@ -242,3 +239,11 @@ class Trainer:
                 "the policy has changed since the checkpoint was written: restore it, or start a new run. "
                 f"The checkpoint's is:\n{beside['policy']}"
             )
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy, in nats per byte, under bf16 autocast."""
+    device = tokens.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=fast_bf16(device)):
+        logits = model(tokens)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

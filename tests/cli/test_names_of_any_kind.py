@@ -55,6 +55,7 @@ UNKNOWN = {
     "compare": ("nope", "--out", "run"),
     "bench": ("--recipe", "nope"),
     "advise": ("tiny", "--gpu", "nope"),
+    "search": ("run", "--gpu", "nope", "--time", "0.5", "--out", "there/policy.toml"),
     "report": ("--nope",),
     "formats": ("--nope",),
     "recipes": ("--nope",),

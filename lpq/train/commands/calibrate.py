@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -94,20 +93,13 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
     import torch
 
     import lpq
-    from lpq.train.config import TrainConfig
+    from lpq.train.commands.trained import trained
     from lpq.train.data import load
     from lpq.train.machine import fast_bf16
-    from lpq.train.model import GPT, GPTShape
 
     info = lpq.checkpoint.info(path)
-    settings = info.extra.get("config") if isinstance(info.extra, dict) else None
-    if not isinstance(settings, str):
-        raise OptionError(
-            f"{path} was not written by lpq train: name the function that makes its model, --model package.module:f"
-        )
-    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tomllib.loads(settings).items()}
-    config = TrainConfig(**given)
-    model = _loaded(path, info, GPT(GPTShape(config.layers, config.heads, config.width)))
+    config, plain = trained(path, info, "name the function that makes its model, --model package.module:f")
+    model = _loaded(path, info, plain)
     text = load(tuple(data) if data else config.data, config.seq, config.text)
     count = -(-samples // config.batch)
     fast = fast_bf16(torch.device("cpu"))

@@ -1,0 +1,93 @@
+"""One option for each layer, under a budget of time or of error: a knapsack, filled greedily.
+
+An option takes time and adds to the squared error of the gradients. Of the options of a layer those are looked at that
+lie on the lower convex hull of both: from the most exact one on, each next step saves time at a higher price in error.
+The steps of all layers are taken in the order of this price. That is the best choice but for the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lpq.recipes import Recipe
+
+ROUNDING = 1e-9
+"""Sums that are equal but for their rounding are within a budget."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe for a layer."""
+
+    products: tuple[str, ...]
+    """The recipes that fprop, dgrad and wgrad are taken from."""
+    recipe: Recipe
+    seconds: float
+    square: float
+    """The squares of the errors that its products bring into the gradients, added up."""
+
+
+def under_time(layers: Sequence[Sequence[Option]], seconds: float) -> list[Option]:
+    """Choose the options with the least error that take no more time together. The fastest ones if there are none."""
+    hulls = [hull(options) for options in layers]
+    at = [0] * len(hulls)
+    limit = seconds * (1 + ROUNDING)
+    taken: list[int] = []
+    total = sum(each[0].seconds for each in hulls)
+    for layer in _steps(hulls):
+        if total <= limit:
+            break
+        total += hulls[layer][at[layer] + 1].seconds - hulls[layer][at[layer]].seconds
+        at[layer] += 1
+        taken.append(layer)
+    for layer in reversed(taken):  # what the last step saved too much pays for others
+        back = hulls[layer][at[layer] - 1].seconds - hulls[layer][at[layer]].seconds
+        if total + back <= limit:
+            total += back
+            at[layer] -= 1
+    return [each[i] for each, i in zip(hulls, at, strict=True)]
+
+
+def under_error(layers: Sequence[Sequence[Option]], error: float) -> list[Option]:
+    """Choose the options that take the least time and whose squared errors together are no more than ``error``'s."""
+    hulls = [hull(options) for options in layers]
+    at = [0] * len(hulls)
+    limit, total = error**2 * (1 + ROUNDING), sum(each[0].square for each in hulls)
+    full: set[int] = set()
+    for layer in _steps(hulls):
+        more = hulls[layer][min(at[layer] + 1, len(hulls[layer]) - 1)].square - hulls[layer][at[layer]].square
+        if layer in full or total + more > limit:
+            full.add(layer)
+            continue
+        total += more
+        at[layer] += 1
+    return [each[i] for each, i in zip(hulls, at, strict=True)]
+
+
+def hull(options: Sequence[Option]) -> list[Option]:
+    """The options that are worth their error, from the most exact to the fastest one."""
+    found: list[Option] = []
+    for option in sorted(options, key=lambda one: (one.square, one.seconds)):
+        if found and option.seconds >= found[-1].seconds:
+            continue
+        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], option):
+            found.pop()
+        found.append(option)
+    return found
+
+
+def _price(slow: Option, fast: Option) -> float:
+    """The error that a second costs which the faster option saves."""
+    return (fast.square - slow.square) / (slow.seconds - fast.seconds)
+
+
+def _steps(hulls: Sequence[Sequence[Option]]) -> list[int]:
+    """The layers whose next step is taken, the cheapest step first. Those of a layer stay in their order."""
+    priced = [
+        (_price(slow, fast), layer, number)
+        for layer, each in enumerate(hulls)
+        for number, (slow, fast) in enumerate(pairwise(each))
+    ]
+    return [layer for _, layer, _ in sorted(priced)]

@@ -1,0 +1,322 @@
+"""``lpq.search``: which product of which layer gets which recipe, under a budget of time or of error.
+
+The error is measured: each product of each layer is run by each recipe with all else in bf16, and the gradients are
+compared with bf16's. The time is predicted, as by ``lpq advise``. Errors of different products are taken to be
+independent, so their squares add up; the policy that is found is replayed as a whole to see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lpq import recipes as recipes_of
+from lpq.bench.gpus import GPUS, named, predicted
+from lpq.bench.knapsack import ROUNDING, Option, under_error, under_time
+from lpq.bench.layers import LayerSize, linear_layers
+from lpq.nn.conversion import convert
+from lpq.nn.first_argument import check_model
+from lpq.nn.names import plain_name
+from lpq.nn.restoring import restore
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.observe.gradient_error import GradientError, OverRanks
+from lpq.observe.readings import NumericsError
+from lpq.observe.replay import Before, Closure, Replay
+from lpq.recipes import Policy, Recipe, RecipeError, Rule
+from lpq.recipes.gemms import GEMMS, Gemm
+from lpq.recipes.rules import LEAVE
+from lpq.registry.errors import OptionError, suggestion
+from lpq.registry.showing import brief
+from lpq.registry.tables import drawn
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
+
+BF16 = "bf16"
+USUAL = ("mxfp8", "nvfp4")
+COLUMNS = ("layer", *GEMMS, "times as fast", "error")
+Seconds = Callable[[str, Recipe | None], float]
+"""The seconds of a step of the layer with this name by a recipe; None: as the layer is without lpq."""
+Clock = Callable[[str, tuple[int, int], Recipe | None], float]
+"""The same, of a layer with so many inputs and outputs."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A recipe for all layers, beside the choice."""
+
+    recipe: str
+    seconds: float
+    predicted_error: float
+    error: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The choice of ``lpq.search``."""
+
+    choices: Mapping[str, Option]
+    """The recipe of each layer, by its name."""
+    plain: Mapping[str, float]
+    """The seconds of each layer without a recipe."""
+    predicted_error: float
+    """The error of the gradients if the errors of all products are independent."""
+    error: float
+    """The error of the gradients with the policy, replayed: its length over the length of bf16's gradients."""
+    uniform: tuple[Uniform, ...]
+    """The recipes that were looked at, each for all layers."""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all layers."""
+        return _seconds(self.choices.values())
+
+    @property
+    def policy(self) -> Policy:
+        """The policy: a rule for each recipe that some layers have."""
+        layers: dict[Recipe | None, list[str]] = {}
+        for name, one in self.choices.items():
+            layers.setdefault(None if set(one.products) == {BF16} else one.recipe, []).append(name)
+        rules = (Rule(("*",) if len(layers) == 1 else tuple(names), recipe) for recipe, names in layers.items())
+        return Policy(tuple(rules), LEAVE)
+
+    def write(self, path: str | Path) -> None:
+        """Write the policy to a TOML file, for ``lpq.convert`` and ``lpq train --policy``."""
+        said = "".join(f"# {line}\n" for line in self.summary().splitlines())
+        Path(path).write_text(f"# made by lpq.search\n{said}\n{self.policy.to_toml()}", encoding="utf-8")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of a table of the layers."""
+        return [
+            (name, *one.products, f"{self.plain[name] / one.seconds:.2f}", f"{math.sqrt(one.square):.4f}")
+            for name, one in self.choices.items()
+        ]
+
+    def summary(self) -> str:
+        """The whole choice beside the uniform recipes, in words."""
+        plain = sum(self.plain.values())
+        lines = [
+            f"this choice: {plain / self.seconds:.2f} times as fast as bf16; error of the gradients {self.error:.4f}, "
+            f"predicted {self.predicted_error:.4f}"
+        ]
+        lines += [
+            f"{one.recipe} for all: {plain / one.seconds:.2f} times; error {one.error:.4f}, "
+            f"predicted {one.predicted_error:.4f}"
+            for one in self.uniform
+        ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """A table for people to read."""
+        return f"{drawn('products by layer', COLUMNS, self.rows())}\n{self.summary()}"
+
+
+def search(
+    model: nn.Module,
+    closures: Closure | Sequence[Closure],
+    *,
+    time: float | str | None = None,
+    error: float | str | None = None,
+    recipes: Iterable[str] = USUAL,
+    gpu: str | None = None,
+    tokens: int = 8192,
+    seconds: Seconds | None = None,
+    tell: Callable[[int, int], None] | None = None,
+) -> SearchResult:
+    """Choose the recipe of each product of each layer, under a budget of time or of error.
+
+    The model is as before afterwards: weights, gradients, random bits and, if it was converted, recipes. Experts stay
+    as they are. Where ranks share the model all of them call this.
+
+    Args:
+        model: The model, with the weights that it has in training. One that is not converted is converted meanwhile.
+        closures: Each runs forward and backward of a batch, without the optimizer, and returns the loss.
+        time: The most time that the layers may take, as a fraction of bf16's; or a recipe: as much as by it.
+        error: In place of ``time``, the most error of the gradients over their length; or a recipe: as much as by it.
+        recipes: The recipes that products are taken from. bf16 is always among them.
+        gpu: The GPU for which times are predicted, a name that ``lpq advise --gpu`` takes; None: this machine's.
+        tokens: The tokens of a step on each GPU, for the prediction.
+        seconds: In place of predictions, for example from measurements.
+        tell: Is called with the number of replays done and that of all.
+    """
+    check_model(model)
+    if (time is None) == (error is None):
+        raise OptionError("search needs one budget: time=0.6 or time='nvfp4', or else error=0.1 or error='nvfp4'")
+    every = [closures] if callable(closures) else [*closures]
+    if not every:
+        raise OptionError("search needs a batch: closures is empty")
+    known = _recipes(recipes)
+    took = _clock(gpu, tokens) if seconds is None else lambda name, _, recipe: seconds(name, recipe)
+    before = Before(model)
+    own = not any(isinstance(module, StatefulLayer) for module in model.modules())
+    if own:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is left alone is left alone by the policy, too
+            convert(model, BF16)
+    try:
+        return _search(model, every, known, took, time, error, tell or (lambda done, whole: None))
+    finally:
+        if own:
+            restore(model)
+        before.restore()
+
+
+def _recipes(names: Iterable[str]) -> dict[str, Recipe]:
+    """The recipes by their names, bf16 among them."""
+    known = {BF16: recipes_of.recipe(BF16)}
+    for text in names:
+        recipe = known[text] = recipes_of.recipe(text)
+        for operand, quantizer in recipe.operands.items():
+            if quantizer.state:
+                raise OptionError(
+                    f"search: {text} remembers earlier steps for {operand}, which a batch alone has none of: search "
+                    "with a recipe that measures each tensor, as fp8-current in place of fp8-delayed"
+                )
+    return known
+
+
+def _clock(gpu: str | None, tokens: int) -> Clock:
+    """The predicted seconds of a layer."""
+    name = gpu or (named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None)
+    if name is None:
+        raise OptionError(f"search: this machine has no GPU that is known; name one of {', '.join(GPUS)}: gpu='h100'")
+    if name not in GPUS:
+        raise OptionError(f"search: gpu = {name!r}: {suggestion(name, GPUS)}")
+    card = GPUS[name]
+    of_size = lru_cache(None)(lambda size, recipe: predicted(card, LayerSize(tokens, *size), recipe))
+    return lambda _, size, recipe: of_size(size, recipe)
+
+
+def _search(
+    model: nn.Module,
+    closures: Sequence[Closure],
+    known: Mapping[str, Recipe],
+    took: Clock,
+    time: float | str | None,
+    error: float | str | None,
+    tell: Callable[[int, int], None],
+) -> SearchResult:
+    """Search in a converted model."""
+    sizes = {plain_name(name): size for name, size in linear_layers(model).items()}
+    layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
+    layers = {name: layer for name, layer in layers.items() if name in sizes and layer.recipe is not None}
+    if not layers:
+        raise NumericsError(f"search: lpq.convert reaches no linear layer of {type(model).__name__}")
+    for name, layer in layers.items():
+        if isinstance(local_part(layer.shared_weight()), QuantizedTensor):
+            raise NumericsError(
+                f"search: the weight of {name} is stored quantized: convert without weights='quantized'"
+            )
+    replays = []
+    for number, closure in enumerate(closures, 1):
+        torch.manual_seed(torch.initial_seed() + number)  # random bits of its own for each
+        replays.append(Replay(model, closure, Before(model)))
+    with ExitStack() as stack:
+        for replay in replays:
+            stack.enter_context(replay.running())
+        exact = dict.fromkeys(replays[0].layers, known[BF16])
+        gradients = GradientError(OverRanks(model), replays, exact)
+        if not gradients.size:
+            raise NumericsError("search: the closures left no gradient: they run backward, too, as loss.backward()")
+        squares = _squares(layers, known, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
+
+        def options(name: str) -> list[Option]:
+            found = []
+            for products in itertools.product(known, repeat=len(GEMMS)):
+                if (recipe := _composed(known, products)) is not None:
+                    square = sum(squares[name, p, recipe.gemm(p)] for p in GEMMS)
+                    found.append(Option(products, recipe, took(name, sizes[name], recipe), square))
+            return found
+
+        by_layer = {name: options(name) for name in layers}
+        uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in known}
+        plain = {name: took(name, sizes[name], None) for name in layers}
+        if time is not None:
+            limit = _limit("time", time, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
+            chosen = under_time([*by_layer.values()], limit)
+            if _seconds(chosen) > limit * (1 + ROUNDING):
+                raise OptionError(
+                    f"search: time = {time!r}: no choice among {', '.join(known)} takes less than "
+                    f"{_seconds(chosen) / sum(plain.values()):.3f} of bf16's time"
+                )
+        else:
+            limit = _limit("error", error, {text: _error(each) for text, each in uniform.items()}, 1.0)
+            chosen = under_error([*by_layer.values()], limit)
+
+        def measured(options: Sequence[Option]) -> float:
+            return gradients.of({**exact, **{layers[name]: o.recipe for name, o in zip(layers, options, strict=True)}})
+
+        beside = tuple(
+            Uniform(text, _seconds(each), _error(each), measured(each))
+            for text, each in uniform.items()
+            if text != BF16
+        )
+        return SearchResult(dict(zip(layers, chosen, strict=True)), plain, _error(chosen), measured(chosen), beside)
+
+
+def _squares(
+    layers: Mapping[str, StatefulLayer],
+    known: Mapping[str, Recipe],
+    square: Callable[[StatefulLayer, Recipe], float],
+    tell: Callable[[int, int], None],
+) -> dict[tuple[str, str, Gemm], float]:
+    """The squared error that each product of each layer brings in by each recipe, with all else in bf16."""
+    exact = known[BF16]
+    alone: dict[tuple[str, Gemm], Recipe] = {}
+    for place, product in enumerate(GEMMS):
+        for text, recipe in known.items():
+            texts = [BF16] * len(GEMMS)
+            texts[place] = text
+            if (made := _composed(known, texts)) is None:
+                raise OptionError(f"search: {product} of {text} cannot be had without the rest of it: leave {text} out")
+            alone[product, recipe.gemm(product)] = made
+    found = {}
+    whole = len(layers) * len(alone)
+    for done, (name, (product, gemm)) in enumerate(itertools.product(layers, alone), 1):
+        is_exact = gemm == exact.gemm(product)
+        found[name, product, gemm] = 0.0 if is_exact else square(layers[name], alone[product, gemm])
+        tell(done, whole)
+    return found
+
+
+def _composed(known: Mapping[str, Recipe], texts: Sequence[str]) -> Recipe | None:
+    """The recipe whose products are taken from these; None if no recipe may have them."""
+    if len({*texts}) == 1:
+        return known[texts[0]]
+    try:
+        fprop, dgrad, wgrad = (known[text].gemm(product) for product, text in zip(GEMMS, texts, strict=True))
+        return Recipe(fprop, dgrad, wgrad)
+    except RecipeError:
+        return None
+
+
+def _uniform(options: Iterable[Option], text: str) -> Option:
+    """The option that takes all products from one recipe."""
+    return next(one for one in options if {*one.products} == {text})
+
+
+def _seconds(options: Iterable[Option]) -> float:
+    return sum(one.seconds for one in options)
+
+
+def _error(options: Iterable[Option]) -> float:
+    return math.sqrt(sum(one.square for one in options))
+
+
+def _limit(name: str, given: object, of: Mapping[str, float], unit: float) -> float:
+    """A budget as a number: of a recipe, or so many times the ``unit``."""
+    if isinstance(given, str):
+        if given not in of:
+            raise OptionError(f"search: {name} = {given!r} is none of the recipes: {suggestion(given, of)}")
+        return of[given]
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < math.inf:
+        raise OptionError(f"search: {name} = {brief(given)}: it must be a number from 0 on, or one of {', '.join(of)}")
+    return given * unit

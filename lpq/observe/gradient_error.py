@@ -1,0 +1,67 @@
+"""How far the gradients of a step move away from bf16's when layers are replayed by recipes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lpq.distributed.ranks import Ranks
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.observe.replay import Replay
+from lpq.observe.sharing import device_of, is_shared
+from lpq.operations.reduce_statistics import reduce_sum
+from lpq.recipes import Recipe
+
+Parts = Mapping[StatefulLayer, Recipe]
+"""The recipes of some layers in a replay."""
+
+
+class OverRanks:
+    """Sums over the parameters of a model, and over the ranks that share it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ranks = Ranks.of(None, is_shared(model), "replays")
+        self._device = device_of(next(model.parameters()))
+
+    def sum(self, values: Sequence[Tensor]) -> float:
+        """Return the sum of these numbers."""
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.stack([zero, *(v.double().to(self._device) for v in values)]).sum().reshape(1)
+        group: Any = self._ranks.group or dist.group.WORLD if self._ranks.size > 1 else None
+        return float(total if group is None else reduce_sum([total], group)[0])
+
+
+class GradientError:
+    """The length of the error of gradients over the length of the exact gradients. Of several replays, each of a batch
+    of its own, the mean gradients count: noise of random bits averages out, and what stays is the bias."""
+
+    def __init__(self, ranks: OverRanks, replays: Sequence[Replay], exact: Parts) -> None:
+        """``exact``: the recipes with which there is no error."""
+        self._ranks, self._replays = ranks, replays
+        runs = [replay.run(exact) for replay in replays]
+        self.loss = sum(loss for loss, _ in runs) / len(runs)
+        """The exact loss."""
+        self._exact = _mean([gradients for _, gradients in runs])
+        self.size = math.sqrt(ranks.sum([g.double().square().sum() for g in self._exact]))
+        """The length of the exact gradients."""
+
+    def of(self, parts: Parts) -> float:
+        """Replay with these recipes and return the error."""
+        return self.between([replay.run(parts)[1] for replay in self._replays])
+
+    def between(self, runs: Sequence[Sequence[Tensor]]) -> float:
+        """Return the error of the gradients of each replay; infinite where they are not finite."""
+        pairs = zip(_mean(runs), self._exact, strict=True)
+        value = self._ranks.sum([(a.double() - b.double()).square().sum() for a, b in pairs])
+        return math.sqrt(value) / self.size if math.isfinite(value) and self.size else math.inf
+
+
+def _mean(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    if len(runs) == 1:
+        return [*runs[0]]
+    return [torch.stack([g.float() for g in each]).mean(0) for each in zip(*runs, strict=True)]

@@ -1,0 +1,25 @@
+"""The model of a checkpoint that ``lpq train`` wrote, for commands that go on with it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from lpq.checkpoint.info import Info
+from lpq.registry.errors import OptionError
+from lpq.train.config import TrainConfig
+from lpq.train.model import GPT, GPTShape
+
+
+def trained(path: Path, info: Info, otherwise: str) -> tuple[TrainConfig, GPT]:
+    """Return the settings of the run that wrote a checkpoint, and a model of their size; nothing is loaded.
+
+    ``otherwise``: what to do with a checkpoint that ``lpq train`` did not write.
+    """
+    settings = info.extra.get("config") if isinstance(info.extra, dict) else None
+    if not isinstance(settings, str):
+        raise OptionError(f"{path} was not written by lpq train: {otherwise}")
+    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tomllib.loads(settings).items()}
+    config = TrainConfig(**given)
+    return config, GPT(GPTShape(config.layers, config.heads, config.width))

@@ -1,0 +1,184 @@
+"""Which product of which layer gets which recipe: a planted product stays exact, and a budget is kept."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import equal
+from support.small_models import Planted
+from torch import Tensor, nn
+
+import lpq
+from lpq.bench.knapsack import Option, hull, under_error, under_time
+from lpq.observe.readings import NumericsError
+from lpq.registry.errors import OptionError
+
+LAYERS, BF16 = 4, lpq.recipe("bf16")
+
+
+def model(planted: int = 2) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return nn.Sequential(*(Planted(64, i == planted) for i in range(LAYERS)))
+
+
+def closures(net: Any, count: int = 1) -> list[Any]:
+    def of(seed: int) -> Any:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+
+        def closure() -> Tensor:
+            loss: Tensor = net(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return closure
+
+    return [of(seed) for seed in range(1, 1 + count)]
+
+
+def exact_products(_: str, recipe: Any) -> float:
+    """A clock by which each product in bf16 takes a second, and others half of one."""
+    return 3.0 if recipe is None else sum(1.0 if a.plain and b.plain else 0.5 for a, b in recipe.products.values())
+
+
+ONE_EXACT = (6 + 0.5) / 12
+"""The time in which one of the twelve products may be exact."""
+
+
+def kept(found: Any) -> set[tuple[str, str]]:
+    return {
+        (name, product)
+        for name, one in found.choices.items()
+        for product, text in zip(("fprop", "dgrad", "wgrad"), one.products, strict=True)
+        if text == "bf16"
+    }
+
+
+@pytest.mark.parametrize("planted", [1, 2])
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_the_product_with_outliers_stays_exact(planted: int, recipe: str) -> None:
+    """Wherever it is. All is as before afterwards."""
+    net = model(planted)
+    closures(net)[0]()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    held = [*net.state_dict().values(), *(p.grad for p in trained), torch.get_rng_state()]
+    expected = [value.clone() for value in held]
+    classes = [type(module) for module in net.modules()]
+    found = lpq.search(net, closures(net, 2), recipes=[recipe], time=ONE_EXACT, seconds=exact_products)
+    assert kept(found) == {(f"{planted}.layer", "fprop")}
+    assert found.seconds == 6.5
+    assert found.error < found.uniform[0].error / 2
+    now = [*net.state_dict().values(), *(p.grad for p in trained), torch.get_rng_state()]
+    assert equal(now, expected)
+    assert [type(module) for module in net.modules()] == classes
+
+
+def test_without_outliers_no_product_stands_out() -> None:
+    """The control: what one exact product gains is then a small part of the error."""
+    gains = {}
+    for planted in (2, -1):
+        net = model(planted)
+        found = lpq.search(net, closures(net), recipes=["fp8-current"], time=ONE_EXACT, seconds=exact_products)
+        assert len(kept(found)) == 1
+        gains[planted] = 1 - found.error / found.uniform[0].error
+    assert gains[2] > 0.8 > 0.2 > gains[-1]
+
+
+def test_a_budget_of_error_leaves_out_what_is_too_much(tmp_path: Path) -> None:
+    """And the policy in its file is the one that was found."""
+    net = model()
+    found = lpq.search(net, closures(net), recipes=["fp8-current", "nvfp4"], error=0.06, seconds=exact_products)
+    assert ("2.layer", "fprop") in kept(found)
+    assert len(kept(found)) < 6
+    assert found.predicted_error <= 0.06
+    assert found.error == pytest.approx(found.predicted_error, rel=0.2)
+    assert "error of the gradients" in str(found)
+    found.write(tmp_path / "policy.toml")
+    policy = lpq.policy(tmp_path / "policy.toml")
+    assert policy == found.policy
+    lpq.convert(net, tmp_path / "policy.toml")
+    assert {name: net.get_submodule(name).recipe for name in found.choices} == {
+        name: one.recipe for name, one in found.choices.items()
+    }
+
+
+def test_a_recipe_is_a_budget_and_a_converted_model_is_as_before() -> None:
+    net = lpq.convert(model(-1), "mxfp8")
+    by_time = lpq.search(net, closures(net), recipes=["nvfp4"], time="nvfp4", seconds=exact_products)
+    assert {one.recipe for one in by_time.choices.values()} == {lpq.recipe("nvfp4")}
+    assert [rule.match for rule in by_time.policy.rules] == [("*",)]
+    by_error = lpq.search(net, closures(net), recipes=["nvfp4"], error="bf16", seconds=exact_products)
+    assert by_error.error == 0.0
+    products = set(itertools.product((f"{i}.layer" for i in range(LAYERS)), ("fprop", "dgrad", "wgrad")))
+    assert kept(by_error) == products - {("0.layer", "dgrad")}, "nobody computes the first layer's dgrad"
+    assert None in {rule.recipe for rule in by_error.policy.rules}
+    assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe("mxfp8")}
+
+
+def test_times_are_predicted_for_a_gpu() -> None:
+    """As ``lpq advise`` does; one that multiplies no codes leaves all in bf16."""
+    net = nn.Sequential(nn.Linear(2048, 2048, bias=False), nn.Linear(2048, 2048, bias=False))
+    x = torch.randn(16, 2048)
+    times = {}
+    for gpu in ("b200", "a100"):
+        found = lpq.search(
+            net,
+            lambda: net(x).square().mean().backward() or 0.0,
+            recipes=["mxfp8"],
+            error="mxfp8",
+            gpu=gpu,
+            tokens=1 << 16,
+        )
+        times[gpu] = found.seconds / sum(found.plain.values())
+    assert times["b200"] < 0.7
+    assert times["a100"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_but_for_a_step(seed: int) -> None:
+    """Beside all choices of three layers: none with as little error as the one before the last step is faster."""
+    draw = random.Random(seed)
+    layers = [
+        [Option(("a",), BF16, 1.0, 0.0), *(Option(("a",), BF16, draw.random(), draw.random()) for _ in range(4))]
+        for _ in range(3)
+    ]
+    every = [(sum(o.seconds for o in c), sum(o.square for o in c)) for c in itertools.product(*layers)]
+    slack = max(slow.seconds - fast.seconds for each in layers for slow, fast in itertools.pairwise(hull(each)))
+    for limit in (1.0, 1.5, 2.5):
+        chosen = under_time(layers, limit)
+        if (seconds := sum(o.seconds for o in chosen)) <= limit:
+            assert (
+                sum(o.square for o in chosen) <= min((s for t, s in every if t <= limit - slack), default=3.0) + 1e-12
+            )
+        else:
+            assert seconds == min(t for t, _ in every)
+        found = under_error(layers, limit)
+        assert sum(o.square for o in found) <= limit**2 + 1e-6
+    assert under_time(layers, 3.0) == under_error(layers, 0.0) == [each[0] for each in layers]
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    net = model()
+    given = closures(net)
+
+    def refused(kind: Any, match: str, model: Any = net, closures: Any = given, **options: Any) -> None:
+        with pytest.raises(kind, match=match):
+            lpq.search(model, closures, **{"time": 0.9, "seconds": exact_products, "recipes": ["nvfp4"], **options})
+
+    refused(OptionError, "search needs one budget", time=None)
+    refused(OptionError, "search needs one budget", error=0.1)
+    refused(OptionError, "search needs a batch", closures=[])
+    refused(OptionError, "time = 'mxfp8' is none of the recipes", time="mxfp8")
+    refused(OptionError, "time = -1: it must be a number from 0 on", time=-1)
+    refused(OptionError, "no choice among bf16, nvfp4 takes less than 0.500 of bf16's time", time=0.4)
+    refused(OptionError, "fp8-delayed remembers earlier steps for fprop.x", recipes=["fp8-delayed"])
+    refused(OptionError, "name one of h100", seconds=None)
+    refused(OptionError, "gpu = 'h10'.*did you mean 'h100'", seconds=None, gpu="h10")
+    plain = nn.Sequential(nn.LayerNorm(8))
+    refused(NumericsError, "reaches no linear layer of Sequential", plain, lambda: plain(torch.ones(4, 8)).sum())
+    refused(NumericsError, "the closures left no gradient", closures=[lambda: net(torch.ones(4, 64)).sum()])

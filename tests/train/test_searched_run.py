@@ -1,0 +1,70 @@
+"""``lpq search`` in what ``lpq train`` trained, and a run by the policy that it writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.commands import Command
+from training import MakeConfig
+
+import lpq
+import lpq.bench.search
+from lpq.train import run
+
+
+def test_a_run_is_searched_and_trained_by_the_policy(
+    tiny: MakeConfig, console: Console, tmp_path: Path, lpq_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a product in codes takes half of the time: these layers are too small to gain anything."""
+
+    def clock(card: Any, size: Any, recipe: Any) -> float:
+        return 3.0 if recipe is None else sum(1.0 if a.plain else 0.5 for a, _ in recipe.products.values())
+
+    monkeypatch.setattr(sys.modules["lpq.bench.search"], "predicted", clock)
+    config, policy = tiny(recipe="nvfp4", baseline=False), tmp_path / "policy.toml"
+    run(config, console)
+    given = ("search", config.out, "--recipe", "nvfp4", "--gpu", "b200", "--batches", 2, "--out", policy)
+    ended = lpq_command(*given, "--time", 0.75)
+    assert ended.status == 0, ended.err
+    assert "Products by layer" in ended.out
+    assert "this choice: 1.33 times as fast as bf16" in ended.out
+    assert f"written to {policy}, for lpq train --policy {policy}" in ended.out
+    texts = {rule.recipe for rule in lpq.policy(policy).rules}
+    assert len(texts) > 1
+    again = lpq_command(*given, "--time", 0.75)
+    assert (again.status, f"--out {policy} is there already" in again.err) == (2, True)
+    (tmp_path / "second.toml").write_text(policy.read_text())
+    policy.unlink()
+    assert lpq_command(*given, "--time", 0.75).status == 0
+    assert policy.read_text() == (tmp_path / "second.toml").read_text(), "the same random bits each time"
+    trained = run(tiny("by policy", policy=str(policy), baseline=False), console)
+    assert trained.outcomes[0].losses[0] > 0
+    policy.unlink()
+    neither = lpq_command(*given)
+    assert (neither.status, "search needs one budget" in neither.err) == (2, True)
+
+
+def test_the_baseline_of_a_run_is_searched(
+    tiny: MakeConfig, console: Console, tmp_path: Path, lpq_command: Command
+) -> None:
+    """And leaves all layers in bf16, where that is predicted to be fastest."""
+    config, policy = tiny(recipe="mxfp8", steps=1), tmp_path / "policy.toml"
+    baseline = run(config, console).outcomes[1].title
+    ended = lpq_command(
+        "search", Path(str(config.out)) / baseline, "--error", 1, "--gpu", "b200", "--batches", 1, "--out", policy
+    )
+    assert ended.status == 0, ended.err
+    assert [rule.recipe for rule in lpq.policy(policy).rules] == [None]
+
+
+def test_weights_that_are_stored_quantized_are_not_searched(
+    tiny: MakeConfig, console: Console, lpq_command: Command
+) -> None:
+    config = tiny(recipe="mxfp8", weights="quantized", steps=1, baseline=False)
+    run(config, console)
+    ended = lpq_command("search", config.out, "--time", "mxfp8", "--gpu", "b200")
+    assert (ended.status, "has weights that are stored quantized" in ended.err) == (2, True)
