@@ -118,7 +118,7 @@ def contenders(recipes: tuple[str, ...], compiled: bool, of: Stack) -> list[Cont
 def measure(
     layouts: Sequence[Layout], everyone: Sequence[Contender], shape: Stack, steps: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a step, tokens a second of all ranks, the most memory of one, the bytes it gathers, and the loss
+    """Milliseconds of a step, tokens a second of one model, the most memory of one, the bytes it gathers, and the loss
     after the last step; after each, so far."""
     peers = dist.new_group(backend="gloo")
     results: list[dict[str, Any]] = []
@@ -166,9 +166,8 @@ def _of(
     dist.all_gather_object(told, (timing.median, peak, loss), group=peers)
     slowest, most = max(time for time, _, _ in told), max(bytes_ for _, bytes_, _ in told)
     losses = [loss for _, _, loss in told if loss == loss]  # a rank without the last stage has none
-    together_ = shape.tokens * (dist.get_world_size() // layout.ranks)
     return {
-        "ms": slowest * 1e3, "tokens_per_second": together_ / slowest, "peak_bytes": most or None,
+        "ms": slowest * 1e3, "tokens_per_second": shape.tokens / slowest, "peak_bytes": most or None,
         "gathered_bytes": gathered, "loss": sum(losses) / len(losses), "failure": None,
     }  # fmt: skip
 

@@ -317,7 +317,7 @@ def parallel(result: Result) -> dict[str, Table]:
 
 
 def layouts(result: Result) -> dict[str, Table]:
-    """For each layout its contenders: milliseconds, tokens a second of all ranks and their ratio to bf16 (above 1 is
+    """For each layout its contenders: milliseconds, tokens a second of one model and their ratio to bf16 (above 1 is
     better), the most memory, the bytes gathered, and the loss beside the same contender's on one GPU."""
     rows: list[Result] = result["results"]
     found = {(row["layout"], name(row)): row for row in rows}
