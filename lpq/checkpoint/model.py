@@ -249,9 +249,11 @@ class Model:
 
     @torch.no_grad()
     def forget(self, memories: Mapping[str, Tensor]) -> None:
-        """Start these memories anew."""
+        """Start these memories anew. The others are filled."""
         for memory in memories.values():
             memory.zero_()
+        for _, layer in self.remembering():
+            layer.decide_fresh()
 
 
 def is_shared(model: object, replicas: bool = True) -> bool:

@@ -56,6 +56,9 @@ class GatheredLayer(Protocol):
     def weight_state(self) -> Mapping[str, Tensor] | None:
         """The statistics of the weight that the quantizer remembers across steps."""
 
+    def weight_is_fresh(self) -> bool:
+        """Whether that is empty, and the weight is encoded as it is measured."""
+
 
 class GatheredModel(Protocol):
     """The model of a weight, as far as a gather reads it."""
@@ -278,6 +281,8 @@ class Gather:
             if not state:
                 return self.spanning
             known = self._recall(None, state, None)
+            if self.layer.weight_is_fresh():
+                known = [None if k is None else s for k, s in zip(known, self.stats, strict=True)]
             if not self._known:  # launches are bound to where they lie
                 self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]
             pairs = [(own, k) for own, k in zip(self._known, known, strict=True) if own is not None and k is not None]

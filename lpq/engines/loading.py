@@ -310,4 +310,5 @@ def _remembers(layer: Layer, amax: Tensor) -> bool:
     if [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:
         return False
     remember(x, layer.states()["x"], [amax.to(layer.weight.device)], col=False)
+    layer.decide_fresh()
     return True

@@ -94,6 +94,8 @@ class Quantizer(Options):
     stochastic: bool | str = False
     """Whether ``encode_stochastic`` is called in place of ``encode``; a format may have several ways, each with a
     word."""
+    fresh: str = "recall"
+    """Where statistics come from while a layer's state is empty: ``"recall"`` reads it, ``"measure"`` measures."""
     unbiased: bool = False
     """Whether the mean of the decoded matrix, over all random bits, is the matrix. The conformance kit asks that of a
     format that says so, of the largest element of each block, too."""
@@ -277,6 +279,9 @@ def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> 
         cause = f"{quantizer}: {method} makes a new quantizer whenever it is called"
         remedy = "make it once, in a functools.cached_property, and return that; torch.compile cannot make one"
         raise _fault(quantizer, cause, remedy)
+    if side.fresh not in ("recall", "measure") or (side.fresh == "measure" and not side.state):
+        cause = f"{side} has fresh={side.fresh!r}" + (", and no state" if side.fresh == "measure" else "")
+        raise _fault(side, cause, "let it be 'measure' where there is a state, and 'recall' elsewhere")
     cls, again = type(side), [stat.name for stat in side.stats if stat.round == 2]
     if again and cls.measure_again is Quantizer.measure_again:
         cause = f"{side} measures {again[0]!r} in round 2, and {cls.__name__} has no measure_again(self, x, stats)"

@@ -149,3 +149,5 @@ def _remember(model: nn.Module, files: list[str]) -> None:
             with safe_open(path, "pt") as file:
                 for name in memories.keys() & set(file.keys()):
                     memories[name].copy_(file.get_tensor(name))
+    for _, layer in Model(model).remembering():
+        layer.decide_fresh()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lpq.distributed.alike import Comparison
     from lpq.distributed.model_check import ModelCheck
     from lpq.distributed.model_gathers import Gathering
+    from lpq.nn.fresh_states import FreshStates
     from lpq.nn.siblings import SharedInputs
     from lpq.nn.stages import Stages
     from lpq.nn.wanted import Accumulate
@@ -34,6 +35,9 @@ class ConvertedModel:
     fsdp: Gathering | None = None
     """The weights that FSDP2 gathers quantized, if ``lpq.convert(…, weights=…)`` prepared some."""
 
+    fresh: FreshStates | None = None
+    """The layers that have states which no step has moved, if their quantizers measure then."""
+
     def changes_together(self, device: torch.device, traced: bool) -> Comparison | None:
         """Return the comparison that ranks make if one was to change the recipe of a layer alone, where what travels
         depends on it and no pass would show it; None: ranks may change it one by one. ``device``: the device of the
@@ -49,4 +53,4 @@ class ConvertedModel:
                 compared.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "stages": None, "check": None}
+        return {**vars(self), "stages": None, "check": None, "fresh": None}

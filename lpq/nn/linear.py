@@ -154,7 +154,7 @@ class Layer(WeightedLayer):
                 input.shape, input.dtype, input.layout, input.device, weight.shape, weight.dtype, weight.device,
                 None if bias is None else (bias.shape, bias.dtype, bias.device), dtype,
                 grad and input.requires_grad, grad and weight.requires_grad, type(weight), held, given,
-                arrives, kernels_allowed(),
+                arrives, kernels_allowed(), self.passes.fresh,
             )  # fmt: skip
         except (AttributeError, RuntimeError):  # it has no shape
             check(self, input, weight)
@@ -165,6 +165,8 @@ class Layer(WeightedLayer):
         epoch, calls = self.passes.calls
         call: LayerCall | None = calls.get(key) if epoch is registry.epoch() else None
         if call is None:
+            if self.passes.fresh and not (self.passes.called or self.passes.traced):
+                self.decide_fresh()  # others may have filled its states
             calls = self.passes.bound_calls()
             check(self, input, weight)
             if check_of_ranks is None and grad:
@@ -188,7 +190,7 @@ class Layer(WeightedLayer):
         return Shapes(
             rows, features, outputs, input.dtype, weight.dtype, dtype, weight.dtype, input.device,
             grad and input.requires_grad, grad and weight.requires_grad, held or isinstance(weight, QuantizedTensor),
-            given,
+            given, fresh=self.passes.fresh,
         )  # fmt: skip
 
     def with_all(self, call: LayerCall, input: Tensor, weight: Tensor, held: HeldWeight | None = None) -> LayerCall:
@@ -231,6 +233,10 @@ class Layer(WeightedLayer):
         """The state of the weight's quantizer, if it has one."""
         return self.states().get("w")
 
+    def weight_is_fresh(self) -> bool:
+        """Whether that state is empty, and the weight is encoded as it is measured."""
+        return "w" in self.passes.fresh
+
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 uses it, once it shards the layer."""
         if self.gather is None or self.model.fsdp is None:
@@ -256,7 +262,8 @@ class Layer(WeightedLayer):
             weight: Tensor = self.weight.t() if self.transposed else self.weight
             given = weight_operands(plan, self.weight, None, col=True)
             if given is None:
-                row, col, stats = encode_operands(plan.w, weight, state=state)
+                fresh = "w" in self.passes.fresh
+                row, col, stats = encode_operands(plan.w, weight, state=None if fresh else state, measures=fresh)
                 assert row is not None
                 assert col is not None
                 given = row.tensors(), col.tensors()

@@ -139,8 +139,9 @@ class Multiplication(torch.autograd.Function):
             (of_x, of_w), seeds = step.exchange((values, weight), (of_x, of_w), seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if watch is not None:
-            watch.tell("x", values, plan.x, states.get("x"), x_seed, ends)
-            watch.tell("w", weight, plan.w, states.get("w"), w_seed)
+            read = {tensor: state for tensor, state in states.items() if tensor not in shapes.fresh}
+            watch.tell("x", values, plan.x, read.get("x"), x_seed, ends)
+            watch.tell("w", weight, plan.w, read.get("w"), w_seed)
         if operands is not None:
             x_row, x_col = operands
             x_stats = () if call.encoded_by is None else call.encoded_by.measured
@@ -282,7 +283,8 @@ def _gradients(
     seed = saved[fourth] if plan.stochastic else None
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
     if call.watch is not None:
-        call.watch.tell("dy", dy, plan.dy, state, seed, _ends(ctx, saved))
+        read = None if "dy" in shapes.fresh else state
+        call.watch.tell("dy", dy, plan.dy, read, seed, _ends(ctx, saved))
     x_col: Any = saved[:first]
     begin, later = (None, None) if step.x is None or step.wgrad is None else (step.x.begin, step.x.later)
     column = None if begin is None else ctx.column

@@ -117,7 +117,7 @@ def multiply_parts(
                 input.shape, input.dtype, input.layout, input.device, type(input), getattr(input, "placements", None),
                 weight.shape, weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype,
                 needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
-                can_bypass_dispatcher(local),
+                can_bypass_dispatcher(local), layer.passes.fresh,
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
@@ -262,7 +262,7 @@ def _mesh_pass(
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded, None if compiling else kernels_allowed(), parts=parts,
+        encoded, None if compiling else kernels_allowed(), parts=parts, fresh=layer.passes.fresh,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 

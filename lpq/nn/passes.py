@@ -22,10 +22,12 @@ class Passes:
 
     def __init__(
         self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False,
-        borrowed: tuple[str, ...] = (),
+        borrowed: tuple[str, ...] = (), fresh: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.recipe, self.plan, self.borrowed = recipe, plan, borrowed
         """The names of the buffers that it shares with another layer, whose they are (``lpq/nn/shared_states.py``)."""
+        self.fresh = fresh
+        """The tensors whose empty states are not recalled (``lpq/nn/fresh_states.py``)."""
         self.withheld = ""
         """The recipe that this rank was to change to without the others, in words."""
         self.held: HeldWeight | None = None
@@ -69,4 +71,4 @@ class Passes:
         return calls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self.recipe, self.plan, self.traced, self.borrowed)
+        return Passes, (self.recipe, self.plan, self.traced, self.borrowed, self.fresh)

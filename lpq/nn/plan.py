@@ -12,6 +12,7 @@ from torch import nn
 from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.states import measures_fresh
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Plan:
     """The tensors that have buffers."""
     moving: tuple[str, ...]
     """The tensors that have buffers which a step changes."""
+    fresh: tuple[str, ...]
+    """The tensors that are measured, and of which nothing is recalled, while their buffers are empty."""
     shares: bool
     """Whether all layers with the same static values encode an input alike, and encoding it is not free."""
     keeps_input: bool
@@ -105,7 +108,11 @@ class Plan:
         remembered = tuple(dict.fromkeys(memory.tensor for memory in kept))
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
         turns = any(map(_is_turned, tensors))
-        return cls(*tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, shares, *keeps, *of)
+        named = zip(TENSORS, tensors, strict=True)
+        fresh = tuple(tensor for tensor, quantizer in named if measures_fresh(quantizer))
+        return cls(
+            *tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, fresh, shares, *keeps, *of
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

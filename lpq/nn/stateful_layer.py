@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from lpq import recipes
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.former_layers import as_now
+from lpq.nn.fresh_states import FreshStates, decide
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes.gemms import TENSORS
 from lpq.registry.warning import deprecate
+from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
+from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.alike import Comparison
@@ -54,11 +57,13 @@ class StatefulLayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""
         super().__setstate__(as_now(self, state))  # type: ignore[no-untyped-call]
+        self.watch_fresh()
 
     def join(self, model: ConvertedModel) -> None:
         """Make it a layer of this model."""
         self.model = model
         self.passes.forget()
+        self.watch_fresh()
 
     @property
     def title(self) -> str:
@@ -110,6 +115,8 @@ class StatefulLayer(nn.Module):
         for memory in self.state_buffers():
             fresh = getattr(plan, memory.tensor).new_state(next(self.parameters()).device)
             self.register_buffer(memory.name, self.place_for(fresh[memory.key]))
+        self.passes.fresh = plan.fresh if plan is not None else ()
+        self.watch_fresh()
 
     def why_unfit(self, plan: Plan) -> str | None:
         """Why this layer cannot do what a recipe plans; None if it can."""
@@ -147,6 +154,27 @@ class StatefulLayer(nn.Module):
             ModelCheck.give(self)
         if self.model.check is not None:
             self.model.check.in_pass()
+
+    @property
+    def stores_weight(self) -> bool:
+        """Whether its weight is stored quantized."""
+        weight = self._parameters.get("weight")
+        return weight is not None and isinstance(local_part(weight), QuantizedTensor)
+
+    def watch_fresh(self) -> None:
+        """Have steps of optimizers end the time in which this layer has fresh states, if it has. No pass does so, as
+        compiled code may be another layer's."""
+        if not self.passes.fresh:
+            return
+        if self.model.fresh is None:
+            self.model.fresh = FreshStates()
+        self.model.fresh.add(self)
+
+    def decide_fresh(self) -> None:
+        """Find out which states are fresh: others may have filled them."""
+        if self.passes.plan is not None and self.passes.plan.fresh:
+            decide([self])
+            self.watch_fresh()
 
     def state_buffers(self) -> tuple[LayerBuffer, ...]:
         """The buffers of its present recipe."""
@@ -192,6 +220,7 @@ class StatefulLayer(nn.Module):
                 fresh = memory.is_meta and device.type != "meta"
                 setattr(self, name, torch.zeros_like(memory, device=device) if fresh else memory.zero_())
         self.passes.forget()
+        self.decide_fresh()
         others = tuple(f"{prefix}{owner}_" for owner in self.owners)
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 

@@ -73,6 +73,8 @@ class Shapes(NamedTuple):
     """Whether a tracer or a mode watches, so that operators encode and multiply."""
     arrived: bool = False
     """Whether the gradient of the result arrives encoded."""
+    fresh: tuple[str, ...] = ()
+    """The tensors that have states, and are measured in place of them."""
 
 
 class Step(NamedTuple):
@@ -159,20 +161,28 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
 
 def input_wanted(plan: Plan, shapes: Shapes) -> Wanted:
     """How the input of a layer is encoded, not in exact forms."""
-    matrix, remembers = (shapes.rows, shapes.features), "x" in plan.remembered
-    return Wanted(plan.x, matrix, shapes.x, shapes.device, True, shapes.needs_dw, remembers)
+    wanted = Wanted(plan.x, (shapes.rows, shapes.features), shapes.x, shapes.device, True, shapes.needs_dw)
+    return _by_state(wanted, "x", plan, shapes)
 
 
 def weight_wanted(plan: Plan, shapes: Shapes) -> Wanted:
     """How the weight of a layer is encoded, not in exact forms."""
-    matrix, remembers = (shapes.outputs, shapes.features), "w" in plan.remembered
-    return Wanted(plan.w, matrix, shapes.weight, shapes.device, True, shapes.needs_dx, remembers, at_hand=True)
+    matrix, needs_dx = (shapes.outputs, shapes.features), shapes.needs_dx
+    wanted = Wanted(plan.w, matrix, shapes.weight, shapes.device, True, needs_dx, at_hand=True)
+    return _by_state(wanted, "w", plan, shapes)
 
 
 def gradient_wanted(plan: Plan, shapes: Shapes) -> Wanted:
     """How the gradient of the result of a layer is encoded, not in exact forms."""
-    matrix, remembers = (shapes.rows, shapes.outputs), "dy" in plan.remembered
-    return Wanted(plan.dy, matrix, shapes.dtype, shapes.device, shapes.needs_dx, shapes.needs_dw, remembers)
+    matrix, wanted = (shapes.rows, shapes.outputs), (shapes.needs_dx, shapes.needs_dw)
+    return _by_state(Wanted(plan.dy, matrix, shapes.dtype, shapes.device, *wanted), "dy", plan, shapes)
+
+
+def _by_state(wanted: Wanted, tensor: str, plan: Plan, shapes: Shapes) -> Wanted:
+    """The same encoding by the state of a tensor, if it has one, or by what is measured for a fresh state."""
+    if tensor in shapes.fresh:
+        return wanted._replace(measures=True)
+    return wanted._replace(remembers=True) if tensor in plan.remembered else wanted
 
 
 def _encoder(encoder: BindEncoder, wanted: Wanted, keeps: bool) -> Encoder:

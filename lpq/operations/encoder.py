@@ -192,7 +192,7 @@ def first_of(wanted: Wanted) -> Wanted:
     """The encoding of the row operand, of which the column operand is made. It is measured, too, if the state of either
     operand moves."""
     row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
-    measures = wanted.remembers and moves(wanted.quantizer, row, col)
+    measures = wanted.measures or (wanted.remembers and moves(wanted.quantizer, row, col))
     return wanted._replace(row=True, col=False, later=False, measures=measures)
 
 
@@ -239,22 +239,23 @@ def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     draws, ends = rounds_stochastically(quantizer), int(wanted.sections is not None and not wanted.sections.stack)
     turned = not backward and bool(col.stochastic) and shared(row, col)  # those random bits are the row operand's
     keys = tuple(quantizer.new_state("meta")) if wanted.remembers else ()
-    moving = wanted.remembers and moves(quantizer, row, col)  # the statistics of both operands are measured now
+    # The statistics of both operands are measured now.
+    moving = wanted.measures or (wanted.remembers and moves(quantizer, row, col))
     wanted = wanted._replace(later=False)
     same = _measured_once(row, col) if wanted.sections is None else row is not None and same_amaxes(row, col)
     once = same and not (keys or ends) and quantizer.col_source == "original"
-    first = encoder(wanted._replace(col=moving, measures=once, exact=(forward, False)))
+    first = encoder(wanted._replace(col=moving, measures=once or wanted.measures, exact=(forward, False)))
     given = (True,) * len(col.stats) if once else ()
-    second = encoder(wanted._replace(row=turned, given=given, exact=(False, backward)))
+    second = encoder(wanted._replace(row=turned, given=given, measures=False, exact=(False, backward)))
 
     def encode(x: Tensor, known: Known, seed: Tensor | None, *offs: Tensor) -> Encoded:
         # A compiler merges equal operators, and no operators that are given different seeds.
         needed = not traced or wanted.always_takes_seed or (row is not None and row.stochastic)
         of_row, _, stats = first.encode(x, known, seed if needed else None, *offs)
-        then = [known[key].clone() for key in keys] if keys else stats
+        then = [known[key].clone() for key in keys] if keys else stats if once else ()
         drawn = (seed,) if draws and seed is not None else ()
         # A later write to x, if it is traced too, would change what backward reads. Inductor takes the copy away.
-        return of_row, (x.clone() if traced else x, *offs, *drawn, *then), stats if keys else ()
+        return of_row, (x.clone() if traced else x, *offs, *drawn, *then), stats if moving else ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         offs, rest = kept[1 : 1 + ends], kept[1 + ends :]

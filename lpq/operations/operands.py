@@ -40,16 +40,18 @@ def encode_operands(
     state: State | None = None,
     seed: Tensor | None = None,
     offset: int = 0,
+    measures: bool = False,
 ) -> Operands:
     """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
     leaves them, which may be column by column: ``Storage.row_major`` is for operands that are kept.
 
     ``group``: ``x`` is one of equal shards along dimension 0, whose ranks are in this group. ``x`` may be a stack of
-    matrices.
+    matrices. ``measures``: its statistics are returned though there is no state.
     """
     check_input(x)
     *count, rows, cols = x.shape
-    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, offset=offset)
+    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, measures=measures)
+    wanted = wanted._replace(offset=offset)
     if count:
         wanted = wanted._replace(sections=Sections(count[0], stack=True, at_once=False))
     if group is None or group.size() == 1:

@@ -127,7 +127,7 @@ def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *,
     if not wanted.remembers and not any(map(spans, needed)):
         return PartEncoder(_placed(bind, wanted, cut))
     recalled = recalls(quantizer, row, col) if wanted.remembers else (False,) * len(needed)
-    measures = wanted.remembers and (wanted.measures or moves(quantizer, row, col))
+    measures = wanted.measures or (wanted.remembers and moves(quantizer, row, col))
     apart = any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
     if measures and not apart:  # encoding measures on the way, if it does so once for the part
         apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and _draws(row, col))

@@ -69,6 +69,13 @@ def moves(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) ->
     return any(branch.moves for _, branch in _branches(quantizer, row, col))
 
 
+def measures_fresh(quantizer: Quantizer) -> bool:
+    """Whether a layer measures, and recalls nothing, while its state of a tensor is empty. The states of both
+    directions, where each has its own, must be such."""
+    remembering = [branch for branch in quantizer.state_branches().values() if branch.state]
+    return bool(remembering) and all(branch.moves and branch.fresh == "measure" for branch in remembering)
+
+
 def remember(
     quantizer: Quantizer,
     state: State,

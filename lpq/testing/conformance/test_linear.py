@@ -11,6 +11,7 @@ from lpq.formats import Quantizer
 from lpq.nn import Linear
 from lpq.operations import gemm
 from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.states import measures_fresh
 from lpq.tensor import QuantizedTensor, quantize
 from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import normal, recipe_of
@@ -29,7 +30,8 @@ def layer_and_data(quantizer: Quantizer) -> tuple[Linear, Tensor, Tensor]:
 
 def operands(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
     """Encode a tensor as a layer does in its first step."""
-    return quantize(quantizer, x.detach(), state=quantizer.new_state() or None)
+    state = None if measures_fresh(quantizer) else quantizer.new_state() or None
+    return quantize(quantizer, x.detach(), state=state)
 
 
 def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:

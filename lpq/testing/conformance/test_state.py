@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
+from lpq.operations.encoder import Wanted, bind_encoder, through_operators
 from lpq.operations.measuring import measure_reference
 from lpq.operations.operands import encode_operands
 from lpq.operations.quantizing import quantize
 from lpq.operations.sides import declared
-from lpq.operations.states import recalls
+from lpq.operations.states import measures_fresh, recalls, remember
 from lpq.testing.conformance.test_layout import check_buffers
 from lpq.testing.expect import same, same_operand, there
 from lpq.testing.operands import SEED, encode, measure, normal
@@ -140,6 +141,27 @@ def test_values_beyond_what_is_remembered_saturate(quantizer: Quantizer) -> None
                     f"{side}: {value:.3g}, beyond the {top:.3g} that its state remembers, comes back as {got:.3g}; "
                     "it must saturate with its sign: clamp to the range of the codes before you cast"
                 )
+
+
+@only(measures_fresh, "measures while its state is empty")
+def test_a_fresh_state_is_measured(quantizer: Quantizer) -> None:
+    """With ``fresh = "measure"`` a first step encodes as without a state, by kernels and by operators, and remembers
+    what it measured."""
+    x, seed, whole = normal(24, 40), torch.tensor(SEED), encode_operands(quantizer, normal(24, 40))
+    wanted = Wanted(quantizer, (24, 40), x.dtype, x.device, measures=True)
+    recalled = quantizer.new_state()
+    remember(quantizer, recalled, encode_operands(quantizer, x, state=recalled).measured)
+    for bind in (bind_encoder, through_operators):
+        encoder, state = bind(wanted), quantizer.new_state()
+        of_row, of_col, measured = encoder.encode(x, None, seed)
+        for operand, buffers, other in ((encoder.row, of_row, whole.row), (encoder.col, of_col, whole.col)):
+            made = there(operand, f"{quantizer}: an operand").over(buffers)
+            same_operand(made, there(other, f"{quantizer}: an operand"), f"{quantizer}, in its first step")
+        remember(quantizer, state, [*measured])
+        for key, value in state.items():
+            assert value.any(), f"{quantizer}: {key} is empty after the first step"
+            if quantizer.col_source == "original":
+                same(value, recalled[key], f"{quantizer}: {key} after the first step")
 
 
 @only(

@@ -40,6 +40,9 @@ class FP8Quantizer(Quantizer):
     """The number of powers of two by which the next tensor may exceed the amax that ``delayed`` remembers."""
     algo: Literal["max", "most_recent"] = "max"
     """Which amax ``delayed`` takes from its history. If the amax is 0 or not finite, the scale does not change."""
+    fresh: Literal["recall", "measure"] = "recall"
+    """The amax with which ``delayed`` encodes before the first step, while it remembers none: ``recall`` takes the
+    empty history as it is, for a scale of 1, and ``measure`` the amax of the tensor itself."""
     static: bool = False
     """The scale of a tensor comes from an amax that calibration found."""
 
@@ -47,6 +50,9 @@ class FP8Quantizer(Quantizer):
         super().__post_init__()
         if self.history < 1:
             raise OptionError.invalid(type(self).__name__, "history", self.history, "at least 1")
+        if self.fresh == "measure" and self.scaling != "delayed":
+            needs = "'recall' but for scaling=delayed, which alone remembers amaxes"
+            raise OptionError.invalid(type(self).__name__, "fresh", self.fresh, needs)
         if abs(self.margin) > 127:
             raise OptionError.invalid(type(self).__name__, "margin", self.margin, "from -127 to 127")
 

@@ -1,0 +1,84 @@
+"""The first steps of layers whose quantizers measure as long as their state is empty (``Quantizer.fresh``).
+
+Whether the state of a tensor is empty is decided on the host, as a pass is bound to the answer: a layer has the names
+of these tensors in ``passes.fresh``. They stay there through all passes before the first step of an optimizer, whether
+these are of one batch, of several that accumulate, or of an evaluation, and whether code is compiled or not. After the
+step, when ranks have combined their states, values decide: a state that nothing has moved stays fresh. Values decide,
+too, when states are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.operations.reduce_statistics import Reductions
+from lpq.torch_private.tensors import local_part
+
+if TYPE_CHECKING:
+    from lpq.nn.passes import Passes
+
+
+class Remembering(Protocol):
+    """A layer, as far as it is read here."""
+
+    passes: Passes
+
+    @property
+    def stores_weight(self) -> bool:
+        """Whether its weight is stored quantized."""
+
+    def states(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The state of each tensor that has one."""
+
+
+class FreshStates(Watcher):
+    """The layers of a model that have fresh states, until steps of optimizers have moved these."""
+
+    def __init__(self) -> None:
+        self._layers: WeakSet[Remembering] = WeakSet()
+        steps().call(self)
+
+    def add(self, layer: Remembering) -> None:
+        """Have the states of this layer looked at after steps."""
+        self._layers.add(layer)
+
+    def concerns(self, params: Mapping[int, Tensor]) -> bool:
+        """Whether an optimizer is of interest: each is, as the weight of a frozen layer is in none."""
+        return True
+
+    def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        """Decide anew once ranks have combined their states."""
+        if self._layers:
+            reductions.afterwards(self._decide)
+
+    def _decide(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        decide([*self._layers])
+        self._layers = WeakSet(layer for layer in self._layers if layer.passes.fresh)
+
+
+@torch.no_grad()
+def decide(layers: Sequence[Remembering]) -> None:
+    """Decide by the values of their states which tensors of these layers are fresh."""
+    found: dict[torch.device, list[tuple[Remembering, str, Tensor]]] = {}
+    for layer in layers:
+        plan = layer.passes.plan
+        layer.passes.fresh = plan.fresh if plan is not None else ()
+        for tensor, state in layer.states().items() if layer.passes.fresh else ():
+            values = [local_part(memory).flatten() for memory in state.values()]
+            if tensor == "w" and layer.stores_weight:  # it is encoded where it is written, and not by its state
+                layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)
+            elif tensor in layer.passes.fresh and not values[0].is_meta:
+                found.setdefault(values[0].device, []).append((layer, tensor, torch.cat(values).any()))
+    for states in found.values():
+        for (layer, tensor, _), moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):
+            if moved:
+                layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)

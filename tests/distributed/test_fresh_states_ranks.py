@@ -1,0 +1,102 @@
+"""The first step with ``fresh=measure`` on several ranks: it has the bytes of a recipe that measures each tensor, under
+tensor parallelism and where FSDP2 gathers weights, and all ranks end it together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import fully_shard, mesh_of, on_ranks
+from support.comparing import equal
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import lpq
+from lpq.distributed import tensor_parallel as tp
+from lpq.optim import MasterWeights
+
+FRESH = "scaling=delayed, history=3, fresh=measure"
+STATE = "scaling=delayed, history=3"
+FORMS = {
+    "alike": "x=fp8({0}), w=fp8({0}), dy=fp8({0})",
+    "sides": "x=hybrid(row=fp8({0}), col=fp8({0})), w=hybrid(row=mxfp8, col=fp8({0})), dy=fp8({0})",
+    "of_row": "x=hybrid(row=fp8({0}), col=fp8({0}), col_source=row), w=fp8({0}), dy=fp8({0})",
+}
+Prepare = Callable[[Any], nn.Module]
+
+
+def _batch(rank: int, number: int) -> Tensor:
+    """The values of rank 1 are larger."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * number + rank)) * 1e-3 * 4**rank
+    return x.requires_grad_()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _train(recipe: str, weights: Any, prepare: Prepare, rank: int, steps: int) -> tuple[list[Tensor], set[Any]]:
+    torch.manual_seed(0)
+    own: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    net = prepare(lpq.convert(own, recipe, weights=weights))
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    if weights == "quantized":
+        optimizer = MasterWeights(optimizer)
+    found: list[Tensor] = []
+    for step in range(steps):
+        for part in range(2):
+            x = _batch(rank, 2 * step + part)
+            y = net(x)
+            (y.square().sum() * 1e-4).backward()
+            assert x.grad is not None
+            found += [_local(y.detach()).clone(), x.grad.clone()]
+        found += [_local(p.grad).clone() for p in net.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {own[i].passes.fresh for i in (0, 2)}
+
+
+def _columns_and_rows(net: Any) -> nn.Module:
+    return parallelize_module(net, mesh_of(), {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
+
+
+def _sequences(net: Any) -> nn.Module:
+    shared = {"0": tp.ColwiseParallel(input_layouts=Shard(0)), "2": tp.RowwiseParallel(output_layouts=Shard(0))}
+    return parallelize_module(net, mesh_of(), shared)
+
+
+def _replicated(net: Any) -> nn.Module:
+    return DistributedDataParallel(net, broadcast_buffers=False)
+
+
+def _units(net: Any) -> nn.Module:
+    for layer in (net[0], net[2]):
+        fully_shard(layer)
+    return fully_shard(net)  # type: ignore[no-any-return]
+
+
+def _kept(net: Any) -> nn.Module:
+    return fully_shard(net, reshard_after_forward=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("weights", "prepare"),
+    [
+        (None, _columns_and_rows), (None, _sequences), (None, _replicated), (None, _units),
+        ("high_precision", _units), ("high_precision", _kept), ("quantized", _units),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_the_first_step_is_measured(rank: int, weights: Any, prepare: Prepare, form: str) -> None:
+    same = 0 if prepare in (_columns_and_rows,) else rank  # ranks have the same input there
+    found = [_train(FORMS[form].format(how), weights, prepare, same, 1) for how in (FRESH, "", STATE)]
+    assert equal(found[0][0], found[1][0])
+    assert not equal(found[0][0], found[2][0])
+    later, fresh = _train(FORMS[form].format(FRESH), weights, prepare, same, 3)
+    assert fresh == {()}
+    assert not equal(later, _train(FORMS[form].format(""), weights, prepare, same, 3)[0])
