@@ -89,7 +89,7 @@ class SearchResult:
         return Policy(tuple(rules), LEAVE)
 
     def write(self, path: str | Path) -> None:
-        """Write the policy to a TOML file, for ``lpq.convert`` and ``lpq train --policy``."""
+        """Write the policy to a TOML file, for ``lpq.convert`` and ``python -m lpq train --policy``."""
         said = "".join(f"# {line}\n" for line in self.summary().splitlines())
         Path(path).write_text(f"# made by lpq.search\n{said}\n{self.policy.to_toml()}", encoding="utf-8")
 

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import torch
-from snippets import ROOT
+from snippets import PAGES, ROOT, TYPED
 
 import lpq
 from lpq import registry
+from lpq.__main__ import COMMANDS
 from lpq.cli.memory import WAYS, counted
 from lpq.cli.shapes import SHAPES
 from lpq.distributed.shardability import operand_bytes
@@ -81,3 +82,29 @@ def test_something_is_quoted() -> None:
 @pytest.mark.parametrize("words", QUOTED)
 def test_the_words_are_those_of_the_library(words: str, source: str) -> None:
     assert words in source
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+COMMAND = re.compile(rf"(?:python )?-m lpq\b|\blpq (?:{'|'.join(map(re.escape, COMMANDS))})\b")
+
+
+def first_command(text: str) -> str:
+    """The first place in the text where a command of lpq is named; a comment and a heading, which the menu shows, are
+    none."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    found = COMMAND.search(re.sub(r"^#.*$", "", text, flags=re.MULTILINE))
+    return found[0] if found else ""
+
+
+def test_a_page_names_the_command_first_as_it_works_anywhere() -> None:
+    """``lpq`` alone is the printer queue of CUPS on many machines."""
+    first = {page.relative_to(ROOT).as_posix(): first_command(page.read_text()) for page in PAGES}
+    assert sum(bool(command) for command in first.values()) > 20
+    assert {page: command for page, command in first.items() if command.startswith("lpq")} == {}
+
+
+def test_a_command_that_is_named_in_short_first_is_noticed() -> None:
+    assert first_command(f"# lpq train\n\n<!-- help of lpq train --> `lpq doctor`, `{TYPED}doctor`") == "lpq doctor"
+    assert first_command(f"`{TYPED}doctor`, then `lpq doctor`") == "python -m lpq"
+    assert first_command("lpq trains models by lpq.train") == ""
