@@ -1,0 +1,97 @@
+"""Numbers in sentences of the first pages are those of the results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import stored, tables
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    name: " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/index.md", "docs/performance.md")
+}
+FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    return stored.load(stored.FOLDER)
+
+
+def said(page: str, sentence: str) -> tuple[str, ...]:
+    """The numbers in place of the ``#`` of a sentence that a page must have, once."""
+    pattern = re.escape(sentence).replace("\\#", r"(\d+\.\d+)")
+    (found,) = re.finditer(pattern, PAGES[page])
+    return found.groups()
+
+
+def of(result: dict[str, Any], reading: str, name: str) -> float:
+    (row,) = [row for row in result["results"] if tables.name(row) == name]
+    return float(row[reading])
+
+
+def ratio(result: dict[str, Any], reading: str, one: str, other: str) -> str:
+    return f"{of(result, reading, one) / of(result, reading, other):.2f}"
+
+
+def test_the_llama_of_the_first_pages(results: dict[str, dict[str, Any]]) -> None:
+    llama = results["llama-h100"]
+    plain = ratio(llama, "tokens_per_second", "lpq fp8-current", "bf16")
+    compiled = ratio(llama, "tokens_per_second", "lpq fp8-current, compiled", "bf16, compiled")
+    memory = ratio(llama, "peak_bytes", "lpq fp8-current, compiled", "bf16, compiled")
+    sentence = (
+        "trains # times as fast as in bf16 with `fp8-current`; where both are compiled, # times as fast and in # of the"
+    )
+    assert said("README.md", sentence) == (plain, compiled, memory)
+    sentence = "trains # times as fast as in bf16 with `fp8-current`, both compiled, and in # of the memory"
+    assert said("docs/index.md", sentence) == (compiled, memory)
+    sentence = "trains # times as fast with `fp8-current`, and # times where both are compiled"
+    assert said("docs/performance.md", sentence) == (plain, compiled)
+
+
+def test_the_gain_of_fused_blocks(results: dict[str, dict[str, Any]]) -> None:
+    fused = results["llama-h100-fused"]
+    assert said("README.md", "the Llama above trains # times as fast as bf16 compiled") == (
+        ratio(fused, "tokens_per_second", "lpq fp8-current, fused", "bf16, compiled"),
+    )
+    plain, own, compiled = (
+        of(fused, "tokens_per_second", f"lpq fp8-current{how}") for how in ("", ", fused", ", compiled")
+    )
+    assert "give two thirds of what one gives" in PAGES["docs/performance.md"]
+    assert (own - plain) / (compiled - plain) == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_the_range_of_single_layers(results: dict[str, dict[str, Any]]) -> None:
+    wide: list[float] = []
+    narrow: dict[str, float] = {}
+    for shape in results["linear-h100"]["shapes"]:
+        ms = {tables.name(row): row["ms"] for row in shape["results"]}
+        gains = {recipe: ms[f"lpq {recipe}"] / ms["bf16"] for recipe in FP8}
+        if shape["inputs"] * shape["outputs"] == 4096**2:
+            narrow = gains
+        else:
+            wide += gains.values()
+    page = "docs/performance.md"
+    assert said(page, "a layer by itself takes # to # of bf16's time in FP8") == (
+        f"{min(wide):.2f}",
+        f"{max(wide):.2f}",
+    )
+    first, low, high = said(
+        page, "only `fp8-current` is faster than bf16 (#); the other FP8 recipes take # to # of its"
+    )
+    assert first == f"{narrow.pop('fp8-current'):.2f}"
+    assert (low, high) == (f"{min(narrow.values()):.2f}", f"{max(narrow.values()):.2f}")
+
+
+def test_a_number_that_is_not_the_results_is_noticed(
+    results: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = PAGES["docs/index.md"].replace("trains 1.", "trains 2.")
+    assert other != PAGES["docs/index.md"]
+    monkeypatch.setitem(PAGES, "docs/index.md", other)
+    with pytest.raises(AssertionError):
+        test_the_llama_of_the_first_pages(results)
