@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import mesh_of, on_ranks
+from ranks import mesh_of, on_one, on_ranks
 from support import small_models
 from support.comparing import equal
 from test_tensor_parallel import held_groups
@@ -87,11 +87,7 @@ def as_one(
     backward: Callable[[Tensor, Tensor], object] = Tensor.backward,
 ) -> None:
     """Each rank has its rows of what one process makes of those of all, and the same gradients of its experts."""
-    alone = Experts(recipe, device, bias)
-    x, dy, ends = (_on(device, tensor) for tensor in of_all(range(ranks)))
-    x.requires_grad_()
-    expected = alone(x, ends)
-    expected.backward(dy)
+    (expected, dx, ends), stacks = on_one(_one_process, ranks, recipe, device, bias)
     mesh = mesh_of(device=device)
     model = parallelize_module(Experts(recipe, device, bias), mesh, ExpertParallel(dispatch=dispatch))
     own, gradient, offs = (_on(device, tensor) for tensor in rows(rank))
@@ -100,15 +96,26 @@ def as_one(
         y = model(own, offs)
     backward(y, gradient)
     count = len(own) - BEHIND
-    assert equal([y[:count]], [mine_of(expected, ends, rank, ranks)], nan=True)
+    assert equal([y[:count]], [_on(device, mine_of(expected, ends, rank, ranks))], nan=True)
     assert not y[count:].any()
     assert own.grad is not None
-    assert x.grad is not None
-    assert equal([own.grad[:count]], [mine_of(x.grad, ends, rank, ranks)], nan=True)
+    assert equal([own.grad[:count]], [_on(device, mine_of(dx, ends, rank, ranks))], nan=True)
     assert not own.grad[count:].any()
-    for (name, whole), part in zip(alone.named_parameters(), model.parameters(), strict=True):
+    for (name, part), whole in zip(model.named_parameters(), stacks, strict=True):
         assert local_part(part.grad).shape[0] == EXPERTS // ranks
-        assert equal([local_part(part.grad)], [whole.grad.chunk(ranks)[rank]], nan=True), name
+        assert equal([local_part(part.grad)], [_on(device, whole.chunk(ranks)[rank])], nan=True), name
+
+
+def _one_process(ranks: int, recipe: str | None, device: str, bias: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Results, gradients and ends of the rows of all ranks; and the gradients of all experts. All lie on the CPU."""
+    model = Experts(recipe, device, bias)
+    x, dy, ends = (_on(device, tensor) for tensor in of_all(range(ranks)))
+    y = model(x.requires_grad_(), ends)
+    y.backward(dy)
+    assert x.grad is not None
+    return [t.detach().cpu() for t in (y, x.grad, ends)], [
+        p.grad.cpu() for p in model.parameters() if p.grad is not None
+    ]
 
 
 MX = "x=hybrid(row=mxfp8, col=mxfp8, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col=mxfp8, col_source=row)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, of_all, on_ranks
+from ranks import fully_shard, of_all, on_one, on_ranks
 from sharded import decoded
 from support.comparing import equal
 from support.small_models import Experts
@@ -64,7 +64,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> None:
     masters = weights == "quantized"
-    alone = _trained(_model(recipe, weights, 2), masters, way=way)
+    alone = on_one(_trained_alone, recipe, weights, way)
     model = _model(recipe, weights, 2)
     kind = {"quantized": lpq.QuantizedTensor, "high_precision": WeightShard, None: torch.Tensor}[weights]
     fully_shard(model.up)
@@ -75,6 +75,10 @@ def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> Non
     if way == "compiled" and rank == 0:  # the other rank does the same collectives
         model.compile(backend="aot_eager")
     assert equal(alone, _trained(model, masters, way=way)), (recipe, weights)
+
+
+def _trained_alone(recipe: str, weights: Any, way: str | None) -> list[Tensor]:
+    return _trained(_model(recipe, weights, 2), weights == "quantized", way=way)
 
 
 W16 = "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"

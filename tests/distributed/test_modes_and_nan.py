@@ -12,7 +12,7 @@ import pytest
 import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
-from ranks import on_one, on_ranks
+from ranks import on_ranks
 from support.modes import Watched
 from support.small_models import Gated
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ def spoiled_elsewhere(recipe: str, sequence: bool) -> list[tuple[str, str]]:
     for where in SPOILED:
         with pytest.MonkeyPatch.context() as patch:
             spoil(patch, where)
-            expected = on_one(parallel.alone, recipe, True)
+            expected = parallel.alone(recipe, True)
             found = parallel.run(recipe, sequence, True, backward=watched)
         for name, tensor in expected.items():
             apart, size = ((t.nan_to_num()).norm() for t in (found[name] - tensor, tensor))

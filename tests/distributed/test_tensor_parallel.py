@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import mesh_of, on_ranks
+from ranks import mesh_of, on_one, on_ranks
 from support.small_models import Gated
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,6 +103,11 @@ def run(
 
 
 def alone(recipe: str, bias: bool, factors: Sequence[float] = (1.0,)) -> dict[str, Tensor]:
+    """The same of one process, rank 0."""
+    return on_one(_alone, recipe, bias, factors)
+
+
+def _alone(recipe: str, bias: bool, factors: Sequence[float]) -> dict[str, Tensor]:
     net = lpq.convert(model(bias), recipe)
     torch.manual_seed(1)
     return steps(net, *data(), Tensor.backward, factors)
