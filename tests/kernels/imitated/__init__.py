@@ -108,9 +108,9 @@ def folder() -> Path:
 
 
 @functools.cache
-def _made_of() -> str:
-    """The compiler and the headers, of which any may be included."""
-    headers = kept.tree(HEADER.parent), kept.tree(folder())
+def _made_of(to: Path) -> str:
+    """The compiler and the headers, of which any may be included. ``to``: the folder with csrc's."""
+    headers = kept.tree(HEADER.parent), kept.tree(to)
     return f"{platform.machine()} {kept.version('g++')} {OPTIONS} {headers}"
 
 
@@ -123,16 +123,16 @@ def _compile(what: list[str], out: Path) -> None:
 @functools.cache
 def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
     """A kernel of a source, compiled."""
-    csrc, text = nvrtc_cache.csrc().resolve(), translated(source.read_text())
+    csrc, to, text = str(nvrtc_cache.csrc().resolve()), folder(), translated(source.read_text())
     defined = "".join("#define {} {}\n".format(*nvrtc_cache._macro(macro)) for macro in macros)
     named = kept.digest(map(Path, re.findall(r'"(/[^"]+)"', defined)))  # a macro may name a header, of a plugin too
-    made_of = _made_of(), text, defined.replace(str(csrc), ""), named, name
-    _, place = kept.compiled(made_of, lambda: _compiled(source, text, defined.replace(str(csrc), str(folder())), name))
+    made_of = name, _made_of(to), text, defined.replace(csrc, ""), named
+    _, place = kept.compiled(made_of, lambda: _compiled(source, text, defined.replace(csrc, str(to)), name, to))
     return ctypes.CDLL(str(place))
 
 
-def _compiled(source: Path, text: str, defined: str, name: str) -> bytes:
-    places = (compiled_header(), folder(), folder() / "common", folder() / source.parent.name)
+def _compiled(source: Path, text: str, defined: str, name: str, to: Path) -> bytes:
+    places = (compiled_header(), to, to / "common", to / source.parent.name)
     with tempfile.TemporaryDirectory() as own:
         whole, out = Path(own) / f"{name}.cpp", Path(own) / f"{name}.so"
         # In a namespace without a name all is this file's own, so that shared memory can have a section of its own.
