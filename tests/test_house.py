@@ -40,7 +40,7 @@ NAMELESS = (
     "checkpoint", "calibration", "engines", "integrations",
 )  # fmt: skip
 """The parts that know no format."""
-NOT_OURS = re.compile(r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
+NOT_OURS = re.compile(r"\.git|\.venv(-vllm)?|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
 
 
 T = TypeVar("T")

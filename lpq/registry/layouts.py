@@ -70,6 +70,8 @@ class Inputs:
     """Computes the amax from which ``write`` makes this tensor."""
     readers: tuple[str, ...] = ()
     """The programs that read the scheme with these inputs, and not without."""
+    not_readers: tuple[str, ...] = ()
+    """The readers of the scheme that fail to load it with these inputs."""
     not_experts: tuple[str, ...] = ()
     """The readers that fail to load experts with these inputs."""
     remark: Remark | None = None
@@ -127,7 +129,10 @@ class Group:
     @property
     def readers(self) -> tuple[str, ...]:
         """The programs that read them right."""
-        return (*self.scheme.readers, *(self.inputs.readers if self.inputs is not None else ()))
+        if self.inputs is None:
+            return self.scheme.readers
+        found = (*self.scheme.readers, *self.inputs.readers)
+        return tuple(name for name in found if name not in self.inputs.not_readers)
 
     @property
     def not_experts(self) -> tuple[str, ...]:

@@ -10,48 +10,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from engines_table import scheme_of
 from tiny import Net
 from torch import nn
 
 import lpq
 from lpq import registry
 from lpq.checkpoint import CheckpointError
-from lpq.engines.layouts import layout_named, schemes_for
-from lpq.registry import Group, LayoutError, Part, Scheme
-
-PAGE = Path(__file__).parents[2] / "docs" / "export.md"
-LAYOUTS = ("compressed-tensors", "modelopt", "fp8-block")
-RECIPES = (
-    "fp8-current", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "nvfp4-row-fwd-mxfp8-bwd",
-    "x=bf16, w=nvfp4(scaling=row), dy=bf16",
-)  # fmt: skip
-
-
-def scheme_of(recipe: Any, layout: str) -> Scheme | None:
-    """The scheme by which weights of a recipe are written."""
-    side = lpq.recipe(recipe).w.side("row")
-    found = next((scheme for scheme in schemes_for(side, layout) if scheme.serves(side)), None)
-    return found if found is not None and found.unwritten is None else None
-
-
-def cell(recipe: str, layout: str) -> str:
-    """The readers of a recipe in a layout, of a model whose inputs were not calibrated."""
-    scheme, x = scheme_of(recipe, layout), lpq.recipe(recipe).x.side("row")
-    if scheme is None:
-        return "no"
-    inputs = next((i for i in scheme.inputs if i.serves(x) and i.part is None), None)
-    readers = ", ".join(Group(scheme, inputs, ("a",)).readers)
-    try:
-        layout_named(layout).files([Group(scheme, inputs, ("a",))], [])
-    except LayoutError:
-        return f"{readers}; with input scales only"
-    more = [name for other in scheme.inputs if other.serves(x) for name in other.readers]
-    return f"{readers}; with input scales {', '.join(more)}, too" if more else readers
-
-
-def test_the_table_of_the_documentation_is_what_is_declared() -> None:
-    rows = [f"| `{recipe}` | {' | '.join(cell(recipe, layout) for layout in LAYOUTS)} |" for recipe in RECIPES]
-    assert "\n".join(rows) in PAGE.read_text(encoding="utf-8")
+from lpq.registry import Part
 
 
 def test_each_scheme_that_transformers_reads_is_read_by_it_in_a_test() -> None:

@@ -4,6 +4,7 @@ fp32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,11 +115,21 @@ COMPRESSED_INPUTS = (
 )
 
 
-def _compressed(title: str, block: Block, quantizer: str, shape: Shape, whole: bool, **weights: Any) -> Scheme:
+def _compressed(
+    title: str, block: Block, quantizer: str, shape: Shape, whole: bool, experts: Sequence[str], **weights: Any
+) -> Scheme:
+    """``experts``: the strategies of inputs with which vLLM loads experts. It loads no blocks with static inputs."""
     config = {"format": "naive-quantized", "weights": _args(dynamic=False, **weights)}
     scale = _part("weight_scale", shape, whole=whole)
+    inputs = [
+        replace(
+            one, not_experts=() if one.config["input_activations"]["strategy"] in experts else (VLLM,),
+            not_readers=(VLLM,) if block == SQUARE and one.part is not None else (),
+        )
+        for one in COMPRESSED_INPUTS
+    ]  # fmt: skip
     return _scheme(
-        "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS,
+        "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=tuple(inputs),
         readers=(VLLM, SGLANG, TRANSFORMERS), not_experts=(VLLM,),
     )  # fmt: skip
 
@@ -126,9 +137,20 @@ def _compressed(title: str, block: Block, quantizer: str, shape: Shape, whole: b
 ANY_BLOCK = "fp8(scaling=block, block=128x128, pow2=false)"
 POW2_BLOCK = "fp8(scaling=block, block=128x128)"
 COMPRESSED = (
-    _compressed("FP8 per tensor", TENSOR, "fp8", lambda rows, cols: (1,), True, strategy="tensor"),
-    _compressed("FP8 per row", ROW, "fp8(scaling=row)", lambda rows, cols: (rows, 1), False, strategy="channel"),
-    _compressed("FP8 per block", SQUARE, ANY_BLOCK, _grid, False, strategy="block", block_structure=[128, 128]),
+    _compressed("FP8 per tensor", TENSOR, "fp8", lambda rows, cols: (1,), True, ["tensor"], strategy="tensor"),
+    _compressed(
+        "FP8 per row", ROW, "fp8(scaling=row)", lambda rows, cols: (rows, 1), False, ["token"], strategy="channel"
+    ),
+    _compressed(
+        "FP8 per block",
+        SQUARE,
+        ANY_BLOCK,
+        _grid,
+        False,
+        ["tensor", "token", "group"],
+        strategy="block",
+        block_structure=[128, 128],
+    ),
 )
 
 # ---------------------------------------------------------------------------------------------- modelopt
