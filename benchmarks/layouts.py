@@ -193,14 +193,15 @@ def _step(
     torch.manual_seed(0)
     with device:
         made = mixture(shape) if isinstance(shape, Mixture) else Llama(shape)
-    whole = contender.convert(made)
     cos, sin = rotations(shape, device, torch.bfloat16)
-    blocks: list[Any] = list(whole.blocks)  # type: ignore[arg-type]
+    blocks: list[Any] = list(made.blocks)
     own = 2 if layout.schedule == ZERO_BUBBLE and layout.stages > 1 else 1
     count, rank = own * layout.stages, mesh.get_local_rank("stages")
     numbers, each = [rank + i * layout.stages for i in range(own)], len(blocks) // count
     parts = [Part(blocks[i * each : (i + 1) * each], cos, sin) for i in numbers]
+    del made, blocks  # of a converted model prepared weights would keep the blocks of other stages
     for part in parts:
+        contender.convert(part)
         for block in part.blocks:
             assert isinstance(block, Block)
             _share_out(block, layout, contender, mesh)
