@@ -17,7 +17,8 @@ python -m benchmarks llama --fused --layers 2 --hidden 4096 --width 14336 --expe
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
 python -m benchmarks show [PART ...]                        print stored results; needs no GPU
 python -m benchmarks page                                   put stored results into docs and benchmarks/NOTES.md
-python -m benchmarks.evidence                               put stored curves of lpq compare into docs/evidence.md
+python -m benchmarks.searched                               search the policy of docs/search.md
+python -m benchmarks.evidence                               put stored curves of lpq compare into pages
 """
 
 from __future__ import annotations

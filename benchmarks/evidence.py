@@ -1,4 +1,4 @@
-"""Curves as files, and the page that shows them: ``python -m benchmarks.evidence`` fills docs/evidence.md.
+"""Curves as files, and the pages that show them: ``python -m benchmarks.evidence`` fills docs/evidence.md, search.md.
 
 A folder in benchmarks/results/curves has the files that one ``lpq compare --out FOLDER`` left.
 """
@@ -15,7 +15,7 @@ from lpq.train import gaps, plot, trainings
 from lpq.train.trainings import Training
 
 CURVES = FOLDER / "curves"
-PAGE = DOCS / "evidence.md"
+PAGES = (DOCS / "evidence.md", DOCS / "search.md")
 MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
 
@@ -78,14 +78,25 @@ def late(found: Sequence[Training]) -> str:
     )
 
 
-OF = {"table": gaps.markdown, "made": made, "late": late}
+def beside_searched(found: Sequence[Training]) -> str:
+    """List how much more loss each uniform recipe has than the searched policy of the same seed."""
+    base = [replace(t, policy="") for t in found if t.title == "searched"]  # as if it were the baseline
+    _, *others = gaps.gaps([*base, *(t for t in found if not t.baseline and t.title != "searched")])
+    rows: list[tuple[str, ...]] = [("recipe", "loss beside the searched policy's", "± 95 %", "shown")]
+    rows.append(("---", "---:", "---:", "---"))
+    rows += [(cells[0], *cells[3:6]) for cells in (other.cells() for other in others)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+OF = {"table": gaps.markdown, "made": made, "late": late, "beside": beside_searched}
 """What a marked place may show."""
 
 
 def main() -> None:
-    """Fill the page and draw its figures."""
+    """Fill the pages and draw their figures."""
     found = read()
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
     for name, curves in found.items():
         print(plot.draw_compared(curves, CHARTS / f"evidence-{name}.svg"))
 

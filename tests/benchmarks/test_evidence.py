@@ -1,4 +1,4 @@
-"""The page about losses shows what the stored curves give, every training of them."""
+"""The pages about losses show what the stored curves give, every training of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lpq.train import gaps
 FOUND = evidence.read()
 
 
-def test_the_page_shows_the_stored_curves() -> None:
-    page = evidence.PAGE.read_text(encoding="utf-8")
-    assert evidence.filled(page, FOUND) == page, "python -m benchmarks.evidence"
+def test_the_pages_show_the_stored_curves() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in evidence.PAGES]
+    assert [evidence.filled(page, FOUND) for page in pages] == pages, "python -m benchmarks.evidence"
+    page = "".join(pages)
     shown = {(match[2], match[3]) for match in evidence.MARK.finditer(page)}
     assert {name for name, _ in shown} <= set(FOUND), "the page shows curves of which there is no file"
     for name in FOUND:
