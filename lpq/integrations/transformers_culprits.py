@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lpq.observe import Before, Course, Culprits, culprits
+from lpq.observe import Before, Course, Culprits
+from lpq.observe.trigger import Trigger
 from lpq.registry.warning import warn
 
 NAME = "CulpritsCallback"
-ONCE = "Steps that stay off the course are not replayed again"
 if TYPE_CHECKING:
     CulpritsCallback: type[Any]
 
@@ -27,8 +27,8 @@ class _Culprits:
     def __init__(self, *, course: Course | None = None, promote: int = 0, **options: Any) -> None:
         """``promote``: for how many steps the culprits are in bf16 then, by rules of the policy that ``LpqCallback``
         follows and keeps; 0: they stay. ``options`` go to ``lpq.observe.culprits``."""
-        self.course, self.promote, self.options = course or Course(), promote, options
-        self.found: dict[int, Culprits] = {}
+        self._trigger = Trigger(course, promote, **options)
+        self.found: dict[int, Culprits] = self._trigger.found
         self._batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._losses: list[Tensor] = []
         self._before: Before | None = None
@@ -53,11 +53,7 @@ class _Culprits:
         if not self._losses:
             return
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        why = self.course.leaves(
-            _mean(torch.stack(self._losses).mean()), _mean(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        )
-        if why is None:
-            return
+        loss, whole = torch.stack(self._losses).mean(), norm.full_tensor() if isinstance(norm, DTensor) else norm
         batches, self._batches, before, self._before = self._batches, [], self._before, None  # no hook notes replays
 
         def closure() -> Tensor:
@@ -69,16 +65,8 @@ class _Culprits:
                 losses.append(loss.detach())
             return torch.stack(losses).sum()
 
-        step, gradients = state.global_step, [(p, p.grad) for p in model.parameters()]
-        model.zero_grad()  # they were clipped, so no replay has them
-        found = self.found[step] = culprits(model, closure, before=before, **self.options)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        end = f"\n{ONCE}"
-        if self.promote and found.found:
-            found.promote(model, until=step + 1 + self.promote)
-            end += f"\nThey are in bf16 until step {step + 1 + self.promote}"
-        warn(f"step {step}: {why}\n{found}{end}")
+        if said := self._trigger.look(model, state.global_step, _mean(loss), _mean(whole), closure, before):
+            warn(said)
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._before is not None and model.training:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 
 class Course:
@@ -48,3 +50,13 @@ class Course:
         if norm is not None:
             self._norms.append(norm)
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that it looks back to, for a checkpoint."""
+        return {"losses": [*self._losses], "norms": [*self._norms], "left": self._left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._losses.extend(state["losses"])
+        self._norms.extend(state["norms"])
+        self._left = state["left"]

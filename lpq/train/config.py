@@ -82,6 +82,12 @@ class TrainConfig:
     watch: int = option(
         0, "Take statistics of how well the formats fit in each so many-th step, for `lpq report`; 0: none.", least=0
     )
+    replay: bool = option(
+        False, "Replay a step where the loss or the gradient norm leaves its course, and name the layers that did it."
+    )
+    promote: int = option(
+        0, "As --replay, and train these layers in bf16 for so many steps, from the next on; 0: not.", least=0
+    )
     full: bool = option(False, "Print how each layer is converted, as conversion.txt of the run has it.")
     checkpoint_every: int = option(
         50, "Steps between checkpoints; 0: only when the run ends or is interrupted.", least=0
@@ -134,7 +140,7 @@ class TrainConfig:
         return {k: v for k, v in asdict(self).items() if k not in FREE}
 
 
-FREE = frozenset({"baseline", "second_seed", "out", "resume", "full", "checkpoint_every", "device", "watch"})
+FREE = frozenset({"baseline", "second_seed", "out", "resume", "full", "checkpoint_every", "device", "watch", "replay"})
 """Options that may differ between a run and its resumption (bitwise the same on the same kind of device)."""
 
 TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))

@@ -155,6 +155,8 @@ def train(
     with noted as note, writer as write, bar(trainer) as show:
         while not (signum := team.largest(stop())) and trainer.step < config.steps:
             record = trainer.advance()
+            if trainer.said is not None:
+                say(trainer.said)
             if config.validate_every and (trainer.step % config.validate_every == 0 or trainer.step == config.steps):
                 record["held_out_loss"] = trainer.held_out_loss()
             write(record)

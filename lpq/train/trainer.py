@@ -12,7 +12,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,11 @@ from torch.distributed.tensor import DTensor
 import lpq
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError
+from lpq.nn.names import plain_name
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stepping import promote
+from lpq.observe.replay import Before
+from lpq.observe.trigger import Trigger
 from lpq.optim import MasterWeights, load_high_precision
 from lpq.train.config import TrainConfig
 from lpq.train.data import Text
@@ -66,6 +71,10 @@ class Trainer:
         self.measured: StepBytes | None = None
         """The bytes that the first step held and sent."""
         self.watch: Numerics | None = None
+        replays = policy is not None and (config.replay or config.promote > 0)
+        self.trigger = Trigger(promote=config.promote) if replays else None
+        self.said: str | None = None
+        """The findings of a replay of the last step, in words."""
         torch.manual_seed(config.seed)
         self.model = GPT(GPTShape(config.layers, config.heads, config.width)).to(self.device)
         stored = policy is not None and config.weights == "quantized"
@@ -108,8 +117,9 @@ class Trainer:
             self.watch = lpq.observe.numerics(self.model, every=self.config.watch, step=self.step + 1)
         return self.watch
 
-    def advance(self) -> dict[str, float]:
-        """Do one step; return its record, such as the loss."""
+    def advance(self) -> dict[str, Any]:
+        """Do one step; return its record, such as the loss. A step that is not finite is done again where a replay
+        promoted the layers that did it."""
         began = time.perf_counter()
         if self.policy is not None:
             lpq.set_step(self.model, self.step)
@@ -119,17 +129,21 @@ class Trainer:
         batch = self.text.batch(self.config.seed, self.step, self.config.batch, self.config.seq)
         first = self.measured is None or self.measured.ranks != self.team.size
         probe = Probe(self.model, self.optimizer, self.team) if first and self.probes else None
+        before = Before(self.model) if self.trigger is not None else None
         with self.watch.step() if self.watch is not None else nullcontext():
-            with probe.forward() if probe is not None else nullcontext():
-                loss = self.loss(*batch)
-            with probe.backward() if probe is not None else nullcontext():
-                loss.backward()  # type: ignore[no-untyped-call]
-        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
-        if not (math.isfinite(value := self.team.mean(loss)) and math.isfinite(norm)):
+            value, norm = self._gradients(batch, probe)
+        promoted = self._look(batch, value, norm, before)
+        if promoted and not (math.isfinite(value) and math.isfinite(norm)):
+            assert before is not None
+            before.restore()
+            self.optimizer.zero_grad()
+            lpq.set_step(self.model, self.step)
+            value, norm = self._gradients(batch, None)
+        if not (math.isfinite(value) and math.isfinite(norm)):
+            said = f"\n{self.said}" if self.said else ""
             raise Diverged(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
-                "--lr may train, or a recipe with more bits in the gradients; what was saved before is kept"
+                f"--lr may train, or a recipe with more bits in the gradients; what was saved before is kept{said}"
             )
         self.optimizer.step()
         if probe is not None:
@@ -138,7 +152,33 @@ class Trainer:
         self.losses.append(value)
         self.step += 1
         seconds = time.perf_counter() - began
-        return {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm, "seconds": seconds}
+        record = {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm, "seconds": seconds}
+        return record if self.said is None else {**record, "replay": self.said}
+
+    def _gradients(self, batch: tuple[Tensor, Tensor], probe: Probe | None) -> tuple[float, float]:
+        """Run forward and backward and clip the gradients; return the loss and the norm that they had, of all ranks."""
+        with probe.forward() if probe is not None else nullcontext():
+            loss = self.loss(*batch)
+        with probe.backward() if probe is not None else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
+        return self.team.mean(loss), norm
+
+    def _look(self, batch: tuple[Tensor, Tensor], loss: float, norm: float, before: Before | None) -> bool:
+        """Replay the step if it leaves the course of the run; return whether that promoted layers."""
+        self.said = None
+        if self.trigger is None:
+            return False
+
+        def closure() -> Tensor:
+            again = self.loss(*batch)
+            again.backward()  # type: ignore[no-untyped-call]
+            return again
+
+        promotions = len(self.trigger.promoted)
+        self.said = self.trigger.look(self.model, self.step, loss, norm, closure, before)
+        return len(self.trigger.promoted) > promotions
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy, in nats per byte, of this rank's share of a batch."""
@@ -176,7 +216,7 @@ class Trainer:
         """Write a checkpoint, all ranks together; return its step."""
         on_gpu = self.device.type == "cuda"
         rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None}
-        beside = {
+        beside: dict[str, Any] = {
             "losses": self.losses,
             "measured": self.measured.to_dict() if self.measured is not None else None,
             "rng": self.team.all(rng),
@@ -184,6 +224,8 @@ class Trainer:
             "policy": self.policy_text,
             "config": self.config.to_toml(),
         }
+        if self.trigger is not None:
+            beside |= {"course": self.trigger.course.state_dict(), "promoted": self.trigger.promoted}
         try:
             checkpoint.save(self.model, directory, self.optimizer, step=self.step, extra=beside, keep=KEEP)
         except CheckpointError as error:
@@ -205,7 +247,9 @@ class Trainer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # ``say`` gets them below
-                self._check(checkpoint.info(directory, process_group=dist.group.WORLD).extra)
+                beside = checkpoint.info(directory, process_group=dist.group.WORLD).extra
+                self._check(beside)
+                self._promote_again(beside)
                 found = checkpoint.load(self.model, directory, self.optimizer)
         except checkpoint.NoCheckpoint as none:
             if any(directory.glob("step-*")):
@@ -225,6 +269,17 @@ class Trainer:
         if self.device.type == "cuda" and rng["cuda"] is not None:
             torch.cuda.set_rng_state(rng["cuda"], self.device)
         return True
+
+    def _promote_again(self, beside: Mapping[str, Any]) -> None:
+        """Take the course of a run from a checkpoint, and the promotions that belong to its policy."""
+        if self.trigger is None:
+            return
+        if "course" in beside:
+            self.trigger.course.load_state_dict(beside["course"])
+        layers = {plain_name(name): m for name, m in self.model.named_modules() if isinstance(m, StatefulLayer)}
+        for until, given in beside.get("promoted", ()):
+            promote(self.model, {layers[name]: lpq.recipe(text) for name, text in given.items()}, until=until)
+            self.trigger.promoted.append((until, given))
 
     def _check(self, beside: Any) -> None:
         if not isinstance(beside, dict) or not beside.keys() >= BESIDE:

@@ -1,0 +1,49 @@
+"""Replays of the steps that leave the course of a run: which layers did it, and rules that promote them for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lpq.observe.course import Course
+from lpq.observe.culprits import Culprits, culprits
+from lpq.observe.replay import Before, Closure
+
+ONCE = "Steps that stay off the course are not replayed again"
+
+
+class Trigger:
+    """Looks at each step of a run, and into the one that leaves its course."""
+
+    def __init__(self, course: Course | None = None, promote: int = 0, **options: Any) -> None:
+        """``promote``: for how many steps the culprits are in bf16 then; 0: they stay. ``options`` go to
+        ``lpq.observe.culprits``."""
+        self.course, self.promote, self.options = course or Course(), promote, options
+        self.found: dict[int, Culprits] = {}
+        """The culprits of steps that were replayed."""
+        self.promoted: list[tuple[int, dict[str, str]]] = []
+        """The promotions so far: the step before which each holds, and the recipes of layers."""
+
+    def look(
+        self, model: nn.Module, step: int, loss: float, norm: float | None, closure: Closure, before: Before | None
+    ) -> str | None:
+        """Take a step whose backward has run, and replay it where it leaves the course; return what was found in words.
+        Gradients, which may have been clipped, are as before afterwards."""
+        why = self.course.leaves(loss, norm)
+        if why is None:
+            return None
+        gradients = [(p, p.grad) for p in model.parameters()]
+        model.zero_grad()  # of clipped gradients no replay has the like
+        try:
+            found = self.found[step] = culprits(model, closure, before=before, **self.options)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+        words = f"step {step}: {why}\n{found}\n{ONCE}"
+        if self.promote and found.found:
+            until = step + 1 + self.promote
+            found.promote(model, until=until)
+            self.promoted.append((until, {one.layer: one.recipe.text for one in found.found}))
+            words += f"\nThey are in bf16 until step {until}"
+        return words
