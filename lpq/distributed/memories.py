@@ -58,8 +58,10 @@ class Memories:
             layer: Any = ref()
             if layer is None or (weight.requires_grad and id(weight) not in params):
                 continue
-            if not (moving := [getattr(layer, memory.name) for memory in layer.state_buffers() if memory.moves]):
+            plan = layer.passes.plan
+            if plan is None or not plan.moving:
                 continue
+            moving = [getattr(layer, memory.name) for memory in layer.state_buffers() if memory.moves]
             if isinstance(moving[0], DTensor):
                 moving = [*map(local_part, moving)]
             if mesh not in over and isinstance(weight, DTensor):

@@ -29,7 +29,7 @@ from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
 from lpq.torch_private.compiling import CALLBACKS, PRINTS_GUARDED, call_around_compiling
 from lpq.torch_private.distributed import CheckpointWrapper
-from lpq.torch_private.tensors import local_part
+from lpq.torch_private.tensors import local_part, local_parts
 
 
 class Gathering(Watcher):
@@ -159,14 +159,14 @@ class Gathering(Watcher):
         if comparison.withholds or (comparison.relied_on and comparison.is_told(now=False)):
             comparison.compare(self.root, seconds=meeting.SOON, steps=False)
         params = _params(optimizer)
-        for param in params:
+        for param, part in zip(params, local_parts(params), strict=True):
             if (by := getattr(param, "replaced_by", None)) is not None:
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} has a {list(param.shape)} parameter that {by} replaced in the "
                     "model, so that its steps would train nothing: make the optimizer after lpq.convert(…, weights=…) "
                     "and after fully_shard"
                 )
-            if getattr(local_part(param), "amax_group", None) == "unattached":
+            if getattr(part, "amax_group", None) == "unattached":
                 attach(param)
         self._trained.check(optimizer, params, self.weights)
 

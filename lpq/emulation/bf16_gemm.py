@@ -8,6 +8,7 @@ formats, and no pair of formats has code of its own. The operation has no refere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from lpq.kernels import KernelError, choose, cublaslt
 from lpq.kernels.products import bind_product_with_alpha, product, scaled_product
 from lpq.operations.binding import Multiply, Operand, Product, unbound_product
 from lpq.operations.decoding import decode
-from lpq.operations.exact_form import Exact, Multiplicand
+from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
 from lpq.operations.multiplying import gemm_reference
 from lpq.torch_private.compiling import once_when_traced
 
@@ -122,6 +123,9 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
     if 0 in (rows, cols, inner):
         return None
     of_a, of_b = _exact_form(p.a, p.device), _exact_form(p.b, p.device)
+    if isinstance(of_a, BoundExact) and isinstance(of_b, BoundExact):
+        return _of_known_forms(p, of_a, of_b, alpha=alpha)
+    any_a, any_b = (of.make if isinstance(of, BoundExact) else of for of in (of_a, of_b))
     with_alpha: dict[tuple[int, bool, torch.dtype], Callable[..., Tensor]] = {}
     """The products with a factor on the device, by the length of the contraction, bias and dtype."""
 
@@ -138,7 +142,7 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
         return run(left.matrix, right.matrix, first, second, constant, bias, into)
 
     def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        left, right = of_a(a), of_b(b)
+        left, right = any_a(a), any_b(b)
         if left is None or right is None or (left.rest is None) != (right.rest is None):
             return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)
         if left.rest is None or right.rest is None:
@@ -152,15 +156,34 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
     return multiply
 
 
-def _exact_form(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+def _of_known_forms(p: Product, a: BoundExact, b: BoundExact, *, alpha: bool) -> Multiply:
+    """Multiply operands whose forms are known: there is a factor in each pass, or in none."""
+    of_a, of_b, dtype, constant = a.make, b.make, p.dtype, a.form.constant * b.form.constant
+    how = (p.device, p.a.shape[0], p.b.shape[0], p.a.shape[1])
+    bound = cache(lambda bias: bind_product_with_alpha(*how, bias, dtype, p.dispatched))
+
+    def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return product(of_a(a).matrix, of_b(b).matrix, bias, dtype, out)
+
+    def scale(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        left, right = of_a(a), of_b(b)
+        matrices, factors = (left.matrix, right.matrix), (left.factor, right.factor)
+        if alpha:
+            return bound(bias is not None)(*matrices, *factors, constant, bias, out)
+        return scaled_product(*matrices, *factors, constant, bias, dtype, out)
+
+    return scale if a.form.factor or b.form.factor else multiply
+
+
+def _exact_form(operand: Operand, device: torch.device) -> BoundExact | ToExact:
     """The function that makes the exact form of an operand from its buffers."""
     form = operand.form
     if form is not None:
         factor, constant = form.factor, form.constant
-        return lambda tensors: Exact(tensors[0], tensors[1] if factor else None, constant)
+        return BoundExact(form, lambda tensors: Exact(tensors[0], tensors[1] if factor else None, constant))
     choice = choose("exact", (operand.quantizer.text,), device)
     if choice.bind is not None and 0 not in operand.shape:
-        bound: Callable[[Sequence[Tensor]], Exact | None] | None = choice.bind(operand, device)
+        bound: BoundExact | ToExact | None = choice.bind(operand, device)
         if bound is not None:
             return bound
     impl = choice.impl

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import INPUTS, MANY_BLOCKS, TALL, ZERO, Shape, covering, tile_kernels
@@ -93,31 +92,38 @@ def bind_amaxes(sections: SectionedMatrix) -> Find:
     return find
 
 
-NEEDS = KernelSpec.cuda("tile", "lpq.kernels.sections:clear_rows")
+NEEDS = KernelSpec.cuda("tile", "lpq.kernels.sections:bind_clear_rows")
 """The kernels of the functions below."""
 
 
-def pad_ends(offs: Tensor, unit: int) -> Tensor:
-    """Where each group ends if each is padded to a multiple of ``unit`` lines."""
-    out = torch.empty_like(offs)
-    _launch(PAD_ENDS, offs.device.index or 0, 1)(offs.data_ptr(), out.data_ptr(), len(offs), unit)
-    return out
+def bind_pad_ends(unit: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Bind a function of the ends of groups: where each ends if groups are padded to multiples of ``unit``
+    lines."""
+    launch = PAD_ENDS.bind(device.index or 0, (), 1)
+
+    def pad_ends(offs: Tensor) -> Tensor:
+        out = torch.empty_like(offs)
+        launch(offs.data_ptr(), out.data_ptr(), len(offs), unit)
+        return out
+
+    return pad_ends
 
 
-def clear_rows(out: Tensor, offs: Tensor) -> None:
-    """Set the rows behind the last group to zero."""
-    rows, row = out.shape[0], out.stride(0) * out.itemsize
-    launch = _launch(CLEAR_ROWS, out.device.index or 0, MANY_BLOCKS)
-    launch(out.data_ptr(), offs.data_ptr(), len(offs), rows, row)
+def bind_clear_rows(device: torch.device) -> Callable[[Tensor, Tensor], None]:
+    """Bind a function of a matrix and the ends of groups that sets the rows behind the last group to zero."""
+    launch = CLEAR_ROWS.bind(device.index or 0, (), MANY_BLOCKS)
+
+    def clear_rows(out: Tensor, offs: Tensor) -> None:
+        launch(out.data_ptr(), offs.data_ptr(), len(offs), out.shape[0], out.stride(0) * out.itemsize)
+
+    return clear_rows
 
 
-def clear_matrices(out: Tensor, offs: Tensor) -> None:
-    """Set the matrices of groups without rows to zero."""
-    size = out.stride(0) * out.itemsize
-    launch = _launch(CLEAR_MATRICES, out.device.index or 0, MANY_BLOCKS)
-    launch(out.data_ptr(), offs.data_ptr(), len(offs), size)
+def bind_clear_matrices(device: torch.device) -> Callable[[Tensor, Tensor], None]:
+    """Bind a function of a stack and the ends of groups that sets the matrices of groups without rows to zero."""
+    launch = CLEAR_MATRICES.bind(device.index or 0, (), MANY_BLOCKS)
 
+    def clear_matrices(out: Tensor, offs: Tensor) -> None:
+        launch(out.data_ptr(), offs.data_ptr(), len(offs), out.stride(0) * out.itemsize)
 
-@registry.cached
-def _launch(kernel: CudaKernel, index: int, blocks: int) -> Callable[..., None]:
-    return kernel.bind(index, (), blocks)
+    return clear_matrices

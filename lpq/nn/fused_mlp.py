@@ -251,10 +251,10 @@ class FusedMLP(torch.autograd.Function):
         made: list[Produced] = []
 
         def source(gradient: Tensor | None, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-            of_product = dict(zip(bound.remembered, kept, strict=True)) if bound.remembered else None
+            of_product = dict(zip(bound.remembered, kept, strict=True)) if bound.remembered else ()
             if gradient is None:
                 return bound.column().produce(inputs, [of_product], [None])[0].col
-            known: list[Known] = [p.call.states.get("dy") if p.dy_state is None else p.dy_state for p in before]
+            known: list[Known] = [p.call.states.get("dy", ()) if p.dy_state is None else p.dy_state for p in before]
             seeds = [p.saved_tensors[sum(p.counts)] if p.call.plan.stochastic else None for p in before]
             made.extend(bound.gradients().produce((*inputs, gradient), [*known, of_product], [*seeds, None]))
             return made.pop().col

@@ -90,7 +90,7 @@ def _of_row_operand(wanted: Wanted, watched: bool) -> Encoder:
         return buffers, kept if wanted.col else (), ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        return column(kept[:count], None, kept[count] if len(kept) > count else None)
+        return column(kept[:count], (), kept[count] if len(kept) > count else None)
 
     return Encoder(row, col, encode, later)
 

@@ -29,7 +29,7 @@ from lpq.operations import encode_operands, remember
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
-from lpq.operations.random_seeds import draw_seeds, with_one_turn
+from lpq.operations.random_seeds import draw_seeds, drawn, with_one_turn
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
@@ -138,7 +138,9 @@ class Layer(WeightedLayer):
             call = call._replace(watch=watch(self))
         if within is not None:
             return Prepared(weight, call)  # type: ignore[return-value]
-        multiply: Any = forward_of(Multiplication, self.title, weight) if is_exporting() else Multiplication.apply
+        multiply: Any = Multiplication.apply
+        if call.step is None and is_exporting():
+            multiply = forward_of(Multiplication, self.title, weight)
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)
         return y
@@ -198,7 +200,10 @@ class Layer(WeightedLayer):
         (plan, shapes), accumulate = call[:2], self.model.accumulate
         if accumulate is not None:
             check_accumulation(self, weight)
-        seeds = draw_seeds(input, weight, len(TENSORS)) if plan.stochastic else None
+        seeds = None
+        if plan.stochastic:
+            draw = draw_seeds if call.step is None else drawn
+            seeds = draw(input, weight, len(TENSORS))
         if self.passes.borrowed and not shapes.given and torch.is_grad_enabled():
             self.own_buffers()  # each layer that encodes for itself moves its state
         states = states_of(self, plan.memories) if plan.memories else {}
@@ -231,7 +236,8 @@ class Layer(WeightedLayer):
 
     def weight_state(self) -> State | None:
         """The state of the weight's quantizer, if it has one."""
-        return self.states().get("w")
+        plan = self.passes.plan
+        return states_of(self, plan.memories).get("w") if plan is not None else None
 
     def weight_is_fresh(self) -> bool:
         """Whether that state is empty, and the weight is encoded as it is measured."""

@@ -130,7 +130,8 @@ class Multiplication(torch.autograd.Function):
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
-        of_x, of_w = states.get("x"), states.get("w")
+        read = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
+        of_x, of_w = read.get("x", ()), read.get("w", ())
         values: Any
         values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
         if source is not None:
@@ -139,7 +140,6 @@ class Multiplication(torch.autograd.Function):
             (of_x, of_w), seeds = step.exchange((values, weight), (of_x, of_w), seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if watch is not None:
-            read = {tensor: state for tensor, state in states.items() if tensor not in shapes.fresh}
             watch.tell("x", values, plan.x, read.get("x"), x_seed, ends)
             watch.tell("w", weight, plan.w, read.get("w"), w_seed)
         if operands is not None:
@@ -282,8 +282,8 @@ def _gradients(
     fourth += third
     seed = saved[fourth] if plan.stochastic else None
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
+    read = None if "dy" in shapes.fresh else state
     if call.watch is not None:
-        read = None if "dy" in shapes.fresh else state
         call.watch.tell("dy", dy, plan.dy, read, seed, _ends(ctx, saved))
     x_col: Any = saved[:first]
     begin, later = (None, None) if step.x is None or step.wgrad is None else (step.x.begin, step.x.later)
@@ -292,7 +292,7 @@ def _gradients(
         x_col = begin(x_col) if column is None else column.begin(begin, x_col)
     dx = dw = None
     if given is None:
-        dy_row, dy_col, dy_stats = step.dy.encode(dy, state, seed, *(_ends(ctx, saved) if call.ends else ()))
+        dy_row, dy_col, dy_stats = step.dy.encode(dy, read or (), seed, *(_ends(ctx, saved) if call.ends else ()))
     else:
         dy_row, dy_col, dy_stats, _ = given
     if step.dgrad is not None:

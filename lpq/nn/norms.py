@@ -231,12 +231,12 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool,
         value: Tensor | None
         if encoder is not None:
             value = norm.compute(x, *columns)
-            of_row, of_col, measured = encoder.encode(as_matrix(value), state, None)
+            of_row, of_col, measured = encoder.encode(as_matrix(value), state or (), None)
         else:
             assert find is not None
             (x,) = aligned(x)
             rows = find(x)
-            ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state,), (None,))
+            ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state or (),), (None,))
         of_side = None if side is None else side.over(of_col)
         if others:
             assert value is not None

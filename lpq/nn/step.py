@@ -31,7 +31,7 @@ from lpq.operations.states import Moving, State, bind_remember
 
 BindProduct = Callable[[Product], Multiply]
 
-Exchange = Callable[[Sequence[Tensor], Sequence[State | None], Tensor | None], tuple[Sequence[Known], Tensor | None]]
+Exchange = Callable[[Sequence[Tensor], Sequence[Known], Tensor | None], tuple[Sequence[Known], Tensor | None]]
 """``exchange((x, w), their states, seeds)``: with what to encode x and w, and the seeds that all ranks have."""
 
 

@@ -33,7 +33,7 @@ from lpq.operations.states import Recall, bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
 Known = Any
-"""The statistics that an encoder is given: a state that holds them, a sequence of them, or None."""
+"""The statistics that an encoder is given: a state that holds them, or a sequence of them, which may be empty."""
 
 
 class Encoder(NamedTuple):
@@ -120,12 +120,8 @@ def bind_encoder(wanted: Wanted) -> Encoder:
     run = bind_run(e)
     if wanted.remembers:
         return Encoder(*operands_of(wanted, forms), bind_recall(wanted.quantizer, row, col, run))
-
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        return run(x, (), seed)
-
     finds = bind_measure(row, col, wanted.dtype, wanted.device) if wanted.apart else None
-    return Encoder(*operands_of(wanted, forms), run if wanted.given else encode, measure=finds)
+    return Encoder(*operands_of(wanted, forms), run, measure=finds)
 
 
 def encoding_of(wanted: Wanted) -> Encoding:
@@ -170,13 +166,7 @@ def through_operators(wanted: Wanted) -> Encoder:
             made = fused_pair.multiplicands(x, row, side, seed, exact)
             if made is not None:
                 return made[0].tensors(), made[1].tensors(), ()
-        stats = (
-            known
-            if wanted.given
-            else recall(quantizer, *sides, known)
-            if wanted.remembers and known is not None
-            else None
-        )
+        stats = known if wanted.given else recall(quantizer, *sides, known) if wanted.remembers and known else None
         at_hand, across = wanted.at_hand, wanted.across
         return quantized(x, stats, *sides, seed, wanted.offset, measure=measures, across=across, at_hand=at_hand)
 
@@ -260,7 +250,7 @@ def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         offs, rest = kept[1 : 1 + ends], kept[1 + ends :]
         seed, then = (rest[0], rest[1:]) if draws else (None, rest)
-        known = dict(zip(keys, then, strict=True)) if keys else then if once else None
+        known = dict(zip(keys, then, strict=True)) if keys else then if once else ()
         # All of x, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
         # nothing again that others read in backward.
         x = as_matrix(kept[0]).chunk(1, dim=1)[0] if traced else kept[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
@@ -35,6 +35,18 @@ class Exact(NamedTuple):
     """A part of the factor that is the same for all operands of the format; 1 if there is none."""
     rest: Tensor | None = None
     """In fp32: the last columns, 16 or so, where bf16 does not hold their values. They have no factor."""
+
+
+class BoundExact(NamedTuple):
+    """A function that makes exact forms of one kind, without ``rest``."""
+
+    form: Form
+    make: Callable[[Sequence[Tensor]], Exact]
+    """Makes the exact form of an operand from its buffers."""
+
+
+ToExact = Callable[[Sequence[Tensor]], Exact | None]
+"""Makes the exact form of an operand from its buffers, of any kind, or none."""
 
 
 class Multiplicand(Storage):

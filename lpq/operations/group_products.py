@@ -32,17 +32,19 @@ def bind(p: Product) -> Multiply:
     columns, (*_, wide, deep), at_once = bool(p.a.dim), p.b.shape, sections_of(p).at_once
     reference = multiply_columns_reference if columns else multiply_rows_reference
     why = group_tiles.why_not_multiplied(*((p.a.shape[0], wide) if columns else (wide, deep))) if at_once else None
-    run = (_by_kernel(p) or group_tiles.bind_product(p)) if at_once else None
+    run = (_by_kernel(p) or group_tiles.bind_product(p)) if at_once and why is None else None
+    if run is None:
 
-    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        if run is None or why is not None:
+        def by_reference(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
             if why is not None:
                 tell_of_waiting(why)
             return reference(p, left, right, bias)
-        made, offs = run(left, right), left[-1]
-        if columns:
-            return group_tiles.of_groups(made, offs, p.dtype)
-        return group_tiles.in_rows(made, offs, bias, p.dtype)
+
+        return by_reference
+    finish = (group_tiles.bind_of_groups if columns else group_tiles.bind_in_rows)(p.dtype, p.device)
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return finish(run(left, right), left[-1], bias)
 
     return multiply
 

@@ -19,7 +19,7 @@ from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer, Covering
 from lpq.formats.sections import capacity, matrices, unit
 from lpq.kernels import choose
-from lpq.kernels.sections import NEEDS, clear_matrices, clear_rows, pad_ends
+from lpq.kernels.sections import NEEDS, bind_clear_matrices, bind_clear_rows, bind_pad_ends
 from lpq.kernels.table import serves
 from lpq.operations.binding import Operand, Product
 from lpq.operations.decoding import decode
@@ -28,6 +28,8 @@ from lpq.torch_private.dispatch import reaching_transforms
 
 ALIGNED = 8
 """torch's grouped product takes rows of multiples of 16 bytes, which is this number of bf16 elements."""
+Finish = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``finish(product, offs, bias)``: a product as a layer returns it."""
 
 
 def spans(side: Quantizer, dim: int) -> bool:
@@ -161,17 +163,23 @@ def multiply_rows(a: Operand, b: Storage, offs: Tensor) -> Tensor:
     return grouped_mm(left, right.transpose(-2, -1), offs=offs)
 
 
-def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A product as a layer returns it: with the bias, and with zeros behind the last group."""
-    product = product.to(dtype)
-    if bias is None and serves(NEEDS, product.device):
-        clear_rows(product, offs)
-        return product
-    row = torch.arange(len(product), device=offs.device)
-    if bias is not None:
-        group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
-        product = (product.float() + bias[group].float()).to(dtype)
-    return torch.where((row < offs[-1])[:, None], product, product.new_zeros(()))
+def bind_in_rows(dtype: torch.dtype, device: torch.device) -> Finish:
+    """Bind what turns products of rows into the result of a layer: with the bias, and with zeros behind the last
+    group."""
+    clear = bind_clear_rows(device) if serves(NEEDS, device) else None
+
+    def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
+        product = product.to(dtype)
+        if bias is None and clear is not None:
+            clear(product, offs)
+            return product
+        row = torch.arange(len(product), device=offs.device)
+        if bias is not None:
+            group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
+            product = (product.float() + bias[group].float()).to(dtype)
+        return torch.where((row < offs[-1])[:, None], product, product.new_zeros(()))
+
+    return in_rows
 
 
 def multiply_columns(a: Operand, b: Operand, offs: Tensor) -> Tensor:
@@ -191,7 +199,8 @@ def bind_product(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor]], T
         step, first, second = unit(a.quantizer, 1), _bind_lines(a, p.device), _bind_lines(b, p.device)
         if first is None or second is None or step != unit(b.quantizer, 1):
             return lambda left, right: multiply_columns(a.grouped(left), b.grouped(right), left[-1])
-        return lambda left, right: grouped_mm(first(left), second(right).t(), offs=padded_ends(left[-1], step))
+        ends = bind_padded_ends(step, p.device)
+        return lambda left, right: grouped_mm(first(left), second(right).t(), offs=ends(left[-1]))
     if a.form is not None and b.form is not None:
         return lambda left, right: grouped_mm(left[0], right[0].transpose(-2, -1), offs=left[-1])
     return lambda left, right: multiply_rows(a.grouped(left), b.over(right), left[-1])
@@ -211,21 +220,31 @@ def _bind_lines(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]]
     return lambda tensors: decoded(side.storage.wrap(tensors[:-1], side, shape, a.dtype), torch.bfloat16)
 
 
-def padded_ends(offs: Tensor, unit: int) -> Tensor:
-    """Where each group ends along a contraction in which groups are padded to multiples of ``unit``."""
-    if serves(NEEDS, offs.device):
-        return pad_ends(offs, unit)
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    return ((sizes + (unit - 1)) // unit * unit).cumsum(0, dtype=torch.int32)
+def bind_padded_ends(unit: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Bind a function that finds where each group ends along a contraction in which groups are padded to multiples of
+    ``unit``."""
+    if serves(NEEDS, device):
+        return bind_pad_ends(unit, device)
+
+    def padded_ends(offs: Tensor) -> Tensor:
+        sizes = torch.diff(offs, prepend=offs.new_zeros(1))
+        return ((sizes + (unit - 1)) // unit * unit).cumsum(0, dtype=torch.int32)
+
+    return padded_ends
 
 
-def of_groups(product: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    """The products of groups as a layer returns them: zero for empty ones."""
-    if serves(NEEDS, product.device):
-        clear_matrices(product, offs)
-        return product.to(dtype)
-    begins = torch.cat([offs.new_zeros(1), offs[:-1]])
-    return torch.where((offs > begins)[:, None, None], product, product.new_zeros(())).to(dtype)
+def bind_of_groups(dtype: torch.dtype, device: torch.device) -> Finish:
+    """Bind what turns products of groups into the result of a layer: zero for empty groups."""
+    clear = bind_clear_matrices(device) if serves(NEEDS, device) else None
+
+    def of_groups(product: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
+        if clear is not None:
+            clear(product, offs)
+            return product.to(dtype)
+        begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+        return torch.where((offs > begins)[:, None, None], product, product.new_zeros(())).to(dtype)
+
+    return of_groups
 
 
 def sum_rows(x: Tensor, offs: Tensor) -> Tensor:

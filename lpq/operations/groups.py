@@ -131,7 +131,7 @@ def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, 
 
     def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
         if wanted.given and not known:
-            return by_itself(x, None, seeds, *offs)
+            return by_itself(x, (), seeds, *offs)
         of_row, of_col, found = run(x, offs[0] if offs else None, known, seeds)
         if row is not None:
             of_row += offs
@@ -154,7 +154,7 @@ def _of_groups(wanted: Wanted, watched: bool) -> Encode:
 
     def encode(x: Tensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
         if watched:
-            values = [] if state is None else [state[name] for name in names]
+            values = [state[name] for name in names] if state else []
             out = torch.ops.lpq.encode_groups(x, offs, quantizer.text, row, col, seeds, values, layouts)
         else:
             if why is not None:
@@ -183,7 +183,7 @@ def encode_groups(
     watched = not dispatched and not can_call_directly(x)
     encoder = through_operators(wanted) if watched else _bind_few(wanted, kernels_allowed(), dispatched)
     with on_device(x.device):
-        of_row, of_col, _ = encoder.encode(x, state, seeds, offs)
+        of_row, of_col, _ = encoder.encode(x, state or (), seeds, offs)
     first, second = encoder.row, encoder.col
     return None if first is None else first.grouped(of_row), None if second is None else second.grouped(of_col)
 
@@ -195,7 +195,7 @@ def encode_groups_reference(
     x: Tensor, offs: Tensor, wanted: Wanted, seeds: Tensor | None, state: State | None = None
 ) -> list[Tensor]:
     """The buffers of the wanted operands, the row operand's first, made group by group."""
-    (rows, cols), remembers, knows_size = wanted.shape, state is not None, is_made_of_row(wanted)
+    (rows, cols), remembers, knows_size = wanted.shape, bool(state), is_made_of_row(wanted)
     wanted = wanted._replace(sections=None, remembers=remembers, given=(), measures=False, exact=(False, False))
     ends, out, encoder = read(offs, rows), _empty(x, len(offs), wanted), _of_each_group(wanted)
     for tensor in out:
@@ -205,7 +205,7 @@ def encode_groups_reference(
     ]
     for group, (start, stop) in enumerate(bounds(ends)):
         seed, high = None if seeds is None else seeds[group], stop - start
-        own = None if state is None else {name: values[group] for name, values in state.items()}
+        own = {name: values[group] for name, values in state.items()} if state else ()
         if knows_size:
             encoder = _of_each_group(wanted._replace(shape=(high, cols)))
         made, rest = encoder.encode(x[start:stop], own, seed), iter(out)

@@ -18,7 +18,7 @@ from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.operations.binding import Encode, EncodeSeveral, Encoding, Multiply, Operand, Product, Transposes
 from lpq.operations.binding import Transpose as BoundTranspose
 from lpq.operations.decoding import decode_reference
-from lpq.operations.exact_form import Exact
+from lpq.operations.exact_form import BoundExact, Exact, ToExact
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.group_products import Run
 from lpq.operations.measuring import measure_reference
@@ -124,10 +124,9 @@ class MakeExact(Protocol[S]):
 class BindExact(Protocol):
     """The ``bind`` of a kernel for ``exact``."""
 
-    def __call__(
-        self, operand: Operand, device: torch.device, /
-    ) -> Callable[[Sequence[Tensor]], Exact | None] | None:  # fmt: skip
-        """Decide all but the buffers; None: ``impl`` is called."""
+    def __call__(self, operand: Operand, device: torch.device, /) -> BoundExact | ToExact | None:
+        """Decide all but the buffers; None: ``impl`` is called. Of a ``BoundExact``, which names its form, products are
+        bound without a check of each operand."""
 
 
 class Tile(Protocol[Q]):

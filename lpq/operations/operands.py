@@ -61,7 +61,7 @@ def encode_operands(
         shard = Cut(0, rank=0, ranks=group.size(), size=rows)  # ``offset`` says where it lies
         name = group.group_name
         encoder = bind_part(through_operators, wanted, shard, name).alone(name).encoder
-    of_row, of_col, measured = encoder.encode(x, state, seed)
+    of_row, of_col, measured = encoder.encode(x, state or (), seed)
     return Operands(
         None if encoder.row is None else encoder.row.over(of_row),
         None if encoder.col is None else encoder.col.over(of_col),

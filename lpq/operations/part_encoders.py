@@ -21,7 +21,6 @@ from lpq.operations.encoder import (
     Encoder,
     Known,
     KnownStats,
-    State,
     Wanted,
     first_of,
     is_made_of_row,
@@ -57,7 +56,7 @@ class PartEncoder(NamedTuple):
     """The returned statistics that cover this part alone, since it encodes with the statistics of a state."""
 
     def alone(self, group: str) -> PartEncoder:
-        """Make an encoder that measures and exchanges by itself; it is given a state or None."""
+        """Make an encoder that measures and exchanges by itself; it is given a state, or nothing."""
         encoder, statistics, measured = self
         if statistics is None:
             return self
@@ -89,7 +88,7 @@ def bind_settle(
 
 def bind_exchange(
     parts: Sequence[SpanningStats | None], group: str
-) -> Callable[[Sequence[Tensor], Sequence[State | None], Seeds], tuple[list[Known], Seeds]]:
+) -> Callable[[Sequence[Tensor], Sequence[Known], Seeds], tuple[list[Known], Seeds]]:
     """``exchange(xs, states, seeds)``: measure these parts and reduce their statistics over the ranks, with the seeds
     of the pass, in one collective, one more for counts, and the same again for a second round. It returns with what to
     encode each, and the seeds that all ranks have. None for a part that has nothing to exchange."""
@@ -98,7 +97,7 @@ def bind_exchange(
     if any(part is not None and measures_again(part.row, part.col) for part in parts):
         again = bind_reduction(needed, group, 2)
 
-    def exchange(xs: Sequence[Tensor], states: Sequence[State | None], seeds: Seeds) -> tuple[list[Known], Seeds]:
+    def exchange(xs: Sequence[Tensor], states: Sequence[Known], seeds: Seeds) -> tuple[list[Known], Seeds]:
         matrices = [x if part is None or x.dim() == 2 else as_matrix(x) for part, x in zip(parts, xs, strict=True)]
         found = [[] if part is None else [*part.measure(x)] for part, x in zip(parts, matrices, strict=True)]
         seeds = reduce(found, seeds)
@@ -139,7 +138,7 @@ def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *,
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         stats, state = known if apart else ((), known)
         use = stats
-        if wanted.remembers and state is not None:
+        if wanted.remembers and state:
             use = [None if k is None else k.contiguous() for k in recall(None, state, None)]
             if apart:
                 use = [s if k is None else k for k, s in zip(use, stats, strict=True)]
@@ -177,7 +176,7 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
         for i, (chunk, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
             pairs = zip(needed, known, strict=True) if known else ()
             own = [None if s is None else of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
-            of_row, of_col, _ = encoder.encode(chunk, own or None, seed)
+            of_row, of_col, _ = encoder.encode(chunk, own, seed)
             rows += [] if encoder.row is None else [encoder.row.over(of_row)]
             cols += [] if encoder.col is None else [encoder.col.over(of_col)]
         return _joined(rows, 0), _joined(cols, 1), ()

@@ -84,7 +84,7 @@ def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None,
     found: list[Tensor | None] = []
     for first, second in ((row, None), (None, col)):
         wanted = first is not None or second is not None
-        known = recall(quantizer, first, second, state) if wanted and state is not None else []
+        known = recall(quantizer, first, second, state) if wanted and state else []
         amax = next((k for k in known if k is not None), None)
         found.append(None if amax is None else amax.contiguous())
     return found[0], found[1]

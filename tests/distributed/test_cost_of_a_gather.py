@@ -41,11 +41,11 @@ COSTS = {
     # As a CPU counts them, on which some copies of many buffers are an operator for each, and on a GPU one launch. As
     # torch 2.11 counts them, in which a unit takes 2 calls more than in 2.13. Where there are fewer, lower the
     # number.
-    "fp8-current": (Cost(84, 111), Cost(40, 5), Cost(39, 98)),
-    "fp8-delayed": (Cost(101, 149), Cost(54, 42), Cost(42, 99)),
-    "fp8-row": (Cost(85, 112), Cost(47, 12), Cost(36, 101)),
-    "mxfp8": (Cost(93, 126), Cost(55, 26), Cost(36, 100)),
-    "nvfp4": (Cost(106, 123), Cost(64, 23), Cost(40, 100)),
+    "fp8-current": (Cost(79, 111), Cost(35, 5), Cost(39, 98)),
+    "fp8-delayed": (Cost(98, 149), Cost(51, 42), Cost(42, 99)),
+    "fp8-row": (Cost(80, 112), Cost(42, 12), Cost(36, 101)),
+    "mxfp8": (Cost(85, 126), Cost(47, 26), Cost(36, 100)),
+    "nvfp4": (Cost(96, 123), Cost(54, 23), Cost(40, 100)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""

@@ -153,11 +153,11 @@ def test_rows_of_no_group_and_matrices_of_empty_ones_are_set_to_zero() -> None:
     offs = torch.tensor([0, 5, 5], dtype=torch.int32, device="cuda")
     made = torch.full((9, 16), torch.nan, device="cuda", dtype=torch.bfloat16)
     made[:5] = 1
-    rows = group_tiles.in_rows(made, offs, None, torch.bfloat16)
+    rows = group_tiles.bind_in_rows(torch.bfloat16, offs.device)(made, offs, None)
     assert torch.equal(rows[5:], torch.zeros_like(rows[5:]))
     assert (rows[:5] == 1).all()
     stack = torch.full((3, 16, 16), torch.nan, device="cuda", dtype=torch.bfloat16)
     stack[1] = 1
-    found = group_tiles.of_groups(stack, offs, torch.bfloat16)
+    found = group_tiles.bind_of_groups(torch.bfloat16, offs.device)(stack, offs, None)
     assert torch.equal(found[[0, 2]], torch.zeros_like(found[[0, 2]]))
     assert (found[1] == 1).all()

@@ -103,7 +103,7 @@ def test_values_are_those_of_torch(source: Source, dtype: torch.dtype) -> None:
     inputs = inputs_of(source, shape, dtype)
     inputs[0] = torch.arange(1 << 16, device="cuda").to(torch.int16).view(dtype).repeat(8).view(shape)
     outputs = [Output(Wanted(lpq.quantizer("mxfp8"), shape, dtype, inputs[0].device), True)] * source.outputs
-    made = bind_producer(source, outputs).produce(inputs, [None] * source.outputs, [None] * source.outputs)
+    made = bind_producer(source, outputs).produce(inputs, [()] * source.outputs, [None] * source.outputs)
     for i, (one, x) in enumerate(zip(made, source.compute(*inputs), strict=True)):
         assert one.value is not None
         of_nans = [y.masked_fill(y.isnan(), torch.nan) for y in (one.value, x)]  # which torch hands on as they are
@@ -174,7 +174,7 @@ def test_inputs_that_do_not_fit() -> None:
     producer, x = bind_producer(SWIGLU, outputs), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     for wrong in (x.float(), x[:32]):
         with pytest.raises(ValueError, match=r"silu_gate: input 1 has .* and not 4096 in torch.bfloat16"):
-            producer.produce([x, wrong], [None], [None])
+            producer.produce([x, wrong], [()], [None])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

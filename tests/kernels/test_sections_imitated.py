@@ -203,11 +203,11 @@ def test_other_operands_have_amaxes_of_their_own(text: str) -> None:
 def test_what_products_leave_is_cleared() -> None:
     """Rows of no group are cleared, and no byte more."""
     out, offs = torch.full((40, 24), 7.0, dtype=torch.bfloat16), torch.tensor([0, 16, 33], dtype=torch.int32)
-    sections.clear_rows(out, offs)
+    sections.bind_clear_rows(out.device)(out, offs)
     assert (out[:33] == 7).all()
     assert not out[33:].any()
     stack, ends = torch.full((4, 5, 3), 7.0, dtype=torch.bfloat16), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
-    sections.clear_matrices(stack, ends)
+    sections.bind_clear_matrices(stack.device)(stack, ends)
     assert not stack[0].any()
     assert not stack[2].any()
     assert (stack[[1, 3]] == 7).all()

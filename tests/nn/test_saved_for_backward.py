@@ -136,11 +136,11 @@ def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(monke
     x, seed = inputs()[0].detach(), torch.tensor(7)
     wanted = Wanted(NVFP4Quantizer(block="16x16", stochastic=True), (ROWS, WIDTH), torch.float32, x.device)
     for encoder in (bind_encoder, through_operators):
-        _, now, _ = encoder(wanted).encode(x, None, seed)
+        _, now, _ = encoder(wanted).encode(x, (), seed)
         later = in_two_steps(encoder, wanted)
         assert later.later is not None
-        assert equal([*now], [*later.later(later.encode(x, None, seed)[1])])
-        _, by_itself, _ = encoder(wanted._replace(row=False)).encode(x, None, seed)
+        assert equal([*now], [*later.later(later.encode(x, (), seed)[1])])
+        _, by_itself, _ = encoder(wanted._replace(row=False)).encode(x, (), seed)
         assert not equal([*now], [*by_itself])
     monkeypatch.undo()
     refresh()

@@ -25,8 +25,8 @@ def test_operands_are_those_of_the_outputs(source: Source, text: str) -> None:
     last = source.outputs - 1
     outputs = [Output(wanted._replace(row=i != last), value=i == 0) for i in range(source.outputs)]
     producer = bind_producer(source, outputs)
-    none = [None] * source.outputs
-    made = producer.produce(inputs, none, none)
+    nothing, no_seed = [()] * source.outputs, [None] * source.outputs
+    made = producer.produce(inputs, nothing, no_seed)
     for i, (x, output) in enumerate(zip(source.compute(*inputs), made, strict=True)):
         whole = quantizer.quantize(x)
         assert output.value is None or torch.equal(output.value, x)

@@ -173,7 +173,7 @@ def of_part(one: PassCase, bind: BindEncoder, cut: Cut, local: Tensor, group: st
     part = bind_part(bind, one.wanted(local), cut, group)
     encoder, settle = part.encoder, bind_settle({"x": part}, group)
     drawn = torch.tensor([SEED + cut.rank]) if rounds_stochastically(one.quantizer) else None
-    (known,), common = bind_exchange([part.statistics], group)([local], [one.state or None], drawn)
+    (known,), common = bind_exchange([part.statistics], group)([local], [one.state or ()], drawn)
     seed = torch.tensor(SEED) if common is None else common[0]
     of_row, of_col, measured = encoder.encode(local, known, seed)
     measured = measured if settle is None else settle({"x": measured})["x"]
@@ -201,7 +201,7 @@ def gathered(
         gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
         return {at: gather.whole.over(Arriving(gather, made.of(at).tensors()).now()) for at, gather in gathers}
     encoder = bind_gathered(bind, one.wanted(local), cut, group, at_once=at_once).alone(group).encoder
-    row, col, _ = encoder.encode(local, one.state or None, seed)
+    row, col, _ = encoder.encode(local, one.state or (), seed)
     found: dict[Direction, Storage] = {}
     if encoder.row is not None:
         found["row"] = encoder.row.over(row.now())  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.core import Storage
 from lpq.formats.sections import unit
 from lpq.operations.binding import Operand
-from lpq.operations.group_tiles import padded_ends
+from lpq.operations.group_tiles import bind_padded_ends
 from lpq.torch_private.operators import scaled_grouped_matmul
 from lpq_fp8.quantizer import FP8Quantizer
 
@@ -60,7 +60,7 @@ def _columns(a: Operand, b: Operand, offs: Tensor, fast_accumulate: bool) -> Ten
     """Multiply the columns of each group; groups begin and end at multiples of the padding."""
     if a.shape[0] % ALIGNED or b.shape[0] % ALIGNED:
         return None
-    ends = padded_ends(offs, unit(a.quantizer, 1))
+    ends = bind_padded_ends(unit(a.quantizer, 1), offs.device)(offs)
     scales = []
     for operand in (a, b):
         scale = operand.tensors[1]

@@ -19,7 +19,7 @@ from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import multiprocessors
 from lpq.operations.binding import Product
 from lpq.operations.group_products import Run, sections_of, unbound
-from lpq.operations.group_tiles import padded_ends
+from lpq.operations.group_tiles import bind_padded_ends
 from lpq_fp8.quantizer import FP8Quantizer
 
 ALIGNED = 16
@@ -67,13 +67,14 @@ def bind(p: Product) -> Run | None:
     index, empty = p.device.index or 0, allocator(p.device, dispatched=p.dispatched)
     how = macros(high, columns, blocks, of_a.dtype == "e5m2", of_b.dtype == "e5m2")
     launch = KERNELS[high].bind(index, how, multiprocessors(index))
+    pad = bind_padded_ends(step, p.device) if columns else None
     result, tail = fresh(size, torch.bfloat16), (groups, tall, wide, deep)
     left, right = _apart(of_a, columns=columns), _apart(of_b, stack=not columns, columns=columns)
 
     def run(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         data, scale, offs = a
         others, scales = b[0].contiguous(), b[1]
-        ends, made = padded_ends(offs, step) if columns else offs, empty(*result)
+        ends, made = offs if pad is None else pad(offs), empty(*result)
         launch(
             *tensor_maps.of_bytes(data.data_ptr(), tall, deep, data.stride(0), high, DEEP),
             *tensor_maps.of_bytes(others.data_ptr(), lines, deep, others.stride(-2), WIDE, DEEP),

@@ -10,7 +10,7 @@ from torch import Tensor
 from lpq.formats.format import Direction
 from lpq.kernels.fresh import fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import SQUARE, TALL, pointer
+from lpq.kernels.tiles import SQUARE, TALL
 from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
 from lpq.operations.line_amaxes import bind_amaxes_of_lines, find_in_sections
@@ -85,12 +85,15 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
         ) -> Made:
             if into is not None:
                 scales = into[1].data_ptr() if len(into) > 1 else 0  # decoded values have none
-                return Made(into, (), (into[0].data_ptr(), scales, pointer(found), 0, *tail))
+                return Made(into, (), (into[0].data_ptr(), scales, 0 if found is None else found.data_ptr(), 0, *tail))
             (given,) = stats
             buffers = empty(*data), empty(*scale)
             measured = None if amaxes is None else empty(*amaxes)
-            at = pointer(given if given is not None else found)
-            parameters = buffers[0].data_ptr(), buffers[1].data_ptr(), at, pointer(measured), *tail
+            known = given if given is not None else found
+            parameters = (
+                buffers[0].data_ptr(), buffers[1].data_ptr(), 0 if known is None else known.data_ptr(),
+                0 if measured is None else measured.data_ptr(), *tail,
+            )  # fmt: skip
             wanted = (measured if blocks else found) if job.measure else None
             return Made(buffers, () if wanted is None else (wanted,), parameters)
 

@@ -109,7 +109,8 @@ def bind_operand(quantizer: MXFP4Quantizer, job: Job) -> Make:
     ) -> Made:
         drawn = 0 if seed is None else seed.data_ptr()
         if into is not None:
-            return Made(into, (), (*(*map(pointer, into), 0)[:2], 0, 0, drawn, 0))  # decoded values have no scales
+            at = (*map(Tensor.data_ptr, into), 0)[:2]  # decoded values have no scales
+            return Made(into, (), (*at, 0, 0, drawn, 0))
         buffers = empty(*data), empty(*scale)
         measured = () if wanted is None else (empty(*wanted),)
         (given,) = stats

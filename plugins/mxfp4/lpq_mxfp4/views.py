@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.decoding import decode_reference
-from lpq.operations.exact_form import Exact
+from lpq.operations.exact_form import BoundExact, Exact, Form
 from lpq.operations.recoding import CodeReader
 from lpq_mxfp4.quantizer import MXFP4Quantizer
 from lpq_mxfp4.storage import MXFP4Storage
@@ -37,25 +37,27 @@ def decode(operand: MXFP4Storage, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+def bind_exact(operand: Operand, device: torch.device) -> BoundExact | None:
     """``lpq.emulation.bf16_gemm.decoded`` for operands of one shape."""
     (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
     basis = operand.quantizer.basis
     if basis is not None and cols % basis.block:
-        return lambda buffers: decoded(operand.over(buffers))
+        return None
     macros = (OUTPUTS[torch.bfloat16], *covering(LOW, divides(rows, cols, LOW)))
     launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
 
-    def exact(buffers: Sequence[Tensor]) -> Exact | None:
+    def exact(buffers: Sequence[Tensor]) -> Exact:
         data, scale = buffers
         at = data.data_ptr()
         if at % ALIGNED or not data.is_contiguous():
-            return decoded(operand.over(buffers))
+            found = decoded(operand.over(buffers))
+            assert found is not None
+            return found
         out = empty(*memory)
         launch(at, scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, cols)
         return Exact(out)
 
-    return exact
+    return BoundExact(Form(), exact)
 
 
 def reader(quantizer: MXFP4Quantizer) -> CodeReader:

@@ -98,7 +98,7 @@ def bind_operand(quantizer: MXFP8Quantizer, job: Job) -> Make:
         stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
     ) -> Made:
         if into is not None:
-            return Made(into, (), (*map(pointer, into), 0, 0, 0)[:4])
+            return Made(into, (), (*map(Tensor.data_ptr, into), 0, 0, 0)[:4])
         buffers = empty(*data), empty(*scale)
         measured = () if wanted is None else (empty(*wanted),)
         (given,) = stats

@@ -206,7 +206,7 @@ def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
         drawn = 0 if seed is None else seed.data_ptr()
         if into is not None:
             assert found is not None
-            at = (*map(pointer, into), 0, 0)[:3]  # decoded values have no scales
+            at = (*map(Tensor.data_ptr, into), 0, 0)[:3]  # decoded values have no scales
             return Made(into, (), (*at, found.data_ptr(), 1, 0, 0, drawn, 0))
         amax, given = stats
         buffers = empty(*data), empty(*scale), empty(*value)

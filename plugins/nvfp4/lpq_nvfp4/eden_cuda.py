@@ -136,7 +136,7 @@ def bind_operand(job: Job) -> Make:
         assert seed is not None
         if into is not None:
             assert found is not None
-            at = (*map(pointer, into), 0, 0, 0)[:4]  # decoded values have nothing else
+            at = (*map(Tensor.data_ptr, into), 0, 0, 0)[:4]  # decoded values have nothing else
             return Made(into, (), (*at, found.data_ptr(), 1, seed.data_ptr(), 0))
         buffers = empty(*data), empty(*scale), empty(*value), empty(*number)
         measured: tuple[Tensor, ...] = ()
@@ -144,7 +144,7 @@ def bind_operand(job: Job) -> Make:
             assert found is not None
             measured = (empty(*value),)
             finish(found.data_ptr(), found.numel(), measured[0].data_ptr())
-        return Made(buffers, measured, _parameters([*map(pointer, buffers)], stats, found, seed, offset))
+        return Made(buffers, measured, _parameters([*map(Tensor.data_ptr, buffers)], stats, found, seed, offset))
 
     return make
 

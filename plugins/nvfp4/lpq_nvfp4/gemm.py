@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lpq.core import decode
 from lpq.emulation.bf16_gemm import gemm, in_its_basis
 from lpq.kernels.blackwell_scales import swizzled
 from lpq.operations.binding import Operand
-from lpq.operations.exact_form import Exact
+from lpq.operations.exact_form import BoundExact, Exact, Form, ToExact
 from lpq_nvfp4 import views
 from lpq_nvfp4.eden import ROTATED
 from lpq_nvfp4.quantizer import NVFP4Quantizer
@@ -39,13 +40,17 @@ def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
     return _exact(operand, lambda whole: views.decode(whole, torch.bfloat16, unit=True))
 
 
-def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+def bind_exact(operand: Operand, device: torch.device) -> BoundExact | ToExact | None:
     """``exact_in_cuda`` for operands of one shape."""
+    if not operand.quantizer.whole(operand.shape[1]):
+        return None
 
-    def unbound(buffers: Sequence[Tensor]) -> Exact | None:
-        return exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
+    def unbound(buffers: Sequence[Tensor]) -> Exact:
+        whole: Any = operand.over(buffers)
+        return Exact(views.decode(whole, torch.bfloat16, unit=True), whole.amax, CONSTANT)
 
-    return views.bind_unit(operand, device, CONSTANT, unbound) if operand.quantizer.whole(operand.shape[1]) else unbound
+    make = views.bind_unit(operand, device, CONSTANT, unbound)
+    return make if operand.quantizer.scaling == "row" else BoundExact(Form(factor=True, constant=CONSTANT), make)
 
 
 def _matrix(operand: NVFP4Storage) -> Tensor:

@@ -30,8 +30,6 @@ from lpq_nvfp4.storage import NVFP4Storage
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
 
 
-ToExact = Callable[[Sequence[Tensor]], Exact | None]
-"""Makes the exact form of an operand from its buffers."""
 SEVERAL = 13
 """Matrices of one launch."""
 TRANSPOSE = transpose_kernels("nvfp4/transpose.cu", "transpose_nibbles", "PPPPPPqq")
@@ -87,14 +85,16 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     return out
 
 
-def bind_unit(operand: Operand, device: torch.device, constant: float, otherwise: ToExact) -> ToExact:
+def bind_unit(
+    operand: Operand, device: torch.device, constant: float, otherwise: Callable[[Sequence[Tensor]], Exact]
+) -> Callable[[Sequence[Tensor]], Exact]:
     """Bind ``decode`` with ``unit`` in bf16 to operands of one shape, whose factor is the amax times ``constant``.
     ``otherwise`` is called for buffers in another memory order than encoding leaves them in."""
     (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
     macros = _macros(operand.quantizer.block, False, False, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
     launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
 
-    def exact(buffers: Sequence[Tensor]) -> Exact | None:
+    def exact(buffers: Sequence[Tensor]) -> Exact:
         data, scale, amax = buffers[:3]
         at = data.data_ptr()
         if at % ALIGNED or not data.is_contiguous():
