@@ -17,7 +17,8 @@ from lpq import registry
 from lpq.distributed.gather_encoder import Rows, Sides, Way, way_of
 from lpq.distributed.gather_loads import EncodedLoad, High, Ordinary, operands_of
 from lpq.distributed.shard import WeightShard
-from lpq.distributed.weight_gather import Gather, Load, stale
+from lpq.distributed.shard_statistics import stale
+from lpq.distributed.weight_gather import Gather, Load
 from lpq.kernels.table import kernels_allowed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import SIGNATURE

@@ -22,8 +22,9 @@ from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.several_matrices import Measuring
 from lpq.distributed.shard_groups import attach
+from lpq.distributed.shard_statistics import measure_all, stale
 from lpq.distributed.trained import Trained
-from lpq.distributed.weight_gather import Gather, GatheredLayer, measure_all, stale
+from lpq.distributed.weight_gather import Gather, GatheredLayer
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
