@@ -59,9 +59,7 @@ def save(
             stay.
         process_group: The ranks over which the model lies; None: all ranks.
     """
-    ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
-    with ranks.error_context("nothing is saved"):
-        target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
+    ranks, target = _agreed(model, directory, step, keep, process_group)
     with ranks.error_context(failing(target)), quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
@@ -98,9 +96,7 @@ def save_async(
             None: all ranks, which get a group of their own, so that it does not matter over what, and when, training
             talks.
     """
-    ranks = ranks_of(process_group, is_shared(model, replicas=False), "saves", first=True)
-    with ranks.error_context("nothing is saved"):
-        target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
+    ranks, target = _agreed(model, directory, step, keep, process_group)
     with ranks.error_context(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
@@ -115,6 +111,15 @@ def save_async(
             destroy(group)
             raise
     return Saving(target, cast("Future[Any]", future), ranks, group, writer.release)
+
+
+def _agreed(
+    model: nn.Module, directory: str | Path, step: int | None, keep: int | None, group: dist.ProcessGroup | None
+) -> tuple[CheckpointRanks, Path]:
+    """The ranks that save, and the path that the checkpoint will have."""
+    ranks = ranks_of(group, is_shared(model, replicas=False), "saves", first=True)
+    with ranks.error_context("nothing is saved"):
+        return ranks, ranks.each(lambda: _target(place(directory, "directory"), step, keep))
 
 
 def _target(directory: Path, step: int | None, keep: int | None) -> Path:

@@ -15,7 +15,7 @@ from lpq.nn.cached_weight import turn_of_weight, weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups, row_given
-from lpq.nn.input_checks import check_transforms
+from lpq.nn.input_checks import check_transforms, on_two_devices, unfit_dtypes
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, bind_few
@@ -154,11 +154,8 @@ def check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         raise ValueError(
             f"{title}: the input is {list(x.shape)}, and must be [rows, {features}], group by group: flatten it"
         )
-    for name, tensor in (("input", x), ("weight", weight)):
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"{title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
-            )
+    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
+        raise unfit_dtypes(title, x, weight)
     check_transforms(title)
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
@@ -166,9 +163,7 @@ def check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
             "whose forward gathers it, or its unshard()"
         )
     if x.device != weight.device:
-        raise RuntimeError(
-            f"{title}: the input is on {x.device} and the weight on {weight.device}: move one to the other"
-        )
+        raise on_two_devices(title, x, weight)
     if bias is not None and (bias.shape != weight.shape[:2] or bias.device != x.device):
         raise ValueError(
             f"{title}: the bias is {list(bias.shape)} on {bias.device}, and must be {list(weight.shape[:2])} on "

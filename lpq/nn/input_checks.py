@@ -42,7 +42,7 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
             "parallelize_module, or pass input.full_tensor()"
         )
     if input.device != weight.device:
-        raise _on_other_devices(layer, input, weight)
+        raise on_two_devices(layer.title, input, weight)
     if not torch.compiler.is_dynamo_compiling():
         check_transforms(layer.title)
     if not torch.compiler.is_compiling():
@@ -61,15 +61,21 @@ def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
     if not input.dim():
         raise ValueError(f"{layer.title}: the input is [], its last dimension must be {layer.in_features}")
     if input.dtype not in DTYPES or weight.dtype not in DTYPES:
-        name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
-        raise TypeError(
-            f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
-        )
+        raise unfit_dtypes(layer.title, input, weight)
 
 
-def _on_other_devices(layer: WeightedLayer, input: Tensor, weight: Tensor) -> RuntimeError:
+def unfit_dtypes(title: str, input: Tensor, weight: Tensor) -> TypeError:
+    """The error for tensors one of which has a dtype that cannot be encoded."""
+    name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
+    return TypeError(
+        f"{title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
+    )
+
+
+def on_two_devices(title: str, input: Tensor, weight: Tensor) -> RuntimeError:
+    """The error for an input and a weight on two devices."""
     return RuntimeError(
-        f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
+        f"{title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
     )
 
 
@@ -109,7 +115,7 @@ def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     """Raise if the layer cannot multiply this input by this weight, which is sharded over a mesh."""
     _check_tensors(layer, input, weight)
     if input.device != weight.device:
-        raise _on_other_devices(layer, input, weight)
+        raise on_two_devices(layer.title, input, weight)
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim == 1 and not placements[0].is_shard():
         raise ValueError(
