@@ -6,7 +6,6 @@ norm may stand for it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from lpq.nn.linear import Layer
 from lpq.nn.norms import EncodingNorm, Place
 from lpq.operations.norms import NormKind
 from lpq.operations.operators import ORDINARY
+from lpq.torch_private.tensors import local_part
 
 TRIED = (torch.float32, torch.bfloat16)
 ROWS = 3
@@ -30,7 +30,9 @@ def norm_of(module: nn.Module) -> NormKind | None:
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     given = [p for p in parameters.values() if p is not None]
-    if weight is None or len(given) != 1 + (bias is not None) or weight.dim() != 1 or type(weight) not in ORDINARY:
+    if weight is None or len(given) != 1 + (bias is not None) or weight.dim() != 1:
+        return None
+    if not all(type(local_part(p)) in ORDINARY for p in given):  # FSDP2 makes its shards ordinary for a pass
         return None
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
@@ -86,13 +88,14 @@ def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:
 def _is(module: nn.Module, norm: NormKind) -> bool:
     """Whether a module computes this norm, and its gradients."""
     drawn = torch.Generator().manual_seed(0)
-    like = copy.copy(module)
+    like: Any = object.__new__(type(module))  # copy.copy calls the class, which FSDP2 makes call the former __init__
+    like.__dict__.update(module.__dict__)
     names = [name for name, p in module._parameters.items() if p is not None]
     weight: Any = module._parameters["weight"]
     cols = weight.shape[0]
 
     def run(x: Tensor, **parameters: Tensor) -> Tensor:
-        like._parameters = {**module._parameters, **parameters}  # type: ignore[dict-item]
+        like._parameters = {**module._parameters, **parameters}
         y: Tensor = type(module).forward(like, x)
         return y
 

@@ -19,6 +19,7 @@ from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.norms import Place
 from lpq.torch_private.pytree import tree_leaves
+from lpq.torch_private.tensors import local_part
 
 ROWS = 4
 ELSE = "something other than layers of lpq takes its output"
@@ -77,7 +78,7 @@ def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mappin
     """A few rows, and the rotations of positions that attention in transformers is given beside them. These have one
     column, for heads of any width."""
     weight: Any = norm._parameters["weight"]
-    x = weight.new_zeros(1, ROWS, weight.shape[0])
+    x = local_part(weight).new_zeros(1, ROWS, weight.shape[0])
     parameters = signature(type(block).forward).parameters.values()
     takes = any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
     return (x,), {"position_embeddings": (x.new_ones(1, ROWS, 1), x.new_zeros(1, ROWS, 1))} if takes else {}

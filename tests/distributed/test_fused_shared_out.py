@@ -39,6 +39,32 @@ def test_tensor_parallel(rank: int) -> None:
     assert equal(*found)
 
 
+class Apart(nn.Module):
+    """Norms whose output is not encoded: one is used elsewhere, and one goes to a layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.twice = nn.LayerNorm(64), nn.RMSNorm(64, eps=1e-6)
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.right(self.left(self.other(x).sin()) + self.twice(x))
+        z: torch.Tensor = self.right(self.twice(x)) + y
+        return z
+
+
+@on_ranks(2)
+def test_fsdp_keeps_the_reasons_of_norms_that_are_not_fused(rank: int) -> None:
+    for weights in (None, "high_precision"):
+        net: Any = lpq.convert(nn.Sequential(Apart()), "mxfp8", weights=weights, fuse=True)
+        before = lpq.report(net).apart
+        assert [entry.name for entry in before] == ["0.other", "0.twice"]
+        for module in (net[0].other, net[0], net):  # a norm may be a unit of its own
+            fully_shard(module)
+        after = lpq.report(net).apart
+        assert [(entry.name, entry.note) for entry in after] == [(entry.name, entry.note) for entry in before]
+
+
 @on_ranks(2)
 def test_fsdp(rank: int) -> None:
     """FSDP2 gathers a weight for each pass: between passes it lies over the ranks, too."""
