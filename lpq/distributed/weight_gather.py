@@ -38,6 +38,8 @@ class GatheredLayer(Protocol):
 
     weight: Tensor
     gather: Gather | None
+    passes: Any
+    """Its ``fresh`` are the tensors that are encoded as they are measured, since their states are empty."""
 
     @property
     def title(self) -> str:
@@ -48,9 +50,6 @@ class GatheredLayer(Protocol):
 
     def weight_state(self) -> Mapping[str, Tensor] | None:
         """The statistics of the weight that the quantizer remembers across steps."""
-
-    def weight_is_fresh(self) -> bool:
-        """Whether that is empty, and the weight is encoded as it is measured."""
 
 
 class GatheredModel(Protocol):
@@ -274,7 +273,7 @@ class Gather:
             if not state:
                 return self.spanning
             known = self._recall(None, state, None)
-            if self.layer.weight_is_fresh():
+            if "w" in self.layer.passes.fresh:
                 known = [None if k is None else s for k, s in zip(known, self.stats, strict=True)]
             if not self._known:  # launches are bound to where they lie
                 self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]

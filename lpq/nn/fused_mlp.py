@@ -58,8 +58,11 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
 def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
     """``down(act(gate(x)) * up(x))`` where ``before`` is gate and up, and ``down(act(up(x)))`` where it is up alone, as
     one function where the layers allow it; see ``swiglu``."""
-    if torch.compiler.is_compiling() or why_apart(before, down) is not None or _are_fresh(*before, down):
+    if torch.compiler.is_compiling() or why_apart(before, down) is not None:
         return _apart(x, before, down, activation)
+    for layer in (*before, down):
+        if layer.passes.fresh:  # type: ignore[union-attr]  # and producers encode by states; this is in every step
+            return _apart(x, before, down, activation)
     prepared: list[Any] = []
     for layer in before:
         prepared.append(layer.forward(x, OF_X))
@@ -87,11 +90,6 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
         with torch.autocast(x.device.type, enabled=False):
             y = compute(bound, calls, *tensors)
             return y
-
-
-def _are_fresh(*layers: Any) -> bool:
-    """Whether states of these layers are empty, and are not to be recalled: producers encode by states."""
-    return any("x" in layer.passes.fresh or "dy" in layer.passes.fresh for layer in layers)
 
 
 def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:

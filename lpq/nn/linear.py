@@ -239,10 +239,6 @@ class Layer(WeightedLayer):
         plan = self.passes.plan
         return states_of(self, plan.memories).get("w") if plan is not None else None
 
-    def weight_is_fresh(self) -> bool:
-        """Whether that state is empty, and the weight is encoded as it is measured."""
-        return "w" in self.passes.fresh
-
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 uses it, once it shards the layer."""
         if self.gather is None or self.model.fsdp is None:

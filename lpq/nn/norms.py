@@ -71,9 +71,11 @@ class EncodingNorm(nn.Module):
 
     def forward(self, *args: Any, **others: Any) -> Tensor:
         bound = None
-        fresh = any("x" in layer.passes.fresh for layer in self.consumers)  # each measures its own
-        if not torch.compiler.is_compiling() and self.consumers and not fresh and len(args) == 1 and not others:
+        if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
             bound = self._call(*args).bound
+            for layer in self.consumers:
+                if layer.passes.fresh:  # it measures its own inputs
+                    bound = None
         if bound is None:
             return super().forward(*args, **others)  # type: ignore[no-any-return]  # of the other base class
         (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
