@@ -19,7 +19,7 @@ READY_FOR_RELEASE := $(VENV)/.ready-for-release
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-gpu test-sanitized test-vllm lint types docs publish-docs check-example dist sbom ci clean
+.PHONY: help install train test test-fast test-loops test-gpu test-sanitized test-vllm lint types docs publish-docs check-example dist sbom ci clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ test: $(READY)  ## run the whole test suite (ARGS="tests/formats -x" for a part)
 
 test-fast: $(READY)  ## run the tests that start no process and no compiler
 	$(LEAN) $(BIN)/python -m pytest --numprocesses $(FEW_WORKERS) --dist worksteal -m "not starts and not slow" $(ARGS)
+
+test-loops: $(READY)  ## run the tests with TRL, axolotl and torchtitan, in an environment of its own (build/loops)
+	$(LEAN) $(BIN)/python tests/integrations/loops.py
 
 $(READY_FOR_CUDA): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]"

@@ -36,6 +36,7 @@ from lpq.registry.loader import HERE
 NEEDED = {
     "huggingface.md": ("transformers", "accelerate", "peft", "safetensors"),
     "lightning.md": ("lightning",),
+    "other-loops.md": ("trl",),
     "integrations.md": ("transformers", "safetensors"),
 }
 """Packages that a page is about and lpq does not need; without them the page is skipped."""
@@ -203,7 +204,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 )
 def test_every_snippet_runs(page: Path, reader: Reader) -> None:
     for name in NEEDED.get(page.name, ()):
-        pytest.importorskip(name, reason=f"needs {name}, which `make install` brings")
+        pytest.importorskip(name, reason=f"needs {name}, which `make install` or `make test-loops` brings")
     for block in blocks(page):
         try:
             reader.run(block)
