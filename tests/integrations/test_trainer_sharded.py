@@ -42,7 +42,9 @@ class _Sharded(transformers.Trainer):  # type: ignore[misc]
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )
-        state = accelerate.Accelerator(cpu=True).state
+        if self.args.bf16:
+            plugin.set_mixed_precision("bf16")
+        state = accelerate.Accelerator(cpu=True, mixed_precision="bf16" if self.args.bf16 else "no").state
         state._shared_state["fsdp_plugin"] = plugin
         for shared in (PartialState._shared_state, state._shared_state):
             shared["distributed_type"] = DistributedType.FSDP
@@ -147,3 +149,27 @@ def _masters_that_were_made_before_sharding_are_refused(rank: int, out: Path) ->
 @pytest.mark.parametrize("check", [_the_best_model_is_loaded, _masters_that_were_made_before_sharding_are_refused])
 def test_two_ranks(check: Any, tmp_path: Path) -> None:
     spawn(check, 2, tmp_path)
+
+
+def _four_ranks_in_bf16(rank: int, out: Path) -> None:
+    """As the page has it: parameters in fp32, and ``mixed_precision: bf16``."""
+    with _launched(rank):
+        options: Any = {"cls": _Sharded, "max_steps": 4, "bf16": True}
+        plain = trainer(converted("mxfp8"), out / "plain", LpqCallback(), **options)
+        plain.train()
+        done = trainer(converted("mxfp8", weights="high_precision"), out / "a", LpqCallback(), **options)
+        done.train()
+        assert done.accelerator.mixed_precision == "bf16"
+        assert all(isinstance(p, DTensor) for p in done.model.parameters())
+        assert all("gathered as" in entry.note for entry in lpq.report(done.model).weights)
+        assert lpq.report(done.model).weights
+        assert len(set(losses(done))) == 4
+        assert losses(done) == losses(plain)
+        resumed = trainer(converted("mxfp8", weights="high_precision"), out / "b", LpqCallback(), **options)
+        resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
+        assert losses(resumed) == losses(done)
+        assert equal_states(_whole(resumed), _whole(done))
+
+
+def test_four_ranks_in_bf16_go_on_bit_for_bit(tmp_path: Path) -> None:
+    spawn(_four_ranks_in_bf16, 4, tmp_path)
