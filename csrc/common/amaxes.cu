@@ -1,4 +1,4 @@
-// The amax of each of several fp32 matrices or, with LPQ_COLUMNS, of each of their columns, over zeros.
+// The amax of each of several fp32 matrices or, with LPQ_COLUMNS or LPQ_LINES, of each of their columns or rows, over zeros.
 #include "table.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -8,6 +8,11 @@ constexpr int ROWS = TILE / WARPS;
 constexpr bool COLUMNS = true;
 #else
 constexpr bool COLUMNS = false;
+#endif
+#ifdef LPQ_LINES
+constexpr bool BY_LINES = true;
+#else
+constexpr bool BY_LINES = false;
 #endif
 
 // As lpq.kernels.amaxes passes it: 8 bytes for each field.
@@ -38,6 +43,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) amaxes(const Matrix* table
     for (int i = 0; i < ROWS; ++i) {
         const i64 row = top + line + i, begin = row * m.cols;
         load_four(m.values, begin + left + 4 * lane, row < m.rows ? begin + m.cols : 0, w[i]);
+    }
+    if (BY_LINES) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            u32 most = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) most = max(most, w[i][j] & 0x7fffffffu);
+            most = amax_bits(__uint_as_float(max_of_warp(most)));
+            if (lane == 0 && most && top + line + i < m.rows) atomicMax(&m.amaxes[top + line + i], most);
+        }
+        return;
     }
     __syncthreads();
     u32 amax[4] = {0, 0, 0, 0};

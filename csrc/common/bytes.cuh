@@ -97,10 +97,10 @@ __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, con
 }
 
 // A byte for each of LINES_ lines and each of BLOCKS blocks along them, on their way to a matrix that lies column by
-// column: of a block, those of all lines are next to each other.
+// column: of a block, those of all lines are next to each other. With LPQ_ROW_MAJOR it lies row by row.
 template <int BLOCKS, int LINES_>
 struct ByColumns {
-    static constexpr int PIECES = LINES_ / 16, TAKEN = BLOCKS * PIECES;  // threads that store
+    static constexpr int PIECES = LINES_ / 16, TAKEN = ROW_MAJOR ? LINES_ : BLOCKS * PIECES;  // threads that store
     alignas(16) u8 bytes[BLOCKS][LINES_ + 16];  // lanes that hold blocks side by side do not meet in a bank
 
     // Those of eight lines.
@@ -113,8 +113,31 @@ struct ByColumns {
     __device__ __forceinline__ void store(
         int thread, u8* out, i64 first_line, i64 end, i64 lines, i64 first_block, i64 blocks
     ) const {
+        if (ROW_MAJOR) return store_line(thread, out, first_line, end, first_block, blocks);
         const int block = thread / PIECES, at = thread % PIECES * 16;
         if (thread >= 0 && block < BLOCKS && (WHOLE || first_block + block < blocks))
             store_bytes<16>(out + (first_block + block) * lines, first_line + at, end, &bytes[block][at]);
+    }
+
+    // To the row of a line.
+    __device__ __forceinline__ void store_line(
+        int thread, u8* out, i64 first_line, i64 end, i64 first_block, i64 blocks
+    ) const {
+        const i64 line = first_line + thread;
+        if (thread < 0 || thread >= LINES_ || line >= end) return;
+        u8* to = out + line * blocks + first_block;
+#pragma unroll
+        for (int k = 0; k < BLOCKS; k += 4) {
+            u32 word = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) word |= (u32)bytes[k + j][thread] << (8 * j);
+            if (first_block + k + 4 <= blocks && (u64)(to + k) % 4 == 0) {
+                store_piece(to + k, word);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (first_block + k + j < blocks) to[k + j] = (u8)(word >> (8 * j));
+            }
+        }
     }
 };

@@ -2,8 +2,12 @@
 // come from the headers LPQ_ROW_HEADER and LPQ_COL_HEADER.
 //
 // A block of threads takes several of `count` tiles one after the other, so that what a side does once pays. In sections it
-// takes one, as a side does once what is of a section; some of the last ones have none.
+// takes one, as a side does once what is of a section; some of the last ones have none. With LPQ_SEVERAL, of several fp32
+// matrices, each is a stack of one: a block takes one tile of the matrix that a table has for it.
 #include "both.cuh"
+#ifdef LPQ_SEVERAL
+#include "table.cuh"
+#endif
 #include LPQ_ROW_HEADER
 #include LPQ_COL_HEADER
 
@@ -13,6 +17,34 @@ constexpr int BOTH_NEED = RowSide::NEEDS > ColSide::NEEDS ? RowSide::NEEDS : Col
 // Where a tile lies in its section takes registers, too.
 constexpr int NEEDS = IN_SECTIONS && !WHOLE && BOTH_NEED < 80 && TALL <= UNIT ? 80 : BOTH_NEED;
 
+struct SharedByBoth {
+    RowSide::Shared row;
+    ColSide::Shared col;
+};
+
+#ifdef LPQ_SEVERAL
+// As lpq.operations.several_sides passes it: 8 bytes for each field.
+struct Matrix {
+    const void* x;
+    RowSide::Parameters of_row;
+    ColSide::Parameters of_col;
+    i64 rows, cols;
+    i64 first;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair_several(const Matrix* table, i64 count) {
+    wait_for_the_one_before();
+    const Matrix m = line_here(table, count);
+    const Sections one = {nullptr, 1, m.rows, 1, m.rows};
+    const Tile t(one, m.rows, m.cols, (u32)(blockIdx.x - m.first));
+    u32 w[ROWS][WORDS];
+    load(t, m.x, w);
+    SharedByBoth& shared = in_shared_memory<SharedByBoth>();
+    RowSide row(m.of_row, shared.row, t);
+    ColSide col(m.of_col, shared.col, t);
+    encode_tile(t, w, row, col, m.of_row.data);
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
     const void* x, const RowSide::Parameters of_row, const ColSide::Parameters of_col,
 #ifdef LPQ_SECTIONS
@@ -30,11 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
 #endif
     u32 w[ROWS][WORDS];
     load(t, x, w);
-    struct Shared {
-        RowSide::Shared row;
-        ColSide::Shared col;
-    };
-    Shared& shared = in_shared_memory<Shared>();
+    SharedByBoth& shared = in_shared_memory<SharedByBoth>();
     RowSide row(of_row, shared.row, t);
     ColSide col(of_col, shared.col, t);
     for (u32 index = blockIdx.x;;) {
@@ -47,3 +75,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
         load(t, x, w);
     }
 }
+#endif

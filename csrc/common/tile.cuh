@@ -49,6 +49,13 @@ constexpr bool IN_SECTIONS = true;
 constexpr bool IN_SECTIONS = false;
 #endif
 
+// Whether scales of blocks lie row by row, as they are sent to other ranks.
+#ifdef LPQ_ROW_MAJOR
+constexpr bool ROW_MAJOR = true;
+#else
+constexpr bool ROW_MAJOR = false;
+#endif
+
 struct Tile {
     i64 rows, cols;            // of the matrix
     u32 across, down;          // the place of this tile among the tiles, of its section if there are sections

@@ -1,6 +1,6 @@
 // FP8 with a scale for each line of an operand, or for each 128 elements of one: the row and the column operand of a
 // tile. Amaxes that are given take the place of those measured, which are written where asked: of blocks LPQ_STATS
-// allows for both. The scales of blocks lie column by column, as products read them.
+// allows for both. The scales of blocks lie column by column, as products read them, or with LPQ_ROW_MAJOR row by row.
 //
 // DECODED: what the operand stands for goes out in place of it, rounded to bf16, of a matrix whose sizes are multiples of 8.
 #pragma once
@@ -65,7 +65,9 @@ struct RowLines : Side {
             const u32 own = BLOCKS ? shared.amaxes[unit][line] : 0;
             const float scale = scale_from_amax(p.amax<BLOCKS>(own, place), largest_value<F>(), p.largest_scale, p.pow2);
             shared.scales[unit][line] = scale;
-            if (!DECODED && (BLOCKS || across == 0)) p.scale[BLOCKS ? across * t.rows + row : row] = __frcp_rn(scale);
+            const i64 column_major = across * t.rows + row;
+            if (!DECODED && (BLOCKS || across == 0))
+                p.scale[BLOCKS && !ROW_MAJOR ? column_major : place] = __frcp_rn(scale);
             p.measure<BLOCKS>(own, place);
         }
     }
@@ -88,9 +90,10 @@ struct RowLines : Side {
                 const bool inside = i < t.high && t.wide;
                 scales[i] = pow2_from_amax<F>(inside ? p.amax<true>(own, place) : 0, p.largest_scale);
                 if (writes && inside) p.measure<true>(own, place);
-                if (!WHOLE && writes && inside) to[i] = one_over_pow2(scales[i]);
+                if (ROW_MAJOR && writes && inside) p.scale[place] = one_over_pow2(scales[i]);
+                if (!ROW_MAJOR && !WHOLE && writes && inside) to[i] = one_over_pow2(scales[i]);
             }
-            if (WHOLE && writes) {
+            if (!ROW_MAJOR && WHOLE && writes) {
                 u32 bits[ROWS];
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) bits[i] = __float_as_uint(one_over_pow2(scales[i]));
@@ -147,7 +150,7 @@ struct ColLines : Side {
         constexpr int IN_UNIT = WARPS / UNITS_DOWN;  // warps
         if (index < 0 || col >= t.cols || (BLOCKS && down * UNIT >= t.bottom())) return;
         const u32 own = BLOCKS ? shared.columns.largest(line, unit * IN_UNIT, IN_UNIT) : 0, amax = p.amax<BLOCKS>(own, place);
-        float* to = p.scale + (BLOCKS ? down * t.all_lines() + t.lines() + col : place);
+        float* to = p.scale + (BLOCKS && !ROW_MAJOR ? down * t.all_lines() + t.lines() + col : place);
         p.measure<BLOCKS>(own, place);
         if (POW2) {
             const float scale = pow2_from_amax<F>(amax, p.largest_scale);

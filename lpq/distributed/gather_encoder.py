@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.several_matrices import RowOperands, bind_rows, several_of
+from lpq.distributed.several_matrices import Scratch, SentOperand, ShardOperands, bind_operands, encodes_several
 from lpq.distributed.shardability import operand_bytes, why_in, why_whole
 from lpq.formats import Quantizer
+from lpq.formats.format import Direction
 from lpq.formats.layout import Stat
 from lpq.formats.sections import is_stack
 from lpq.kernels.table import kernels_allowed
@@ -100,8 +101,8 @@ class Task(NamedTuple):
     """For each statistic of ``sides``, whether it is known before the encoding."""
 
 
-RowsKey = tuple[Quantizer, tuple[tuple[int, int], ...], torch.dtype, torch.device]
-Rows = dict[RowsKey, RowOperands]
+Key = tuple[SentOperand, tuple[tuple[int, int], ...], torch.dtype, torch.device, Scratch | None]
+Encoders = dict[Key, ShardOperands]
 """The encoders of several matrices, by the properties that determine an encoder."""
 _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
@@ -110,19 +111,18 @@ _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 class ShardsEncoder:
     """The encodings of several matrices, all on one device, each bound once.
 
-    Where there are kernels for it, all matrices of one quantizer take one launch for each step, and the returned
+    Where there are kernels for it, all matrices of one quantizer take one launch for each operand, and the returned
     buffers are valid until the next call. Every other matrix has launches of its own."""
 
-    def __init__(self, tasks: Sequence[Task], rows: Rows | None = None) -> None:
-        """``rows``: the encoders of several matrices, which encoders of equal tasks share. None: each matrix has
-        launches of its own."""
+    def __init__(self, tasks: Sequence[Task], encoders: Encoders | None = None, scratch: Scratch | None = None) -> None:
+        """``encoders``: the encoders of several matrices, which encoders of equal tasks share. None: each matrix has
+        launches of its own. ``scratch``: memory for operands of which each gather sends others than the last."""
         self._tasks, self._device = tasks, tasks[0].device if tasks else torch.device("cpu")
-        self._together = [] if rows is None else _together(tasks, rows)
-        apart = [*range(len(tasks))]
-        for numbers, _ in self._together:
-            apart = [n for n in apart if n not in numbers]
-        self._apart = [(n, _bind(tasks[n]), _of_sides(tasks[n])) for n in apart]
-        self.all = self._together[0][1] if self._together and len(self._together[0][0]) == len(tasks) else None
+        self._together = [] if encoders is None else _together(tasks, encoders, scratch)
+        together = {n for group, _ in self._together for n in group.numbers}
+        self._apart = [(n, _bind(task), _of_sides(task)) for n, task in enumerate(tasks) if n not in together]
+        alone = len(self._together) == 1 and len(together) == len(tasks)
+        self.all = self._together[0][1] if alone else None
         """The encoder of all matrices, if the same launches encode them."""
 
     def __call__(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> list[tuple[Buffers, Buffers]]:
@@ -135,10 +135,10 @@ class ShardsEncoder:
             ]
         made: list[tuple[Buffers, Buffers]] = [((), ())] * len(tasks)
         with on_device(self._device):
-            for numbers, operands in self._together:
+            for (direction, numbers), operands in self._together:
                 encoded = operands.encode([xs[n] for n in numbers], [stats[n] for n in numbers])
-                for n, row in zip(numbers, encoded.buffers, strict=True):
-                    made[n] = row, ()
+                for n, buffers in zip(numbers, encoded.buffers, strict=True):
+                    made[n] = (buffers, made[n][1]) if direction == "row" else (made[n][0], buffers)
             for n, run, of_them in self._apart:
                 if run is not None:
                     made[n] = run(xs[n], stats[n][of_them], None)[:2]
@@ -147,24 +147,47 @@ class ShardsEncoder:
         return made
 
 
-def _together(tasks: Sequence[Task], rows: Rows) -> list[tuple[list[int], RowOperands]]:
-    """The matrices that are encoded together: their numbers, and their encoder."""
-    alike: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
-    for n, (sides, way, shape, held, dtype, device, given) in enumerate(tasks):
-        count = len(sides.row.stats)
-        if is_stack(shape) or way.sends_col or held is not torch.float32 or not all(given[:count]):
+class EncodedGroup(NamedTuple):
+    """Matrices of which one launch encodes an operand."""
+
+    direction: Direction
+    numbers: list[int]
+
+
+def _together(
+    tasks: Sequence[Task], encoders: Encoders, scratch: Scratch | None
+) -> list[tuple[EncodedGroup, ShardOperands]]:
+    """The matrices that are encoded together, and their encoders."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for n, task in enumerate(tasks):
+        sent = _sent(task)
+        if is_stack(task.shape) or task.held is not torch.float32 or not sent:
             continue
-        if several_of(sides.row, device) is not None:
-            alike.setdefault((sides.row, dtype), []).append(n)
-    found: list[tuple[list[int], RowOperands]] = []
-    for (side, dtype), numbers in alike.items():
+        if all(encodes_several(operand, task.device) for operand in sent):
+            alike.setdefault((*sent, task.dtype), []).append(n)
+    once = len(alike) == 1 and not any(task.sides.col is None or len(_sent(task)) > 1 for task in tasks)
+    found: list[tuple[EncodedGroup, ShardOperands]] = []
+    for numbers in alike.values():
+        task = tasks[numbers[0]]
         shapes = tuple((tasks[n].shape[0], tasks[n].shape[1]) for n in numbers)
-        key = side, shapes, dtype, tasks[numbers[0]].device
-        operands = rows.get(key) or (bind_rows(*key) if len(numbers) > 1 else None)
-        if operands is not None:
-            rows[key] = operands
-            found.append((numbers, operands))
+        made: list[tuple[EncodedGroup, ShardOperands]] = []
+        for operand in _sent(task):
+            key = operand, shapes, task.dtype, task.device, scratch if once else None
+            operands = encoders.get(key) or (bind_operands(*key) if len(numbers) > 1 else None)
+            if operands is not None:
+                encoders[key] = operands
+                made.append((EncodedGroup(operand.direction, numbers), operands))
+        if len(made) == len(_sent(task)):
+            found += made
     return found
+
+
+def _sent(task: Task) -> list[SentOperand]:
+    """The operands that are encoded."""
+    row, col = _sides(task)
+    count = len(task.sides.row.stats)
+    sent = [SentOperand(row, "row", 0, task.given[:count])] if row is not None else []
+    return sent if col is None else [*sent, SentOperand(col, "col", count, task.given[count:])]
 
 
 def _sides(task: Task) -> tuple[Quantizer | None, Quantizer | None]:

@@ -125,7 +125,9 @@ class EncodedLoad(_Quantized):
         shared_out = gathers[0].site.group.size() > 1  # or nothing is sent, and operands stay until they are read
         unit = gathers[0].unit
         encode = self._encode = ShardsEncoder(
-            [self._task(i, shards[i]) for i in self._coded], unit.rows if shared_out and unit is not None else None
+            [self._task(i, shards[i]) for i in self._coded],
+            unit.encoders if shared_out and unit is not None else None,
+            gathers[0].model.scratch,
         )
         self._together = encode.all if not self._stored else None
         """The encoder of all weights, if the same launches encode them."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.gather_encoder import Rows, Sides, Way, way_of
+from lpq.distributed.gather_encoder import Encoders, Sides, Way, way_of
 from lpq.distributed.gather_loads import EncodedLoad, High, Ordinary, operands_of
 from lpq.distributed.shard import WeightShard
 from lpq.distributed.shard_statistics import stale
@@ -50,7 +50,7 @@ class Unit:
         """The plans, by the directions that are wanted and by what may run."""
         self.begun: dict[Gather, Load] | None = None
         """The loads of the gather that has begun, each by the weight that sends it, until the last has arrived."""
-        self.rows: Rows = {}
+        self.encoders: Encoders = {}
         """The encoders of several of its shards; gathers for forward and for backward share them."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ class Unit:
         for gather, (sides, *_) in zip(self.gathers, of, strict=True):
             if gather.made_for != (sides, gather.site.dtype):
                 self._plans.clear()
-                self.rows.clear()
+                self.encoders.clear()
                 gather.make(sides, gather.site.dtype)
         loads: list[Load] = []
         together: list[tuple[Gather, Tensor, Way]] = []

@@ -20,7 +20,7 @@ from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_unit import Unit
 from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
-from lpq.distributed.several_matrices import Measuring
+from lpq.distributed.several_matrices import Measuring, Scratch
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shard_statistics import measure_all, stale
 from lpq.distributed.trained import Trained
@@ -49,6 +49,7 @@ class Gathering(Watcher):
         self._trained = Trained()
         self._memories: Memories | None = None
         self._measuring = Measuring()
+        self.scratch = Scratch()
         steps().call(self)
 
     def __getstate__(self) -> nn.Module:

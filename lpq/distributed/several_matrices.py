@@ -1,4 +1,4 @@
-"""Several matrices of any shapes, which are measured by one launch, or whose row operands are encoded by one.
+"""Several matrices of any shapes, which are measured by one launch, or of which an operand is encoded by one.
 
 Each matrix is the shard of a weight in fp32. Launches are bound to addresses: shards and statistics stay where they are
 from step to step.
@@ -24,8 +24,10 @@ from lpq.kernels.host_to_device import captured
 from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import kernels_allowed, serves
 from lpq.operations.binding import EncodeSeveral
+from lpq.operations.fused_pair import TileSide
 from lpq.operations.kernel_protocols import BindSeveral
 from lpq.operations.reduce_statistics import spans
+from lpq.operations.several_sides import bind_side, several_side
 from lpq.torch_private import cuda
 
 WORD = 4
@@ -34,8 +36,8 @@ ALIGNED = 16
 """The alignment, in bytes, of each buffer."""
 MOST = 64
 """Sets of matrices whose statistics are bound."""
-OF: dict[Block, bool] = {(None, None): False, (None, 1): True}
-"""The blocks of a matrix that the kernel measures, and whether they are its columns."""
+OF: dict[Block, amaxes.Of] = {(None, None): "matrix", (None, 1): "column", (1, None): "row"}
+"""The blocks of a matrix that the kernel measures."""
 Shape = tuple[int, int]
 
 
@@ -58,9 +60,51 @@ def _of_matrix(stat: Stat, direction: Direction) -> Block:
     return (down, across) if direction == "row" else (across, down)
 
 
-def several_of(side: Quantizer, device: torch.device) -> BindSeveral[Quantizer] | None:
-    """The function of a format that binds an encoding of several row operands, if it has one."""
-    return None if side.plain else _several_of(side, device, kernels_allowed())
+class SentOperand(NamedTuple):
+    """An operand that is encoded from shards."""
+
+    side: Quantizer
+    direction: Direction
+    first: int
+    """The number of its first statistic among all that a weight has."""
+    given: tuple[bool, ...]
+    """For each of its statistics, whether it is known before."""
+
+
+def encodes_several(operand: SentOperand, device: torch.device) -> bool:
+    """Whether one launch may encode this operand of several matrices."""
+    if operand.side.plain:
+        return False
+    return _own_kernel(operand, device) is not None or _tiled(operand, device) is not None
+
+
+def _own_kernel(operand: SentOperand, device: torch.device) -> BindSeveral[Quantizer] | None:
+    """The function of a format that binds an encoding of several row operands, if it has one that may serve."""
+    if operand.direction == "col" or not operand.given or not all(operand.given):
+        return None
+    return _several_of(operand.side, device, kernels_allowed())
+
+
+def _tiled(operand: SentOperand, device: torch.device) -> TileSide | None:
+    """How the operand is made tile by tile, if that needs no statistic but what is given, or amaxes of rows."""
+    made = _side_of(operand.side, operand.direction, device, kernels_allowed())
+    if made is None or True in operand.given[1:]:
+        return None
+    has_all = (True in operand.given) == made.needs(given=False, measure=False)
+    return made if has_all or _measures_lines(operand, device) else None
+
+
+def _measures_lines(operand: SentOperand, device: torch.device) -> bool:
+    """Whether the operand needs the amaxes of rows of the matrix, which are not given."""
+    if not operand.given or True in operand.given or not serves(amaxes.SPEC, device):
+        return False
+    first, *_ = operand.side.stats
+    return first.largest and _of_matrix(first, operand.direction) == (1, None)
+
+
+@registry.cached
+def _side_of(side: Quantizer, direction: Direction, device: torch.device, kernels: object) -> TileSide | None:
+    return several_side(side, direction, device)
 
 
 @registry.cached
@@ -72,20 +116,27 @@ def _several_of(side: Quantizer, device: torch.device, kernels: object) -> BindS
 
 
 class ShardStatistics:
-    """The statistic of several matrices that reaches beyond the shards of a weight, or covers all of a matrix. They lie
-    in one tensor, ``all``, which each measurement writes over."""
+    """A statistic of several matrices. Its values lie in one tensor, ``all``, which each measurement writes over."""
 
     def __init__(
-        self, side: Quantizer, direction: Direction, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
+        self,
+        side: Quantizer,
+        direction: Direction,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype,
+        device: torch.device,
+        stat: Stat | None = None,
     ) -> None:
-        """``dtype``: elements, which are in fp32, are rounded to it."""
-        (stat,) = spanning(side, direction)
-        self._columns, self._dtype = OF[_of_matrix(stat, direction)], dtype
+        """``dtype``: elements, which are in fp32, are rounded to it. ``stat``: the measured statistic; None: the one
+        that reaches beyond the shards of a weight, or covers all of a matrix."""
+        if stat is None:
+            (stat,) = spanning(side, direction)
+        self._of, self._dtype = OF[_of_matrix(stat, direction)], dtype
         self._shapes, self._device = shapes, device
         grids = [stat.grid(*(shape if direction == "row" else shape[::-1])) for shape in shapes]
         self._first = [*accumulate(map(math.prod, grids), initial=0)]
         self.all = torch.zeros(self._first[-1], dtype=torch.float32, device=device)
-        self.stats: list[list[Tensor | None]] = []
+        self.stats: list[Sequence[Tensor | None]] = []
         """The statistics of each matrix, in the order of the quantizer's; None: it is one of a shard alone."""
         for grid, first in zip(grids, self._first, strict=False):
             view = self.all[first : first + math.prod(grid)].view(grid)
@@ -98,7 +149,7 @@ class ShardStatistics:
         if bound is None or bound[0] != pointers:
             found = [self.all.data_ptr() + first * WORD for first in self._first[:-1]]
             matrices = list(zip(pointers, found, self._shapes, strict=True))
-            bound = pointers, bind_amaxes(matrices, self._columns, self._dtype, self._device)
+            bound = pointers, bind_amaxes(matrices, self._of, self._dtype, self._device)
             if not captured(self._device):  # a recorded table is there when its graph is replayed
                 self._bound = bound
         self.all.zero_()
@@ -131,8 +182,24 @@ class Measuring:
         return bound
 
 
-class BoundRows(NamedTuple):
-    """The row operands of several matrices and statistics at some places in memory, and the launch that makes them."""
+class Scratch:
+    """Memory of each stream for operands that are sent and then forgotten: the next encoding on it writes over them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Tensor] = {}
+
+    def of(self, stream: int, size: int, device: torch.device) -> Tensor:
+        """At least so many bytes, the same for as long as nobody needs more."""
+        memory = self._of.get(stream)
+        if memory is None or len(memory) < size or memory.device != device:
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            if not captured(device):
+                self._of[stream] = memory
+        return memory
+
+
+class BoundOperands(NamedTuple):
+    """An operand of several matrices and statistics at some places in memory, and the launch that makes it."""
 
     pointers: list[int]
     launch: TableLaunch
@@ -144,24 +211,39 @@ class BoundRows(NamedTuple):
     """The bytes of the others."""
     flat: Tensor
     """All buffers, one behind the other, with padding."""
+    memory: Tensor
+    """The memory that they begin."""
 
 
-class RowOperands:
-    """The row operand of each of several matrices, whose statistics are given. Each stream has one memory, which a
-    later encoding on the same stream writes over."""
+class ShardOperands:
+    """One operand of each of several matrices. Each stream has one memory, which a later encoding on the same stream
+    writes over."""
 
     def __init__(
-        self, side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, encode: EncodeSeveral
+        self,
+        side: Quantizer,
+        direction: Direction,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype,
+        device: torch.device,
+        encode: EncodeSeveral,
+        first: int = 0,
+        lines: ShardStatistics | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
-        """``dtype``: elements, which are in fp32, are rounded to it."""
-        self._encode, self._device, self._count = encode, device, len(side.stats)
+        """``dtype``: elements, which are in fp32, are rounded to it. ``first``: the number of its first statistic among
+        the statistics of a matrix. ``lines``: measures the first statistic, which is
+        not given. ``scratch``: memory that others write over; None: memory of its own."""
+        self._encode, self._device, self._stats = encode, device, slice(first, first + len(side.stats))
+        self._lines, self._scratch = lines, scratch
+        dim = 0 if direction == "row" else 1
         self._own: list[list[Tensor | None]] = []
         self._made: list[list[tuple[int, torch.dtype, torch.Size]]] = []
         """The bytes, the dtype and the shape of each buffer."""
         meta = torch.device("meta")
         for shape in shapes:
-            tensors = side.storage.empty(side, shape, dtype, meta).tensors()
-            stays = [buffer.unit(0) is None for buffer in side.layout]
+            tensors = side.storage.empty(side, shape if dim == 0 else shape[::-1], dtype, meta).tensors()
+            stays = [buffer.unit(dim) is None for buffer in side.layout]
             self._own.append(
                 [t.new_empty(t.shape, device=device) if s else None for t, s in zip(tensors, stays, strict=True)]
             )
@@ -176,24 +258,32 @@ class RowOperands:
         self._places = [places[i : i + count] for i in range(0, len(places), count)]
         self.sizes = [n for n, own in zip(sizes, (o for owns in self._own for o in owns), strict=True) if own is None]
         """The bytes of each buffer that is not the same for all shards of a weight, with padding."""
-        self._bound: dict[int, BoundRows] = {}
-        self._encoded: dict[int, tuple[BoundRows, Sequence[object]]] = {}
+        self._bound: dict[int, BoundOperands] = {}
+        self._encoded: dict[int, tuple[BoundOperands, Sequence[object]]] = {}
         """The last encoding on each stream, with its ``versions``."""
 
     def encode(
         self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], versions: Sequence[object] = ()
-    ) -> BoundRows:
-        """Encode these matrices. ``stats``: the statistics of each matrix; it begins with all those that its quantizer
-        declares. ``versions``: an object for each matrix, which is replaced once the values or the statistics of the
-        matrix may have changed. If they are unchanged, return what the last call on this stream encoded."""
+    ) -> BoundOperands:
+        """Encode these matrices. ``stats``: the statistics of each matrix, among them all that its quantizer declares.
+        ``versions``: an object for each matrix, which is replaced once the values or the statistics of the matrix may
+        have changed. If they are unchanged, return what the last call on this stream encoded, unless it lies in a
+        ``scratch``."""
         stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
-        pointers, count = [x.data_ptr() for x in xs], self._count
-        pointers += [stat.data_ptr() for of_one in stats for stat in of_one[:count] if stat is not None]
+        if self._lines is not None:
+            self._lines.measure(xs)
+        known = [of_one[self._stats] for of_one in stats] if self._lines is None else self._lines.stats
+        pointers, scratch = [x.data_ptr() for x in xs], self._scratch
+        pointers += [stat.data_ptr() for of_one in known for stat in of_one if stat is not None]
+        memory = scratch.of(stream, self._size, self._device) if scratch is not None else None
         bound = self._bound.get(stream)
-        if bound is None or bound.pointers != pointers:
-            bound = self._bind(pointers)
+        if bound is None or bound.pointers != pointers or (memory is not None and bound.memory is not memory):
+            bound = self._bind(pointers, xs, known, memory)
             if not captured(self._device):
                 self._bound[stream] = bound
+        if scratch is not None:
+            bound.launch.run()
+            return bound
         last = self._encoded.get(stream)
         if last is not None and last[0] is bound and versions and last[1] == versions and not captured(self._device):
             return bound  # a recorded graph, which is replayed with other values, encodes them
@@ -201,8 +291,15 @@ class RowOperands:
         self._encoded[stream] = bound, versions
         return bound
 
-    def _bind(self, pointers: list[int]) -> BoundRows:
-        memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+    def _bind(
+        self,
+        pointers: list[int],
+        xs: Sequence[Tensor],
+        stats: Sequence[Sequence[Tensor | None]],
+        memory: Tensor | None,
+    ) -> BoundOperands:
+        if memory is None:
+            memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         buffers: list[list[Tensor]] = []
         staying: list[Tensor] = []
         spread: list[Tensor] = []
@@ -212,14 +309,23 @@ class RowOperands:
                 part = memory[at : at + size]
                 (spread if own is None else staying).append(part if own is None else own)
                 buffers[-1].append(part.view(dtype).view(shape) if own is None else own)
-        count = len(buffers)
-        stats = [pointers[at : at + self._count] for at in range(count, len(pointers), self._count)]
-        launch = self._encode(pointers[:count], stats, [[t.data_ptr() for t in each] for each in buffers])
-        return BoundRows(pointers, launch, buffers, staying, spread, memory)
+        launch = self._encode(xs, stats, buffers)
+        return BoundOperands(pointers, launch, buffers, staying, spread, memory[: self._size], memory)
 
 
-def bind_rows(side: Quantizer, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> RowOperands | None:
-    """Bind the encoding of the row operands of several matrices, if their format encodes several in one launch."""
-    bind = several_of(side, device)
-    encode = bind(side, shapes, dtype, device) if bind is not None else None
-    return RowOperands(side, shapes, dtype, device, encode) if encode is not None else None
+def bind_operands(
+    operand: SentOperand, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, scratch: Scratch | None
+) -> ShardOperands | None:
+    """Bind the encoding of an operand of several matrices in one launch: by the kernel that its format has for that, or
+    else tile by tile. None: each is encoded by itself."""
+    side, direction, first, given = operand
+    own, lines = _own_kernel(operand, device), None
+    encode = own(side, shapes, dtype, device) if own is not None else None
+    if encode is None:
+        made = _tiled(operand, device)
+        if made is None:
+            return None
+        encode = bind_side(made, direction, shapes, dtype, device)
+        if made.needs(True in given, measure=False):
+            lines = ShardStatistics(side, direction, shapes, dtype, device, side.stats[0])
+    return ShardOperands(side, direction, shapes, dtype, device, encode, first, lines, scratch)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.alike import Comparison
-from lpq.distributed.gather_encoder import Rows, Sides, sides_of
+from lpq.distributed.gather_encoder import Encoders, Sides, sides_of
 from lpq.distributed.gathered_operand import GatheredOperand
+from lpq.distributed.several_matrices import Scratch
 from lpq.distributed.shard import plain
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import part_of, why_not, why_not_of_shards, why_uncut
@@ -58,6 +59,8 @@ class GatheredModel(Protocol):
     comparison: Comparison
     lends: bool
     """Whether buffers that are freed must hold memory while torch compiles."""
+    scratch: Scratch
+    """Memory for operands of its shards that are sent and then forgotten."""
 
     def lend(self) -> None:
         """Have that done."""
@@ -91,7 +94,7 @@ class GatheringUnit(Protocol):
     gathers: Sequence[Gather]
     begun: dict[Gather, Load] | None
     """The loads of the gather that has begun, each by the weight that sends it, until the last has arrived."""
-    rows: Rows
+    encoders: Encoders
     """The encoders of several of its shards; gathers for forward and for backward share them."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:

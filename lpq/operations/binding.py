@@ -151,8 +151,8 @@ Transposes = Callable[[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]], 
 after the other."""
 
 
-EncodeSeveral = Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], TableLaunch]
-"""``at(matrices, stats, buffers)``: a launch that encodes the row operands of several matrices. It is bound to the
+EncodeSeveral = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor]]], TableLaunch]
+"""``at(matrices, stats, buffers)``: a launch that encodes an operand of each of several matrices. It is bound to the
 addresses of the matrices, their statistics and their buffers, which are all contiguous."""
 
 

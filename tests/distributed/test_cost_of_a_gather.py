@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.distributed import alike, gathered_operand
+from lpq.distributed import alike, gather_unit
+from lpq.distributed.weight_gather import Gather
+from lpq.kernels.cuda import CudaKernel
 
 SIZE, FEW, MORE, WARM = 256, 1, 2, 3
 """The rows of a weight, the units of two models, and the steps before the one that is counted."""
@@ -43,14 +47,37 @@ COSTS = {
     # number.
     "fp8-current": (Cost(79, 111), Cost(35, 5), Cost(39, 98)),
     "fp8-delayed": (Cost(98, 149), Cost(51, 42), Cost(42, 99)),
-    "fp8-row": (Cost(80, 112), Cost(42, 12), Cost(36, 101)),
-    "mxfp8": (Cost(85, 126), Cost(47, 26), Cost(36, 100)),
-    "nvfp4": (Cost(96, 123), Cost(54, 23), Cost(40, 100)),
+    "fp8-row": (Cost(80, 112), Cost(37, 6), Cost(37, 100)),
+    "mxfp8": (Cost(85, 126), Cost(39, 8), Cost(36, 98)),
+    "nvfp4": (Cost(96, 123), Cost(48, 15), Cost(39, 98)),
 }
-HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
+
+
+class Launches(NamedTuple):
+    """The launches of a step for the weights of a unit, which share a quantizer. Copies by torch are not counted."""
+
+    of_unit: dict[str, int]
+    """The launches of kernels of several matrices. They measure after an optimizer's step, encode for forward and
+    backward, put in place what arrives, and make column operands of row operands. ``place`` takes 16 buffers."""
+    each: float
+    """The launches that a further weight adds. All of them are its layer's, which encodes x and dy and multiplies."""
+
+
+LAUNCHES = {
+    "fp8-current": Launches({"common amaxes": 1, "encode_several": 1, "place": 2, "transpose_several_of_bytes": 1}, 4),
+    "fp8-delayed": Launches({"common amaxes": 1, "encode_several": 1, "place": 2, "transpose_several_of_bytes": 1}, 5),
+    "fp8-row": Launches({"common amaxes": 2, "pair_several": 2, "place": 2}, 6),
+    "mxfp8": Launches({"pair_several": 2, "place": 2}, 5),
+    "nvfp4": Launches({"common amaxes": 1, "pair_several": 1, "place": 4, "transpose_several_of_nibbles": 1}, 10.5),
+}
+HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 4096, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
-CODES = {"fp8-current": SIZE * SIZE // 2, "fp8-delayed": SIZE * SIZE // 2}
-"""The bytes of each weight that is encoded for gathers in forward, and sent again in backward."""
+CODES = {
+    "fp8-current": SIZE * SIZE // 2, "fp8-delayed": SIZE * SIZE // 2, "nvfp4": SIZE * SIZE // 4,
+    "fp8-row": SIZE * SIZE // 2 + 512, "mxfp8": SIZE * SIZE // 2 + 1024,
+}  # fmt: skip
+"""The bytes of each weight that is encoded for gathers in forward, and sent again in backward. A recipe that sends
+other bytes in backward has them in memory that all units of a model share."""
 TABLES = 2048
 """The bytes, whatever the number of weights, of tables that kernels of several matrices read."""
 
@@ -62,10 +89,17 @@ class Unit(nn.Sequential):
         super().__init__(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(weights)))
 
 
-def model_of(recipe: str, units: int, weights: int, gathered: str | None = "high_precision") -> nn.Sequential:
-    """Units of so many weights, sharded."""
+def model_of(
+    recipe: str, units: int, weights: int, gathered: str | None = "high_precision", different: int = 0
+) -> nn.Sequential:
+    """Units of so many weights, sharded; so many of each have another recipe."""
     model = nn.Sequential(*(Unit(weights) for _ in range(units)))
-    lpq.convert(model, recipe, weights=gathered)  # type: ignore[arg-type]
+    other = "fp8-row" if recipe == "mxfp8" else "mxfp8"
+    for unit in model if different else ():
+        for i in range(weights):
+            unit[i] = lpq.convert(unit[i], other if i < different else recipe, weights=gathered)  # type: ignore
+    if not different:
+        lpq.convert(model, recipe, weights=gathered)  # type: ignore[arg-type]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for unit in model:
         fully_shard(unit, mp_policy=policy)
@@ -124,18 +158,54 @@ def test_no_call_and_no_operator_is_added(rank: int, recipe: str) -> None:
         assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
 
 
+def launches(recipe: str, weights: int, different: int = 0) -> Counter[str]:
+    """The launches of a step of one unit, by kernel."""
+    names = Counter[str]()
+    with imitated_gpu() as gpu, torch.autograd.set_multithreading_enabled(False):
+        count = gpu.launch
+        step = Steps(model_of(recipe, 1, weights, different=different))
+        for _ in range(WARM):
+            step()
+
+        def launch(kernel: CudaKernel, blocks: int, arguments: tuple[float, ...]) -> None:
+            names[kernel.name if kernel.source.name != "amaxes.cu" else f"{kernel.source.parent.name} amaxes"] += 1
+            count(kernel, blocks, arguments)
+
+        gpu.launch = launch  # type: ignore[method-assign]
+        step()
+    return names
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+@on_ranks(2)
+def test_a_unit_takes_as_many_launches_as_one_weight(rank: int, recipe: str) -> None:
+    three, seven = launches(recipe, 3), launches(recipe, 7)
+    found = {name: seven[name] for name in LAUNCHES[recipe].of_unit}
+    assert all(count == three[name] for name, count in found.items() if name != "place"), (three, seven)
+    assert Launches(found, (seven.total() - three.total()) / 4) == LAUNCHES[recipe], seven
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+@on_ranks(2)
+def test_a_weight_of_another_quantizer_is_encoded_by_itself(rank: int, recipe: str) -> None:
+    """The six others are encoded together, in each gather."""
+    mixed = launches(recipe, 7, different=1)
+    assert mixed["encode_several"] + mixed["pair_several"] == 2, mixed
+    assert mixed["quantize"] >= 2, "the weight alone has no launch of its own"
+
+
 @on_ranks(2)
 def test_what_is_added_is_noticed(rank: int) -> None:
-    row_major = gathered_operand.row_major
+    stale = gather_unit.stale
 
-    def twice(tensor: Tensor) -> Tensor:
-        row_major(tensor).view(-1)
-        row_major(tensor)
-        return row_major(tensor)
+    def twice(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
+        torch.empty(0).view(-1)
+        stale(gathers, shards)
+        return stale(gathers, shards)
 
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
         usual = cost("mxfp8", 3)
-        patch.setattr(gathered_operand, "row_major", twice)
+        patch.setattr(gather_unit, "stale", twice)
         dearer = cost("mxfp8", 3)
     assert dearer.calls > usual.calls
     assert dearer.operators > usual.operators

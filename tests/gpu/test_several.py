@@ -9,11 +9,16 @@ from support.several import (
     DTYPES,
     ENCODED,
     MEASURED,
+    SHAPES,
+    TILED,
     TURNED,
+    WHOLE,
     check_derived,
     check_operands,
     check_places,
+    check_rows,
     check_statistics,
+    check_tiled,
     check_versions,
 )
 
@@ -24,6 +29,20 @@ from lpq.formats.format import Direction
 @pytest.mark.parametrize("text", ENCODED)
 def test_each_has_its_own_operand(text: str, dtype: torch.dtype) -> None:
     check_operands(text, dtype, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shapes", [SHAPES, WHOLE], ids=["ragged", "whole"])
+@pytest.mark.parametrize(("text", "direction"), TILED)
+def test_each_has_its_own_tiles(
+    text: str, direction: Direction, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype
+) -> None:
+    check_tiled(text, direction, dtype, torch.device("cuda", 0), shapes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_have_their_own_amaxes(dtype: torch.dtype) -> None:
+    check_rows(dtype, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ import torch
 from ranks import fully_shard
 from support.comparing import expect_bytes
 from support.modes import Watched
-from support.several import bind_real, real_transposes
+from support.several import bind_real, real_transposes, side_real
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -73,6 +73,7 @@ def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int]) -> N
 
     with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
         patch.setattr(several_matrices, "_several_of", bind_real)
+        patch.setattr(several_matrices, "_side_of", side_real)
         patch.setattr(several_matrices, "serves", lambda kernel, device: True)
         patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda kernel, device: True)

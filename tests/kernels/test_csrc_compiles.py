@@ -28,13 +28,14 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.formats.sections import Sections
 from lpq.kernels import nvrtc_cache, tiles
-from lpq.kernels.amaxes import bind_amaxes
+from lpq.kernels.amaxes import MACROS, bind_amaxes
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import produced_tiles, sectioned
 from lpq.operations.binding import Encoding, Operand, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.recoding import bind_sides
+from lpq.operations.several_sides import bind_side
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry import KernelSpec
 from lpq.testing.calls import arguments_of
@@ -209,17 +210,26 @@ def call_pair(
 
 
 def call_several() -> None:
-    """Every way to measure several matrices, and to encode them by each kernel that takes several."""
+    """Every way to measure several matrices, and to encode them by each kernel that takes several. Tile by tile, dtypes
+    and whole tiles take turns."""
     device, shape = torch.device("cpu"), SHAPES[0]
     for dtype in DTYPES:
-        for columns in (False, True):
-            bind_amaxes([(0, 0, shape)], columns, dtype, device).run()
+        for of in MACROS:
+            bind_amaxes([(0, 0, shape)], of, dtype, device).run()
         for kernel in (k for p in registry.plugins() for k in p.kernels if k.op == "quantize" and k.several):
             for quantizer in family(kernel.formats[0]).quantizers:
                 at = registry.resolve(kernel.several)(quantizer, [shape], dtype, device)
                 if at is not None:
-                    buffers = [0] * len(quantizer.layout)
-                    at([0], [[0] * len(quantizer.stats)], [buffers]).run()
+                    one = torch.zeros(shape)
+                    at([one], [[one] * len(quantizer.stats)], [[one] * len(quantizer.layout)]).run()
+    inputs = itertools.cycle(itertools.product(DTYPES, (shape, (512, 384))))
+    for name, direction in itertools.product(TILED, ("row", "col")):
+        for quantizer in (q.side(direction) for q in family(name).quantizers if not q.stochastic):
+            side, (dtype, size) = side_of(quantizer, direction), next(inputs)
+            if side is not None and not quantizer.stochastic:
+                one = torch.zeros(size)
+                at = bind_side(side, direction, [size], dtype, device)
+                at([one], [[one] * len(quantizer.stats)], [[one] * len(quantizer.layout)]).run()
 
 
 def call_producers() -> None:

@@ -12,11 +12,16 @@ from support.several import (
     DTYPES,
     ENCODED,
     MEASURED,
+    SHAPES,
+    TILED,
     TURNED,
+    WHOLE,
     check_derived,
     check_operands,
     check_places,
+    check_rows,
     check_statistics,
+    check_tiled,
     check_versions,
     real_transposes,
 )
@@ -33,6 +38,22 @@ CPU = torch.device("cpu")
 def test_each_has_its_own_operand(text: str, dtype: torch.dtype, launched: list[str]) -> None:
     check_operands(text, dtype, CPU)
     assert launched == ["encode_several"] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("shapes", [SHAPES, WHOLE], ids=["ragged", "whole"])
+@pytest.mark.parametrize(("text", "direction"), TILED)
+def test_each_has_its_own_tiles(
+    text: str, direction: Direction, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, launched: list[str]
+) -> None:
+    check_tiled(text, direction, dtype, CPU, shapes)
+    assert launched == ["pair_several"] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_rows_have_their_own_amaxes(dtype: torch.dtype, launched: list[str]) -> None:
+    check_rows(dtype, CPU)
+    assert launched == ["amaxes", "amaxes"]
 
 
 @pytest.mark.parametrize("text", ENCODED[:1])
@@ -64,8 +85,9 @@ def test_each_is_transposed(text: str, launched: list[str], monkeypatch: pytest.
     ("recipe", "kernels"), [
         ("fp8-current", {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}),
         ("fp8-delayed", {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}),
-        ("fp8-row", {"amaxes", "place"}), ("nvfp4", {"amaxes", "place", "transpose_several_of_nibbles"}),
-        ("mxfp8", {"place"}),
+        ("fp8-row", {"amaxes", "pair_several", "place"}),
+        ("nvfp4", {"amaxes", "pair_several", "place", "transpose_several_of_nibbles"}),
+        ("mxfp8", {"pair_several", "place"}),
     ]
 )  # fmt: skip
 def test_gathered_weights(recipe: str, kernels: set[str]) -> None:

@@ -11,18 +11,33 @@ from torch import Tensor
 import lpq
 from lpq import operations, registry
 from lpq.core import Quantizer
-from lpq.distributed.several_matrices import RowOperands, ShardStatistics, spanning
+from lpq.distributed.several_matrices import Scratch, ShardOperands, ShardStatistics, spanning
 from lpq.formats.format import Direction
 from lpq.kernels.placing import RankPieces, bind_places
 from lpq.operations.binding import Operand, Transposes
 from lpq.operations.derived_operands import Derived, bind_derive_into
+from lpq.operations.fused_pair import TileSide
 from lpq.operations.kernel_protocols import BindSeveral
 from lpq.operations.quantizing import quantize_reference
+from lpq.operations.several_sides import bind_side
 from lpq.testing.expect import same
 from lpq.testing.operands import encode
 
 SHAPES = ((48, 130), (32, 7), (128, 64), (16, 256))
+DIRECTIONS: tuple[Direction, ...] = ("row", "col")
 ENCODED = ("fp8", "fp8(dtype=e5m2, pow2=true)", "fp8(scaling=delayed)", "fp8(static=true)")
+TILED: tuple[tuple[str, Direction], ...] = tuple(
+    (text, direction)
+    for text in (
+        "fp8", "fp8(scaling=row)", "fp8(scaling=row, dtype=e5m2, pow2=true)", "fp8(scaling=block)",
+        "fp8(scaling=block, pow2=true)", "fp8(scaling=block, block=128x128)", "mxfp8", "mxfp8(dtype=e5m2)", "mxfp4",
+        "nvfp4", "nvfp4(block=16x16)", "nvfp4(scaling=row)",
+    )
+    for direction in DIRECTIONS
+)  # fmt: skip
+"""Operands of every format that one launch makes tile by tile."""
+WHOLE = ((256, 128), (512, 384), (256, 256))
+"""Shapes that tiles cover exactly."""
 MEASURED: tuple[tuple[str, Direction], ...] = (
     ("fp8", "row"), ("fp8", "col"), ("fp8(scaling=row, dtype=e5m2)", "col"), ("nvfp4", "row"),
     ("nvfp4(block=16x16)", "col"),
@@ -50,23 +65,59 @@ def real_transposes(operands: Sequence[Operand], device: torch.device, kernels: 
     return None
 
 
-def matrices(seed: int, device: torch.device) -> list[Tensor]:
+def matrices(seed: int, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Tensor]:
     """Matrices whose elements are no bf16 numbers, with infinities and NaN, tiny and large ones."""
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
     made[0][3, 70] = torch.inf
     made[1][2] = torch.nan
     made[2][:, :40] *= 1e-38
-    made[3][1] = 3.3895e38
+    made[-1][1] = 3.3895e38
     return [x.to(device) for x in made]
 
 
-def row_operands(side: Quantizer, dtype: torch.dtype, device: torch.device) -> RowOperands:
+def row_operands(side: Quantizer, dtype: torch.dtype, device: torch.device) -> ShardOperands:
     bind = bind_real(side)
     assert bind is not None
     encode = bind(side, SHAPES, dtype, device)
     assert encode is not None
-    return RowOperands(side, SHAPES, dtype, device, encode)
+    return ShardOperands(side, "row", SHAPES, dtype, device, encode)
+
+
+def side_real(side: Quantizer, direction: Direction, *_: object) -> TileSide | None:
+    """How an operand is made tile by tile, on whatever device."""
+    if side.stochastic:
+        return None
+    for spec in registry.kernels("tile", (registry.format_of(type(side)).name,)):
+        made: TileSide | None = registry.resolve(spec.impl)(side, direction)
+        return made
+    return None
+
+
+def check_tiled(
+    text: str, direction: Direction, dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int]]
+) -> None:
+    """Encoded twice: at other places in memory, and by other statistics. Whatever nobody wrote shows."""
+    side, scratch = lpq.quantizer(text).side(direction), Scratch()
+    made = side_real(side, direction)
+    assert made is not None, text
+    encode = bind_side(made, direction, shapes, dtype, device)
+    several = ShardOperands(side, direction, shapes, dtype, device, encode, scratch=scratch)
+    for seed in range(2):
+        xs = matrices(seed, device, shapes)
+        sides = (side, None) if direction == "row" else (None, side)
+        stats: list[list[Tensor | None]] = []
+        for x in xs:
+            found = [s * 1.5 for s in operations.measure_reference(x.to(dtype), *sides)]
+            needs = made.needs(given=False, measure=False)
+            stats.append([s if needs and k == 0 else None for k, s in enumerate(found)])
+        for one in several.encode(xs, stats).buffers:
+            for buffer in one:
+                buffer.view(-1).view(torch.uint8).fill_(POISON)
+        for i, buffers in enumerate(several.encode(xs, stats).buffers):
+            expected = quantize_reference(xs[i].to(dtype), stats[i], *sides, None, 0, False)
+            for k, (got, other) in enumerate(zip(buffers, expected, strict=True)):
+                same(got, other.contiguous(), f"{text}, {direction}, matrix {i}, buffer {k}")
 
 
 def check_operands(text: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -99,6 +150,18 @@ def check_versions(text: str, device: torch.device) -> None:
     for others in ([*versions[:-1], object()], versions, [], []):  # without versions each call encodes
         same(several.encode(xs, stats, others).flat, expected, f"{text}, {others}")
         first.flat.fill_(POISON)
+
+
+def check_rows(dtype: torch.dtype, device: torch.device) -> None:
+    """The amaxes of rows, which one launch measures before it encodes, over what was there."""
+    side = lpq.quantizer("fp8(scaling=row)").side("row")
+    measured = ShardStatistics(side, "row", SHAPES, dtype, device, side.stats[0])
+    for seed in range(2):
+        xs = [x / (1 + 9 * seed) for x in matrices(seed, device)]
+        measured.measure(xs)
+        for x, (one,) in zip(xs, measured.stats, strict=True):
+            assert one is not None
+            same(one, operations.measure_reference(x.to(dtype), side, None)[0], "amaxes of rows")
 
 
 def check_statistics(text: str, direction: Direction, dtype: torch.dtype, device: torch.device) -> None:

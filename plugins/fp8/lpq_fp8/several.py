@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lpq.kernels.launch_table import TableLaunch, bind_table, kernel_of_table, rounding
+from lpq.kernels.tiles import pointer
 from lpq.operations.binding import EncodeSeveral
 from lpq_fp8.quantizer import FP8Quantizer
 
@@ -25,9 +27,11 @@ def bind(
     counts = [math.prod(shape) for shape in shapes]
     macros = f"LPQ_CODE={side.dtype.upper()}", f"LPQ_POW2={int(side.pow2_scales)}", *rounding(dtype)
 
-    def at(values: Sequence[int], stats: Sequence[Sequence[int]], buffers: Sequence[Sequence[int]]) -> TableLaunch:
+    def at(
+        values: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], buffers: Sequence[Sequence[Tensor]]
+    ) -> TableLaunch:
         lines = [
-            ((x, codes, scale, amax, count), max(1, -(-count // CODES)))
+            ((*(pointer(t) for t in (x, codes, scale, amax)), count), max(1, -(-count // CODES)))
             for x, (amax,), (codes, scale), count in zip(values, stats, buffers, counts, strict=True)
         ]
         return bind_table(ENCODE, macros, lines, device)
