@@ -57,6 +57,8 @@ class Reader:
         self.monkeypatch = monkeypatch
         self.sources: list[Path] = []
         self.checked: set[str] = set()
+        self.others = [plugin for plugin in registry.plugins() if plugin.distribution == HERE]
+        """Plugins that tests before this one registered."""
         monkeypatch.chdir(self.folder)
         monkeypatch.delenv("LPQ_LOAD_PLUGINS", raising=False)
         monkeypatch.delenv("LPQ_KERNELS", raising=False)
@@ -168,7 +170,8 @@ class Reader:
     def check_formats(self, *, installed: bool) -> None:
         """Run the kit on the formats of this page that the page does not check itself."""
         for plugin in registry.plugins():
-            if plugin.builtin or installed == (plugin.distribution == HERE):
+            other = any(plugin is one for one in self.others)
+            if plugin.builtin or other or installed == (plugin.distribution == HERE):
                 continue
             for name in set(plugin.formats) - self.checked:
                 self.checked.add(name)
