@@ -9,6 +9,7 @@ nothing of that, so it is tried out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from lpq.formats.layout import Stat, StateBuffer
 
 LOWER, HIGHER = 0.25, 4.0
+SIZES = 1.0, 2.0**-60
+"""Both are tried: a state that overflows, and is replaced then, falls at the first alone."""
 STEPS = 0, 2
 """The numbers of steps that a state has seen before."""
 Values = Mapping[str, Tensor]
@@ -27,22 +30,26 @@ def falling(state: Sequence[StateBuffer], stats: Sequence[Stat], remember: Remem
     for what is tried, which the first step of a layer tells."""
     with torch.device("cpu"), torch.no_grad():
         try:
-            found = (_falls(state, stats, remember, raised.name, steps) for raised in stats for steps in STEPS)
-            return next((name for name in found if name is not None), None)
+            for raised, steps in product(stats, STEPS):
+                fallen = [_fallen(state, stats, remember, raised.name, steps, size) for size in SIZES]
+                if always := [name for name in fallen[0] if name in fallen[1]]:
+                    return always[0]
         except Exception:  # a format's own
             return None
+    return None
 
 
-def _falls(
-    state: Sequence[StateBuffer], stats: Sequence[Stat], remember: Remember, raised: str, steps: int
-) -> str | None:
+def _fallen(
+    state: Sequence[StateBuffer], stats: Sequence[Stat], remember: Remember, raised: str, steps: int, size: float
+) -> list[str]:
+    """The parts of the state that are lower after a higher statistic."""
     found = []
     for value in (LOWER, HIGHER):
         memory = {s.name: torch.zeros(s.shape, dtype=torch.float32) for s in state}
         ones = {stat.name: torch.ones(stat.grid(1, 1), dtype=stat.dtype) for stat in stats}
         for _ in range(steps):
             remember(memory, ones)
-        remember(memory, {**ones, raised: ones[raised] * value})
+        remember(memory, {**ones, raised: ones[raised] * (value * size)})
         found.append(memory)
     lower, higher = found
-    return next((name for name in lower if bool((higher[name] < lower[name]).any())), None)
+    return [name for name in lower if bool((higher[name] < lower[name]).any())]

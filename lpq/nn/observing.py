@@ -112,7 +112,7 @@ class ObservedPart(Observed):
 
     def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
         measured = SpanningStats(partial(measure, row=row, col=col), along(self.cut, row, col), row, col)
-        (known,), _ = bind_exchange([measured], self.among)([self.value], [None], None)
+        (known,), _ = bind_exchange([measured], self.among)([self.value], [()], None)
         return list(known.stats)
 
     def _encoded(self) -> tuple[Storage | None, Storage | None]:
@@ -121,7 +121,7 @@ class ObservedPart(Observed):
         remembers = self.state is not None
         wanted = Wanted(self.quantizer, (rows, cols), x.dtype, x.device, self.row, self.col, remembers)
         encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among).encoder
-        row, col, _ = encoder.encode(x, self.state, self.seed)
+        row, col, _ = encoder.encode(x, self.state or (), self.seed)
         of_row = encoder.row.over(row) if encoder.row is not None else None
         return of_row, encoder.col.over(col) if encoder.col is not None else None
 

@@ -167,3 +167,8 @@ def test_what_does_not_fit_together_is_refused(name: str, error: str) -> None:
     counted_format.register()
     with pytest.raises(PluginError, match=error):
         lpq.quantizer(f"counted_{name}").ready()
+
+
+def test_a_state_that_overflows_is_no_falling_one() -> None:
+    """With this margin the state of a large amax is beyond fp32, and so replaced by a lower one."""
+    lpq.quantizer("fp8(scaling=delayed, margin=127)").ready()

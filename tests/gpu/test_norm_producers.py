@@ -34,7 +34,7 @@ def test_operands_are_those_of_encoders(norm: NormKind, biased: bool, text: str)
     for shape in ((256, 512), (131, 264)):
         dtype = torch.bfloat16 if shape[0] % 2 == 0 else torch.float16
         inputs = inputs_of(source, shape, dtype)
-        both(source, outputs_of(source, text, shape, dtype), inputs, [None], lambda i: False)
+        both(source, outputs_of(source, text, shape, dtype), inputs, [()], lambda i: False)
 
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])

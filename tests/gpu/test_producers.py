@@ -117,14 +117,14 @@ def test_operands_are_those_of_encoders(source: Source, text: str, measures: boo
     for shape in SHAPES:
         dtype = torch.bfloat16 if shape[0] % 2 == 0 or measures else torch.float16
         outputs = outputs_of(source, text, shape, dtype, measures=measures)
-        both(source, outputs, inputs_of(source, shape, dtype), [None] * source.outputs, lambda i: False)
+        both(source, outputs, inputs_of(source, shape, dtype), [()] * source.outputs, lambda i: False)
 
 
 @pytest.mark.parametrize("source", OTHERS, ids=lambda source: source.name)
 def test_operands_of_other_sources(source: Source) -> None:
     outputs = outputs_of(source, "fp8", (131, 264), torch.bfloat16)
     inputs = inputs_of(source, (131, 264), torch.bfloat16)
-    both(source, outputs, inputs, [None] * source.outputs, lambda i: False)
+    both(source, outputs, inputs, [()] * source.outputs, lambda i: False)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
@@ -132,7 +132,7 @@ def test_operands_of_other_sources(source: Source) -> None:
 def test_others_are_encoded_from_what_the_kernel_writes(source: Source, text: str) -> None:
     outputs = outputs_of(source, text, (131, 264), torch.bfloat16)
     inputs = inputs_of(source, (131, 264), torch.bfloat16)
-    both(source, outputs, inputs, [None] * source.outputs, lambda i: True)
+    both(source, outputs, inputs, [()] * source.outputs, lambda i: True)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
@@ -156,7 +156,7 @@ def test_many_tiles_and_views(source: Source) -> None:
     inputs[1] = torch.cat([inputs[1].new_zeros(1), inputs[1].flatten()])[1:].view(2, -1, shape[1]).view(shape)
     for text in ("fp8", "nvfp4"):
         outputs = outputs_of(source, text, shape, torch.bfloat16)
-        both(source, outputs, inputs, [None] * source.outputs, lambda i: False)
+        both(source, outputs, inputs, [()] * source.outputs, lambda i: False)
 
 
 def test_one_output_is_wanted_as_it_is_and_formats_are_several() -> None:
@@ -164,9 +164,9 @@ def test_one_output_is_wanted_as_it_is_and_formats_are_several() -> None:
     wanted = [Wanted(lpq.quantizer(text), shape, torch.bfloat16, torch.device("cuda", 0)) for text in ("fp8", "mxfp8")]
     inputs = inputs_of(SWIGLU_BACKWARD, shape, torch.bfloat16)
     outputs = [Output(wanted[0]), Output(None, True), Output(wanted[1], True)]
-    both(SWIGLU_BACKWARD, outputs, inputs, [None] * 3, lambda i: False)
+    both(SWIGLU_BACKWARD, outputs, inputs, [()] * 3, lambda i: False)
     outputs = [Output(wanted[1]._replace(row=False)), Output(wanted[0]._replace(col=False)), Output(None)]
-    both(SWIGLU_BACKWARD, outputs, inputs, [None] * 3, lambda i: False)
+    both(SWIGLU_BACKWARD, outputs, inputs, [()] * 3, lambda i: False)
 
 
 def test_inputs_that_do_not_fit() -> None:

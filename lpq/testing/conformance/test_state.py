@@ -153,7 +153,7 @@ def test_a_fresh_state_is_measured(quantizer: Quantizer) -> None:
     remember(quantizer, recalled, encode_operands(quantizer, x, state=recalled).measured)
     for bind in (bind_encoder, through_operators):
         encoder, state = bind(wanted), quantizer.new_state()
-        of_row, of_col, measured = encoder.encode(x, None, seed)
+        of_row, of_col, measured = encoder.encode(x, (), seed)
         for operand, buffers, other in ((encoder.row, of_row, whole.row), (encoder.col, of_col, whole.col)):
             made = there(operand, f"{quantizer}: an operand").over(buffers)
             same_operand(made, there(other, f"{quantizer}: an operand"), f"{quantizer}, in its first step")
