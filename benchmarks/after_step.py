@@ -63,7 +63,7 @@ def _encodings(text: str, everyone: list[Tensor], given: bool) -> Step:
             apart = bind_encoder(wanted._replace(apart=True)).measure
             assert apart is not None
             known[w] = apart(w)
-    return lambda: [bound[w.shape](w, known.get(w), None) for w in everyone]
+    return lambda: [bound[w.shape](w, known.get(w, ()), None) for w in everyone]
 
 
 def lines(shape: Decoder, effort: Effort, device: torch.device, clock: Clock) -> Iterator[str]:
