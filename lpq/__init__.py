@@ -134,7 +134,7 @@ def _rebuild(*saved: Any) -> Any:
 def _prepared(*saved: Any) -> Any:
     """Make a weight that is in a file, and that FSDP2 is to gather quantized."""
     import_module("lpq.core")
-    return import_module("lpq.distributed.shard")._parameter(*saved)
+    return import_module("lpq.distributed.shard").prepared_parameter(*saved)
 
 
 def _tell(old: str, place: str) -> None:
@@ -149,7 +149,7 @@ def _register() -> None:
     if not any(name.startswith("lpq.") and name != "lpq.importing" for name in sys.modules):
         import_module("lpq.core")
     names = ("lpq.tensor.quantized_tensor.rebuild", "lpq.core.tensor.rebuild")  # the second in files of earlier builds
-    known = [*((_rebuild, name) for name in names), (_prepared, "lpq.distributed.shard._parameter")]
+    known = [*((_rebuild, name) for name in names), (_prepared, "lpq.distributed.shard.prepared_parameter")]
     import_module("torch.serialization").add_safe_globals(known)
 
 

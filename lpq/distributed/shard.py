@@ -120,19 +120,19 @@ class WeightShard(Gathered, Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_parameter(self):  # of a pickled module; a state dict has no parameters
-            return _parameter, (self.held, self.requires_grad)
+            return prepared_parameter, (self.held, self.requires_grad)
         return self.held.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = WeightShard(self.held.clone())
-        memo[id(self)] = _parameter(copy, self.requires_grad) if is_parameter(self) else copy
+        memo[id(self)] = prepared_parameter(copy, self.requires_grad) if is_parameter(self) else copy
         return cast("Tensor", memo[id(self)])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightShard({self.held!r})"
 
 
-def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+def prepared_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Make a parameter of this data that FSDP2 may gather quantized."""
     if type(tensor) is not Tensor and not isinstance(tensor, WeightShard):  # a file may hold anything
         raise TypeError(f"a weight was saved as a {type(tensor).__name__}, which is no tensor: do not trust the file")

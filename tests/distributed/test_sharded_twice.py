@@ -108,6 +108,10 @@ def test_in_other_ways_of_running_it(rank: int) -> None:
     assert not equal(found[0], expected, nan=True), "the NaN is of consequence"
 
 
+DIMS = {"matrix": (0, 1), "column": 0, "row": 1}
+"""Of a matrix whose parts are measured: those that each measurement goes over."""
+
+
 @on_ranks(4)
 def test_statistics_that_one_launch_measures_are_reduced_over_both_axes(rank: int) -> None:
     """As on a GPU: by torch here, in place of the kernel that measures several shards."""
@@ -117,7 +121,7 @@ def test_statistics_that_one_launch_measures_are_reduced_over_both_axes(rank: in
         measured.append(len(xs))
         for x, stats in zip(xs, self.stats, strict=True):
             (stat,) = (stat for stat in stats if stat is not None)
-            stat.copy_(x.abs().amax(0 if self._columns else (0, 1)).view(stat.shape))
+            stat.copy_(x.abs().amax(DIMS[self._of]).view(stat.shape))
 
     def together(side: Any, direction: Any, *_: Any) -> bool:
         return len(spanning(side, direction)) < 2

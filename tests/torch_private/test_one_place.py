@@ -117,7 +117,11 @@ def test_no_private_method_is_overridden_elsewhere() -> None:
     for path in files("lpq/**/*.py"):
         if path.name not in ("__init__.py", "__main__.py") and "testing" not in path.parts:
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name] = overridden(import_module(name))
+            try:
+                found[name] = overridden(import_module(name))
+            except ModuleNotFoundError as error:  # of a framework, which is imported where it is used
+                if "integrations" not in path.parts or str(error.name).startswith("lpq"):
+                    raise
     assert len(found) > 200
     assert {name: methods for name, methods in found.items() if methods} == {}
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lpq.torch_private import checkpoints, collectives, distributed, dtensor, fsdp, styles, wrappers
 from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
-from lpq.torch_private.tensors import local_part, version_of
+from lpq.torch_private.tensors import local_part, local_parts, version_of
 
 
 class Asking(nn.Module):
@@ -67,6 +67,7 @@ def test_two_ranks(rank: int) -> None:
     mine = torch.full((2, 3), float(rank))
     whole = dtensor.dtensor_over(mine, mesh, (Shard(0),), (4, 3))
     assert local_part(whole) is mine
+    assert [id(part) for part in local_parts([whole, mine])] == [id(mine)] * 2
     assert (whole.shape, whole.stride(), whole.full_tensor()[:, 0].tolist()) == ((4, 3), (3, 1), [0, 0, 1, 1])
     name = mesh.get_group().group_name
     first, second = collectives.all_gather([mine, mine[0].to(torch.uint8)], 2, name)
