@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lpq
-from lpq.distributed.shard import _parameter
+from lpq.distributed.shard import prepared_parameter
 from lpq.tensor.quantized_tensor import rebuild
 from lpq.tensor.rebuilt import DamagedTensor
 
@@ -114,4 +114,4 @@ def test_parameters_that_lpq_prepared_are_loaded_as_weights_only(weights: Any) -
         plain = [t.dequantize() if isinstance(t, lpq.QuantizedTensor) else t.detach() for t in (loaded, own)]
         assert torch.equal(*plain)
     with pytest.raises(TypeError, match="a weight was saved as a str, which is no tensor"):
-        _parameter("weight", True)  # type: ignore[arg-type]
+        prepared_parameter("weight", True)  # type: ignore[arg-type]
