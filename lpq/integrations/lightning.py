@@ -21,7 +21,6 @@ __all__ = ["LpqCallback", "LpqPrecision"]
 if TYPE_CHECKING:
     LpqCallback: type[Any]
     LpqPrecision: type[Any]
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 DELEGATED = ("tensor_init_context", "module_init_context", "forward_context", "convert_input", "convert_output")
 KEY = "lpq_policy"
 """The key of the policy in a checkpoint of Lightning."""
@@ -35,10 +34,14 @@ class _Precision:
         ``bf16-mixed``, which is autocast on a type of ``device``. ``options`` go to ``lpq.convert``."""
         from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
-        if precision not in PRECISIONS:
-            raise ValueError(f"LpqPrecision: precision={precision!r} is none of {', '.join(PRECISIONS)}")
-        own = Precision() if precision == "32-true" else HalfPrecision(precision) if precision == "bf16-true" else None
-        self.own = own or MixedPrecision(precision, device)
+        own: dict[str, Any] = {
+            "32-true": Precision,
+            "bf16-true": lambda: HalfPrecision("bf16-true"),
+            "bf16-mixed": lambda: MixedPrecision("bf16-mixed", device),
+        }
+        if precision not in own:
+            raise ValueError(f"LpqPrecision: precision={precision!r} is none of {', '.join(own)}")
+        self.own = own[precision]()
         self.precision, self.policy, self.options = precision, policy, options
         for name in DELEGATED:
             setattr(self, name, getattr(self.own, name))
