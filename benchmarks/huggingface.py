@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.contenders import compile_afresh, training_step
 from benchmarks.profiles import busy, functions
 from benchmarks.shapes import Decoder
-from benchmarks.stack import Failed, together
+from benchmarks.stack import Failed, gathered_in, together
 from benchmarks.timing import launching, one_after_another
 from lpq.bench.contenders import Contender, in_words
 
@@ -96,10 +96,11 @@ def _of(
             timing, loss = one_after_another(step, steps, device)
             peak = torch.cuda.max_memory_allocated() if on_gpu else None
             host, gpu = (launching(step) * 1e3, busy(step) * 1e3) if on_gpu else (None, None)
+            gathered = gathered_in(step, contender) if peers is not None else None
             found = functions(step, steps=PROFILED, warm=1, order="tottime") if profile else ""
         speed = shape.tokens / timing.median
         result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
-        result |= {"host_ms": host, "gpu_ms": gpu}
+        result |= {"host_ms": host, "gpu_ms": gpu, "gathered_bytes": gathered}
         result["graph_breaks"] = sum(counters["graph_break"].values()) if contender.compiled else None
     except Exception as error:  # what one library cannot do is a result, and the others go on
         result = {"peak_bytes": None, "failure": str(error) if isinstance(error, Failed) else in_words(error)}

@@ -84,7 +84,9 @@ def of_blocks(ranks: int) -> list[Layout]:
     half = ranks // 2
     found = [
         ONE,
+        Layout("one GPU, CUDA graphs", mode="reduce-overhead"),
         Layout(f"FSDP {ranks}", shards=ranks),
+        Layout(f"FSDP {ranks}, CUDA graphs", shards=ranks, mode="reduce-overhead"),
         Layout(f"TP {ranks}", tensor=ranks),
         Layout(f"TP {ranks}, overlapped", tensor=ranks, overlap=True),
         Layout(f"TP {ranks}, CUDA graphs", tensor=ranks, mode="reduce-overhead"),

@@ -4,19 +4,19 @@
     torchrun --nproc-per-node 2 -m benchmarks.saving FOLDER load save    on to another number of ranks
     torchrun --nproc-per-node 1 -m benchmarks.saving FOLDER load
 
-Each ends with a line of the number of ranks, the seconds of each save, what steps lose while one is written, and a
-digest of all weights, states of formats and moments: it is the same before a save and after each load.
+Each adds a row to the results: the number of ranks, the seconds of each save, what steps lose while one is written, and
+a digest of all weights, states of formats and moments, which is the same before a save and after each load.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lpq
+from benchmarks import stored
 from benchmarks.llama import rotations
 from benchmarks.shapes import TINY, Stack
 from benchmarks.stack import group, sharded
+from lpq.bench import machine
 from lpq.bench.contenders import by_recipes
 
-SAVED = Stack(blocks=1)
+SAVED = Stack(blocks=4, hidden=2048, ffn=8192)
+STEM = "saving"
 STEPS = 8
 
 
@@ -40,7 +43,7 @@ def measured(folder: Path, doing: Sequence[str], recipe: str, shape: Stack, devi
     (contender,) = by_recipes((recipe,), weights="high_precision")
     model = sharded(contender, shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    found: dict[str, Any] = {"ranks": dist.get_world_size(), "recipe": recipe}
+    found: dict[str, Any] = {"ranks": dist.get_world_size(), "did": [*doing], "recipe": recipe}
     if "load" in doing:
         found["step"] = lpq.checkpoint.load(model, folder, optimizer).step
         found["loaded"] = digest(model, optimizer)
@@ -100,20 +103,33 @@ def _step(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line of JSON."""
+    """Add a row to those of the runs before, and print them all."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("folder", type=Path)
     parser.add_argument("doing", nargs="+", choices=("save", "load"))
     parser.add_argument("--recipe", default="fp8-delayed")
+    parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with group():
         shape = SAVED if device.type == "cuda" else TINY
         found = measured(options.folder, options.doing, options.recipe, shape, device)
         if dist.get_rank() == 0:
-            print(json.dumps(found))
+            stored.show(keep(options.out, found, shape))
     return 0
+
+
+def keep(out: Path, found: dict[str, Any], shape: Stack) -> dict[str, Any]:
+    """Store a run behind those that are there already."""
+    before: dict[str, Any] = stored.load(out).get(STEM, {}) if out.exists() and any(out.glob("*.json")) else {}
+    record = before.get("environment") or machine.record("python -m benchmarks.saving", ranks=found["ranks"])
+    rows = [*before.get("results", ()), found]
+    record["command"] = "; ".join(
+        f"torchrun --nproc-per-node {row['ranks']} -m benchmarks.saving FOLDER {' '.join(row['did'])}" for row in rows
+    )
+    return stored.save(out, STEM, record, {**asdict(shape), "results": rows})
 
 
 if __name__ == "__main__":

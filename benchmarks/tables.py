@@ -343,6 +343,26 @@ def layouts(result: Result) -> dict[str, Table]:
     return {"times": Table(f"{title}, {result['ranks']} GPUs", columns, cells)}
 
 
+def saving(result: Result) -> dict[str, Table]:
+    """For each run, one after the other: what it loaded and saved, and what a save costs the training."""
+    rows: list[Result] = result["results"]
+
+    def seconds(row: Result, *readings: str) -> list[str]:
+        return [number(row.get(reading), 2) for reading in readings]
+
+    cells = [
+        [
+            f"{row['ranks']}, {' and '.join(row['did'])}", row.get("loaded", NONE), row.get("saved", NONE),
+            *seconds(row, "save_seconds", "returned_after_seconds", "written_after_seconds"),
+            number(row.get("step_ms"), 1), number(row.get("lost_meanwhile_ms"), 0),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    columns = ["GPUs", "loaded", "saved", "s to save", "s until training goes on", "s until written", "ms a step"]
+    title = f"Saving {result['blocks']} blocks, hidden {result['hidden']}, with AdamW's moments"
+    return {"times": Table(title, [*columns, "ms lost meanwhile"], cells)}
+
+
 def map_of_sizes(result: Result) -> dict[str, Table]:
     """The map of `lpq bench` for each recipe: how many times as fast as bf16 it is."""
     shapes, heading = result["shapes"], speedups.title(result["environment"])
@@ -360,5 +380,6 @@ OF = {
     "stack": stack,
     "llama": llama,
     "layouts": layouts,
+    "saving": saving,
 }
 """The tables of each part."""

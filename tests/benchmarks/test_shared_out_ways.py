@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import on_ranks
 
-from benchmarks import layouts, tables
+from benchmarks import layouts, saving, stored, tables
 from benchmarks.shapes import TINY, Mixture
 
 CPU = torch.device("cpu")
@@ -44,3 +45,17 @@ def _alike(result: dict[str, Any], names: set[str]) -> None:
     assert losses["one GPU", "bf16"] != losses["one GPU", "mxfp8"]
     (table,) = tables.layouts(result).values()
     assert len(table.rows) == len(rows)
+
+
+@on_ranks(2)
+def test_what_was_saved_is_what_is_loaded(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    saved = saving.measured(folder, ["save"], "fp8-delayed", TINY, CPU)
+    loaded = saving.measured(folder, ["load", "save"], "fp8-delayed", TINY, CPU)
+    assert loaded["loaded"] == saved["saved"] != loaded["saved"]
+    assert loaded["step"] == saving.STEPS
+    if rank == 0:
+        saving.keep(tmp_path, saved, TINY)
+        whole = saving.keep(tmp_path, loaded, TINY)
+        assert stored.load(tmp_path) == {"saving": whole}
+        assert [row["did"] for row in whole["results"]] == [["save"], ["load", "save"]]
