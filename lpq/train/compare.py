@@ -61,8 +61,12 @@ DIGITS = 5
 """The digits after the point of a loss in a file of curves."""
 
 
-def run(config: CompareConfig, console: Console) -> list[Training]:
-    """Do the trainings that are not done yet; return all that ended, also in earlier calls."""
+def run(config: CompareConfig, console: Console, began: float | None = None) -> list[Training]:
+    """Do the trainings that are not done yet; return all that ended, also in earlier calls.
+
+    The time limit counts from ``began``, a value of ``time.monotonic()``: by default from now on.
+    """
+    began = time.monotonic() if began is None else began
     allowed_by(os.environ.get(ENVIRONMENT))
     if "RANK" in os.environ:
         raise TrainError("lpq compare starts a process for each training itself: start it without torchrun")
@@ -89,7 +93,7 @@ def run(config: CompareConfig, console: Console) -> list[Training]:
         f"everything goes to {config.out}/",
     )
     with Interrupt() as interrupt:
-        stop = _Stop(interrupt, config.time_limit)
+        stop = _Stop(interrupt, config.time_limit, began)
         failed = _work(left, places, stop, console)
     if not any(config.unfinished.glob("*")):
         shutil.rmtree(config.unfinished, ignore_errors=True)
@@ -136,9 +140,9 @@ def _places(device: torch.device, config: CompareConfig, jobs: int) -> list[str]
 class _Stop:
     """The signal that came, or the time that is up."""
 
-    def __init__(self, interrupt: Interrupt, limit: float | None) -> None:
+    def __init__(self, interrupt: Interrupt, limit: float | None, began: float) -> None:
         self.interrupt, self.limit = interrupt, limit if limit is not None else math.inf
-        self.began = time.monotonic()
+        self.began = began
 
     def __call__(self) -> int:
         """The number of a signal, or 0."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from rich.console import Console
 from support.commands import Command
 from training import shown
 
-from lpq.train import Stopped, TrainError, compare, gaps, trainings
+from lpq.train import Stopped, TrainError, compare, data, gaps, trainings
 from lpq.train.compare_config import CompareConfig, count, training
 from lpq.train.machine import baseline_on
 from lpq.train.plot import draw_compared
@@ -32,11 +34,12 @@ def small(tmp_path: Path, text: Path) -> Make:
     """Comparisons of a model with 7 thousand weights, two seeds and six steps."""
 
     def make(
-        *recipes: str, out: str = "out", seeds: int = 2, at_once: int = 1, limit: float | None = None, **options: Any
-    ) -> CompareConfig:
+        *recipes: str, out: str = "out", seeds: int = 2, at_once: int = 1, limit: float | None = None, steps: int = 6,
+        **options: Any,
+    ) -> CompareConfig:  # fmt: skip
         size = {"layers": 1, "heads": 1, "width": 16, "seq": 16, "batch": 2, "data": (str(text),), "device": "cpu"}
         every = {"validate_every": 4, "checkpoint_every": 4}
-        settings = training("toy", "192", {**size, **every, **options})
+        settings = training("toy", str(steps * 32), {**size, **every, **options})
         return CompareConfig(recipes, seeds, settings, tmp_path / out, at_once, limit)
 
     return make
@@ -107,6 +110,54 @@ def test_no_training_begins_when_the_time_is_up(small: Make, console: Console) -
     config = small("mxfp8", limit=0.0)
     assert compare.run(config, console) == []
     assert "the time is up: 4 trainings are left" in shown(console)
+
+
+def test_the_time_limit_counts_what_comes_before_the_first_step(
+    small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, load = [100.0], data.load
+
+    def slowly(*arguments: Any) -> data.Text:
+        now[0] += 60
+        return load(*arguments)
+
+    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(data, "load", slowly)
+    assert compare.run(small("mxfp8", limit=50.0), console) == []
+    assert compare.run(small("mxfp8", limit=100.0), console, began=50.0) == []
+    assert "4 trainings are left" in shown(console)
+    assert len(compare.run(small("mxfp8", limit=1000.0), console)) == 4
+
+
+@pytest.mark.starts
+def test_processes_cut_off_by_the_time_limit_go_on_bitwise_in_a_folder_that_was_moved(
+    small: Make, console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long: dict[str, Any] = {"steps": 600, "checkpoint_every": 0, "validate_every": 300}
+    whole = compare.run(small("mxfp8", out="whole", seeds=1, **long), console)
+    cut = small("mxfp8", out="cut", seeds=1, at_once=2, limit=3600.0, **long)
+    now, in_process = [0.0], compare._in_process
+
+    def until_a_step_is_done(job: Any, context: Any, ends: Any, console: Console, show: Any) -> None:
+        def show_and_end(record: dict[str, Any]) -> None:
+            show(record)
+            now[0] = 3600.0
+
+        in_process(job, context, ends, console, show_and_end)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compare, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        patched.setattr(compare, "_in_process", until_a_step_is_done)
+        assert compare.run(cut, console) == []
+    assert sorted(path.name for path in cut.unfinished.iterdir()) == sorted(f"{t}-0" for t in (BASELINE, "mxfp8"))
+    assert "the time is up: 2 trainings are left" in shown(console)
+    cut.out.rename(tmp_path / "elsewhere")
+    found = compare.run(small("mxfp8", out="elsewhere", seeds=1, at_once=2, **long), console)
+    assert losses(found) == losses(whole)
+    resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", shown(console))]
+    assert len(resumed) == 2
+    assert 0 < max(resumed) < 600
+    assert not (tmp_path / "elsewhere" / "unfinished").exists()
 
 
 @pytest.mark.starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,10 @@ AtOnce = Annotated[
     ),
 ]
 Limit = Annotated[
-    float, typer.Option("--time-limit", min=0, help="Seconds after which every training saves and stops.")
+    float,
+    typer.Option(
+        "--time-limit", min=0, help="Seconds from the command's start after which every training saves and stops."
+    ),
 ]
 
 
@@ -65,6 +69,7 @@ def compare(
     limit or a crash: a training that ended is its curve, a small JSON file in --out, and is not repeated.
     Without a recipe the command tells what is in --out; for that it needs the curves alone.
     """
+    began = time.monotonic()
     from rich.console import Console
 
     console = Console()
@@ -78,7 +83,7 @@ def compare(
         settings = training(size or usual, tokens, chosen)
         config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
         try:
-            found = work.run(config, console)
+            found = work.run(config, console, began)
         except Stopped as stopped:
             typer.echo(str(stopped), err=True)
             raise typer.Exit(stopped.exit_code) from None
