@@ -8,11 +8,10 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lpq.distributed.shard import plain
-from lpq.nn.observing import ObservedPart, operands_of_part
 from lpq.nn.weighted_layer import WeightedLayer
 from lpq.operations.cut import Cut
 from lpq.tensor import QuantizedTensor
-from lpq.tensor.observed import Observed
+from lpq.tensor.observed import Observed, operands_of_part
 
 
 def shards(layers: Iterable[Any]) -> Iterator[Observed]:
@@ -36,7 +35,7 @@ def shards(layers: Iterable[Any]) -> Iterator[Observed]:
         elif len(weight) % ranks == 0:
             cut = Cut(0, mesh.get_local_rank(dim), ranks, len(local))
             row, col = operands_of_part(cut, plan.w)
-            yield ObservedPart(
+            yield Observed(
                 layer=layer, name="w", given=local, quantizer=plan.w, state=state,
                 row=row, col=col, cut=cut, among=mesh.get_group(dim).group_name,
             )  # fmt: skip

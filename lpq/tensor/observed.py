@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol, Self
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import bounds
+from lpq.operations.cut import Cut
 from lpq.operations.decoding import decode
+from lpq.operations.encoder import Wanted, through_operators
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure
 from lpq.operations.offsets import read
-from lpq.operations.operands import encode_operands
+from lpq.operations.part_encoders import SpanningStats, along, bind_exchange, bind_part
 from lpq.operations.states import State, recall
 from lpq.tensor.quantized_tensor import QuantizedTensor
 
@@ -65,6 +68,10 @@ class Observed:
     row: bool = True
     col: bool = True
     """Whether it has these operands. A rank's part may lack operands that the pass does not need."""
+    cut: Cut | None = None
+    """How it is divided over ranks; None: it is whole."""
+    among: str = ""
+    """The name of the process group of these ranks."""
 
     @property
     def value(self) -> Tensor:
@@ -74,21 +81,24 @@ class Observed:
     @property
     def is_part(self) -> bool:
         """Whether the tensor is divided over ranks, so that this is a part of it."""
-        return False
+        return self.cut is not None
 
     @property
     def place(self) -> tuple[int, int]:
         """The number of its first row and of its first column in the whole tensor, by which random bits are drawn."""
-        return 0, 0
+        if self.cut is None:
+            return 0, 0
+        return (self.cut.place(0), 0) if self.cut.dim == 0 else (0, self.cut.place(0))
 
     @property
     def together(self) -> int:
         """How many of its rows, from the first on, lie beside each other in the whole tensor."""
-        return math.prod(self.given.shape[:-1])
+        return self.cut.size if self.cut is not None and self.cut.dim == 0 else math.prod(self.given.shape[:-1])
 
     def under(self, quantizer: Quantizer) -> Self:
         """Return the same tensor as another quantizer, which remembers nothing, would encode it."""
-        return replace(self, quantizer=quantizer, state=None, seed=None)
+        row, col = operands_of_part(self.cut, quantizer)
+        return replace(self, quantizer=quantizer, state=None, seed=None, row=row, col=col)
 
     def groups(self) -> Iterator[Observed]:
         """Yield each group's tensor, if it has rows; of a layer without groups, the tensor itself.
@@ -155,8 +165,22 @@ class Observed:
             raise ValueError(f"{self.name} of a layer with groups has {what} for each of them: use groups()")
 
     def _measured(self, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-        return measure(as_matrix(self.value), row, col)
+        if self.cut is None:
+            return measure(as_matrix(self.value), row, col)
+        spanning = SpanningStats(partial(measure, row=row, col=col), along(self.cut, row, col), row, col)
+        (known,), _ = bind_exchange([spanning], self.among)([self.value], [()], None)
+        return list(known.stats)
 
     def _encoded(self) -> tuple[Storage | None, Storage | None]:
-        made = encode_operands(self.quantizer, as_matrix(self.given), state=self.state, seed=self.seed)
-        return made.row, made.col
+        x, remembers = as_matrix(self.given), self.state is not None
+        wanted = Wanted(self.quantizer, (x.shape[0], x.shape[1]), x.dtype, x.device, self.row, self.col, remembers)
+        encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among).encoder
+        of_row, of_col, _ = encoder.encode(x, self.state or (), self.seed)
+        row = None if encoder.row is None else encoder.row.over(of_row)
+        return row, None if encoder.col is None else encoder.col.over(of_col)
+
+
+def operands_of_part(cut: Cut | None, quantizer: Quantizer) -> tuple[bool, bool]:
+    """Whether a part has a row operand and a column operand: those that can be cut so."""
+    row, col = (cut is None or cut.why_not(quantizer, one, not one) is None for one in (True, False))
+    return row, col
