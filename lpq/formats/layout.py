@@ -210,3 +210,12 @@ class StateBuffer:
 def for_dtype(layout: Sequence[Buffer], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The same bytes for a matrix of another dtype; a buffer in the dtype of the matrix is cast."""
     return [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, tensors, strict=True)]
+
+
+def check_there(buffer: Tensor) -> None:
+    """Refuse an operand of a sharded weight that was not gathered: its buffers have no memory then."""
+    if type(buffer) is Tensor and not buffer.data_ptr() and buffer.numel() and not buffer.is_meta:
+        raise RuntimeError(
+            "this operand of a sharded weight is not there: forward gathers row operands and backward column operands. "
+            "If forward runs again in backward inside a compiled module, wrap it with PyTorch's checkpoint_wrapper"
+        )

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lpq.formats.format import TURN
+from lpq.formats.declarations import TURN
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.traced import operand_tensors

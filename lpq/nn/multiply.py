@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lpq.formats.format import check_there
+from lpq.formats.layout import check_there
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import Unwritten, as_it_is
 from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.formats.format import TURN, Direction, Quantizer, Storage
+from lpq.formats.declarations import TURN
+from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.operations.cut import why_cut
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix

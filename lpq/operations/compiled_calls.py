@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import check_there
+from lpq.formats.layout import check_there
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Encoding, Multiply, Operand, Product
 from lpq.operations.bound import Run, bind_product, bind_run

@@ -7,7 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage, check_there
+from lpq.formats.format import Storage
+from lpq.formats.layout import check_there
 from lpq.formats.sections import is_stack, joined, matrices
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Storage, check_there
+from lpq.formats.format import Storage
+from lpq.formats.layout import check_there
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Storage, check_there
+from lpq.formats.format import Storage
+from lpq.formats.layout import check_there
 from lpq.formats.sections import Sections, bounds, is_stack, matrices, starts, unit
 from lpq.kernels.table import kernels_allowed
 from lpq.operations import group_tiles, groups

@@ -7,7 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage, check_there
+from lpq.formats.format import Storage
+from lpq.formats.layout import check_there
 from lpq.kernels import choose
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.decoding import decode

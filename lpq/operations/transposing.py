@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage, check_there
+from lpq.formats.format import Storage
+from lpq.formats.layout import check_there
 from lpq.formats.sections import along, is_stack, matrices, stacked
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
