@@ -20,6 +20,7 @@ from lpq import registry
 from lpq.formats.format import Storage
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
+from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import Find, SectionedMatrix
 from lpq.kernels.tiles import (
     INPUTS,
@@ -94,6 +95,27 @@ encoded, and returns whether that also serves the other operand: by the ``amax``
 same finder, by all that it finds."""
 
 
+class Struct(NamedTuple):
+    """A struct that a kernel is compiled for."""
+
+    header: Path
+    """The header that has it."""
+    name: str
+    """Its name, with template arguments."""
+    parameters: str = "P"
+    """A letter for each field of its ``Parameters``, as for ``CudaKernel``."""
+
+
+NOTHING = Struct(csrc() / "common/nothing.cuh", "Nothing")
+"""Takes the place of an operand that is not wanted. Its parameters are a pointer that nobody reads."""
+
+
+def pair_macros(row: Struct, col: Struct) -> tuple[str, ...]:
+    """The macros by which ``pair.cu`` is compiled for two operands."""
+    sides = ("ROW", row), ("COL", col)
+    return tuple(text for side, s in sides for text in (f"LPQ_{side}={s.name}", f'LPQ_{side}_HEADER="{s.header}"'))
+
+
 @dataclass(frozen=True)
 class TileSide:
     """How one operand of a format is made tile by tile."""
@@ -130,6 +152,11 @@ class TileSide:
     exact: Form | None = None
     """For ``exact_tile``: the buffers are the matrix of such an exact form and, if it has one, the factor. Rows and
     columns are multiples of ``ALIGNED`` then."""
+
+    @property
+    def compiled(self) -> Struct:
+        """The struct, as kernels are compiled for it."""
+        return Struct(self.header, self.struct, self.parameters)
 
     def needs(self, given: bool, measure: bool) -> bool:
         """Whether something must be measured first. ``given``: whether the operand's first statistic is given."""
@@ -290,10 +317,7 @@ class Pair:
         self.turns = min(row.turns, col.turns)
         arguments = f"P({row.parameters})({col.parameters})I"
         self.kernel = tile_kernels("common/pair.cu", "pair", arguments)[self.shape]
-        self.macros = (
-            f"LPQ_ROW={row.struct}", f'LPQ_ROW_HEADER="{row.header}"',
-            f"LPQ_COL={col.struct}", f'LPQ_COL_HEADER="{col.header}"',
-        )  # fmt: skip
+        self.macros = pair_macros(row.compiled, col.compiled)
         self.bind = registry.cached_few(self._bind)
         """How matrices of one shape are encoded; None where the reference has to."""
 

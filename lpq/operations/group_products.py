@@ -31,7 +31,6 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 def bind(p: Product) -> Multiply:
     """Bind a product of groups."""
     columns, (*_, wide, deep), at_once = bool(p.a.dim), p.b.shape, sections_of(p).at_once
-    reference = multiply_columns_reference if columns else multiply_rows_reference
     why = group_tiles.why_not_multiplied(*((p.a.shape[0], wide) if columns else (wide, deep))) if at_once else None
     run = (_by_kernel(p) or group_tiles.bind_product(p)) if at_once and why is None else None
     if run is None:
@@ -39,7 +38,7 @@ def bind(p: Product) -> Multiply:
         def by_reference(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
             if why is not None:
                 tell_of_waiting(why)
-            return reference(p, left, right, bias)
+            return multiply_reference(p, left, right, bias)
 
         return by_reference
     finish = (group_tiles.bind_of_groups if columns else group_tiles.bind_in_rows)(p.dtype, p.device)
@@ -136,33 +135,25 @@ def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | Non
     return grouped_gemm
 
 
-def multiply_rows_reference(
-    p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None
-) -> Tensor:  # fmt: skip
-    """As separate products."""
-    a, stack = p.a.grouped(left), p.b.over(right)
-    ends = read(left[-1], a.shape[0])
-    out = left[0].new_zeros((a.shape[0], stack.shape[1]), dtype=p.dtype)
-    begins = starts(ends, unit(a.quantizer, 0))
-    for group, (matrix, (start, stop)) in enumerate(zip(matrices(stack), bounds(ends), strict=True)):
-        if stop > start:
-            rows, added = a.group(group, start, stop, begins[group]), None if bias is None else bias[group]
-            out[start:stop] = gemm(rows, matrix, bias=added, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
-    return out
-
-
-def multiply_columns_reference(
-    p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None
-) -> Tensor:  # fmt: skip
-    """As separate products."""
-    both = p.a.grouped(left), p.b.grouped(right)
-    ends = read(left[-1], p.a.shape[1])
-    out = left[0].new_zeros((len(ends), p.a.shape[0], p.b.shape[0]), dtype=p.dtype)
-    begins = [starts(ends, unit(operand.quantizer, 1)) for operand in both]
-    for group, (start, stop) in enumerate(bounds(ends)):
-        if stop > start:
-            a, b = (operand.group(group, start, stop, at[group]) for operand, at in zip(both, begins, strict=True))
-            out[group] = gemm(a, b, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
+def multiply_reference(p: Product, left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """As separate products: of the rows of each group, or of its columns of both operands."""
+    a, columns = p.a.grouped(left), bool(p.a.dim)
+    ends = read(left[-1], a.shape[a.dim])
+    groups = [(i, start, stop) for i, (start, stop) in enumerate(bounds(ends)) if stop > start]
+    if columns:
+        b = p.b.grouped(right)
+        out = left[0].new_zeros((len(ends), a.shape[0], b.shape[0]), dtype=p.dtype)
+        begins = starts(ends, unit(b.quantizer, 1))
+        others = {i: b.group(i, start, stop, begins[i]) for i, start, stop in groups}
+    else:
+        stack = p.b.over(right)
+        out = left[0].new_zeros((a.shape[0], stack.shape[1]), dtype=p.dtype)
+        others = dict(enumerate(matrices(stack)))
+    begins = starts(ends, unit(a.quantizer, a.dim))
+    for i, start, stop in groups:
+        part, added = a.group(i, start, stop, begins[i]), None if bias is None else bias[i]
+        made = gemm(part, others[i], bias=added, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
+        out[i if columns else slice(start, stop)] = made
     return out
 
 

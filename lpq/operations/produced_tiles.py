@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -30,7 +29,7 @@ from lpq.kernels.tiles import (
     tiles,
 )
 from lpq.operations.binding import ALIGNED, Encoding
-from lpq.operations.fused_pair import BoundSide, Made, TileSide, bind_sides, side_of
+from lpq.operations.fused_pair import NOTHING, BoundSide, Made, Struct, TileSide, bind_sides, side_of
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
@@ -111,18 +110,9 @@ def operands(e: Encoding, recall: Recall | None = None) -> TiledOutput | str:
     return TiledOutput(e, sides[0], sides[1], recall)
 
 
-class _Struct(NamedTuple):
-    """A struct that a kernel is compiled for."""
-
-    header: Path
-    name: str
-    parameters: str = "P"
-
-
 NOTHING_MADE = Made((), (), (0,))
 """The parameters of ``NOTHING``."""
-NOTHING = _Struct(csrc() / "common/nothing.cuh", "Nothing")
-AMAX = _Struct(csrc() / "common/amax.cuh", "Amax")
+AMAX = Struct(csrc() / "common/amax.cuh", "Amax")
 
 
 @cache
@@ -147,7 +137,7 @@ class _Kernels(NamedTuple):
     def blocks(self) -> int:
         return tiles(*self.shape, self.tile)
 
-    def bind(self, name: str, structs: Sequence[Sequence[_Struct]], outputs: str, stats: bool, blocks: int) -> Launch:
+    def bind(self, name: str, structs: Sequence[Sequence[Struct]], outputs: str, stats: bool, blocks: int) -> Launch:
         """Bind a kernel that is compiled for the sides of the outputs; ``outputs``: the letters of its argument."""
         source, tile = self.source, self.tile
         headers = dict.fromkeys(struct.header for sides in structs for struct in sides)
@@ -167,7 +157,7 @@ class _Kernels(NamedTuple):
         """The last arguments of each kernel."""
         return self.blocks, *self.shape
 
-    def bind_run(self, structs: Sequence[Sequence[_Struct]], stats: bool) -> Launch:
+    def bind_run(self, structs: Sequence[Sequence[Struct]], stats: bool) -> Launch:
         """Bind a run through the sides."""
         letters = "".join(f"{row.parameters}{col.parameters}P" for row, col in structs)
         return self.bind("produce", structs, letters, stats, self.blocks)
@@ -233,11 +223,11 @@ def _takes_amax(bound: BoundSide | None) -> bool:
     return bound is not None and bound.needs and bound.side.amax
 
 
-def _lines(bound: BoundSide | None, count: int) -> tuple[_Struct, Fresh] | None:
+def _lines(bound: BoundSide | None, count: int) -> tuple[Struct, Fresh] | None:
     """The side that finds the amaxes of an operand's lines, if it needs them, and the memory for so many."""
     if bound is None or not bound.needs or not bound.side.lines:
         return None
-    return _Struct(bound.side.header, bound.side.lines), fresh((count, 1), torch.float32)
+    return Struct(bound.side.header, bound.side.lines), fresh((count, 1), torch.float32)
 
 
 def bind(
@@ -250,10 +240,7 @@ def bind(
     tile = min([side.shape for sides in wanted for side in sides if side is not None] + [SQUARE])
     kernels = _Kernels(source, shape, dtype, device.index or 0, tile)
     launch = kernels.bind_run(
-        [
-            [NOTHING if side is None else _Struct(side.header, side.struct, side.parameters) for side in sides]
-            for sides in wanted
-        ],
+        [[NOTHING if side is None else side.compiled for side in sides] for sides in wanted],
         any(o is not None and (o.e.measure or True in o.e.given) for o in outputs),
     )
     bound = [(None, None) if o is None else bind_sides(*o[:3]) for o in outputs]

@@ -17,19 +17,17 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.sections import capacity, grid, unit
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
-from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
-from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
+from lpq.operations.fused_pair import ALIGNED, NOTHING, Job, Struct, TileSide, pair_macros, side_of
 from lpq.operations.states import State, recall, recalls
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction, Quantizer
 
-NOTHING = "common/nothing.cuh"
 LARGEST = Shape(256, BROAD)
 Given = tuple[Tensor | None, Tensor | None]
 """The amaxes of sections for the row operand and for the column operand, where they are known."""
@@ -165,21 +163,16 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> Encod
     hows = [_how(side, decoded) for side, decoded in zip(both, e.exact, strict=True)]
     if None in hows:
         return None
-    structs, shapes = zip(*cast("list[tuple[str, Shape]]", hows), strict=True)
+    structs, shapes = zip(*cast("list[tuple[Struct, Shape]]", hows), strict=True)
     memories = [_memory(e, quantizer, dim, sections) for dim, quantizer in enumerate((e.row, e.col))]
     job = Job((0, 0), e.dtype, e.device, dispatched=e.dispatched)
     makes = [None if side is None else side.bind(job) for side in both]
     not_given = [(None,) * len(quantizer.stats) if quantizer else () for quantizer in (e.row, e.col)]
     shape = min(*shapes, LARGEST if tall is not None else SQUARE)
-    arguments = f"P({row.parameters if row else 'P'})({col.parameters if col else 'P'}){SECTIONS}I"
+    arguments = f"P({structs[0].parameters})({structs[1].parameters}){SECTIONS}I"
     kernel = tile_kernels("common/pair.cu", "pair", arguments)[shape]
-    macros = tuple(
-        text
-        for name, side, struct in zip(("LPQ_ROW", "LPQ_COL"), both, structs, strict=True)
-        for text in (f"{name}={struct}", f'{name}_HEADER="{side.header if side else csrc() / NOTHING}"')
-    )
     count = sections.tiles(shape)
-    launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *macros), count)
+    launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *pair_macros(*structs)), count)
     given_for = e.given or (False, False)
     find = _bind_finding(sections, *(None if known else side for side, known in zip(both, given_for, strict=True)))
     tail = *sections.arguments(0)[1:], count, rows, cols
@@ -204,11 +197,13 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> Encod
     return encode
 
 
-def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
+def _how(side: TileSide | None, decoded: bool) -> tuple[Struct, Shape] | None:
     """The struct that makes an operand, and the shape of its tiles; None if there is none."""
     if side is None:
-        return "Nothing", LARGEST
-    return side.decoded if decoded else (side.struct, side.shape)
+        return NOTHING, LARGEST
+    if not decoded:
+        return side.compiled, side.shape
+    return None if side.decoded is None else (side.compiled._replace(name=side.decoded[0]), side.decoded[1])
 
 
 def _memory(e: Encoding, quantizer: Quantizer | None, dim: int, sections: SectionedMatrix) -> list[Fresh]:

@@ -17,13 +17,11 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.kernels.cuda import SLOTS, CudaKernel
 from lpq.kernels.launch_table import TableLaunch, bind_table
-from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import MACRO
 from lpq.kernels.tiles import SQUARE, Shape, covering, divides, reading, tiles
 from lpq.operations.binding import ALIGNED, EncodeSeveral
-from lpq.operations.fused_pair import Job, TileSide, side_of
+from lpq.operations.fused_pair import NOTHING, Job, TileSide, pair_macros, side_of
 
-NOTHING = "common/nothing.cuh"
 MACROS = MACRO, "LPQ_SEVERAL", "LPQ_ROW_MAJOR"
 """Each matrix is a stack of one. Its operand is sent, and lies row by row."""
 
@@ -46,12 +44,8 @@ def bind_side(
     jobs = [Job((high, wide) if of_row else (wide, high), dtype, device) for high, wide in shapes]
     makes = [side.bind(job) for job in jobs]
     whole = all(divides(rows, cols, shape) for rows, cols in shapes)
-    sides = (side.struct, side.header), ("Nothing", csrc() / NOTHING)
-    (row, row_header), (col, col_header) = sides if of_row else sides[::-1]
-    macros = (
-        *reading(torch.float32, dtype), *MACROS,
-        f"LPQ_ROW={row}", f'LPQ_ROW_HEADER="{row_header}"', f"LPQ_COL={col}", f'LPQ_COL_HEADER="{col_header}"',
-    )  # fmt: skip
+    sides = (side.compiled, NOTHING) if of_row else (NOTHING, side.compiled)
+    macros = *reading(torch.float32, dtype), *MACROS, *pair_macros(*sides)
 
     def at(
         matrices: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], buffers: Sequence[Sequence[Tensor]]
