@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Quantizer
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import for_dtype
 from lpq.formats.sections import Sections
 from lpq.operations import fused_pair
@@ -56,6 +56,11 @@ class Encoder(NamedTuple):
     travels meanwhile."""
     measure: Callable[[Tensor], list[Tensor]] | None = None
     """Measures a matrix for ``encode``, where that is given all statistics."""
+
+    def storages(self, row: Sequence[Tensor], col: Sequence[Tensor]) -> tuple[Storage | None, Storage | None]:
+        """The operands over these buffers; None for an operand that it does not make."""
+        of_row = None if self.row is None else self.row.over(row)
+        return of_row, None if self.col is None else self.col.over(col)
 
 
 class KnownStats(NamedTuple):

@@ -62,8 +62,4 @@ def encode_operands(
         name = group.group_name
         encoder = bind_part(through_operators, wanted, shard, name).alone(name).encoder
     of_row, of_col, measured = encoder.encode(x, state or (), seed)
-    return Operands(
-        None if encoder.row is None else encoder.row.over(of_row),
-        None if encoder.col is None else encoder.col.over(of_col),
-        list(measured),
-    )
+    return Operands(*encoder.storages(of_row, of_col), list(measured))

@@ -172,13 +172,13 @@ def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         """Encode each chunk with the random bits of its own place."""
-        rows, cols = [], []
+        operands = []
         for i, (chunk, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
             pairs = zip(needed, known, strict=True) if known else ()
             own = [None if s is None else of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
             of_row, of_col, _ = encoder.encode(chunk, own, seed)
-            rows += [] if encoder.row is None else [encoder.row.over(of_row)]
-            cols += [] if encoder.col is None else [encoder.col.over(of_col)]
+            operands.append(encoder.storages(of_row, of_col))
+        rows, cols = zip(*operands, strict=True)
         return _joined(rows, 0), _joined(cols, 1), ()
 
     return whole._replace(encode=encode)
@@ -188,8 +188,8 @@ def _draws(row: Quantizer | None, col: Quantizer | None) -> bool:
     return any(side is not None and side.stochastic for side in (row, col))
 
 
-def _joined(parts: Sequence[Storage], dim: int) -> Sequence[Tensor]:
-    joined = cat(parts, dim, agreed=True) if parts else None
+def _joined(parts: Sequence[Storage | None], dim: int) -> Sequence[Tensor]:
+    joined = cat([part for part in parts if part is not None], dim, agreed=True) if None not in parts else None
     return () if joined is None else joined.tensors()
 
 

@@ -176,8 +176,7 @@ class Observed:
         wanted = Wanted(self.quantizer, (x.shape[0], x.shape[1]), x.dtype, x.device, self.row, self.col, remembers)
         encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among).encoder
         of_row, of_col, _ = encoder.encode(x, self.state or (), self.seed)
-        row = None if encoder.row is None else encoder.row.over(of_row)
-        return row, None if encoder.col is None else encoder.col.over(of_col)
+        return encoder.storages(of_row, of_col)
 
 
 def operands_of_part(cut: Cut | None, quantizer: Quantizer) -> tuple[bool, bool]:
