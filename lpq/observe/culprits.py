@@ -58,6 +58,7 @@ class Culprits:
     error: float
     """The length of the error of the gradients over the length of the gradients of bf16."""
     loss: float
+    """The mean over the ranks that share the model."""
     loss_in_bf16: float
     replays: bool | None
     """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with."""
@@ -131,7 +132,7 @@ def culprits(
             for layer, _ in layers
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
-    return Culprits(tuple(found), tuple(parts), start, loss, error.loss, same)
+    return Culprits(tuple(found), tuple(parts), start, ranks.mean(loss), error.loss, same)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -35,6 +35,10 @@ class OverRanks:
         group: Any = self._ranks.group or dist.group.WORLD if self._ranks.size > 1 else None
         return float(total if group is None else reduce_sum([total], group)[0])
 
+    def mean(self, value: float) -> float:
+        """Return the mean over the ranks, each of which has a value of its own, as the loss of its share of a batch."""
+        return self.sum([torch.tensor(value, dtype=torch.float64)]) / self._ranks.size
+
 
 class GradientError:
     """The length of the error of gradients over the length of the exact gradients. Of several replays, each of a batch
@@ -44,8 +48,8 @@ class GradientError:
         """``exact``: the recipes with which there is no error."""
         self._ranks, self._replays = ranks, replays
         runs = [replay.run(exact) for replay in replays]
-        self.loss = sum(loss for loss, _ in runs) / len(runs)
-        """The exact loss."""
+        self.loss = ranks.mean(sum(loss for loss, _ in runs) / len(runs))
+        """The exact loss, of all ranks."""
         self._exact = _mean([gradients for _, gradients in runs])
         self.size = math.sqrt(ranks.sum([g.double().square().sum() for g in self._exact]))
         """The length of the exact gradients."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, on_ranks
+from ranks import fully_shard, mesh_of, of_all, on_one, on_ranks
 from support.small_models import Planted
 from torch import Tensor, nn
 
@@ -17,15 +17,18 @@ from lpq.torch_private.tensors import local_part
 
 
 @pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
-@on_ranks(2)
-def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, weights: Any) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, ranks: int, weights: Any) -> None:
+    """Four ranks are two replicas of two shards. The same layer is found on all, by the same numbers."""
+    mesh = mesh_of("replicate", "shard") if ranks == 4 else mesh_of()
     torch.manual_seed(0)
     with torch.no_grad():
         net: Any = nn.Sequential(*(Planted(64, i == 2) for i in range(4)))
     lpq.convert(net, "nvfp4", weights=weights, ranks=None if weights is None else 2)
     for block in net:
-        fully_shard(block)
-    fully_shard(net)
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
 
     def closure() -> Tensor:
@@ -42,6 +45,7 @@ def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, weights: Any) -> None:
     assert [one.layer for one in found.found] == ["2.layer"]
     assert found.found[0].moved > 0.3
     assert {part.part for part in found.parts} >= {"fprop", "fprop.x"}
+    assert {*of_all(str(found))} == {str(found)}
     now = [local_part(p.grad) for p in net.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(now, gradients, strict=True))
     assert net[2].layer.recipe == net[0].layer.recipe == lpq.recipe("nvfp4")
@@ -50,6 +54,46 @@ def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, weights: Any) -> None:
         lpq.set_step(net, step)
         assert (net[2].layer.recipe == found.found[0].recipe) == (step == 2)
         closure()
+
+
+Numbers = dict[str, float]
+
+
+def numbers(net: Any, *batches: Tensor) -> Numbers:
+    """What a replay of a step of these batches finds."""
+
+    def closure() -> Tensor:
+        losses = [net(x).square().mean() / len(batches) for x in batches]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum()
+
+    found = lpq.observe.culprits(net, closure, most=1)
+    moved = {one.name: one.moved for one in (*found.found, *found.parts)}
+    return {"loss": found.loss, "in bf16": found.loss_in_bf16, "error": found.error, **moved}
+
+
+def planted() -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return lpq.convert(nn.Sequential(*(Planted(64, i == 2) for i in range(4))), "mxfp8")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_ranks_find_what_one_process_finds_of_all_their_batches(rank: int, ranks: int) -> None:
+    """FSDP2 of two ranks, and two replicas of two. In MXFP8 a batch has the same bytes in parts."""
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(32, 64, generator=draw) * (1 + i) for i in range(ranks)]
+    net, mesh = planted(), mesh_of("replicate", "shard") if ranks == 4 else mesh_of()
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    found = numbers(net, batches[rank])
+    alone = on_one(lambda: numbers(planted(), *batches))
+    assert found == pytest.approx(alone, rel=1e-3, abs=1e-3)
+    assert "2.layer" in found
+    assert found != pytest.approx(numbers(planted(), batches[rank]), rel=1e-3, abs=1e-3)  # of its own batch alone
 
 
 @on_ranks(2)

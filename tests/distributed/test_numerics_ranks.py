@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, mesh_of, on_one, on_ranks
+from ranks import fully_shard, mesh_of, of_all, on_one, on_ranks
 from support.small_models import Gated, gated_plan
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,9 +24,9 @@ def model(recipe: str, **options: Any) -> Any:
     return lpq.convert(Gated(WIDTH, INNER), recipe, **options)
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data(batch: int = BATCH) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(BATCH, TOKENS, WIDTH, generator=draw) for _ in range(2))  # type: ignore[return-value]
+    return tuple(torch.randn(batch, TOKENS, WIDTH, generator=draw) for _ in range(2))  # type: ignore[return-value]
 
 
 def watched(net: Any, *batches: tuple[Tensor, Tensor]) -> Found:
@@ -57,6 +57,27 @@ def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, recipe: str, weigh
     found = watched(net, tuple(t[rank : rank + 1] for t in data()))  # type: ignore[arg-type]
     alike(found, on_one(one_process, recipe, BATCH))
     assert len(found) == 3 * 7
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"), [("fp8-current", None), ("mxfp8", "high_precision"), ("fp8-current", "high_precision")]
+)
+@on_ranks(4)
+def test_ranks_of_hsdp_have_the_statistics_of_all(rank: int, recipe: str, weights: Any) -> None:
+    """2 x 2: replicas tell of the same weights and of inputs of their own, an outlier of the last one among them."""
+
+    def batches(x: Tensor, dy: Tensor) -> Any:
+        x[-1, 3, 5] = 50.0
+        return [*zip(x.chunk(4), dy.chunk(4), strict=True)]
+
+    mesh = mesh_of("replicate", "shard")
+    net = model(recipe, weights=weights, ranks=None if weights is None else 2)
+    fully_shard(net, mesh=mesh)
+    found = watched(net, batches(*data(4))[rank])
+    alike(found, on_one(lambda: watched(model(recipe), *batches(*data(4)))))
+    assert len(found) == 3 * 7
+    for one in of_all(found):
+        assert one == found
 
 
 @pytest.mark.starts

@@ -100,6 +100,20 @@ def test_inside_master_weights_of_shards(rank: int) -> None:
     assert equal_states(_states(ours, optimizer), _states(theirs, alone))
 
 
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@pytest.mark.parametrize(("case", "stored"), [("blocks", False), ("of the whole", False), ("blocks", True)])
+@on_ranks(4)
+def test_replicas_of_shards_hold_the_bytes_that_the_whole_would(rank: int, case: str, stored: bool) -> None:
+    """HSDP, 2 x 2: each replica has all shards, and its scales are those of all shards."""
+    ours, theirs = fully_shard(_model(128, stored), mesh=mesh_of("replicate", "shard")), _model(128, stored)
+    optimizer, alone = _optimizer(ours, case, stored), _optimizer(theirs, case, stored)
+    for net, one in ((ours, optimizer), (theirs, alone)):
+        _step(net, one)
+    mine = {**_weights(ours), **_states(ours, optimizer)}
+    assert equal_states(mine, {**_weights(theirs), **_states(theirs, alone)})
+    assert any(".data" in name for name in mine)
+
+
 def _of_blocks(params: Any) -> Optimizer:
     return QuantizedStates(AdamW(params, lr=1e-2), **ADAM)
 
