@@ -19,7 +19,7 @@ from lpq.formats.sections import is_stack
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Encoding, on_device
 from lpq.operations.bound import Run, bind_run
-from lpq.operations.derived_operands import derives_col
+from lpq.operations.derived_operands import derives_col, made_at_use
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.quantizing import quantized
 from lpq.operations.reduce_statistics import spans
@@ -79,6 +79,8 @@ def way_of(
 ) -> Way:
     """Decide how a weight is gathered. ``shape``, ``dtype``: of the whole weight; ``stored``: shards are encoded."""
     row, col = wanted
+    if made_at_use(sides.quantizer):
+        row, col = row or col, False
     rows, cols = shape[-2:]
     sent = operand_bytes(sides.quantizer, rows, cols, dtype, row, col)
     whole = why_whole(sides.quantizer, shape[0], ranks, sides.stack)

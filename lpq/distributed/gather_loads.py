@@ -57,9 +57,9 @@ class _Quantized:
         self._all: list[Tensor] = []
         derived: list[Derived] = []
         for gather, way in zip(gathers, ways, strict=True):
-            sides, _, row, col = operands_of(gather)
-            self._all += [*row.large, *col.large]
-            if way.col and not way.sends_col:
+            (sides, _, row, col), large = operands_of(gather), operands_of(gather).large
+            self._all += large
+            if col is not None and way.col and not way.sends_col:
                 self._derived += col.large
                 derived.append(col.derived_from(sides.quantizer, row))
             if way.sends_row and not way.row:
@@ -85,7 +85,9 @@ class High(_Quantized):
         self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.site.shape)
         given = tuple(s is not None for s in gather.statistics())
         self._encode = ShardsEncoder([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
-        self._made = [whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if sends]
+        self._made = [
+            whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if whole is not None and sends
+        ]
         count = shard.numel() * gather.site.group.size() * dtype.itemsize
         self._arrives = torch.empty(count, dtype=torch.uint8, device=self._device)
         self.into = [self._arrives]
@@ -138,7 +140,7 @@ class EncodedLoad(_Quantized):
             (i, side, whole)
             for i, (gather, way) in enumerate(zip(gathers, ways, strict=True))
             for side, whole in enumerate(operands_of(gather)[2:])
-            if (way.sends_row, way.sends_col)[side]
+            if whole is not None and (way.sends_row, way.sends_col)[side]
         ]
         self._sends = [(i, side, number, whole) for i, side, whole in made for number in whole.travels]
         """The buffers that travel: by the number of the weight, 0 for the row operand or 1, and the buffer's number."""

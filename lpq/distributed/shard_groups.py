@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.derived_operands import made_at_use, rounds_stochastically
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
@@ -32,7 +32,7 @@ def attach(parameter: Tensor) -> None:
         return
     quantizer = part.quantizer
     replicas = mesh.size() // mesh.size(sharded[0])
-    if replicas > 1 and rounds_stochastically(quantizer):
+    if replicas > 1 and rounds_stochastically(quantizer) and not made_at_use(quantizer):
         raise ValueError(
             f"{part.whose}a {list(parameter.shape)} weight is stored as {quantizer}, which rounds stochastically: its "
             f"{replicas} replicas would be rounded with different random bits and part. Store it with another "

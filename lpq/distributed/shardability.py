@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lpq.formats import Quantizer
 from lpq.formats.layout import DIMENSIONS
 from lpq.operations.cut import Cut, why_cut
-from lpq.operations.derived_operands import derives_col, rounds_stochastically
+from lpq.operations.derived_operands import derives_col, made_at_use, rounds_stochastically
 from lpq.operations.part_encoders import along
 from lpq.operations.reduce_statistics import spans
 from lpq.operations.sides import declared, measures_again
@@ -36,7 +36,7 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) ->
     """Why shards of a weight of ``rows`` rows, or matrices of a stack, cannot be encoded when it is gathered, not for
     one operand either; None if they can."""
     col = quantizer.side("col")
-    if rounds_stochastically(quantizer):
+    if rounds_stochastically(quantizer) and not made_at_use(quantizer):
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
     if quantizer.col_source == "row" and col.state:
         return f"{col} would have to remember statistics of the decoded row operand"
@@ -68,7 +68,7 @@ def why_uncut(
     ones of the row operand and the column operand; None if it can. A stack is cut between matrices."""
     row, col = quantizer.side("row"), quantizer.side("col")
     derived = derives_col(quantizer)
-    for side, one in ((row, wanted[0]), (col, wanted[1])):
+    for side, one in ((row, wanted[0]), (col, wanted[1] and not made_at_use(quantizer))):
         if one and side.rotation is not None and side.rotation.drawn and (derived or ranks > 1):
             return f"each pass draws the signs by which {side} is rotated, and shards know none in common"
     if rows % ranks:
@@ -169,6 +169,7 @@ def why_not_of_shards(cut: Cut, quantizer: Quantizer) -> str | None:
         return f"tensor parallelism shards it, too, and {quantizer} remembers statistics or measures twice"
     made = row, None if derives_col(quantizer) else col
     apart = any(spans(a) and not spans(b) for a, b in zip(along(cut, *made), declared(*made), strict=True))
-    if apart or (quantizer.col_source == "row" and any(map(spans, along(cut, None, col)))):
+    alone = quantizer.col_source == "row" and not made_at_use(quantizer)  # without the other ranks
+    if apart or (alone and any(map(spans, along(cut, None, col)))):
         return f"tensor parallelism shards it, too, and cuts what a statistic of {quantizer} covers"
     return cut.why_not(quantizer, True, True)

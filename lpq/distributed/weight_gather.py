@@ -25,6 +25,7 @@ from lpq.distributed.shardability import part_of, why_not, why_not_of_shards, wh
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.operations.cut import Cut
+from lpq.operations.derived_operands import made_at_use
 from lpq.operations.states import Recall, bind_recall
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import autograd, fsdp
@@ -115,7 +116,13 @@ class GatheredOperands(NamedTuple):
     dtype: torch.dtype
     """The dtype of the whole weight."""
     row: GatheredOperand
-    col: GatheredOperand
+    col: GatheredOperand | None
+    """None: it is made of the row operand where it is multiplied (``made_at_use``)."""
+
+    @property
+    def large(self) -> list[Tensor]:
+        """The buffers that have memory only while the weight is gathered."""
+        return self.row.large if self.col is None else [*self.row.large, *self.col.large]
 
 
 class Measured(NamedTuple):
@@ -305,24 +312,23 @@ class Gather:
                 self._recall = bind_recall(sides.quantizer, sides.row, sides.col, None)
             shape, ranks, quantizer = self.site.shape, self.site.group.size(), sides.quantizer
             of = (tuple(shape), ranks, dtype, self.site.device)
-            row, col = (
-                GatheredOperand("row", quantizer.side("row"), *of),
-                GatheredOperand("col", quantizer.side("col"), *of),
-            )
+            row = GatheredOperand("row", quantizer.side("row"), *of)
+            col = None if made_at_use(quantizer) else GatheredOperand("col", quantizer.side("col"), *of)
             self.operands = GatheredOperands(sides, dtype, row, col)
 
     def whole(self) -> QuantizedTensor:
         """The whole weight, over these tensors."""
         assert self.operands is not None
         sides, dtype, row, col = self.operands
-        whole = QuantizedTensor(row.operand, col.operand, sides.quantizer, self.site.shape, dtype)
+        of_col = None if col is None else col.operand
+        whole = QuantizedTensor(row.operand, of_col, sides.quantizer, self.site.shape, dtype)
         whole.place = f"the weight of {self.layer.title}"
         return whole
 
     def missing(self) -> list[Tensor]:
         """The freed buffers of a weight that also has filled ones: the buffers of the operand that is not wanted
         now."""
-        large = [*self.operands.row.large, *self.operands.col.large] if self.operands is not None else []
+        large = self.operands.large if self.operands is not None else []
         freed = [t for t in large if not t.untyped_storage().size()]
         return freed if len(freed) < len(large) else []
 

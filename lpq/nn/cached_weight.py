@@ -45,7 +45,9 @@ class HeldWeight:
 
 
 def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool) -> Buffers | None:
-    """The buffers of the operands of a weight that is encoded already; None for another."""
+    """The buffers of the operands of a weight that is encoded already; None for another. A column operand that is made
+    at use is none of them."""
+    col = col and not plan.w_at_use
     if held is not None:
         return held.row, held.col if col else ()
     if not isinstance(weight, QuantizedTensor):

@@ -16,7 +16,7 @@ from lpq.nn.step import Shapes, Step, gradient_wanted, input_wanted, weight_want
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import Encoded, Multiply, Product
-from lpq.operations.encoder import BindEncoder, Encoder, Wanted, in_two_steps, operands_of
+from lpq.operations.encoder import BindEncoder, Encoder, Wanted, in_two_steps, of_delivered, operands_of
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
 from lpq.operations.states import State
@@ -51,7 +51,10 @@ class Groups(NamedTuple):
         w = w._replace(exact=(fprop, dgrad and keeps_weight))
         dy = dy._replace(exact=(dgrad, wgrad))
         of_x = _of_row_operand(x, s.watched) if s.given else in_two_steps(bind, x) if keeps_input else bind(x)
-        of_w = None if s.encoded else in_two_steps(bind, w) if keeps_weight else bind(w)
+        if s.encoded:
+            of_w = of_delivered(bind, w._replace(exact=(False, False))) if plan.w_at_use else None
+        else:
+            of_w = in_two_steps(bind, w) if keeps_weight else bind(w)
         of_dy = _of_row_operand(dy, s.watched) if s.arrived else bind(dy)
         w_row, w_col = operands_of(w) if of_w is None else (of_w.row, of_w.col)
 

@@ -265,10 +265,10 @@ class Layer(WeightedLayer):
             given = weight_operands(plan, self.weight, None, col=True)
             if given is None:
                 fresh = "w" in self.passes.fresh
-                row, col, stats = encode_operands(plan.w, weight, state=None if fresh else state, measures=fresh)
+                known = None if fresh else state
+                row, col, stats = encode_operands(plan.w, weight, col=not plan.w_at_use, state=known, measures=fresh)
                 assert row is not None
-                assert col is not None
-                given = row.tensors(), col.tensors()
+                given = row.tensors(), () if col is None else col.tensors()
                 if state is not None:
                     remember(plan.w, state, stats)
         found, memory = as_it_is(self.weight), self.weight.detach()

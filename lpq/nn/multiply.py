@@ -151,11 +151,11 @@ class Multiplication(torch.autograd.Function):
                 shared.operands = x_row, x_col
         else:
             x_row, x_col, x_stats = inputs.encode(x_encoder, x, of_x, static, layer)
-        if step.w is not None:
+        if encoded is None:
+            assert step.w is not None
             w_row, w_col, w_stats = step.w.encode(weight, of_w, w_seed)
         else:
-            assert encoded is not None
-            w_row, w_col = encoded
+            w_row, w_col = encoded if step.w is None else step.w.encode(encoded[0], (), w_seed)[:2]
             if call.step is not None and not w_row[0].data_ptr():
                 check_there(w_row[0])
         y = step.fprop(x_row, w_row, bias)
@@ -296,7 +296,7 @@ def _gradients(
     else:
         dy_row, dy_col, dy_stats, _ = given
     if step.dgrad is not None:
-        if step.w is None and call.step is not None and not saved[first].data_ptr():
+        if shapes.encoded and call.step is not None and not saved[first].data_ptr():
             check_there(saved[first])
         w_col = saved[first:second] if step.w is None or step.w.later is None else step.w.later(saved[first:second])
         dx = step.dgrad(dy_row, w_col, None)

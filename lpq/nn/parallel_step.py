@@ -17,7 +17,7 @@ from lpq.nn.plan import Plan
 from lpq.nn.step import BindProduct, Shapes, Step, gradient_wanted, input_wanted, weight_wanted
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.cut import Cut
-from lpq.operations.encoder import BindEncoder, Encoder
+from lpq.operations.encoder import BindEncoder, Encoder, of_delivered
 from lpq.operations.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
 
 SHARED_OUT = "tensor parallelism shards the layer: whether it was encoded by statistics of all ranks cannot be told"
@@ -58,7 +58,14 @@ class SharedOut(NamedTuple):
             of_x = bind_part(encoder, x, None if by_columns else cut, group)
         else:
             of_x = bind_gathered(encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
-        of_w = PartEncoder(of_given(w)) if shapes.encoded else bind_part(encoder, w, cut, group)
+        if not shapes.encoded:
+            of_w = bind_part(encoder, w, cut, group)
+        elif plan.w_at_use:
+            of_w = PartEncoder(
+                of_delivered(lambda part: bind_part(encoder, part, cut, group, early=True).alone(group).encoder, w)
+            )
+        else:
+            of_w = PartEncoder(of_given(w))
         if by_columns:
             of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
         elif sequence is None or self.high:
@@ -72,7 +79,8 @@ class SharedOut(NamedTuple):
         reduces = exchanged != [None, None] or plan.stochastic
         exchange = bind_exchange(exchanged, group) if reduces else None
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
-        encoders = of_x.encoder, None if shapes.encoded else of_w.encoder, of_dy.encoder
+        given = shapes.encoded and not plan.w_at_use
+        encoders = of_x.encoder, None if given else of_w.encoder, of_dy.encoder
         return Step(
             *encoders, forward, into_dx, into_dw, SHARED_OUT, exchange,
             bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,

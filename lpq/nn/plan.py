@@ -11,7 +11,7 @@ from torch import nn
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.derived_operands import made_at_use, rounds_stochastically
 from lpq.operations.states import measures_fresh
 from lpq.recipes.gemms import TENSORS
 
@@ -86,6 +86,9 @@ class Plan:
     keeps_input: bool
     """Whether the input is kept for backward, which makes its column operand; ``keeps_weight`` likewise."""
     keeps_weight: bool
+    w_at_use: bool
+    """Whether a weight that is encoded already, as stored, held or gathered, has its row operand alone, of which each
+    pass makes the column operand (``made_at_use``)."""
     fprop: Pair | None = None
     """The operands' quantizers, if one operand can be made without being encoded; dgrad and wgrad likewise."""
     dgrad: Pair | None = None
@@ -111,7 +114,8 @@ class Plan:
         named = zip(TENSORS, tensors, strict=True)
         fresh = tuple(tensor for tensor, quantizer in named if measures_fresh(quantizer))
         return cls(
-            *tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, fresh, shares, *keeps, *of
+            *tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, fresh, shares, *keeps,
+            made_at_use(recipe.w), *of,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from lpq.operations.encoder import (
     Wanted,
     bind_encoder,
     in_two_steps,
+    of_delivered,
     operands_of,
     through_operators,
 )
@@ -84,7 +85,7 @@ class Step(NamedTuple):
     """
 
     x: Encoder | None
-    """None: the input is encoded already; ``w`` likewise."""
+    """None: the input is encoded already; ``w`` likewise, unless its column operand is made at use."""
     w: Encoder | None
     dy: Encoder
     fprop: Multiply
@@ -144,7 +145,7 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     of_x = input_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
     x = None if shapes.given else _encoder(encoder, of_x, plan.keeps_input)
     of_w = weight_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=draws)
-    w = None if shapes.encoded else _encoder(encoder, of_w, plan.keeps_weight)
+    w = weight_encoder(plan, shapes, encoder, of_w)
     of_dy = gradient_wanted(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
     dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
     x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
@@ -170,6 +171,13 @@ def weight_wanted(plan: Plan, shapes: Shapes) -> Wanted:
     matrix, needs_dx = (shapes.outputs, shapes.features), shapes.needs_dx
     wanted = Wanted(plan.w, matrix, shapes.weight, shapes.device, True, needs_dx, at_hand=True)
     return _by_state(wanted, "w", plan, shapes)
+
+
+def weight_encoder(plan: Plan, shapes: Shapes, encoder: BindEncoder, wanted: Wanted) -> Encoder | None:
+    """The encoder of the weight of a layer; None: it is encoded already, and has all operands that are wanted."""
+    if not shapes.encoded:
+        return _encoder(encoder, wanted, plan.keeps_weight)
+    return of_delivered(encoder, wanted) if plan.w_at_use else None
 
 
 def gradient_wanted(plan: Plan, shapes: Shapes) -> Wanted:

@@ -38,6 +38,13 @@ def derives_col(quantizer: Quantizer) -> bool:
     return quantizer.col_source == "row" or (row.transposable and quantizer.side("col") == row)
 
 
+def made_at_use(quantizer: Quantizer) -> bool:
+    """Whether the column operand is made of the row operand with random bits, and so with the seed of one pass: of a
+    row operand that is stored, held or gathered it is made where it is multiplied."""
+    row, col = quantizer.side("row"), quantizer.side("col")
+    return quantizer.col_source == "row" and bool(col.stochastic) and not (row.stochastic or col.state)
+
+
 def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
     """Compute the column operand from the row operand: its transpose, or an encoding of its decoded values."""
     if quantizer.col_source == "original":

@@ -203,18 +203,51 @@ def made_of_row(first: Encoder, second: Encoder, wanted: Wanted, recode: Recode 
     assert of_row is not None
     assert made is not None
     col = made._replace(dtype=wanted.dtype)  # it stands for the tensor, and not for the decoded values
+    column = _column_of(of_row, second, wanted)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         row, _, stats = first.encode(x, known, seed)
         if recode is not None:
             return row if wanted.row else (), recode(row), ()
-        decoded = decode(of_row.over(row), torch.float32)
         state = known.state if isinstance(known, KnownStats) else known
-        _, buffers, found = second.encode(decoded, state, seed)
-        cast = for_dtype(made.quantizer.layout, buffers, wanted.dtype)
+        cast, found = column(row, state, seed)
         return (row, cast, [*stats, *found]) if wanted.row else ((), cast, found)
 
     return Encoder(of_row if wanted.row else None, col, encode, derived=True, measure=first.measure)
+
+
+def of_delivered(bind: BindEncoder, wanted: Wanted) -> Encoder:
+    """Take the buffers of a row operand that is encoded already, and make the column operand of them as
+    ``made_of_row`` does, but where it is multiplied, with the seed of the pass (``made_at_use``)."""
+    row, col = operands_of(wanted)
+    assert row is not None
+    if col is None:
+        return Encoder(row, None, lambda buffers, known, seed: (buffers, (), ()))
+    column = _column_of(row, bind(second_of(wanted)), wanted)
+
+    def encode(buffers: Sequence[Tensor], known: Known, seed: Tensor) -> Encoded:
+        return buffers, (*buffers, seed), ()
+
+    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        return column(kept[:-1], (), kept[-1])[0]
+
+    return Encoder(row, col, encode, later, derived=True)
+
+
+def _column_of(
+    row: Operand, second: Encoder, wanted: Wanted
+) -> Callable[[Sequence[Tensor], Known, Tensor | None], tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Return ``column(buffers, known, seed)``: the column operand that the second encoder makes of what a row operand
+    decodes to, and the statistics that it returns."""
+    layout = wanted.quantizer.side("col").layout
+
+    def column(
+        buffers: Sequence[Tensor], known: Known, seed: Tensor | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        _, made, found = second.encode(decode(row.over(buffers), torch.float32), known, seed)
+        return for_dtype(layout, made, wanted.dtype), found
+
+    return column
 
 
 def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:

@@ -29,6 +29,7 @@ STORED = [
     "fp8-current", "fp8-delayed", "fp8-block", "mxfp8", W8.format("fp8(scaling=row)"),
     W8.format("nvfp4(block=16x16)"), W8.format("hybrid(row=nvfp4, col=mxfp8)"),
     W8.format("hybrid(row=fp8, col=nvfp4, col_source=row)"), W8.format("identity(dtype=bfloat16)"),
+    "nvfp4-eden",
 ]  # fmt: skip
 """Recipes of weights that are stored quantized."""
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

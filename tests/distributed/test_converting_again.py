@@ -137,10 +137,14 @@ def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted
 
 
 def test_a_weight_whose_signs_a_pass_draws_is_not_stored() -> None:
-    """Its column operand would be made in backward, by other signs than the gradient of the output has."""
+    """Its column operand would have other signs than the gradient of the output. One that each pass makes of the row
+    operand has the signs of that pass (``test_columns_at_use``)."""
     net = nn.Sequential(nn.Linear(256, 256))
+    recipe = (
+        "x=mxfp8, w=hybrid(row=mxfp8, col=nvfp4(stochastic=eden)), dy=hybrid(row=nvfp4(stochastic=eden), col=mxfp8)"
+    )
     with pytest.warns(UserWarning, match="stored no weight quantized: 0: in high precision"):
-        lpq.convert(net, "nvfp4-eden", weights="quantized")
+        lpq.convert(net, recipe, weights="quantized", ranks=2)
     assert not isinstance(net[0].weight, lpq.QuantizedTensor)
 
 

@@ -29,9 +29,9 @@ RECIPES = [
     "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current",
     "x=mxfp8(), w=hybrid(row=mxfp8, col=nvfp4, col_source=row), dy=mxfp8()", "nvfp4-eden",
 ]  # fmt: skip
-KINDS = ["fp8-current", "fp8-delayed", "nvfp4", THREE]
-"""With one scale, with state, with random bits, with other formats in other products: they train in every way. What
-else there is trains in one that is not plain."""
+KINDS = ["fp8-current", "fp8-delayed", "nvfp4", THREE, "nvfp4-eden"]
+"""With one scale, with state, with random bits, with other formats in other products, with a column operand that each
+pass makes: they train in every way. What else there is trains in one that is not plain."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"blocks": 2},  # the second is gathered while the first computes
     "not resharded": {"reshard": False, "mixed": True, "accumulate": 2},
@@ -83,10 +83,24 @@ def test_hsdp(rank: int, recipe: str) -> None:
     _every_way(recipe, ["plain"], blocks=1, mesh=mesh_of("replicate", "shard"))
 
 
+@pytest.mark.parametrize("recipe", [THREE, "nvfp4-eden"])
 @on_ranks(2)
-def test_compiled(rank: int) -> None:
+def test_compiled(rank: int, recipe: str) -> None:
     """On one rank; the other does the same collectives. ``test_by_inductor`` has a block that is not resharded."""
-    _as_with_ordinary_gathers(How(THREE, compile=rank == 0, backend="aot_eager", checkpoint=True, blocks=1))
+    _as_with_ordinary_gathers(How(recipe, compile=rank == 0, backend="aot_eager", checkpoint=True, blocks=1))
+
+
+@on_ranks(2)
+def test_a_column_operand_that_a_pass_draws_does_not_travel(rank: int) -> None:
+    """The row operand does, in each direction; the column operand would be as many bytes again where both stay."""
+    for reshard in (True, False):
+        net = built(How("nvfp4-eden", reshard=reshard, blocks=1))
+        notes = {entry.note.split(": ", 1)[1] for entry in lpq.report(net).weights}
+        assert notes == {
+            "0.28 of bf16 in forward, 0.28 in backward" if reshard else "0.28 of bf16, once for forward and backward"
+        }
+        net(torch.ones(4, net[0].up.in_features)).sum().backward()
+        assert all(layer.gather.operands.col is None for layer in (net[0].up, net[0].down))
 
 
 OF_W = "fp8(scaling=delayed, history=2)"

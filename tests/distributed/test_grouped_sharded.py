@@ -87,7 +87,8 @@ W16 = "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"
 @pytest.mark.parametrize(
     ("recipe", "weights"),
     [("nvfp4", None), ("fp8-current", "high_precision"), ("mxfp8", "quantized"), (W16, "high_precision"),
-     (W16, "quantized"), ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision")],
+     (W16, "quantized"), ("nvfp4-eden", "high_precision"), ("nvfp4-eden", "quantized"),
+     ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision")],
 )  # fmt: skip
 @on_ranks(2)
 def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | None) -> None:

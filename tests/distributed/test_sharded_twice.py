@@ -69,6 +69,7 @@ def trained(made: Any) -> list[Any]:
         ("fp8-current", (True, True)),
         ("mxfp8", (True, True)),
         ("nvfp4", (True, True)),
+        ("nvfp4-eden", (True, True)),  # a rank makes its part of a column operand with the statistics of all
         ("fp8-row", (True, False)),  # a rank of tensor parallelism has parts of the rows of the second weight
         ("fp8-delayed", (False, False)),
     ],
