@@ -1,11 +1,10 @@
-"""Inputs that formats get wrong, and how operands are compared."""
+"""Inputs that formats get wrong."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lpq.core import Storage
 from lpq.formats.elements import unpack_nibbles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,21 +57,3 @@ def values(dtype: torch.dtype) -> dict[str, Tensor]:
         "negative inf": _with(-torch.inf, dtype),
         "nan and inf": torch.where(wide(40, 130) > 0, torch.nan, torch.inf).to(dtype),
     }
-
-
-VALUES = tuple(values(torch.float32))
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Its bytes, as integers: NaN equals NaN there, and 0.0 does not equal -0.0."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]).flatten()
-
-
-def same(a: Storage, b: Storage) -> bool:
-    """Whether two operands stand for matrices of the same shape and dtype by the same bytes."""
-    if (tuple(a.shape), a.dtype, list(a.buffers())) != (tuple(b.shape), b.dtype, list(b.buffers())):
-        return False
-    return all(
-        (p.shape, p.dtype) == (q.shape, q.dtype) and torch.equal(bytes_of(p), bytes_of(q))
-        for p, q in zip(a.tensors(), b.tensors(), strict=True)
-    )

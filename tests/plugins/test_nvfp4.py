@@ -9,11 +9,10 @@ import numpy as np
 import nvfp4_oracle as oracle
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import bind_operand
-from nasty import DTYPES, GOLDEN, bytes_of, normal, same, unsigned_zeros, values
+from nasty import DTYPES, GOLDEN, normal, unsigned_zeros, values
+from support.comparing import equal_operands
 from torch import Tensor
 
 import lpq
@@ -109,7 +108,7 @@ def test_every_amax_has_the_right_scales(block: str) -> None:
     for factor in (1, 1.3125, 1.9999999):
         for amax in (exponents * factor)[:, None, None]:
             x = amax * torch.tensor([[1.0, -0.97, 0.3, 0.11] * 5])
-            expect(lpq.quantizer("nvfp4", block=block).quantize(x).row, x, f"block={block}", None)
+            expect(lpq.quantizer("nvfp4", block=block).quantize(x, col=False).row, x, f"block={block}", None)
 
 
 @every_block
@@ -131,46 +130,6 @@ def test_the_error_is_half_a_step_and_the_rounding_of_a_scale(block: str) -> Non
 # ------------------------------------------------------------------------------ layouts and laws
 
 
-@every_option
-@given(rows=st.integers(0, 70), cols=st.integers(0, 70))
-def test_canonical_buffers_of_any_shape(options: str, rows: int, cols: int) -> None:
-    q, x = quantizer(options), normal(rows, cols)
-    t = q.quantize(x, seed=1)
-    padded = q.quantize(torch.nn.functional.pad(x, (0, -cols % 16, 0, -rows % 16)), seed=1)
-    for operand, whole, (high, wide) in (
-        (t.row, padded.row, (rows, cols)),
-        (t.col, padded.col, (cols, rows)),
-    ):
-        data, scale, amax = operand.tensors()
-        assert list(operand.buffers()) == ["data", "scale", "amax"]
-        assert (data.dtype, data.shape) == (torch.uint8, (high, math.ceil(wide / 16) * 8))
-        down = math.ceil(high / BLOCKS[q.block][0])
-        assert (scale.dtype, scale.shape) == (torch.float8_e4m3fn, (down, math.ceil(wide / 16)))
-        assert (amax.dtype, amax.shape) == (torch.float32, ())
-        assert data.is_contiguous()
-        assert scale.is_contiguous()
-        assert torch.equal(data, whole.data[:high]), "a ragged edge must be as if padded with zeros"
-        assert torch.equal(bytes_of(scale), bytes_of(whole.scale[:down]))
-        assert torch.equal(amax, whole.amax)
-        assert torch.equal(operand.decode(), whole.decode()[:high, :wide])
-    assert t.dequantize().shape == (rows, cols)
-
-
-def test_the_statistics_are_the_amaxes_of_the_stored_matrix() -> None:
-    x = normal(40, 130)
-    for options, block in (("block=1x16", (1, 16)), ("block=16x16", (16, 16)), ("rht=true", (1, 16))):
-        q = quantizer(options)
-        assert [(s.name, s.block) for s in q.stats] == [("amax", (None, None)), ("block_amax", block)]
-        measured = q.measure(q.rotated(x))
-        stored = torch.from_numpy(oracle.rotate(x.numpy())) if q.rht else x
-        assert measured["amax"] == stored.abs().max() == measured["block_amax"].max()
-        assert measured["block_amax"][0, 0] == stored[: block[0], :16].abs().max()
-        larger = {**measured, "amax": measured["amax"] * 4}
-        assert torch.equal(
-            q.encode(q.rotated(x), larger).scale.float() * 4, q.encode(q.rotated(x), measured).scale.float()
-        ), "encode must use what it is given"
-
-
 def test_only_square_blocks_without_rotation_and_chance_are_transposable() -> None:
     assert [o for o in OPTIONS if quantizer(o).transposable] == ["block=16x16, rht=false, stochastic=false"]
     row = lpq.quantizer("nvfp4").quantize(normal(16, 32)).row
@@ -189,35 +148,8 @@ def test_only_the_column_operand_is_rotated() -> None:
     assert (q.rotation, q.side("row").rotation) == (Rotation(signs=tuple(oracle.SIGNS.tolist())), None)
     x = normal(48, 64)
     rotated, plain = q.quantize(x), lpq.quantizer("nvfp4").quantize(x)
-    assert same(rotated.row, plain.row)
+    assert equal_operands(rotated.row, plain.row)
     assert not torch.equal(rotated.col.data, plain.col.data)
-
-
-def hadamard() -> Tensor:
-    """``diag(s) · H / 4``; a sign in Sylvester's matrix is the parity of the bits that i and j share."""
-    sylvester = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
-    return torch.from_numpy(oracle.SIGNS).double()[:, None] * torch.tensor(sylvester).double() / 4
-
-
-def test_the_rotation_is_the_orthonormal_matrix_of_the_definition() -> None:
-    matrix = hadamard()
-    assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
-    x = torch.randint(-8, 8, (5, 48), generator=torch.Generator().manual_seed(0)).double()
-    exact = (x.view(5, 3, 16) @ matrix).view(5, 48)
-    assert np.array_equal(oracle.rotate(x.float().numpy()), exact.numpy())
-
-
-@pytest.mark.parametrize("rows", [48, 37])
-def test_decoding_undoes_the_rotation(rows: int) -> None:
-    x = normal(rows, 64)
-    col = lpq.quantizer("nvfp4(rht=true)").quantize(x).col
-    for rotated in (col.decode_rotated(), reference.decode(col.data, col.scale, col.amax, (1, 16))):
-        assert rotated.shape == (64, math.ceil(rows / 16) * 16)
-        back = (rotated.double().view(64, -1, 16) @ hadamard().t()).flatten(1)
-        assert torch.allclose(col.decode().double(), back[:, :rows], rtol=0, atol=1e-5)
-    assert (col.decode_rotated() == rotated).all() == (rows % 16 == 0), "the padding's noise must not count"
-    assert (col.decode() - x.t()).abs().max() < 0.5
-    assert (rotated[:, :rows] - x.t()).abs().max() > 2, "the rotated matrix must differ from the original"
 
 
 @pytest.mark.parametrize("shared", [48, 37, 1])
@@ -251,8 +183,8 @@ def test_the_seed_decides_and_nothing_else(options: str) -> None:
     q, x = quantizer(options), normal(40, 130)
     state = torch.get_rng_state()
     one, again, other = (q.quantize(x, seed=s) for s in (7, 7, 8))
-    assert same(one.row, again.row)
-    assert same(one.col, again.col)
+    assert equal_operands(one.row, again.row)
+    assert equal_operands(one.col, again.col)
     assert not torch.equal(one.row.data, other.row.data)
     assert not torch.equal(one.col.data, other.col.data)
     assert torch.equal(one.row.scale.float(), other.row.scale.float())
@@ -260,8 +192,8 @@ def test_the_seed_decides_and_nothing_else(options: str) -> None:
     torch.manual_seed(0)
     drawn = q.quantize(x), q.quantize(x)
     torch.manual_seed(0)
-    assert same(drawn[0].row, q.quantize(x).row)
-    assert not same(drawn[0].row, drawn[1].row)
+    assert equal_operands(drawn[0].row, q.quantize(x).row)
+    assert not equal_operands(drawn[0].row, drawn[1].row)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

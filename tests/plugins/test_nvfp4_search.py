@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lpq_nvfp4 import search
 from lpq_nvfp4.engines import SCHEMES
-from nasty import bytes_of, normal, unsigned_zeros
+from nasty import normal, unsigned_zeros
+from support.comparing import equal_bytes
 from torch import Tensor
 
 import lpq
@@ -146,10 +147,7 @@ def test_a_part_has_the_codes_of_the_whole(
     part = encoded(x[top:], text, amax) if top < rows else None
     expected = whole.narrow(0, top, rows)
     if part is not None and expected is not None:
-        for name, buffer in expected.buffers().items():
-            found = part.buffers()[name]
-            assert torch.equal(found.view(torch.uint8) if found.itemsize == 1 else found,
-                               buffer.contiguous().view(torch.uint8) if buffer.itemsize == 1 else buffer)  # fmt: skip
+        assert equal_bytes(part.tensors(), expected.tensors())
 
 
 def test_another_amax_gives_other_scales() -> None:
@@ -162,9 +160,7 @@ def test_another_amax_gives_other_scales() -> None:
 def test_square_blocks_are_searched_alike_in_both_directions(searching: str) -> None:
     for seed in range(8):  # a sum of errors in another order differs in the last bit
         x, text = normal(48, 80, seed=seed), f"nvfp4(block=16x16, search={searching})"
-        turned, again = transpose(encoded(x, text)), encoded(x.t().contiguous(), text)
-        for name, buffer in again.buffers().items():
-            assert torch.equal(bytes_of(turned.buffers()[name].contiguous()), bytes_of(buffer)), name
+        assert equal_bytes(transpose(encoded(x, text)).tensors(), encoded(x.t().contiguous(), text).tensors())
 
 
 def test_errors_of_a_square_and_of_its_transpose_have_one_sum() -> None:
