@@ -99,33 +99,7 @@ class WrongDtype(Int8):
         return Int8Storage(data=made.data.short(), scale=made.scale)
 
 
-@found_by(FILLS, "encode returned scale of shape [[]*[]] for [[]*[]]; Int8Storage.layout declares *, so [[]*, 1[]]")
-class WrongShape(Int8):
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        return Int8Storage(data=made.data, scale=made.scale.squeeze(1))
-
-
-@found_by(FILLS, "MissingBuffer.encode set [[]'data', 'scales'[]]; Int8Storage.layout declares [[]'data', 'scale'[]]")
-class MissingBuffer(Int8):
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x, stats)
-        return Int8Storage(data=made.data, scales=made.scale)
-
-
-@found_by(FILLS, "encode returned NoneType and no storage. Remedy: return Int8Storage(data=…, scale=…)")
-class ReturnsNothing(Int8):
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        return None  # type: ignore[return-value]
-
-
 PURE = "test_encode_is_pure"
-
-
-@found_by(PURE, "measure returned no 'amax', which stats declares. Remedy: return a dict of all of them")
-class MeasuresNothing(Int8):
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return None  # type: ignore[return-value]
 
 
 class SaysTransposable(Int8):

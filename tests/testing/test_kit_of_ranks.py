@@ -10,7 +10,6 @@ import pytest
 import residual_format
 import subtle_formats as subtle
 import torch
-import value_formats
 import whole_formats
 from broken_formats import Plugin, RankLocal
 from torch import Tensor
@@ -32,7 +31,6 @@ MIXED = "odd_mixed"
 ODD = (
     "counted",
     "residual(base=fp8, rest=mxfp8)",
-    "residual(base=nvfp4, rest=mxfp8)",
     "hybrid(row=fp8(scaling=delayed), col=fp8(scaling=delayed), col_source=row)",
     "hybrid(row=mxfp8, col=fp8(scaling=delayed), col_source=row)",
     "hybrid(row=fp8(scaling=delayed), col=nvfp4(stochastic=true), col_source=row)",
@@ -40,17 +38,16 @@ ODD = (
     "hybrid(row=nvfp4(stochastic=true), col=fp8, col_source=row)",
     "hybrid(row=fp8(static=true), col=nvfp4(static=true))",
     *(name for name in whole_formats.NAMES if name != "whole_codebook"),  # which encodes no empty matrix
-    *value_formats.NAMES,
     *(name for name in odd_formats.NAMES if name != MIXED),
 )
-"""What the formats that ship are not, and hybrids of which the kit tries others."""
+"""What the formats that ship are not, and hybrids of which the kit tries others. ``test_third_parties`` has more."""
 SCALED = "fp8", "fp8(scaling=row)", "fp8(scaling=delayed)", "nvfp4(stochastic=true)"
 """Formats of which a statistic spans parts in both directions."""
 
 
 @pytest.fixture(autouse=True)
 def third_parties() -> Iterator[None]:
-    for formats in (counted_format, odd_formats, residual_format, value_formats, whole_formats):
+    for formats in (counted_format, odd_formats, residual_format, whole_formats):
         formats.register()
     registry.register(Plugin(RankLocal, subtle.IgnoresItsPlace, names="subtle_{}"), name="subtle")
     yield

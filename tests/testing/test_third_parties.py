@@ -20,8 +20,7 @@ import value_formats
 OTHERS = (double_format, residual_format, value_formats)
 for others in OTHERS:  # the tests are collected now
     others.register()
-lpq_formats = ["residual(base=nvfp4, rest=mxfp8)", "values_codebook", "values_eight"]
-lpq_formats += ["double", "hybrid(row=double, col=mxfp4(rht=true))"]
+lpq_formats = ["residual(base=nvfp4, rest=mxfp8)", "values_codebook", "values_eight", "double"]
 
 
 @pytest.fixture(scope="module", autouse=True)
