@@ -97,21 +97,6 @@ def test_experts_are_named_and_not_predicted(lpq: Callable, monkeypatch: pytest.
     assert any(sentence.startswith("Experts are not predicted (experts)") for sentence in found["remarks"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("tiny", "--gpu", "h1000"), 2, "--gpu h1000: did you mean 'h100'"),
-        (("tini", "--gpu", "h100"), 2, "MODEL: 'tini' is no shape"),
-        (("torch.nn:Identity", "--gpu", "h100"), 1, "reaches no linear layer"),
-        (("tiny", "--gpu", "h100", "--recipe", "nvfp4-pretrain"), 2, "is a policy and not a recipe"),
-    ],
-)
-def test_what_is_written_wrongly_is_refused(arguments: tuple[str, ...], status: int, words: str, lpq: Callable) -> None:
-    ended = lpq("advise", *arguments)
-    assert ended.status == status
-    assert words in ended.err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_must_be_named(lpq: Callable) -> None:
     ended = lpq("advise", "tiny")

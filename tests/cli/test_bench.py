@@ -73,24 +73,6 @@ def test_a_config_of_hugging_face_is_built_without_its_weights(lpq: Callable, tm
         assert sizes == {(32, 32), (32, 64), (64, 32)}, "and not the head"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("--shape", "1,2"), 2, "--shape 1,2: it is not M,K,N, such as 8192,4096,14336"),
-        (("--shape", "0,2,2"), 2, "it is not M,K,N"),
-        (("--shape", "1,2,3", "--model", "tiny"), 2, "--shape and --model: give one of them"),
-        (("--model", "lama"), 2, "--model: 'lama' is no shape"),
-        (("--model", "math:pi"), 2, "--model: math:pi is of type float, and no function that makes the model"),
-        (("--recipe", "nvfp5"), 2, "nvfp5"),
-        (("--recipe", "nvfp4-pretrain"), 2, "is a policy and not a recipe"),
-    ],
-)
-def test_what_is_written_wrongly_is_refused(arguments: tuple[str, ...], status: int, words: str, lpq: Callable) -> None:
-    ended = lpq("bench", *arguments)
-    assert ended.status == status
-    assert words in ended.err
-
-
 def test_a_folder_that_is_no_model_is_told(lpq: Callable, tmp_path: Path) -> None:
     ended = lpq("bench", "--model", tmp_path)
     assert ended.status == 1

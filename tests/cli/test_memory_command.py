@@ -58,17 +58,3 @@ def test_a_policy_is_no_recipe(tmp_path: Path, lpq: Callable) -> None:
     ended = lpq("memory", "tiny", "--recipe", str(tmp_path / "policy.toml"))
     assert ended.status == 2
     assert "is a policy and not a recipe, since this file has rules: give the recipe of one of its rules" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("command", "remedy"),
-    [
-        (("memory", "tiny", "--recipe"), "give the recipe of one of its rules"),
-        (("explain",), "it is for `lpq train --policy nvfp4-pretrain`"),
-        (("train", "--recipe"), "give it as --policy nvfp4-pretrain"),
-    ],
-)
-def test_a_policy_that_comes_with_lpq_is_no_recipe(command: tuple[str, ...], remedy: str, lpq: Callable) -> None:
-    ended = lpq(*command, "nvfp4-pretrain")
-    assert ended.status == 2
-    assert f"nvfp4-pretrain is a policy and not a recipe: {remedy}" in ended.err
