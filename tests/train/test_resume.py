@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import processes
 from rich.console import Console
-from training import MakeConfig, assert_same, saved, shown
+from training import POLICY, MakeConfig, assert_same, saved, shown
 
 from lpq.checkpoint import CheckpointError, info
 from lpq.files import disk
@@ -25,17 +25,6 @@ from lpq.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
-POLICY = """
-[[rules]]
-match = "blocks.*.mlp.*"
-until = 0.5
-recipe = "fp8-delayed"
-
-[[rules]]
-match = "*"
-recipe = "nvfp4"
-"""
-"""Amax histories, which come and go with the recipe, and stochastic rounding."""
 
 
 def final(directory: Path, steps: int = 6) -> dict[str, Any]:

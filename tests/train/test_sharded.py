@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from torchrun import forked, torchrun, under_agent
-from training import MakeConfig, assert_same, saved, shown
+from training import POLICY, MakeConfig, assert_same, saved, shown
 
 import lpq
 from lpq.observe import Memory, memory
@@ -24,17 +24,6 @@ from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-POLICY = """
-[[rules]]
-match = "blocks.*.mlp.*"
-until = 0.5
-recipe = "fp8-delayed"
-
-[[rules]]
-match = "*"
-recipe = "nvfp4"
-"""
-"""Amax histories, which all ranks must agree on, and rounding with random bits, which each has of its own."""
 CTRL_C = """
 if self.step == 3 and RANK == 0:
     os.kill(AGENT, signal.SIGINT)  # which passes it on

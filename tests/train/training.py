@@ -15,6 +15,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lpq.train import TrainConfig
 
 MakeConfig = Callable[..., TrainConfig]
+POLICY = """
+[[rules]]
+match = "blocks.*.mlp.*"
+until = 0.5
+recipe = "fp8-delayed"
+
+[[rules]]
+match = "*"
+recipe = "nvfp4"
+"""
+"""Amax histories, which come and go with the recipe and on which all ranks must agree, and rounding with random bits,
+which each rank has of its own."""
 
 
 def shown(console: Console) -> str:
