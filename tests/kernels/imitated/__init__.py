@@ -171,8 +171,8 @@ def translated(text: str) -> str:
         instruction, results, arguments = [*_split(text[statement.end() : end], ":"), "", ""][:3]
         given = ", ".join(f"imitated::bits_of({operand})" for operand in _operands(arguments))
         taken = "".join(f" imitated::set({operand}, out_[{i}]);" for i, operand in enumerate(_operands(results)))
-        call = f"do {{ const uint64_t in_[8] = {{{given}}}; uint64_t out_[8];"
-        call += f" imitated::run({instruction}, out_, in_);{taken} }} while (0)"
+        call = f"do {{ static imitated::Does* const does_ = imitated::instruction({instruction});"
+        call += f" const uint64_t in_[8] = {{{given}}}; uint64_t out_[8]; does_(out_, in_);{taken} }} while (0)"
         out += [text[at : statement.start()], "" if instruction.strip() == '""' else call]
         at = end + 1
     return "".join([*out, text[at:]])

@@ -220,54 +220,68 @@ unsigned __reduce_max_sync(unsigned, unsigned mine) {
 
 namespace imitated {
 
-static bool has(const char* text, const char* part) { return strstr(text, part) != nullptr; }
+// What an instruction does with what goes in, and what comes out, as bits.
+#define DOES [](uint64_t* out, const uint64_t* in)
+#define NUMBER(i) as<float>((uint32_t)in[i])
+#define A (uint32_t)in[0]
+#define B (uint32_t)in[1]
+#define C (uint32_t)in[2]
 
-// An instruction: what goes in and what comes out, as bits.
-void run(const char* text, uint64_t* out, const uint64_t* in) {
-    const auto number = [&](int i) { return as<float>((uint32_t)in[i]); };
-    const auto is = [&](const char* name) { return strncmp(text, name, strlen(name)) == 0; };
-    const uint32_t a = (uint32_t)in[0], b = (uint32_t)in[1], c = (uint32_t)in[2];
-    if (is("griddepcontrol")) return;
-    if (is("cp.async.wait_all")) {
+// Instructions by how their text begins or, after a *, by what it has in it; the first that fits.
+static const struct { const char* text; Does* does; } instructions[] = {
+    {"griddepcontrol", DOES {}},
+    {"cp.async.wait_all", DOES {
         Fiber& fiber = self();
         for (int i = 0; i < fiber.copying; ++i) memcpy(fiber.copies[i].to, fiber.copies[i].from, 16);
         fiber.copying = 0;
-    } else if (is("cvt.rn.bf16x2.f32")) out[0] = to_bf16(number(has(text, "%1, %1") ? 0 : 1)) | to_bf16(number(0)) << 16;
-    else if (is("cvt.rn.f16x2.f32")) out[0] = to_fp16(number(1)) | to_fp16(number(0)) << 16;
-    else if (is("cvt.rz.f16x2.f32")) out[0] = to_fp16(number(1), true) | to_fp16(number(0), true) << 16;
-    else if (is("cvt.rn.satfinite.e4m3x2.f32")) out[0] = to_e4m3(number(1)) | to_e4m3(number(0)) << 8;
-    else if (is("cvt.rn.satfinite.e5m2x2.f32")) out[0] = to_e5m2(number(1)) | to_e5m2(number(0)) << 8;
-    else if (has(text, "cvt.f32.f16")) out[0] = as<uint32_t>(from_fp16(a));
-    else if (has(text, "cvt.rn.f16x2.e4m3x2")) {
-        out[0] = e4m3_as_fp16(a & 0xff) | e4m3_as_fp16(a >> 8 & 0xff) << 16;
-        out[1] = e4m3_as_fp16(a >> 16 & 0xff) | e4m3_as_fp16(a >> 24) << 16;
-    } else if (has(text, "cvt.rn.f16x2.e5m2x2")) {
-        out[0] = (a & 0xff) << 8 | (a & 0xff00) << 16;
-        out[1] = (a >> 16 & 0xff) << 8 | (a >> 16 & 0xff00) << 16;
-    } else if (is("fma.rn.bf16x2") && (c & 0x7fff7fff) == 0)  // a product, which fp32 holds
-        out[0] = to_bf16(fma(from_bf16(a & 0xffff), from_bf16(b & 0xffff), from_bf16(c & 0xffff))) |
-                 to_bf16(fma(from_bf16(a >> 16), from_bf16(b >> 16), from_bf16(c >> 16))) << 16;
-    else if (is("max.u16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return max(p, q); });
-    else if (is("min.u16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return min(p, q); });
-    else if (is("max.NaN.xorsign.abs.bf16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return larger(p, q, 0x7f80); });
-    else if (is("max.NaN.xorsign.abs.f16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return larger(p, q, 0x7c00); });
-    else if (is("lop3.b32") && has(text, "0xca")) out[0] = (a & b) | (~a & c);
-    else if (is("ld.global.nc")) {
+    }},
+    {"cvt.rn.bf16x2.f32 %0, %1, %1", DOES { out[0] = to_bf16(NUMBER(0)) * 0x10001; }},
+    {"cvt.rn.bf16x2.f32", DOES { out[0] = to_bf16(NUMBER(1)) | to_bf16(NUMBER(0)) << 16; }},
+    {"cvt.rn.f16x2.f32", DOES { out[0] = to_fp16(NUMBER(1)) | to_fp16(NUMBER(0)) << 16; }},
+    {"cvt.rz.f16x2.f32", DOES { out[0] = to_fp16(NUMBER(1), true) | to_fp16(NUMBER(0), true) << 16; }},
+    {"cvt.rn.satfinite.e4m3x2.f32", DOES { out[0] = to_e4m3(NUMBER(1)) | to_e4m3(NUMBER(0)) << 8; }},
+    {"cvt.rn.satfinite.e5m2x2.f32", DOES { out[0] = to_e5m2(NUMBER(1)) | to_e5m2(NUMBER(0)) << 8; }},
+    {"*cvt.f32.f16", DOES { out[0] = as<uint32_t>(from_fp16(A)); }},
+    {"*cvt.rn.f16x2.e4m3x2", DOES {
+        out[0] = e4m3_as_fp16(A & 0xff) | e4m3_as_fp16(A >> 8 & 0xff) << 16;
+        out[1] = e4m3_as_fp16(A >> 16 & 0xff) | e4m3_as_fp16(A >> 24) << 16;
+    }},
+    {"*cvt.rn.f16x2.e5m2x2", DOES {
+        out[0] = (A & 0xff) << 8 | (A & 0xff00) << 16;
+        out[1] = (A >> 16 & 0xff) << 8 | (A >> 16 & 0xff00) << 16;
+    }},
+    {"fma.rn.bf16x2", DOES {  // a product, which fp32 holds
+        if (C & 0x7fff7fff) wrong = "a sum is added to a product in bf16, which is not imitated";
+        out[0] = to_bf16(fma(from_bf16(A & 0xffff), from_bf16(B & 0xffff), from_bf16(C & 0xffff))) |
+                 to_bf16(fma(from_bf16(A >> 16), from_bf16(B >> 16), from_bf16(C >> 16))) << 16;
+    }},
+    {"max.u16x2", DOES { out[0] = halves(A, B, [](uint32_t p, uint32_t q) { return max(p, q); }); }},
+    {"min.u16x2", DOES { out[0] = halves(A, B, [](uint32_t p, uint32_t q) { return min(p, q); }); }},
+    {"max.NaN.xorsign.abs.bf16x2", DOES { out[0] = halves(A, B, [](uint32_t p, uint32_t q) { return larger(p, q, 0x7f80); }); }},
+    {"max.NaN.xorsign.abs.f16x2", DOES { out[0] = halves(A, B, [](uint32_t p, uint32_t q) { return larger(p, q, 0x7c00); }); }},
+    {"lop3.b32 %0, %1, %2, %3, 0xca", DOES { out[0] = (A & B) | (~A & C); }},
+    {"ld.global.nc", DOES {
         const uint4 v = __ldg((const uint4*)in[0]);
         out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else if (has(text, "cache_hint.u32")) __stcs((unsigned*)in[0], b);
-    else if (has(text, "cache_hint.v2.u32")) __stcs((uint2*)in[0], make_uint2(b, c));
-    else if (has(text, "cache_hint.v4.u32")) __stcs((uint4*)in[0], make_uint4(b, c, (uint32_t)in[3], (uint32_t)in[4]));
-    else if (is("cp.async.cg.shared.global")) {
+    }},
+    {"*cache_hint.u32", DOES { __stcs((unsigned*)in[0], B); }},
+    {"*cache_hint.v2.u32", DOES { __stcs((uint2*)in[0], make_uint2(B, C)); }},
+    {"*cache_hint.v4.u32", DOES { __stcs((uint4*)in[0], make_uint4(B, C, (uint32_t)in[3], (uint32_t)in[4])); }},
+    {"cp.async.cg.shared.global", DOES {
         Fiber& fiber = self();
         char* to = dynamic + (int32_t)in[0];
         if (aligned(to, 16) && aligned((const void*)in[1], 16)) fiber.copies[fiber.copying++ % COPIES] = {to, (const void*)in[1]};
         if (fiber.copying > COPIES) wrong = "more copies are on their way than are imitated";
-    } else if (is("bar.sync")) arrive(gates[in[0]], (int)in[1]);
-    else {
-        fprintf(stderr, "tests/kernels/imitated/cuda.h does not know the instruction %s\n", text);
-        abort();
-    }
+    }},
+    {"bar.sync", DOES { arrive(gates[in[0]], (int)in[1]); }},
+};
+
+Does* instruction(const char* text) {
+    for (const auto& one : instructions)
+        if (*one.text == '*' ? strstr(text, one.text + 1) != nullptr : strncmp(text, one.text, strlen(one.text)) == 0)
+            return one.does;
+    fprintf(stderr, "tests/kernels/imitated/cuda.cpp does not know the instruction %s\n", text);
+    abort();
 }
 
 }  // namespace imitated

@@ -133,10 +133,11 @@ inline bool __all_sync(unsigned all, bool mine) { return !__reduce_max_sync(all,
 
 namespace imitated {
 
-// An instruction: what goes in and what comes out, as bits.
-void run(const char* text, uint64_t* out, const uint64_t* in);
+// An instruction takes and gives bits. It is looked up by its text once for each place where it is written.
+using Does = void(uint64_t* out, const uint64_t* in);
+Does* instruction(const char* text);
 
-// What an asm statement takes and gives, which is translated to a call of ``run``.
+// What an asm statement takes and gives, which is translated to a call of its instruction.
 inline uint64_t bits_of(float value) { return as<uint32_t>(value); }
 inline uint64_t bits_of(const void* value) { return (uint64_t)value; }
 inline uint64_t bits_of(unsigned value) { return value; }
