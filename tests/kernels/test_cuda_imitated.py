@@ -79,8 +79,12 @@ def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> It
     """Matrices for operands of the quantizer of this number, of which the first has the default options.
 
     Every new kind of tile takes a second to compile: so the others are tried on fewer, each in one dtype, and one
-    operand alone with every second quantizer.
+    operand alone with every second quantizer. What is remembered is an amax, and the check itself takes steps with all
+    kinds of amaxes.
     """
+    if op == "remember":
+        yield "normal values", normal(*RAGGED)
+        return
     alone = op in ("quantize", "measure") and None in sides
     dtype = DTYPES[i % len(DTYPES)]
     if i == 0:
