@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.distributed.several_matrices import Scratch, SentOperand, ShardOperands, bind_operands, encodes_several
 from lpq.distributed.shardability import operand_bytes, why_in, why_whole
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import Stat
 from lpq.formats.sections import is_stack
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations.binding import Encoding, on_device
 from lpq.operations.bound import Run, bind_run
 from lpq.operations.derived_operands import derives_col, made_at_use
@@ -106,7 +105,7 @@ class Task(NamedTuple):
 Key = tuple[SentOperand, tuple[tuple[int, int], ...], torch.dtype, torch.device, Scratch | None]
 Encoders = dict[Key, ShardOperands]
 """The encoders of several matrices, by the properties that determine an encoder."""
-_run_of = registry.cached_few(lambda e, kernels: bind_run(e))
+_run_of = bound_once(bind_run)
 """``bind_run`` for all weights of a model that are encoded alike."""
 
 
@@ -210,7 +209,7 @@ def _bind(task: Task) -> Run | None:
     rows, cols = task.shape
     e = Encoding(*_sides(task), (rows, cols), task.held, task.dtype, task.device, known if True in known else ())
     with on_device(task.device):
-        run: Run = _run_of(e, kernels_allowed())
+        run: Run = _run_of(e)
     return run
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.distributed.part_gathers import Arriving, OperandGather
 from lpq.formats import Storage
 from lpq.formats.layout import as_bytes
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
 from lpq.operations.bound import bind_writing
 from lpq.operations.cut import Cut
@@ -23,7 +22,7 @@ from lpq.operations.exact_form import operand_of
 from lpq.operations.operators import can_call_directly, define
 from lpq.torch_private import symmetric
 
-_writing = registry.cached_few(lambda product, kernels: bind_writing(product))
+_writing = bound_once(bind_writing)
 
 
 def can_overlap(cut: Cut, x: Tensor) -> bool:
@@ -61,7 +60,7 @@ def _arriving_gemm(
     part, other = operand_of(a, qa, shape_a, dtype_a), operand_of(b, qb, shape_b, dtype_b)
     y, *came = _results(a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast, ranks, group, True)
     product = Product(operand_like(part), operand_like(other), dtype, y.device, fast, dispatched=True)
-    write, rows = _writing(product, kernels_allowed()), y.chunk(ranks)
+    write, rows = _writing(product), y.chunk(ranks)
     moves = [buffer.unit(0) is not None for buffer in part.quantizer.layout]
 
     def consume(arrived: list[Tensor], rank: int) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import Block, Stat
@@ -22,7 +21,7 @@ from lpq.kernels import KernelError, amaxes, choose
 from lpq.kernels.amaxes import bind_amaxes
 from lpq.kernels.host_to_device import captured
 from lpq.kernels.launch_table import TableLaunch
-from lpq.kernels.table import kernels_allowed, serves
+from lpq.kernels.table import bound_once, serves
 from lpq.operations.binding import EncodeSeveral
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.kernel_protocols import BindSeveral
@@ -82,12 +81,12 @@ def _own_kernel(operand: SentOperand, device: torch.device) -> BindSeveral[Quant
     """The function of a format that binds an encoding of several row operands, if it has one that may serve."""
     if operand.direction == "col" or not operand.given or not all(operand.given):
         return None
-    return _several_of(operand.side, device, kernels_allowed())
+    return _several_of(operand.side, device)
 
 
 def _tiled(operand: SentOperand, device: torch.device) -> TileSide | None:
     """How the operand is made tile by tile, if that needs no statistic but what is given, or amaxes of rows."""
-    made = _side_of(operand.side, operand.direction, device, kernels_allowed())
+    made = _side_of(operand.side, operand.direction, device)
     if made is None or True in operand.given[1:]:
         return None
     has_all = (True in operand.given) == made.needs(given=False, measure=False)
@@ -102,13 +101,11 @@ def _measures_lines(operand: SentOperand, device: torch.device) -> bool:
     return first.largest and _of_matrix(first, operand.direction) == (1, None)
 
 
-@registry.cached
-def _side_of(side: Quantizer, direction: Direction, device: torch.device, kernels: object) -> TileSide | None:
-    return several_side(side, direction, device)
+_side_of = bound_once(several_side)
 
 
-@registry.cached
-def _several_of(side: Quantizer, device: torch.device, kernels: object) -> BindSeveral[Quantizer] | None:
+@bound_once
+def _several_of(side: Quantizer, device: torch.device) -> BindSeveral[Quantizer] | None:
     try:
         return choose("quantize", (side.text,), device).several
     except KernelError:  # the reference is not allowed: the other way raises with what each operation lacks

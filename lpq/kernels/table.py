@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -70,12 +70,19 @@ def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
     return _choose(op, operands, device.type, index, kernels_allowed())
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _KEY = os.environ.encodekey(ENVIRONMENT)
 
 
 kernels_allowed: Callable[[], Any] = partial(os.environ._data.get, _KEY)  # type: ignore[attr-defined]
 """Returns the value of ``LPQ_KERNELS``, encoded, to be compared with an earlier one. ``os.environ.get`` takes 30 times
 as long."""
+
+
+def bound_once(function: Callable[P, T]) -> Callable[P, T]:
+    """As ``registry.cached_few``, for results that depend on ``LPQ_KERNELS``, too: as what binds kernels does."""
+    return registry.cached_few(function, kernels_allowed)
 
 
 @registry.cached
@@ -144,13 +151,9 @@ def why_not(
     return _refusal(kernel, quantizers, device) if reason is None else reason
 
 
+@bound_once
 def serves(kernel: KernelSpec, device: torch.device) -> bool:
     """Whether a kernel that belongs to no format may run on a device."""
-    return _serves(kernel, device, kernels_allowed())
-
-
-@registry.cached
-def _serves(kernel: KernelSpec, device: torch.device, kernels: object) -> bool:
     return why_not(kernel, (), device, allowed_by(os.environ.get(ENVIRONMENT))) is None
 
 

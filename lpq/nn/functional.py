@@ -120,13 +120,14 @@ def grouped_linear_of(
         parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
-            operands is not None, given is not None, None if watched else kernels_allowed(), parts=parts,
+            operands is not None, given is not None, parts=parts,
         )  # fmt: skip
-        step, rows_given = None if watched or calls is None else calls.get(shapes), None
+        key = None if watched else (shapes, kernels_allowed())
+        step, rows_given = None if calls is None else calls.get(key), None
         if step is None and not watched:
             step = bind_few(plan, shapes)
             if calls is not None:
-                calls[shapes] = step
+                calls[key] = step
         if given is not None:
             rows_given = row_given(given, offs, None if seeds is None else seeds[0])
         own = states or {}, seeds, operands, (), accumulate

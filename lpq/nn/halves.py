@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq import registry
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations.binding import on_device
 from lpq.operations.inputs import as_matrix
 from lpq.operations.operators import can_bypass_dispatcher
@@ -55,10 +54,10 @@ class ActivatedHalves(torch.autograd.Function):
 def _values(source: Source, halves: Tensor, *others: Tensor) -> Tensor:
     matrix = as_matrix(halves)
     rows, cols = matrix.shape
-    bound = _bound(source, rows, cols // 2, matrix.dtype, matrix.device, kernels_allowed())
+    bound = _bound(source, rows, cols // 2, matrix.dtype, matrix.device)
     return bound(matrix, *(as_matrix(x) for x in others))
 
 
-@registry.cached_few
-def _bound(source: Source, rows: int, cols: int, dtype: torch.dtype, device: torch.device, kernels: object) -> Values:
+@bound_once
+def _bound(source: Source, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Values:
     return bind_halves(source, (rows, cols), dtype, device)

@@ -176,7 +176,7 @@ class Layer(WeightedLayer):
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, held, given)
-            shapes = shapes._replace(kernels=kernels_allowed(), arrived=arrives)
+            shapes = shapes._replace(arrived=arrives)
             with on_device(shapes.device):
                 inputs = self.model.inputs if plan.shares and not given else None
                 step = bind_few(plan, shapes)

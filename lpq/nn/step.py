@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.emulation.bf16_gemm import multiplied_exactly
+from lpq.kernels.table import bound_once
 from lpq.nn.encoded_inputs import of_given, why_no_gradient
 from lpq.nn.plan import Plan
 from lpq.operations.binding import Multiply, Product
@@ -64,8 +64,6 @@ class Shapes(NamedTuple):
     """Whether the operands of the weight are given, so that none is encoded."""
     given: bool = False
     """Whether the operands of the input are given."""
-    kernels: object = None
-    """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
     compiled: bool = False
     """Whether a compiler traces this step, and decides which tensors are kept for backward."""
     parts: Parts | None = None
@@ -120,7 +118,7 @@ def bind(plan: Plan, shapes: Shapes) -> Step:
     return step._replace(remember=bind_remember(moving, shapes.device), remember_others=others)
 
 
-bind_few = registry.cached_few(bind)
+bind_few = bound_once(bind)
 """``bind`` for all layers of a model that have the same plan and shapes."""
 
 

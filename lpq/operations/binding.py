@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from lpq import registry
 from lpq.formats.format import Storage
 from lpq.formats.sections import Sections, piece
 from lpq.kernels.launch_table import TableLaunch
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations.exact_form import Form, Multiplicand
 from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
@@ -165,7 +164,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
     """Make the ``impl`` of a ``quantize`` that binds. The bound functions of the last few shapes are kept."""
-    bound = registry.cached_few(lambda e, kernels: bind(e))
+    bound = bound_once(bind)
 
     def quantize(
         x: Tensor,
@@ -185,7 +184,7 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         if x.numel():
             e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, given if True in given else ())
             e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, apart=True, dispatched=True)
-            encode = bound(e, kernels_allowed())
+            encode = bound(e)
         if encode is None:
             return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
         with on_device(x.device):
@@ -206,13 +205,13 @@ def operand_like(storage: Storage) -> Operand:
 
 def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
     """Make the ``impl`` of a ``gemm`` that binds, as ``unbound`` does."""
-    bound = registry.cached_few(lambda p, kernels: bind(p))
+    bound = bound_once(bind)
 
     def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
         """Multiply as the reference does, up to the order of sums."""
         device = a.device
         product = Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, dispatched=True)
-        multiply = bound(product, kernels_allowed())
+        multiply = bound(product)
         if multiply is None:
             return gemm_reference(a, b, bias, dtype)
         with on_device(device):
@@ -223,7 +222,7 @@ def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[...,
 
 def unbound_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Callable[[Storage], Storage]:
     """Make the ``impl`` of a ``transpose`` that binds, as ``unbound`` does."""
-    bound = registry.cached_few(lambda operand, device, kernels: bind(operand, device))
+    bound = bound_once(bind)
 
     def transpose(operand: Storage) -> Storage:
         """Transpose as the reference does."""
@@ -231,7 +230,7 @@ def unbound_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Cal
         if not rows or not cols:
             return transpose_reference(operand).map(torch.clone)
         turned = quantizer.storage.empty(quantizer, (cols, rows), operand.dtype, device)
-        turn = bound(operand_like(operand), device, kernels_allowed())
+        turn = bound(operand_like(operand), device)
         with on_device(device):
             turn([t.contiguous() for t in operand.tensors()], turned.tensors())
         return turned

@@ -14,9 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.formats.layout import check_there
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations.binding import Encoding, Multiply, Operand, Product
 from lpq.operations.bound import Run, bind_product, bind_run
 from lpq.operations.exact_form import form_of
@@ -40,7 +39,7 @@ def quantize(
         made: list[Tensor] = torch.ops.lpq.quantize.default(x, stats, row, col, seed, offset, measure, layouts, across)
         return made
     given = tuple([s is not None for s in stats]) if stats else ()
-    run = _encoding(row, col, x.shape, x.dtype, x.device, given, offset, measure, NEITHER, kernels_allowed())
+    run = _encoding(row, col, x.shape, x.dtype, x.device, given, offset, measure, NEITHER)
     of_row, of_col, measured = run(x, stats, seed)
     return [*of_row, *of_col, *measured]
 
@@ -50,7 +49,7 @@ def multiplicands(
 ) -> list[Tensor]:
     """Make multiplicands as ``lpq::multiplicands`` does."""
     exact = exact_row, exact_col
-    run = _encoding(row, col, x.shape, x.dtype, x.device, (), 0, False, exact, kernels_allowed())
+    run = _encoding(row, col, x.shape, x.dtype, x.device, (), 0, False, exact)
     of_row, of_col, _ = run(x, (), seed)
     return [*of_row, *of_col]
 
@@ -68,7 +67,7 @@ def gemm(
     check_there(a[0])
     check_there(b[0])
     left, right = (qa, len(a), tuple(shape_a), dtype_a), (qb, len(b), tuple(shape_b), dtype_b)
-    return _product(left, right, dtype, a[0].device, fast_accumulate, kernels_allowed())(a, b, bias)
+    return _product(left, right, dtype, a[0].device, fast_accumulate)(a, b, bias)
 
 
 @once_when_traced
@@ -85,20 +84,18 @@ def _spare() -> None:
     call_in_place_of("lpq::draw_seeds", drawn)
 
 
-@registry.cached_few
+@bound_once
 def _encoding(
     row: str, col: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple[bool, ...],
-    offset: int, measure: bool, exact: tuple[bool, bool], kernels: object,
+    offset: int, measure: bool, exact: tuple[bool, bool],
 ) -> Run:  # fmt: skip
     """Bind an encoding to this shape and these options."""
     e = Encoding(quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), dtype, dtype, device, given)
     return bind_run(e._replace(measure=measure, offset=offset, exact=exact, apart=True))
 
 
-@registry.cached_few
-def _product(
-    a: OperandKey, b: OperandKey, dtype: torch.dtype, device: torch.device, fast: bool, kernels: object
-) -> Multiply:
+@bound_once
+def _product(a: OperandKey, b: OperandKey, dtype: torch.dtype, device: torch.device, fast: bool) -> Multiply:
     """Bind a product of these operands."""
     return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast))
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.formats.format import Storage
 from lpq.formats.sections import is_stack
 from lpq.kernels import choose
 from lpq.kernels.fresh import allocator, fresh
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations.binding import Operand, Transpose, Transposes, on_device, operand_like
 from lpq.operations.decoding import decode
 from lpq.operations.operators import can_call_directly
@@ -77,7 +76,7 @@ def bind_derive(
         if recode is None:
             return derived
         return lambda buffers: recode(buffers) if can_call_directly(buffers[0]) else derived(buffers)
-    turn = _bound(row, device, kernels_allowed())
+    turn = _bound(row, device)
     if turn is None:
         return derived
     memory, empty = [fresh(b.grid(cols, rows), b.dtype or row.dtype) for b in row.quantizer.layout], allocator(device)
@@ -115,13 +114,13 @@ def bind_derive_into(several: Sequence[Derived], device: torch.device) -> list[C
             bound.append(partial(_derive, each))
     for same in alike.values():
         operands = tuple(operand_like(row) for _, row, _ in same)
-        turn = _bound_several(operands, device, kernels_allowed()) if len(same) > 1 else None
+        turn = _bound_several(operands, device) if len(same) > 1 else None
         if turn is not None:
             rows = [[t.contiguous() for t in row.tensors()] for _, row, _ in same]
             bound.append(partial(turn, rows, [out for *_, out in same]))
             continue
         for each, operand in zip(same, operands, strict=True):
-            one = _bound(operand, device, kernels_allowed())
+            one = _bound(operand, device)
             rows_of_one = [t.contiguous() for t in each.row.tensors()]
             bound.append(partial(_derive, each) if one is None else partial(one, rows_of_one, each.out))
     return bound
@@ -132,13 +131,13 @@ def _derive(one: Derived) -> None:
         target.copy_(made)
 
 
-@registry.cached_few
-def _bound(operand: Operand, device: torch.device, kernels: object) -> Transpose | None:
+@bound_once
+def _bound(operand: Operand, device: torch.device) -> Transpose | None:
     bind = choose("transpose", (operand.quantizer.text,), device).bind
     return bind(operand, device) if bind is not None else None
 
 
-@registry.cached_few
-def _bound_several(operands: tuple[Operand, ...], device: torch.device, kernels: object) -> Transposes | None:
+@bound_once
+def _bound_several(operands: tuple[Operand, ...], device: torch.device) -> Transposes | None:
     bind = choose("transpose", (operands[0].quantizer.text,), device).several
     return bind(operands, device) if bind is not None else None

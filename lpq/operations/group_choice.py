@@ -14,7 +14,6 @@ from lpq import registry
 from lpq.formats.format import Direction, Quantizer
 from lpq.formats.sections import unit
 from lpq.kernels import Choice, choose
-from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Operand
 from lpq.operations.fused_pair import ALIGNED
 from lpq.operations.sectioned import decodable
@@ -47,7 +46,7 @@ def decoded_at_once(a: Operand, b: Operand, device: torch.device) -> bool:
         return False
     for operand, sections in ((a, a.sections), (b, b.sections)):
         side, direction = operand.quantizer, DIRECTIONS[operand.dim]
-        if not side.plain and not decodable(side.text, direction, device, sections.stack, kernels_allowed()):
+        if not side.plain and not decodable(side.text, direction, device, sections.stack):
             return False
     return choice_of(first, second, rows, device) is None
 

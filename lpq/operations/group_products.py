@@ -15,7 +15,7 @@ from lpq import registry
 from lpq.formats.format import Storage
 from lpq.formats.layout import check_there
 from lpq.formats.sections import Sections, bounds, is_stack, matrices, starts, unit
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations import group_tiles, groups
 from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
 from lpq.operations.group_choice import choice_of
@@ -83,7 +83,7 @@ def _by_kernel(p: Product) -> Run | None:
     return run
 
 
-_bound = registry.cached_few(lambda p, kernels: bind(p))
+_bound = bound_once(bind)
 
 
 def multiply_groups(
@@ -95,7 +95,7 @@ def multiply_groups(
 
 
 def _run(p: Product, a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, bias: Tensor | None) -> Tensor:
-    multiply: Multiply = _bound(p, kernels_allowed())
+    multiply: Multiply = _bound(p)
     with on_device(p.device):
         return multiply([*a, offs], [*b, offs] if p.a.dim else b, bias)
 
@@ -122,12 +122,12 @@ def sections_of(p: Product) -> Sections:
 
 def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | None]:
     """Make the ``impl`` of a ``grouped_gemm`` that binds. The bound functions of the last few shapes are kept."""
-    bound = registry.cached_few(lambda p, kernels: bind(p))
+    bound = bound_once(bind)
 
     def grouped_gemm(a: Operand, b: Storage | Operand, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
         """Multiply the rows of each group of ``a`` by its matrix of the stack ``b``, or the columns of each group of
         both. Return None where the kernel does not take such sizes."""
-        run: Run | None = bound(_product(a, b, offs, torch.bfloat16, fast_accumulate), kernels_allowed())
+        run: Run | None = bound(_product(a, b, offs, torch.bfloat16, fast_accumulate))
         if run is None:
             return None
         return run([*a.tensors, offs], [*b.tensors, offs] if isinstance(b, Operand) else b.tensors())

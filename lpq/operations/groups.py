@@ -17,7 +17,7 @@ from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.formats.layout import for_dtype, row_major
 from lpq.formats.sections import Sections, bounds, grid, piece, starts, unit
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.operations import sectioned
 from lpq.operations.binding import Encoded, Encoding, Operand, on_device
 from lpq.operations.encoder import (
@@ -101,13 +101,13 @@ def bind_column(
 
 
 through_operators = partial(bind, watched=True)
-_bind_few = registry.cached_few(lambda wanted, kernels, dispatched: bind(wanted, dispatched=dispatched))
+_bind_few = bound_once(lambda wanted, dispatched=False: bind(wanted, dispatched=dispatched))
 
 
 def bind_encoder(wanted: Wanted) -> Encoder:
     """``bind``, once for all stacks of one shape: steps of experts differ in their numbers of rows alone."""
     assert wanted.sections is not None
-    return _bind_few(wanted, kernels_allowed(), False) if wanted.sections.stack else bind(wanted)
+    return _bind_few(wanted) if wanted.sections.stack else bind(wanted)
 
 
 def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, bool], Encode]:
@@ -181,7 +181,7 @@ def encode_groups(
     sections = Sections(len(offs), False, at_once(x, offs))
     wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, sections=sections)
     watched = not dispatched and not can_call_directly(x)
-    encoder = through_operators(wanted) if watched else _bind_few(wanted, kernels_allowed(), dispatched)
+    encoder = through_operators(wanted) if watched else _bind_few(wanted, dispatched=dispatched)
     with on_device(x.device):
         of_row, of_col, _ = encoder.encode(x, state or (), seeds, offs)
     first, second = encoder.row, encoder.col

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.kernels import KernelError, choose
-from lpq.kernels.table import kernels_allowed
+from lpq.kernels.table import bound_once
 from lpq.kernels.tiles import INPUTS, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.fused_pair import Job, TileSide, side_of
@@ -43,16 +42,12 @@ class CodeReader(NamedTuple):
     """The fields, of the buffers of an operand. Its codes are contiguous."""
 
 
+@bound_once
 def bind_recode(row: Operand, col: Quantizer, device: torch.device) -> Recode | None:
     """Bind the kernel that makes the column operand of a matrix of its row operand; None where there is none."""
     is_matrix = len(row.shape) == 2 and row.sections is None and row.form is None
     if device.type != "cuda" or not is_matrix or 0 in row.shape:
         return None
-    return _bind(row, col, device, kernels_allowed())
-
-
-@registry.cached_few
-def _bind(row: Operand, col: Quantizer, device: torch.device, kernels: object) -> Recode | None:
     try:
         choice = choose("reader", (row.quantizer.text,), device)
     except KernelError:

@@ -18,6 +18,7 @@ from lpq import registry
 from lpq.formats.sections import capacity, grid, unit
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes
+from lpq.kernels.table import bound_once
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encoding
@@ -137,10 +138,9 @@ def _tall(e: Encoding) -> int | None:
     return e.shape[0] // e.sections.number if e.sections.stack else None
 
 
-@registry.cached
-def decodable(text: str, direction: Direction, device: torch.device, stack: bool, kernels: object) -> bool:
-    """Whether kernels make decoded values of an operand of rows in groups, or of a stack. ``kernels``:
-    ``LPQ_KERNELS``."""
+@bound_once
+def decodable(text: str, direction: Direction, device: torch.device, stack: bool) -> bool:
+    """Whether kernels make decoded values of an operand of rows in groups, or of a stack."""
     quantizer: Quantizer = registry.quantizer(text)
     side = side_of(quantizer, direction, device)
     return not isinstance(side, str) and side.decoded is not None and (stack or not _has_tall_blocks(quantizer))

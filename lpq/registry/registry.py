@@ -257,21 +257,24 @@ def refresh() -> None:
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
     """``functools.cache`` for results that are derived from the registry: it is emptied when the plugins change."""
-    return _forgotten(function, None)
+    return _forgotten(function, None, None)
 
 
-def cached_few(function: Callable[P, T]) -> Callable[P, T]:
-    """As ``cached``, for results of each shape: only the last few are kept."""
-    return _forgotten(function, FEW)
+def cached_few(function: Callable[P, T], under: Callable[[], object] | None = None) -> Callable[P, T]:
+    """As ``cached``, for results of each shape: only the last few are kept. ``under``: a setting on which results
+    depend, too."""
+    return _forgotten(function, FEW, under)
 
 
-def _forgotten(function: Callable[P, T], most: int | None) -> Callable[P, T]:
+def _forgotten(function: Callable[P, T], most: int | None, under: Callable[[], object] | None) -> Callable[P, T]:
+    keyed: Callable[..., T] = function if under is None else lambda _, *args, **kwargs: function(*args, **kwargs)
+
     @functools.wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = _REMEMBERED.get(function)
+        found = _REMEMBERED.get(keyed)
         if found is None:
-            found = _REMEMBERED[function] = functools.lru_cache(most)(function)
-        result: T = found(*args, **kwargs)  # type: ignore[arg-type]
+            found = _REMEMBERED[keyed] = functools.lru_cache(most)(keyed)
+        result: T = found(*args, **kwargs) if under is None else found(under(), *args, **kwargs)  # type: ignore[arg-type]
         return result
 
     return remembered

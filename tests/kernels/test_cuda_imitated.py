@@ -212,7 +212,7 @@ def test_transposes_are_written_to_given_memory(
     assert kernel is not None
     assert kernel.bind is not None
     bind = registry.resolve(kernel.bind)
-    monkeypatch.setattr(derived_operands, "_bound", lambda operand, device, kernels: bind(operand, device))
+    monkeypatch.setattr(derived_operands, "_bound", lambda operand, device: bind(operand, device))
     row = encode(quantizer.side("row"), normal(*size))
     expected = operations.transpose_reference(row).map(torch.Tensor.contiguous)
     out = expected.map(torch.empty_like)

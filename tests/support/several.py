@@ -56,7 +56,7 @@ def bind_real(side: Quantizer, *_: object) -> BindSeveral[Quantizer] | None:
     return None
 
 
-def real_transposes(operands: Sequence[Operand], device: torch.device, kernels: object) -> Transposes | None:
+def real_transposes(operands: Sequence[Operand], device: torch.device) -> Transposes | None:
     """The kernel that transposes several operands, if their plugin has one."""
     for spec in registry.kernels("transpose", (registry.format_of(type(operands[0].quantizer)).name,)):
         if spec.several is not None:
