@@ -122,9 +122,9 @@ class ShardsEncoder:
         self._together = [] if encoders is None else _together(tasks, encoders, scratch)
         together = {n for group, _ in self._together for n in group.numbers}
         self._apart = [(n, _bind(task), _of_sides(task)) for n, task in enumerate(tasks) if n not in together]
-        alone = len(self._together) == 1 and len(together) == len(tasks)
-        self.all = self._together[0][1] if alone else None
-        """The encoder of all matrices, if the same launches encode them."""
+        alike = all(len(group.numbers) == len(tasks) for group, _ in self._together)
+        self.all = [operands for _, operands in self._together] if alike else []
+        """The encoders of the wanted operands of all matrices, if one launch each encodes them; empty otherwise."""
 
     def __call__(self, xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> list[tuple[Buffers, Buffers]]:
         """The row operand and the column operand of each tensor, with the statistics of each in the order of

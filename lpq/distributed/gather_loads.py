@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed.gather_arrivals import Arrivals
-from lpq.distributed.gather_encoder import Buffers, ShardsEncoder, Task, Way
+from lpq.distributed.gather_encoder import Buffers, Encoders, ShardsEncoder, Task, Way
 from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.weight_gather import Copies, Gather, GatheredOperands, copy_pairs
@@ -117,38 +117,37 @@ class EncodedLoad(_Quantized):
     """Weights whose operands travel: they are encoded from shards in high precision, or stored. On one rank there is
     nobody to send to."""
 
-    def __init__(self, gathers: Sequence[Gather], shards: Sequence[Tensor], ways: Sequence[Way]) -> None:
+    def __init__(
+        self, gathers: Sequence[Gather], shards: Sequence[Tensor], ways: Sequence[Way], encoders: Encoders | None
+    ) -> None:
+        """``encoders``: those of the unit; None where nothing is sent, and operands stay until they are read."""
         super().__init__(gathers, ways)
         self._ways = ways
         numbers = range(len(gathers))
         self._stored = [i for i in numbers if isinstance(shards[i], QuantizedTensor)]
         self._coded = [i for i in numbers if i not in self._stored]
         self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
-        shared_out = gathers[0].site.group.size() > 1  # or nothing is sent, and operands stay until they are read
-        unit = gathers[0].unit
-        encode = self._encode = ShardsEncoder(
-            [self._task(i, shards[i]) for i in self._coded],
-            unit.encoders if shared_out and unit is not None else None,
-            gathers[0].model.scratch,
-        )
-        self._together = encode.all if not self._stored else None
-        """The encoder of all weights, if the same launches encode them."""
+        tasks = [self._task(i, shards[i]) for i in self._coded]
+        encode = self._encode = ShardsEncoder(tasks, encoders, gathers[0].model.scratch)
+        self._together = encode.all if not self._stored else []
+        """The encoders of all weights, for each operand, if one launch each encodes them."""
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
         """Weights with statistics of earlier steps, by their number among the encoded weights and among all."""
         self._moves = any(shards[i].device != self._device for i in self._coded)
         made = [
             (i, side, whole)
+            for side in (0, 1)
             for i, (gather, way) in enumerate(zip(gathers, ways, strict=True))
-            for side, whole in enumerate(operands_of(gather)[2:])
-            if whole is not None and (way.sends_row, way.sends_col)[side]
+            if (way.sends_row, way.sends_col)[side] and (whole := operands_of(gather)[2:][side]) is not None
         ]
         self._sends = [(i, side, number, whole) for i, side, whole in made for number in whole.travels]
         """The buffers that travel: by the number of the weight, 0 for the row operand or 1, and the buffer's number."""
         self._stays = [(i, side, number) for i, side, whole in made for number in whole.stays]
         """Buffers that are equal on all ranks."""
         self._staying: list[Tensor] = []
-        sizes = self._together.sizes if self._together is not None else None
-        self._arrivals = Arrivals([whole for *_, whole in made], gathers[0].site.group.size(), self._device, sizes)
+        self._sizes = [size for operands in self._together for size in operands.sizes] or None
+        ranks = gathers[0].site.group.size()
+        self._arrivals = Arrivals([whole for *_, whole in made], ranks, self._device, self._sizes)
         self.into = self._arrivals.into
         self._anew = True
         """Whether what stays was allocated for the present gather."""
@@ -172,11 +171,21 @@ class EncodedLoad(_Quantized):
         if copies:
             copy_pairs(copies)
         xs = [cast("WeightShard", shards[i]).held for i in coded]
-        if self._together is not None and can_bypass_dispatcher(xs[0]):
+        if self._together and can_bypass_dispatcher(xs[0]):
+            versions = [gathers[i].version for i in coded]
+            staying: list[Tensor] = []
+            flat: list[Tensor] = []
+            spread: list[Tensor] = []
             with on_device(self._device):
-                encoded = self._together.encode(xs, stats, [gathers[i].version for i in coded])
-            self._staying, self._anew = encoded.staying, False
-            return (encoded.flat,) if self._arrivals.flat else tuple(encoded.spread)
+                for encoder in self._together:
+                    encoded = encoder.encode(xs, stats, versions)
+                    staying += encoded.staying
+                    spread += encoded.spread
+                    flat.append(encoded.flat)
+            self._staying, self._anew = staying, False
+            if self._arrivals.flat:
+                return (flat[0] if len(flat) == 1 else torch.cat(flat),)
+            return tuple(spread)
         if self._moves:
             xs = [gathers[i].prepared(x) for i, x in zip(coded, xs, strict=True)]
         made: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
@@ -188,8 +197,8 @@ class EncodedLoad(_Quantized):
             self._anew = True
             self._staying = [made[i][side][number] for i, side, number in self._stays]
             sent = sent_bytes((whole, made[i][side][number]) for i, side, number, whole in self._sends)
-            if self._together is not None and self._arrivals.flat:
-                sent = [nn.functional.pad(t, (0, n - len(t))) for t, n in zip(sent, self._together.sizes, strict=True)]
+            if self._sizes is not None and self._arrivals.flat:
+                sent = [nn.functional.pad(t, (0, n - len(t))) for t, n in zip(sent, self._sizes, strict=True)]
             if self._arrivals.flat:
                 return (torch.cat(sent),)
         return tuple(sent) or (_nothing(self._device),)

@@ -120,11 +120,12 @@ class Unit:
             if way.high:
                 loads.append(High(gather, shard, way))
             elif ranks == 1 or gather.site.offloaded:  # FSDP2 wants a tensor of each, or moves each shard by itself
-                loads.append(EncodedLoad([gather], [shard], [way]))
+                loads.append(EncodedLoad([gather], [shard], [way], self.encoders if ranks > 1 else None))
             else:
                 together.append((gather, shard, way))
         if together:
-            loads.append(EncodedLoad(*map(list, zip(*together, strict=True))))
+            gathers, shards, ways = zip(*together, strict=True)
+            loads.append(EncodedLoad(gathers, shards, ways, self.encoders))
         of_first = {load.gathers[0]: load for load in loads}
         sent = {gather: of_first[gather] for gather in self.gathers if gather in of_first}
         places = [(g.site, sent[g].into, sent[g].held) if g in sent else (g.site, [], []) for g in self.gathers]

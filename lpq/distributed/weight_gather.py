@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.alike import Comparison
-from lpq.distributed.gather_encoder import Encoders, Sides, sides_of
+from lpq.distributed.gather_encoder import Sides, sides_of
 from lpq.distributed.gathered_operand import GatheredOperand
 from lpq.distributed.several_matrices import Scratch
 from lpq.distributed.shard import plain
@@ -95,8 +95,6 @@ class GatheringUnit(Protocol):
     gathers: Sequence[Gather]
     begun: dict[Gather, Load] | None
     """The loads of the gather that has begun, each by the weight that sends it, until the last has arrived."""
-    encoders: Encoders
-    """The encoders of several of its shards; gathers for forward and for backward share them."""
 
     def begin(self, gather: Gather, shard: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors to gather for this weight, and for the others that send with it."""

@@ -44,13 +44,8 @@ def bind_reduction(
     """``reduce(stats, seeds)``: reduce the statistics of a round that span ranks, of several tensors, in one collective
     for MAX and one for sums; the lists are changed in place. It returns common seeds, which the first collective makes
     of the seeds of all ranks: the halves of a seed are reduced apart, as any mixture of seeds is a seed."""
-    spanning = [
-        (tensor, i, stat.reduce)
-        for tensor, declared in enumerate(needed)
-        for i, (stat, dim) in enumerate(declared)
-        if spans((stat, dim)) and stat.round == number
-    ]
-    largest, counts = ([(tensor, i) for tensor, i, how in spanning if how == kind] for kind in ("max", "sum"))
+    each = [_spanning(declared, number) for declared in needed]
+    largest, counts = ([(tensor, i) for tensor, found in enumerate(each) for i in found[how]] for how in (0, 1))
 
     def reduce(found: Sequence[list[Tensor]], seeds: Tensor | None) -> Tensor | None:
         halves = [] if seeds is None else [seeds.view(torch.int32)]
@@ -63,6 +58,12 @@ def bind_reduction(
         return common
 
     return reduce
+
+
+def _spanning(declared: Sequence[Declared], number: int) -> tuple[list[int], list[int]]:
+    """The places of the statistics of a round whose elements span ranks: of those for MAX, and of counts."""
+    found = [(i, stat.reduce) for i, (stat, dim) in enumerate(declared) if spans((stat, dim)) and stat.round == number]
+    return [i for i, how in found if how == "max"], [i for i, how in found if how == "sum"]
 
 
 def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: bool = False) -> list[Tensor]:
@@ -121,13 +122,9 @@ class Reductions:
         self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int
     ) -> None:
         """Reduce in place those statistics of a round whose elements span the ranks."""
-        found = [
-            (stat, value)
-            for (stat, dim), value in zip(declared, stats, strict=True)
-            if stat.block[dim] is None and stat.round == number
-        ]
-        self._add(self._largest, [value for stat, value in found if stat.reduce == "max"], group)
-        self._add(self._sums, [value for stat, value in found if stat.reduce == "sum"], group)
+        largest, sums = _spanning(declared, number)
+        self._add(self._largest, [stats[i] for i in largest], group)
+        self._add(self._sums, [stats[i] for i in sums], group)
 
     def _add(self, to: ByRanks, values: Sequence[Tensor], group: ProcessGroup) -> None:
         if not values or group.size() == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import imitated
 import pytest
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lpq
-from lpq.distributed import gather_arrivals, several_matrices
+from lpq.distributed import gather_arrivals, gather_loads, several_matrices
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
+from lpq.torch_private.dispatch import modes
 
 STEPS = 4
 ENCODED = {"fp8-current": 8, "fp8-delayed": 12}
@@ -28,8 +30,9 @@ WRITTEN = {0: "between steps", 1: "by rank", 2: "before backward"}
 """The steps after which, or in which, a weight is written to, and where."""
 
 
-def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
-    """The results, gradients and weights of a few steps, each of two passes. Weights are written to beside them."""
+def trained(recipe: str, width: int, inner: int, stays: bool = False) -> list[Tensor]:
+    """The results, gradients and weights of a few steps, each of two passes. Weights are written to beside them.
+    ``stays``: whether they stay gathered for backward, so that both operands are sent at once."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(width, inner), nn.LayerNorm(inner), nn.Linear(inner, width, bias=False))
@@ -38,7 +41,7 @@ def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
     model = lpq.convert(nn.Sequential(*blocks), recipe, weights="high_precision")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
-        fully_shard(block, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=not stays)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     out: list[Tensor] = []
@@ -63,9 +66,17 @@ def trained(recipe: str, width: int, inner: int) -> list[Tensor]:
     return [*out, *(p.full_tensor() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
-def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int]) -> None:
-    """``wanted``: the kernels that are launched; ``sizes``: the inputs and the outputs of a layer."""
-    expected, names = trained(recipe, *sizes), Counter[str]()
+def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int], stays: bool = False) -> None:
+    """``wanted``: the kernels that are launched; ``sizes``: the inputs and the outputs of a layer; ``stays``: as in
+    ``trained``."""
+    expected, names = trained(recipe, *sizes, stays), Counter[str]()
+    by_buffer = gather_loads.sent_bytes
+
+    def sent_bytes(buffers: Any) -> list[Tensor]:
+        assert modes() or not stays, (
+            "a unit whose weights are encoded together sends their memory, and not buffer by buffer"
+        )
+        return by_buffer(buffers)
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
         names[self.name] += 1
@@ -77,7 +88,8 @@ def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int]) -> N
         patch.setattr(several_matrices, "serves", lambda kernel, device: True)
         patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda kernel, device: True)
-        made = trained(recipe, *sizes)
+        patch.setattr(gather_loads, "sent_bytes", sent_bytes)
+        made = trained(recipe, *sizes, stays)
     assert set(names) == wanted
     assert names["encode_several"] == ENCODED.get(recipe, 0), names
     expect_bytes(made, expected, recipe)

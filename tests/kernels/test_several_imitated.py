@@ -98,3 +98,8 @@ def test_gathered_weights_whose_shards_need_padding() -> None:
     """So that each begins at an address which is aligned, something follows the bytes of the one before it."""
     kernels = {"amaxes", "encode_several", "place", "transpose_several_of_bytes"}
     spawn(check, 2, "fp8-current", kernels, (36, 54))
+
+
+def test_gathered_weights_whose_two_operands_are_sent_at_once() -> None:
+    """As where weights stay gathered for backward: both in one tensor."""
+    spawn(check, 2, "mxfp8-fwd-nvfp4-bwd", {"amaxes", "pair_several", "place"}, (64, 128), True)
