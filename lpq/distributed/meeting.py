@@ -12,13 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from lpq.registry.warning import warn
-from lpq.torch_private.distributed import job_store, job_timeout
-
-if TYPE_CHECKING:
-    from lpq.torch_private.distributed import Store
+from lpq.torch_private.distributed import Store, job_store, job_timeout
 
 PATIENCE = 30.0
 """Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""

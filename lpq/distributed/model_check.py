@@ -18,15 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.distributed import meeting
+from lpq.distributed.alike import REMEDY, Comparison, are_equal
 from lpq.distributed.converted import SharedLayer, converted
 from lpq.distributed.optimizer_steps import Watcher
+from lpq.distributed.ranks import Ranks
+from lpq.distributed.replicas import Replicas
 from lpq.torch_private.distributed import active_replica
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lpq.distributed.alike import Comparison
     from lpq.distributed.memories import Memories
     from lpq.operations.reduce_statistics import Reductions
 
@@ -72,9 +74,6 @@ class ModelCheck(Watcher):
     """Whether passes are to look for ranks that share the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        from lpq.distributed.alike import Comparison
-        from lpq.distributed.replicas import Replicas
-
         super().__init__(model)
         self._passes, self._steps, self._replicas = Comparison(), Comparison(), Replicas()
         self._first = 0
@@ -171,9 +170,6 @@ class ModelCheck(Watcher):
             if not passes.alike:  # since a recipe has changed
                 passes.compare(self._model() or cast("nn.Module", layer), steps=False)
             return
-        from lpq.distributed.alike import REMEDY, are_equal
-        from lpq.distributed.ranks import Ranks
-
         try:
             check(layer, input, weight)
             own = f"{layer.title} with {given}"

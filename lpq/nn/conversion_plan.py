@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -22,11 +22,8 @@ from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.nn.wanted import Accumulate
 from lpq.operations.inputs import DTYPES
-from lpq.recipes import RecipeError, Schedule
+from lpq.recipes import Policy, Recipe, RecipeError, Schedule, Steps
 from lpq.registry.errors import LpqError
-
-if TYPE_CHECKING:
-    from lpq.recipes import Policy, Recipe, Steps
 
 Adopt = Callable[[Any, "Recipe | None"], StatefulLayer]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq import recipes, registry
 from lpq.kernels.table import kernels_allowed
-from lpq.nn.cached_weight import turn_of_weight, weight_operands
+from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups, row_given
@@ -26,16 +26,14 @@ from lpq.operations.offsets import as_offsets
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds, with_one_turn
 from lpq.operations.states import State
-from lpq.recipes import recipe_sources
+from lpq.recipes import Recipe, RecipeLike, recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 
 if TYPE_CHECKING:
-    from lpq.nn.cached_weight import HeldWeight
     from lpq.nn.observing import Watch
     from lpq.nn.wanted import Accumulate
-    from lpq.recipes import Recipe, RecipeLike
 
 
 def grouped_linear(

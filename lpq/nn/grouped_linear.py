@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq import registry
-from lpq.distributed.expert_rows import own_experts, own_numbers
+from lpq.distributed.expert_rows import Dispatch, own_experts, own_numbers
 from lpq.nn.functional import check_tensors, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation, check_static
 from lpq.nn.linear import Layer
@@ -28,7 +28,6 @@ from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
-    from lpq.distributed.expert_rows import Dispatch
     from lpq.nn.cached_weight import HeldWeight
     from lpq.recipes import RecipeLike
 

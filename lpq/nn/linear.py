@@ -15,7 +15,7 @@ from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, as_it_is, turn_of_weight, weight_operands
-from lpq.nn.encoded_inputs import buffers_at_hand, input_buffers
+from lpq.nn.encoded_inputs import Buffers, buffers_at_hand, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lpq.distributed.weight_gather import Gather
-    from lpq.nn.encoded_inputs import Buffers
     from lpq.recipes import RecipeLike
 
 State = dict[str, Tensor]

@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from torch import Tensor, nn
 
+from lpq.distributed.shard import WeightShard, as_shard
+from lpq.distributed.shardability import (
+    operand_bytes,
+    part_of,
+    sent_bytes,
+    why_in,
+    why_not,
+    why_not_of_shards,
+    why_uncut,
+    why_whole,
+)
 from lpq.formats.sections import is_stack
 from lpq.nn.linear import Layer
 from lpq.nn.name_ranges import first_few
 from lpq.operations.derived_operands import derives_col
-from lpq.recipes import RecipeError
+from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import suggestion
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
@@ -21,7 +32,6 @@ from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.formats import Quantizer
-    from lpq.recipes import Schedule
     from lpq.torch_private.fsdp import Site
 
 Weights = Literal["high_precision", "quantized"]
@@ -99,8 +109,6 @@ def _check_stored(
     name: str, stored: Quantizer, shape: Sequence[int], weights: Weights | None, ranks: int | None, schedule: Schedule
 ) -> None:
     """Refuse a recipe that would change the format of a stored weight, at this step or a later one."""
-    from lpq.distributed.shardability import why_uncut
-
     is_stored = f"{name}: its weight is stored as {stored}"
     anew = "before fully_shard, make it an ordinary weight: layer.weight = nn.Parameter(layer.weight.dequantize())"
     for _, recipe in schedule.pieces:
@@ -140,8 +148,6 @@ def _stored(weight: Tensor) -> Quantizer | None:
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:
     """Have FSDP2 gather the weights of the converted layers in their quantized form, or store them so, too."""
     from lpq.distributed.model_gathers import Gathering
-    from lpq.distributed.shard import as_shard
-    from lpq.distributed.shardability import why_uncut
     from lpq.distributed.weight_gather import Gather
 
     fsdp, models = Gathering(model), {layer.model: replace(layer.model) for _, layer, _ in _layers(model)}
@@ -214,18 +220,6 @@ def _note_unsharded(layer: Layer) -> str:
 
 
 def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
-    from lpq.distributed.shard import WeightShard
-    from lpq.distributed.shardability import (
-        operand_bytes,
-        part_of,
-        sent_bytes,
-        why_in,
-        why_not,
-        why_not_of_shards,
-        why_uncut,
-        why_whole,
-    )
-
     quantizer, kept = layer.weight_quantizer(), _stored(weight)
     if kept is not None and kept != quantizer:
         return f"stored as {kept}, and its recipe wants {quantizer or 'high precision'}: it keeps its format"

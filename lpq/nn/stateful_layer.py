@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lpq import recipes
+from lpq.distributed.model_check import ModelCheck
+from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.former_layers import as_now
 from lpq.nn.fresh_states import FreshStates, decide
@@ -149,8 +151,6 @@ class StatefulLayer(nn.Module):
         """Compare the model with the other ranks' in a pass that trains this layer; ``first``: the first one of its
         kind."""
         if first and self.model.check is None:
-            from lpq.distributed.model_check import ModelCheck
-
             ModelCheck.give(self)
         if self.model.check is not None:
             self.model.check.in_pass()
@@ -246,8 +246,6 @@ def give_recipes(given: Mapping[StatefulLayer, Recipe | None]) -> None:
             together[layer] = found
     kept: Mapping[StatefulLayer, str] = {}
     if together:
-        from lpq.distributed.recipe_changes import withhold
-
         kept = withhold(together, changes)
     for layer, recipe in given.items():
         if (words := kept.get(layer)) is None:

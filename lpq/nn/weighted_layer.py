@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
+from lpq.distributed.ranks import Ranks
+from lpq.distributed.shard import in_place_of, ordinary
 from lpq.nn.read_past import Weight
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.tensor import QuantizedTensor
@@ -47,15 +49,11 @@ class WeightedLayer(StatefulLayer):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.gather is not None and not keep_vars and f"{prefix}weight" in destination:
-            from lpq.distributed.shard import ordinary
-
             destination[f"{prefix}weight"] = ordinary(self.weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         assigned = args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict
         if assigned and self.gather is not None:
-            from lpq.distributed.shard import in_place_of
-
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.claim_weight()  # with assign=True it is another one
@@ -80,8 +78,6 @@ class WeightedLayer(StatefulLayer):
 
     def _refuse_to_wait_for_values(self) -> None:
         """Refuse on all ranks what would be refused on the first one alone, while the others wait for it."""
-        from lpq.distributed.ranks import Ranks
-
         if Ranks().size > 1:
             raise RuntimeError(
                 f"{self.title}: its weight is stored quantized, and loses its values on the meta device. Libraries "

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import Sections, piece
 from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import bound_once
@@ -24,9 +24,6 @@ from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.transposing import transpose_reference
 from lpq.torch_private import cuda
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
 
 OUT_ALIGNED = 256
 ALIGNED = 16

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import is_stack
 from lpq.kernels import choose
 from lpq.kernels.fresh import allocator, fresh
@@ -21,9 +21,6 @@ from lpq.operations.operators import can_call_directly
 from lpq.operations.quantizing import quantize
 from lpq.operations.recoding import bind_recode
 from lpq.operations.transposing import transpose
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
 
 
 def rounds_stochastically(quantizer: Quantizer) -> bool:

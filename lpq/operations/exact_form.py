@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import check_there
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
 
 
 class Form(NamedTuple):

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from lpq import registry
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Covering
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.registry import PluginError
 
 if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
     from lpq.formats.random_bits import RandomBits
 
 Shape = tuple[int, int]

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Storage
+from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
 from lpq.kernels.nvrtc_cache import csrc
@@ -39,10 +39,6 @@ from lpq.operations.exact_form import Form
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import shared
 from lpq.torch_private.compiling import once_when_traced
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Direction, Quantizer
-
 
 ALIGNED = 16
 """Rows and columns of a matrix are multiples of this where exact forms of it are made."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import Sections
 from lpq.operations.cut import Cut, check_shard
 from lpq.operations.encoder import Wanted, through_operators
@@ -16,8 +16,6 @@ from lpq.operations.states import State, remember
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from lpq.formats.format import Quantizer
 
 __all__ = ["Operands", "encode_operands", "remember"]
 

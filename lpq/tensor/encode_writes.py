@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq import operations
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import is_stack
 from lpq.operations.cut import check_shard
 from lpq.operations.decoding import decode
@@ -21,8 +21,6 @@ from lpq.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from lpq.formats.format import Quantizer
 
 
 class _Part:
