@@ -1,6 +1,7 @@
 // The gradients of a norm that subtracts no mean, from one read: of its input, and, for each block of threads, its part of
 // the sums over all rows that are the gradient of the weight. Where the norm rounds on its way (LPQ_ROUNDS), autograd's
-// gradients do, too. With LPQ_OFFSET the factor of a column is 1 + weight.
+// gradients do, too. With LPQ_OFFSET the factor of a column is 1 + weight. With LPQ_RESIDUAL a gradient is added that the
+// input has from elsewhere, as from the residual stream: to the rounded gradient, as autograd adds them.
 //
 // A block takes one row after the other, and a thread the same 16 bytes of each. It reads them while the row before is
 // computed. All rows begin at multiples of 16 bytes, and end there; they have no more than 16 bytes for each of the
@@ -20,6 +21,11 @@ constexpr bool ROUNDS = false;
 constexpr bool OFFSET = true;
 #else
 constexpr bool OFFSET = false;
+#endif
+#ifdef LPQ_RESIDUAL
+constexpr bool ADDS = true;
+#else
+constexpr bool ADDS = false;
 #endif
 
 #if LPQ_INPUT == LPQ_FP32
@@ -58,9 +64,10 @@ __device__ __forceinline__ float block_sum(float x, float (&parts)[WARPS]) {
     return sum;
 }
 
-// sums[block][column], or null: the weight needs no gradient.
+// sums[block][column], or null: the weight needs no gradient. other: the gradient from elsewhere, or null.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) norm_gradients(
-    const void* x, const void* dy, const void* weight, const float* factor, void* dx, float* sums, i64 rows, i64 cols
+    const void* x, const void* dy, const void* weight, const float* factor, const void* other, void* dx, float* sums,
+    i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
     __shared__ float parts[2][WARPS];
@@ -72,6 +79,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) norm_gradients
     if (row < rows) of_x.read(x, row, pieces), of_dy.read(dy, row, pieces);
     for (int turn = 0; row < rows; turn ^= 1) {
         const float r = factor[row];
+        Piece of_other;  // which arrives while the threads of the block wait for each other
+        if (ADDS) of_other.read(other, row, pieces);
         float dot = 0.0f;
 #pragma unroll
         for (int j = 0; j < PIECE; ++j) {
@@ -86,6 +95,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) norm_gradients
         float out[PIECE];
 #pragma unroll
         for (int j = 0; j < PIECE; ++j) out[j] = inner(dy_now[j], of_weight[j]) * r - x_now[j] * back;
+        if (ADDS)
+#pragma unroll
+            for (int j = 0; j < PIECE; ++j) out[j] = nearest(out[j]) + of_other[j];
         if (threadIdx.x < pieces)
             ((uint4*)dx)[row * pieces + threadIdx.x] =
                 make_uint4(word(out), word(out + PER_WORD), word(out + 2 * PER_WORD), word(out + 3 * PER_WORD));

@@ -1,6 +1,9 @@
 // The numbers of a norm for each row of a matrix: the factor 1 / sqrt(mean square + eps), and with LPQ_CENTERED the
 // mean before, around which the squares are summed then.
 //
+// With LPQ_RESIDUAL the matrix is the sum of two, rounded as PyTorch rounds it. It is written on the way, and the numbers
+// are those of the rounded sum.
+//
 // A warp takes a row. All rows begin at multiples of 16 bytes, and end there.
 #include "numbers.cuh"
 
@@ -9,6 +12,11 @@ constexpr int BLOCK = 256, WARPS = BLOCK / 32, UNROLL = 4, PIECE = 4 * PER_WORD;
 constexpr bool CENTERED = true;
 #else
 constexpr bool CENTERED = false;
+#endif
+#ifdef LPQ_RESIDUAL
+constexpr bool ADDS = true;
+#else
+constexpr bool ADDS = false;
 #endif
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -19,37 +27,60 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 __device__ __forceinline__ void split(uint4 v, u32 (&w)[4]) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
 
-// The sum over a row of what `part` adds to a sum.
-template <class Part>
-__device__ __forceinline__ float row_sum(const uint4* row, i64 pieces, Part part) {
-    float sum = 0.0f;
-    for (i64 first = threadIdx.x & 31; first < pieces; first += 32 * UNROLL) {
-        u32 w[UNROLL][4];
-#pragma unroll
-        for (int k = 0; k < UNROLL; ++k)
-            if (first + 32 * k < pieces) split(row[first + 32 * k], w[k]);
-#pragma unroll
-        for (int k = 0; k < UNROLL; ++k)
-            if (first + 32 * k < pieces)
-#pragma unroll
-                for (int j = 0; j < PIECE; ++j) sum = part(value(w[k], j), sum);
-    }
-    return warp_sum(sum);
+// The sums of the elements of two words.
+__device__ __forceinline__ u32 added(u32 a, u32 b) {
+#if LPQ_INPUT == LPQ_FP32
+    return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+#else
+    const u32 x[1] = {a}, y[1] = {b};
+    return rounded(value(x, 0) + value(y, 0), value(x, 1) + value(y, 1));
+#endif
 }
 
+// The sum over a row of what `part` adds to a sum. With a residual the row is the sum of both, which is written. All loads
+// come before the first write, which they would wait for: `sum` may be the memory of the others, as far as nvcc knows.
+template <bool WITH_RESIDUAL, class Part>
+__device__ __forceinline__ float row_sum(const uint4* row, const uint4* residual, uint4* sum, i64 pieces, Part part) {
+    float total = 0.0f;
+    for (i64 first = threadIdx.x & 31; first < pieces; first += 32 * UNROLL) {
+        u32 w[UNROLL][4], r[UNROLL][4];
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k)
+            if (first + 32 * k < pieces) {
+                split(row[first + 32 * k], w[k]);
+                if (WITH_RESIDUAL) split(residual[first + 32 * k], r[k]);
+            }
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k)
+            if (first + 32 * k < pieces) {
+                if (WITH_RESIDUAL) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) w[k][i] = added(w[k][i], r[k][i]);
+                    sum[first + 32 * k] = make_uint4(w[k][0], w[k][1], w[k][2], w[k][3]);
+                }
+#pragma unroll
+                for (int j = 0; j < PIECE; ++j) total = part(value(w[k], j), total);
+            }
+    }
+    return warp_sum(total);
+}
+
+// residual, sum: null without LPQ_RESIDUAL.
 extern "C" __global__ void __launch_bounds__(BLOCK) norm_rows(
-    const void* x, float* mean, float* factor, float eps, i64 rows, i64 cols
+    const void* x, const void* residual, void* sum, float* mean, float* factor, float eps, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
     const i64 index = (i64)blockIdx.x * WARPS + threadIdx.x / 32, pieces = cols / PIECE;
     if (index >= rows) return;
-    const uint4* row = (const uint4*)x + index * pieces;
+    const uint4 *row = (const uint4*)x + index * pieces, *other = (const uint4*)residual + index * pieces;
+    uint4* out = (uint4*)sum + index * pieces;
     float center = 0.0f;
     if (CENTERED) {
-        center = row_sum(row, pieces, [](float v, float sum) { return sum + v; }) / (float)cols;
+        center = row_sum<ADDS>(row, other, out, pieces, [](float v, float sum) { return sum + v; }) / (float)cols;
         if (threadIdx.x % 32 == 0) mean[index] = center;
     }
-    const float squares = row_sum(row, pieces, [center](float v, float sum) {
+    // A thread reads the elements of the sum that it has written itself.
+    const float squares = row_sum<ADDS && !CENTERED>(ADDS && CENTERED ? out : row, other, out, pieces, [center](float v, float sum) {
         const float apart = CENTERED ? v - center : v;
         return fmaf(apart, apart, sum);
     });

@@ -112,9 +112,12 @@ class _Norm(nn.Module):
         super().__init__()
         self.made: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, with_sum: bool = False) -> Any:
+        """Take what ``EncodingNorm`` takes."""
         self.made.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
-        return self.made[-1]
+        if residual is not None:
+            return self.made[-1], residual.clone()
+        return (self.made[-1], x) if with_sum else self.made[-1]
 
 
 class _Linear(nn.Module):

@@ -25,7 +25,7 @@ from lpq.nn.shared_states import EncodedBy, shared_state
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
-from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows
+from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.produced_tiles import aligned
@@ -34,9 +34,11 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
 from lpq.torch_private.hooks import hooks_before, hooks_behind
 
-Encode = Callable[[Tensor, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Sequence[Tensor]]]
-"""``encode(x, (weight, bias), layers)``: the output of a norm, encoded for these layers, and what a kernel found of the
-rows."""
+Encode = Callable[
+    [Tensor, Tensor | None, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Tensor, Sequence[Tensor]]
+]
+"""``encode(x, residual, (weight, bias), layers)``: the output of a norm, encoded for these layers, its input, which is
+``x`` or the sum of both, and what a kernel found of the rows."""
 Place = tuple[nn.Module, str]
 """A module, and the name of its child."""
 MOST_CALLS = 8
@@ -69,27 +71,42 @@ class EncodingNorm(nn.Module):
     take the output as well."""
     _calls: dict[object, _Call]
 
-    def forward(self, *args: Any, **others: Any) -> Tensor:
+    def forward(self, *args: Any, residual: Tensor | None = None, with_sum: bool = False, **others: Any) -> Any:
+        """Take and return what the other base class does, or with a ``residual`` the norm of ``x + residual`` and that
+        sum.
+
+        Args:
+            *args: ``x``, and whatever else the other class takes.
+            residual: The residual stream, to which ``x`` is added in the kernel that finds what rows have in common.
+            with_sum: Return the sum also where there is no residual. It is ``x`` then. In backward the gradients by the
+                output and by the sum are added in the kernel of the norm.
+            **others: Whatever else the other class takes.
+        """
+        with_sum = with_sum or residual is not None
         bound = None
         if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
-            bound = self._call(*args).bound
+            if residual is not None and not _adds(*args, residual):
+                args, residual = (args[0] + residual,), None
+            bound = self._call(*args, adds=residual is not None).bound
             for layer in self.consumers:
                 if layer.passes.fresh:  # it measures its own inputs
                     bound = None
         if bound is None:
-            return super().forward(*args, **others)  # type: ignore[no-any-return]  # of the other base class
+            if residual is not None:
+                args = args[0] + residual, *args[1:]
+            y = super().forward(*args, **others)  # of the other base class
+            return (y, args[0]) if with_sum else y
         (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
         with on_device(x.device):
             layers = [layer for layer in self.consumers if layer.passes.plan is not None]
-            y: Tensor = EncodedNorm.apply(x, weight, bias, bound, layers)  # type: ignore[no-untyped-call]
-        return y
+            return EncodedNorm.apply(x, weight, bias, bound, layers, residual, with_sum)  # type: ignore[no-untyped-call]
 
     def why_not(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> str | None:
         """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm
         encodes it. ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass."""
         return self._call(x, gathered).why_not
 
-    def _call(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> _Call:
+    def _call(self, x: Tensor, gathered: Collection[nn.Module] = (), adds: bool = False) -> _Call:
         if not self.consumers:
             return _Call(NO_CONSUMERS)
         if hooks_behind(self):
@@ -115,16 +132,16 @@ class EncodingNorm(nn.Module):
             trains = trains or weight is None or weight.requires_grad
             plans.append(layer.passes.plan)
         col = trains and torch.is_grad_enabled()
-        key = (x.shape, x.dtype, x.device, own.dtype, col, kernels_allowed(), registry.epoch(), *map(id, plans))
+        key = (x.shape, x.dtype, x.device, own.dtype, col, adds, kernels_allowed(), registry.epoch(), *map(id, plans))
         calls = self.__dict__.setdefault("_calls", {})
         call: _Call | None = calls.get(key)
         if call is None:
             if len(calls) >= MOST_CALLS:
                 calls.clear()
-            call = calls[key] = self._bound(x, plans, col)
+            call = calls[key] = self._bound(x, plans, col, adds)
         return call
 
-    def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool) -> _Call:
+    def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool, adds: bool) -> _Call:
         """Bind the passes of one kind."""
         encoding = [(layer, plan) for layer, plan in zip(self.consumers, plans, strict=True) if plan is not None]
         why_not = self._why_unfit(x) or _why_not_alike(encoding)
@@ -132,7 +149,7 @@ class EncodingNorm(nn.Module):
             return _Call(why_not, tuple(plans))
         first, biased = encoding[0][1], self._parameters.get("bias") is not None
         others = self.serves_others or len(encoding) < len(plans)
-        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, biased, others))
+        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, biased, others, adds))
 
     def _why_unfit(self, x: Tensor) -> str | None:
         """Why no output for such an input is encoded, whatever the layers are."""
@@ -183,35 +200,57 @@ class BoundNorm(NamedTuple):
 
 
 class EncodedNorm(torch.autograd.Function):
-    """A norm whose output is encoded. It keeps its input, and what a kernel found of the rows."""
+    """A norm whose output is encoded. It keeps its input, and what a kernel found of the rows.
+
+    With a residual its input is the sum of both. Where it returns the sum, backward adds the gradients that come by the
+    sum and by the output."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bound: BoundNorm, layers: Sequence[Layer]
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bound: BoundNorm, layers: Sequence[Layer],
+        residual: Tensor | None, with_sum: bool,
+    ) -> Any:  # fmt: skip
         columns = (weight,) if bias is None else (weight, bias)
-        y, rows = bound.encode(x, columns, layers)
+        y, normed, rows = bound.encode(x, residual, columns, layers)
         ctx.bound, ctx.given = bound, 1 + len(columns)
-        ctx.save_for_backward(x, *columns, *rows)
-        return y
+        ctx.save_for_backward(normed, *columns, *rows)
+        if not with_sum:
+            return y
+        ctx.set_materialize_grads(False)
+        return y, x if residual is None else normed
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, ctx.given
-        needed, compute = ctx.needs_input_grad[:count], ctx.bound.gradients
+    def backward(ctx: Any, dy: Tensor | None, other: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        count = ctx.given
+        of_x, *of_columns = ctx.needs_input_grad[:count]
+        of_residual = ctx.needs_input_grad[5]
+        needed, compute = (of_x or of_residual, *of_columns), ctx.bound.gradients
         grads: Sequence[Tensor | None]
-        if compute is not None and needed[0] and can_bypass_dispatcher(dy):
+        if dy is None:
+            grads = (other, *[None] * (count - 1))
+        elif compute is not None and needed[0] and can_bypass_dispatcher(dy) and (other is None or _adds(dy, other)):
             with on_device(dy.device):
-                grads = compute(dy, *saved, needed[1])
+                grads = compute(dy, *ctx.saved_tensors, needed[1], other)
         else:
-            grads = ctx.bound.norm.gradients(dy, saved[:count], saved[count:], needed)
-        return *grads, *[None] * (5 - count)
+            saved = ctx.saved_tensors
+            first, *rest = ctx.bound.norm.gradients(dy, saved[:count], saved[count:], needed)
+            grads = (first if first is None or other is None else first + other, *rest)
+        dx = grads[0]
+        return dx if of_x else None, *grads[1:], *[None] * (5 - count), dx if of_residual else None, None
 
 
-def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False) -> BoundNorm:
+def _adds(x: Tensor, other: Tensor) -> bool:
+    """Whether a kernel can add another tensor to this one."""
+    alike = other.shape == x.shape and other.dtype is x.dtype and other.device == x.device
+    return alike and can_bypass_dispatcher(other)
+
+
+def bind_norm(
+    norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False, adds: bool = False
+) -> BoundNorm:
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
-    operand; ``others``: with the output itself, for others. Where no kernel computes and encodes it, an encoder follows
-    the operations of the module."""
+    operand; ``others``: with the output itself, for others; ``adds``: of sums with a residual. Where no kernel computes
+    and encodes it, an encoder follows the operations of the module."""
     shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
     cols, remembers = shape[-1], "x" in plan.remembered
     matrix = like.numel() // cols if cols else 0, cols
@@ -219,25 +258,34 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool,
     producer = bind_producer(norm_source(norm, biased), [Output(wanted, others)])
     row, side = producer.operands[0]
     assert row is not None
-    find = encoder = gradients = None
-    if producer.why_not[0] is None:
-        find, gradients = bind_rows(norm, matrix, dtype, device), bind_gradients(norm, matrix, dtype, device)
-    else:
+    find = add = encoder = gradients = None
+    if producer.why_not[0] is not None:
         encoder = bind_encoder(wanted)
+    else:
+        gradients = bind_gradients(norm, matrix, dtype, device)
+        if adds:
+            add = bind_sum_rows(norm, matrix, dtype, device)
+        else:
+            find = bind_rows(norm, matrix, dtype, device)
 
     def encode(
-        x: Tensor, columns: Sequence[Tensor], layers: Sequence[Layer]
-    ) -> tuple[QuantizedTensor, Sequence[Tensor]]:
+        x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Layer]
+    ) -> tuple[QuantizedTensor, Tensor, Sequence[Tensor]]:
         state = shared_state(layers) if remembers else None
         rows: Sequence[Tensor] = ()
         value: Tensor | None
         if encoder is not None:
+            x = x if residual is None else x + residual
             value = norm.compute(x, *columns)
             of_row, of_col, measured = encoder.encode(as_matrix(value), state or (), None)
         else:
-            assert find is not None
-            (x,) = aligned(x)
-            rows = find(x)
+            if add is not None:
+                assert residual is not None
+                x, rows = add(*aligned(x, residual))
+            else:
+                assert find is not None
+                (x,) = aligned(x)
+                rows = find(x)
             ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state or (),), (None,))
         of_side = None if side is None else side.over(of_col)
         if others:
@@ -248,7 +296,7 @@ def bind_norm(norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool,
         encoded.read = quantizer, of_row, of_col
         if state is not None:
             encoded.encoded_by = EncodedBy(layers, state, measured, col)
-        return encoded, rows
+        return encoded, x, rows
 
     return BoundNorm(norm, encode, gradients)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.core import QuantizedTensor
 from lpq.nn.norms import bind_norm
-from lpq.operations.norm_kernels import bind_gradients, bind_rows
+from lpq.operations.norm_kernels import bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
 from lpq.tensor.with_value import WithValue
 
@@ -93,7 +93,7 @@ def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: No
     weight = torch.rand(IN, device="cuda").to(torch.bfloat16)
     plan = lpq.convert(nn.Sequential(nn.Linear(8, 8)), text)[0].passes.plan
     bound = bind_norm(norm, plan, x, True, False)
-    made, rows = bound.encode(x, (weight,), ())
+    made, _, rows = bound.encode(x, None, (weight,), ())
     assert (bound.gradients is None) == norm.centers
     matrix = x.view(-1, IN)
     expected = plan.x.quantize(norm_source(norm).compute(matrix, *rows, weight)[0])
@@ -104,8 +104,8 @@ def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: No
     exact = norm.gradients(dy, (x, weight), (), needed)
     ways = [norm.gradients(dy, (x, weight), rows, needed)]
     if bound.gradients is not None:
-        ways.append(bound.gradients(dy, x, weight, *rows, True))
-        assert torch.equal(bound.gradients(dy, x, weight, *rows, False)[0], ways[1][0])  # type: ignore[arg-type]
+        ways.append(bound.gradients(dy, x, weight, *rows, True, None))
+        assert torch.equal(bound.gradients(dy, x, weight, *rows, False, None)[0], ways[1][0])  # type: ignore[arg-type]
     for way in ways:
         for g, h in zip(way, exact, strict=True):
             assert g is not None
@@ -124,7 +124,7 @@ def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype) -> None:
         weight = torch.randn(shape[1], device="cuda").to(dtype)
         compute = bind_gradients(norm, shape, dtype, x.device)
         assert compute is not None
-        found = compute(dy, x, weight, norm.rows(x)[0], True)
+        found = compute(dy, x, weight, norm.rows(x)[0], True, None)
         expected = norm.gradients(dy, (x, weight), (), (True, True))
         for a, b in zip(found, expected, strict=True):
             assert a is not None
@@ -155,3 +155,74 @@ def test_the_value_beside_the_operands(recipe: str) -> None:
         assert torch.equal(as_bytes(found), as_bytes(wanted))
     net(x).square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.view(torch.int32 if t.dtype is torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_sum_is_torch_s_and_its_rows_are_those_of_the_sum(norm: NormKind, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    for shape in ((9, 8), (700, 2056), (4096, 4096), (33, 8192)):
+        x, residual = (torch.randn(shape, device="cuda").mul(3).to(dtype) for _ in range(2))
+        x[0, :4] = torch.tensor([torch.inf, torch.nan, -0.0, 60000.0])
+        residual[0, :4] = torch.tensor([-torch.inf, 1.0, -0.0, 60000.0])
+        total, rows = bind_sum_rows(norm, shape, dtype, x.device)(x, residual)
+        expected = x + residual
+        assert torch.equal(bits(total)[:, 2:], bits(expected)[:, 2:])  # NaNs have any bits
+        assert torch.equal(total[:, :2].isnan(), expected[:, :2].isnan())
+        for a, b in zip(rows, bind_rows(norm, shape, dtype, x.device)(expected), strict=True):
+            assert torch.equal(bits(a)[1:], bits(b)[1:])
+        assert not torch.equal(rows[-1], bind_rows(norm, shape, dtype, x.device)(x)[-1])
+
+
+@pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_from_elsewhere_is_added_as_autograd_adds_it(norm: NormKind, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    for shape in ((9, 8), (700, 2056), (3000, 4096), (64, 8192)):
+        x, dy, other = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
+        weight = torch.randn(shape[1], device="cuda").to(dtype)
+        compute = bind_gradients(norm, shape, dtype, x.device)
+        assert compute is not None
+        factor = bind_rows(norm, shape, dtype, x.device)(x)[0]
+        alone, of_weight = compute(dy, x, weight, factor, True, None)
+        dx, same = compute(dy, x, weight, factor, True, other)
+        assert torch.equal(bits(dx), bits(alone + other))
+        assert of_weight is not None
+        assert same is not None
+        assert torch.equal(bits(same), bits(of_weight))
+
+
+class Stream(nn.Module):
+    """A residual stream, whose sums torch or the norms make."""
+
+    def __init__(self, kind: Any, by_norms: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.by_norms = kind(IN, eps=1e-5), kind(IN, eps=1e-5), by_norms
+        self.a, self.b = nn.Linear(IN, IN, bias=False), nn.Linear(IN, IN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_norms:
+            normed, x = self.first(x, with_sum=True)
+            normed, x = self.second(self.a(normed), residual=x)
+        else:
+            x = x + self.a(self.first(x))
+            normed = self.second(x)
+        return x + self.b(normed)
+
+
+@pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-row", "nvfp4"])
+def test_a_residual_stream_by_norms_is_the_same_to_the_bit(kind: type[nn.Module], recipe: str) -> None:
+    found = []
+    x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    for by_norms in (False, True):
+        torch.manual_seed(1)
+        model: Any = lpq.convert(Stream(kind, by_norms).to("cuda", torch.bfloat16), recipe)
+        model.first.consumers, model.second.consumers = (model.a,), (model.b,)
+        found.append([t for _ in range(3) for t in step(model, x)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(bits(a), bits(b))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import imitated
 import pytest
 import torch
-from test_producers_imitated import CPU, check
+from test_producers_imitated import CPU, check, numbers
 
-from lpq.operations.norm_kernels import bind_gradients, bind_rows
+from lpq.operations.norm_kernels import bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
+from lpq.testing.comparing import Poisoned
 
 pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
 LAYER = NormKind(1e-5, centers=True)
 
@@ -21,7 +23,7 @@ def test_elements_and_operands(norm: NormKind, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@DTYPES
 def test_rows(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:
     torch.manual_seed(0)
     for shape in ((9, 8), (16, 1032), (1, 2048)):
@@ -44,7 +46,7 @@ def test_gradients(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> N
         weight = torch.randn(shape[1]).to(dtype)
         compute = bind_gradients(norm, shape, dtype, CPU)
         assert compute is not None
-        found = compute(dy, x, weight, norm.rows(x)[0], True)
+        found = compute(dy, x, weight, norm.rows(x)[0], True, None)
         expected = norm.gradients(dy, (x, weight), (), (True, True))
         for a, b in zip(found, expected, strict=True):
             assert a is not None
@@ -52,6 +54,45 @@ def test_gradients(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> N
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             torch.testing.assert_close(a, b)
             assert (a == b).float().mean() > 0.98
-        assert torch.equal(compute(dy, x, weight, norm.rows(x)[0], False)[0], found[0])
-        assert compute(dy, x, weight, norm.rows(x)[0], False)[1] is None
+        assert torch.equal(compute(dy, x, weight, norm.rows(x)[0], False, None)[0], found[0])
+        assert compute(dy, x, weight, norm.rows(x)[0], False, None)[1] is None
     assert bind_gradients(norm, (1, 8200), dtype, CPU) is None
+
+
+@pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
+@DTYPES
+def test_rows_of_a_sum_are_those_that_the_kernel_of_rows_finds(norm: NormKind, dtype: torch.dtype) -> None:
+    """And the sum is torch's, also where it is no number."""
+    torch.manual_seed(0)
+    for shape in ((9, 8), (16, 1032), (1, 2048)):
+        x, residual = (numbers(*shape, dtype=dtype) for _ in range(2))
+        x[shape[0] // 2 :], residual[shape[0] // 2 :] = (torch.randn(2, shape[0] - shape[0] // 2, shape[1]) + 1).to(
+            dtype
+        )
+        with Poisoned():
+            total, rows = bind_sum_rows(norm, shape, dtype, CPU)(x, residual)
+            expected = bind_rows(norm, shape, dtype, CPU)(x + residual)
+        assert torch.equal(total.nan_to_num(7), (x + residual).nan_to_num(7))
+        assert len(rows) == len(expected)
+        for a, b in zip(rows, expected, strict=True):
+            assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        assert not torch.equal(rows[-1][-1], bind_rows(norm, shape, dtype, CPU)(x)[-1][-1])
+
+
+@pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_from_elsewhere_is_added_as_autograd_adds_it(norm: NormKind, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for shape in ((9, 1024), (300, 16), (3, 2048)):
+        x, dy, other = torch.randn(3, *shape).to(dtype)
+        weight = torch.randn(shape[1]).to(dtype)
+        compute = bind_gradients(norm, shape, dtype, CPU)
+        assert compute is not None
+        with Poisoned():
+            alone, of_weight = compute(dy, x, weight, norm.rows(x)[0], True, None)
+            dx, same = compute(dy, x, weight, norm.rows(x)[0], True, other)
+        assert torch.equal(dx, alone + other)
+        assert of_weight is not None
+        assert same is not None
+        assert torch.equal(same, of_weight)
+        assert compute(dy, x, weight, norm.rows(x)[0], False, other)[1] is None

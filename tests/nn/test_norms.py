@@ -234,3 +234,112 @@ def test_gradients_round_as_the_norm_does_where_its_rows_are_at_hand(norm: NormK
     for needed in ((True, True), (False, True)):
         found = norm.gradients(dy, (x, weight), norm.rows(x), needed)
         assert equal(found, norm.gradients(dy, (x, weight), (), needed))
+
+
+class Stream(nn.Module):
+    """A residual stream: two norms, each before a layer whose output is added."""
+
+    def __init__(self, norm: Any, by_norms: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.by_norms = norm(IN, eps=1e-5), norm(IN, eps=1e-5), by_norms
+        self.a, self.b = nn.Linear(IN, IN), nn.Linear(IN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_norms:
+            normed, x = self.first(x, with_sum=True)
+            normed, x = self.second(self.a(normed), residual=x)
+        else:
+            x = x + self.a(self.first(x))
+            normed = self.second(x)
+        return x + self.b(normed)
+
+
+def streams(recipe: str, kind: str, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    """The same model with torch's sums, where norms encode and do not, and with sums in the norms."""
+    models: list[Any] = []
+    for norm, by_norms in zip((*NORMS[kind], NORMS[kind][1]), (False, False, True), strict=True):
+        torch.manual_seed(1)
+        model: Any = lpq.convert(Stream(norm, by_norms).to(dtype), recipe)
+        with torch.no_grad():
+            model.first.weight.uniform_(0.5, 1.5)
+            model.second.weight.uniform_(0.5, 1.5)
+        models.append(model)
+    for model in models[1:]:
+        model.first.consumers, model.second.consumers = (model.a,), (model.b,)
+    return models
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(
+    ("recipe", "run"),
+    [
+        ("fp8-current", plainly), ("fp8-current", reentrant), ("fp8-delayed", recomputed), ("fp8-delayed", plainly),
+        ("nvfp4", offloaded),
+    ],
+)  # fmt: skip
+def test_a_norm_adds_the_residual_and_the_gradient_of_the_stream(kind: str, recipe: str, run: Run) -> None:
+    apart, encoding, adding = streams(recipe, kind)
+    for number in range(2):
+        x = given() * (number + 1)
+        expected = step(apart, x, run)
+        assert equal(step(encoding, x, run), expected)
+        assert equal(step(adding, x, run), expected)
+        assert equal_states(adding.state_dict(), apart.state_dict())
+
+
+def test_in_fp32_backward_adds_what_the_encoding_norm_gives() -> None:
+    _, encoding, adding = streams("mxfp8", "rms", torch.float32)
+    x = given(torch.float32)
+    assert equal(step(adding, x), step(encoding, x))
+
+
+@pytest.mark.starts
+def test_compiled_a_norm_with_a_residual_computes_plainly() -> None:
+    apart, _, adding = streams("mxfp8", "rms")
+    assert equal(step(adding, given(), compiled), step(apart, given()))
+
+
+@pytest.mark.parametrize("used", ["output", "sum", "neither weight"])
+def test_backward_by_one_of_both(used: str) -> None:
+    """The gradient goes by the output alone, by the sum alone, or to the residual alone."""
+    found: list[list[Tensor | None]] = []
+    for index in (1, 2):
+        model = streams("mxfp8", "rms")[index].requires_grad_(used != "neither weight")
+        x, residual = (t.clone().requires_grad_() for t in (given(), given().flip(0)))
+        if used == "neither weight":
+            x.requires_grad_(False)
+        y, total = model.second(x, residual=residual) if index == 2 else (model.second(x + residual), x + residual)
+        z = model.b(y)
+        (z if used == "output" else total if used == "sum" else z + total).square().sum().backward()
+        found.append([x.grad, residual.grad, model.second.weight.grad])
+    assert equal(*found)
+    assert found[0][1] is not None
+
+
+def test_a_residual_of_another_dtype_is_added_by_torch() -> None:
+    _, fused = pair("mxfp8")
+    x, residual = given(), given(torch.float32)
+    y, total = fused.norm(x, residual=residual)
+    assert torch.equal(total, x + residual)
+    assert total.dtype is torch.float32
+    assert torch.equal(y, nn.RMSNorm.forward(fused.norm, total))
+    y, total = fused.norm(x, residual=given()[:1])  # one for all
+    assert isinstance(y, QuantizedTensor)
+    assert torch.equal(total, x + given()[:1])
+
+
+def test_without_layers_a_norm_adds_all_the_same() -> None:
+    norm, x = lpq.nn.RMSNorm(IN), given(torch.float32)
+    y, total = norm(x, residual=2 * x)
+    assert torch.equal(total, x + 2 * x)
+    assert torch.equal(y, norm(total))
+    assert norm(x, with_sum=True)[1] is x
+
+
+def test_fuse_finds_the_layers_behind_norms_that_add() -> None:
+    apart, _, adding = streams("mxfp8", "rms")
+    adding.first.consumers = adding.second.consumers = ()
+    lpq.fuse(adding)
+    assert adding.first.consumers == (adding.a,)
+    assert adding.second.consumers == (adding.b,)
+    assert equal(step(adding, given()), step(apart, given()))
