@@ -22,8 +22,8 @@ RECIPES = [
     "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
-COMPILED = ("fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")
-"""With state, with random bits, and with other formats in each product; the conformance kit compiles every format."""
+COMPILED = ("fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")
+"""With state, and with random bits and other formats in each product; the conformance kit compiles every format."""
 
 
 def layer(recipe: str | None, *sizes: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -105,7 +105,7 @@ def test_checkpointing_gives_the_same_gradients(recipe: str) -> None:
 
 def test_compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_weights() -> None:
     torch._dynamo.reset()
-    sizes = itertools.pairwise((48, 32, 24, 16))
+    sizes = itertools.pairwise((48, 32, 24))
     eager = nn.Sequential(*(layer(recipe, *size) for recipe, size in zip(COMPILED, sizes, strict=True)))
     module = copy.deepcopy(eager)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -241,8 +241,8 @@ def test_the_recipe_says_which_sums_may_be_fast(monkeypatch: pytest.MonkeyPatch)
         assert [product.fast_accumulate for product in seen] == expected
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fprop=mxfp8, dgrad=fp8(), wgrad=bf16"])
-def test_a_weight_stored_quantized_gives_the_same_products_compiled_too(recipe: str) -> None:
+def test_a_weight_stored_quantized_gives_the_same_products_compiled_too() -> None:
+    recipe = "fprop=mxfp8, dgrad=fp8(), wgrad=bf16"
     eager, stored, x = layer(recipe), layer(recipe), drawn(24, 48)
     stored.weight = nn.Parameter(stored.recipe.w.quantize(stored.weight.detach()))
     expected = step(eager, x)
@@ -259,8 +259,7 @@ def test_autocast_does_not_reach_into_the_products() -> None:
         assert torch.equal(
             step(layer(recipe), drawn(24, 48), autocast)[0], step(layer(recipe), drawn(24, 48))[0].bfloat16()
         )
-    sizes = ((48, 32), (32, 32), (32, 32))
-    eager = nn.Sequential(*(layer(recipe, *size) for recipe, size in zip(COMPILED, sizes, strict=True)))
+    eager = layer(COMPILED[-1])
     again = copy.deepcopy(eager)
     found = step(again, drawn(24, 48), lambda module, x: autocast(partial(compiled, module), x))
     assert equal(step(eager, drawn(24, 48), autocast), found)
