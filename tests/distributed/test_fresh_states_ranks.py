@@ -83,20 +83,28 @@ def _kept(net: Any) -> nn.Module:
     return fully_shard(net, reshard_after_forward=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("weights", "prepare"),
+    ("form", "weights", "prepare"),
     [
-        (None, _columns_and_rows), (None, _sequences), (None, _replicated), (None, _units),
-        ("high_precision", _units), ("high_precision", _kept), ("quantized", _units),
+        *((form, None, prepare) for form in FORMS for prepare in (_columns_and_rows, _sequences)),
+        *(("sides", *way) for way in (
+            (None, _replicated), (None, _units), ("high_precision", _units), ("high_precision", _kept),
+            ("quantized", _units),
+        )),
+        ("of_row", "high_precision", _units),
     ],
 )  # fmt: skip
 @on_ranks(2)
-def test_the_first_step_is_measured(rank: int, weights: Any, prepare: Prepare, form: str) -> None:
+def test_the_first_step_is_measured(rank: int, form: str, weights: Any, prepare: Prepare) -> None:
+    """Each form where ranks exchange the statistics of inputs and gradients; elsewhere the form that has all, and where
+    weights are gathered the one whose column operand is made of another."""
     same = 0 if prepare in (_columns_and_rows,) else rank  # ranks have the same input there
-    found = [_train(FORMS[form].format(how), weights, prepare, same, 1) for how in (FRESH, "", STATE)]
-    assert equal(found[0][0], found[1][0])
-    assert not equal(found[0][0], found[2][0])
-    later, fresh = _train(FORMS[form].format(FRESH), weights, prepare, same, 3)
+    (later, fresh), (measured, _), (recalled, _) = (
+        _train(FORMS[form].format(how), weights, prepare, same, steps)
+        for how, steps in ((FRESH, 3), ("", 3), (STATE, 1))
+    )
+    first = len(recalled)  # the tensors of a step
+    assert equal(later[:first], measured[:first])
+    assert not equal(later[:first], recalled)
     assert fresh == {()}
-    assert not equal(later, _train(FORMS[form].format(""), weights, prepare, same, 3)[0])
+    assert not equal(later[first:], measured[first:])

@@ -24,7 +24,7 @@ from lpq.tensor.encode_writes import overwrite
 
 THREE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 RECIPES = [
-    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16", THREE,
+    "fp8-current", "fp8-delayed", "fp8-block", "nvfp4", THREE,
     "fprop=fp8-row, dgrad=fp8-delayed, wgrad=nvfp4",
     "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current",
     "x=mxfp8(), w=hybrid(row=mxfp8, col=nvfp4, col_source=row), dy=mxfp8()", "nvfp4-eden",

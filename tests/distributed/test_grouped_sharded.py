@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from ranks import fully_shard, of_all, on_one, on_ranks
 from sharded import decoded
 from support.comparing import equal
 from support.small_models import Experts
-from test_every_recipe import THIRD_PARTIES, recipe_of, register
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -103,23 +101,6 @@ def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | 
 @on_ranks(2)
 def test_other_ways_of_training(rank: int, way: str, weights: str | None) -> None:
     _as_one(rank, "fp8-block", weights, way)
-
-
-@on_ranks(2)
-def test_every_recipe_with_a_name(rank: int) -> None:
-    named = [name for name in sorted(lpq.registry.recipes()) if name != "fp8-delayed"]
-    assert len(named) > 8
-    for recipe, weights in zip(named, itertools.cycle((None, "quantized"))):
-        _as_one(rank, recipe, weights)
-
-
-@pytest.mark.usefixtures("int4")
-@on_ranks(2)
-def test_every_format(rank: int) -> None:
-    """Formats that no recipe of lpq's names."""
-    register()
-    for text in THIRD_PARTIES:
-        _as_one(rank, recipe_of(text), "high_precision")
 
 
 @on_ranks(2)

@@ -113,11 +113,11 @@ def _alone(recipe: str, bias: bool, factors: Sequence[float]) -> dict[str, Tenso
     return steps(net, *data(), Tensor.backward, factors)
 
 
-def agree(found: dict[str, Tensor], expected: dict[str, Tensor], within: float = 1e-5) -> None:
+def agree(found: dict[str, Tensor], expected: dict[str, Tensor], within: float = 1e-5, about: str = "") -> None:
     """To the order of sums."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name] - tensor).norm() < within * tensor.norm(), name
+        assert (found[name] - tensor).norm() < within * tensor.norm(), (about, name)
 
 
 @pytest.mark.parametrize(
