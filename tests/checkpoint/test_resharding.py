@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-import hybrids
 import pytest
 import torch
 import trained
@@ -36,8 +35,7 @@ import lpq
 from lpq import checkpoint
 
 TRUTH, OTHER = 1, 2
-EVERY = {**FORMATS, "third_party": "int4", **{f"hybrid{i}": text for i, text in enumerate(hybrids.FEW)}}
-"""The last are hybrids that have each format on both sides."""
+EVERY = {**FORMATS, "third_party": "int4", "fp4_by_powers": "mxfp4"}
 FEW = {name: FORMATS[name] for name in ("square", "fp4", "mixed_back", "mixed_delayed")}
 """For another mesh: how a weight is cut does not depend on what else there is."""
 ODD = {"row": FORMATS["row"], "identity": FORMATS["identity"]}
