@@ -87,7 +87,7 @@ def _ranks_disagree(rank: int, folder: Path) -> None:
 
 def _one_rank_finds_damage(rank: int, folder: Path) -> None:
     """Each rank reads a share of the files only."""
-    path = folder / "damaged"
+    path, before = folder / "damaged", Net(2, 64, SMALL)
     checkpoint.save(_net(1), path)
     dist.barrier()
     for name in sorted(p.name for p in path.iterdir() if p.suffix == ".distcp"):
@@ -98,7 +98,7 @@ def _one_rank_finds_damage(rank: int, folder: Path) -> None:
         dist.barrier()
         net = _net(2)
         all_say(lambda: checkpoint.load(net, path), rf"{name}: its SHA-256 differs from its manifest")  # noqa: B023
-        assert model_differences(net, Net(2, 64, SMALL)) == {}
+        assert model_differences(net, before) == {}
         dist.barrier()
         if rank == 0:
             (path / name).write_bytes(raw)
@@ -113,7 +113,7 @@ def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
     content = torch.load(path, weights_only=True)["model"]
     large = [as_bytes(tensor).numpy().tobytes() for tensor in content.values() if tensor.nbytes >= 100]
     assert len(large) >= 4
-    finders = set()
+    finders, before = set(), Net(2, 64, SMALL)
     for data in large:
         dist.barrier()
         if rank == 0:
@@ -123,7 +123,7 @@ def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
         net = _net(2)
         words = r"it is damaged or was changed since it was saved \(BadZipFile\)"
         finders.add(all_say(lambda: checkpoint.import_file(net, path), words).partition("rank ")[2][:1])  # noqa: B023
-        assert model_differences(net, Net(2, 64, SMALL)) == {}
+        assert model_differences(net, before) == {}
     assert finders == {"0", "1"}
     dist.barrier()
     if rank == 0:

@@ -18,6 +18,9 @@ from lpq import checkpoint
 from lpq.checkpoint import CheckpointError
 from lpq.core import QuantizedTensor
 
+SMALL = {name: FORMATS[name] for name in ("mx", "fp4_square")}
+"""For what depends on no format."""
+
 
 def test_bit_for_bit(tmp_path: Path) -> None:
     path = lpq.export(net := Net(1), tmp_path / "new" / "model.pt", layout="lpq").path
@@ -33,14 +36,15 @@ def test_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    net = Net(1, 64, SMALL)
     for path in (".", tmp_path):
         with pytest.raises(CheckpointError, match=rf"{tmp_path} is a directory, .* the name of one in it$"):
-            lpq.export(Net(1), path, layout="lpq")
+            lpq.export(net, path, layout="lpq")
     assert not list(tmp_path.iterdir())
 
 
 def test_the_earlier_name_names_the_new_call(tmp_path: Path) -> None:
-    net = Net(1)
+    net = Net(1, 64, SMALL)
     with pytest.warns(
         DeprecationWarning, match=r'removed .*: call lpq\.export\(model, path, layout="lpq", decode=True\)$'
     ):
@@ -55,22 +59,23 @@ def test_the_earlier_name_names_the_new_call(tmp_path: Path) -> None:
 
 
 def test_the_record_names_what_is_stored_quantized(tmp_path: Path) -> None:
-    made = lpq.export(Net(1), tmp_path / "model.pt", layout="lpq")
+    made = lpq.export(net := Net(1), tmp_path / "model.pt", layout="lpq")
     assert (made.layout, made.left, made.notes) == ("lpq", (), ())
     assert made.layers["mxfp8"] == ("stored.mx.weight",)
     assert sorted(sum(made.layers.values(), ())) == sorted(f"stored.{name}.weight" for name in FORMATS)
-    assert not lpq.export(Net(1), tmp_path / "model.pt", layout="lpq", decode=True).layers
+    assert not lpq.export(net, tmp_path / "model.pt", layout="lpq", decode=True).layers
 
 
 def test_what_is_for_engines_is_refused_with_one_file(tmp_path: Path) -> None:
     engines: dict[str, Any] = {
         "base": tmp_path, "dtype": torch.float16, "input_amax": {}, "leave": ["0"], "siblings": "any", "shard_bytes": 1,
     }  # fmt: skip
+    net = Net(1, 64, SMALL)
     for name, value in engines.items():
         with pytest.raises(CheckpointError, match='layout="lpq" writes a model as it is, and takes decode and'):
-            lpq.export(Net(1), tmp_path / "x", layout="lpq", **{name: value})
+            lpq.export(net, tmp_path / "x", layout="lpq", **{name: value})
     with pytest.raises(CheckpointError, match=r'decode=True is for layout="lpq", and .*layout=.modelopt. quantized'):
-        lpq.export(Net(1), tmp_path / "x", layout="modelopt", decode=True)
+        lpq.export(net, tmp_path / "x", layout="modelopt", decode=True)
     with pytest.raises(CheckpointError, match=r'layout="lpq" is of a model: load run into one, and export that'):
         lpq.export("run", tmp_path / "x", layout="lpq")
     assert not (tmp_path / "x").exists()
@@ -164,8 +169,8 @@ def _changed(path: Path, of: torch.Tensor) -> None:
 
 def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
     """Ours and anybody's; unless it was saved without checksums, of which nobody can know."""
-    path, net, other = tmp_path / "model.pt", Net(1), Net(2)
-    for changed in ("mx", "fp4_square"):
+    path, (net, other, before) = tmp_path / "model.pt", (Net(seed, 64, SMALL) for seed in (1, 2, 2))
+    for changed in SMALL:
         for save in (lambda: lpq.export(net, path, layout="lpq"), lambda: torch.save(net.state_dict(), path)):
             save()
             _changed(path, net.stored[changed].weight.row.data)
@@ -173,7 +178,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
                 CheckpointError, match=r"model\.pt cannot be imported: it is damaged or was changed since"
             ):
                 checkpoint.import_file(other, path)
-            assert model_differences(other, Net(2)) == {}
+            assert model_differences(other, before) == {}
     computed = get_crc32_options()
     try:
         set_crc32_options(False)
