@@ -134,7 +134,7 @@ def test_collectives_are_counted_while_blocks_are_compiled(rank: int) -> None:
 @on_ranks(2)
 def test_blocks_that_are_alike_share_a_graph(rank: int, recipe: str, weights: str) -> None:
     """``tests/nn/test_compiled_alike.py`` has blocks that nobody shards, and a negative control."""
-    how = How(recipe, weights, width=64, inner=128, blocks=3, compile=rank == 0, backend="aot_eager", ranks=2)
+    how = How(recipe, weights, width=64, inner=128, blocks=3, compile=rank == 0, backend="eager", ranks=2)
     counters.clear()
     net = built(how)
     for _ in range(2):
