@@ -20,13 +20,22 @@ def test_a_notebook_is_its_page(name: str) -> None:
     assert file(name).read_text() == made(name), "it is out of date: run python tests/docs/notebooks.py"
 
 
+SHORTER = {"tutorial": ("for _ in range(100):", "for _ in range(5):")}
+"""What a reader waits for and no test: that layers learn, others show."""
+
+
 @pytest.mark.starts
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "tutorial":
         pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    notebook = nbformat.read(file(name), as_version=4)
+    text = file(name).read_text()
+    if name in SHORTER:
+        long, short = SHORTER[name]
+        assert text.count(long) == 1
+        text = text.replace(long, short)
+    notebook = nbformat.reads(text, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = [out for cell in notebook.cells for out in cell.get("outputs", ()) if out.get("name") == "stdout"]
     assert len(printed) >= 2
