@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -23,12 +24,15 @@ SOURCES = [path for folder in ("lpq", "plugins") for path in sorted((ROOT / fold
 WARNS = ROOT / "lpq" / "registry" / "warning.py"
 
 
+parsed = functools.cache(ast.parse)
+"""Each source once: nobody changes a tree."""
+
 # ---------------------------------------------------------------------------------------------- old names
 
 
 def ends(code: str) -> Iterator[str]:
     """The versions in which old names end, as calls in this code say."""
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parsed(code)):
         if isinstance(node, ast.keyword) and node.arg == "gone_in" and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
 
@@ -58,7 +62,7 @@ def test_no_deprecation_goes_around_the_function_that_names_the_version() -> Non
 
 
 def code_of(path: Path) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+    return {node.id for node in ast.walk(parsed(path.read_text())) if isinstance(node, ast.Name)}
 
 
 # ---------------------------------------------------------------------------------------------- builds
@@ -140,7 +144,7 @@ def test_the_citation_is_of_this_version() -> None:
 # ---------------------------------------------------------------------------------------------- workflows and forms
 
 
-def parsed(folder: str) -> dict[str, Any]:
+def forms(folder: str) -> dict[str, Any]:
     yaml = pytest.importorskip("yaml", reason="workflows are read where PyYAML is installed (mkdocs brings it)")
     return {path.name: yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / folder).glob("*.yml"))}
 
@@ -156,7 +160,7 @@ def made(workflow: dict[str, Any]) -> set[str]:
 
 def test_workflows_call_targets_of_make() -> None:
     targets = {*re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)}
-    called = {name: made(workflow) for name, workflow in parsed("workflows").items()}
+    called = {name: made(workflow) for name, workflow in forms("workflows").items()}
     assert called == {
         "docs.yml": {"docs", "publish-docs"}, "release.yml": {"dist", "sbom", "publish-docs"},
         "tests.yml": {"test", "lint", "types", "check-example"},
@@ -165,6 +169,6 @@ def test_workflows_call_targets_of_make() -> None:
 
 
 def test_a_report_of_a_fault_has_what_doctor_says() -> None:
-    fields = {field.get("id"): field for field in parsed("ISSUE_TEMPLATE")["fault.yml"]["body"]}
+    fields = {field.get("id"): field for field in forms("ISSUE_TEMPLATE")["fault.yml"]["body"]}
     assert "python -m lpq doctor --json" in fields["doctor"]["attributes"]["description"]
     assert fields["doctor"]["validations"]["required"] is True
