@@ -40,6 +40,11 @@ def extend(module: nn.Module, kind: Any) -> None:
     module.__class__ = _subclass(kind, base)
 
 
+def class_before(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before ``extend``, or has."""
+    return module.lpq_bases[1] if isinstance(module, Extension) else type(module)
+
+
 def check_extended(module: Any) -> None:
     """Refuse a module whose class is another one since it was extended."""
     kind, base = module.lpq_bases

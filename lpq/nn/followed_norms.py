@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lpq.nn.adopted_norms import norm_of
+from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.norms import Place
@@ -55,7 +56,7 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     device = given[0][0].device.type
     try:
         with torch.no_grad(), torch.autocast(device if device != "meta" else "cpu", enabled=False), seen:
-            out = type(block).forward(like, *given[0], **given[1])
+            out = class_before(block).forward(like, *given[0], **given[1])
     except Exception:  # other code's, which may raise anything on such an input
         return dict.fromkeys(norms, UNKNOWN)
     seen.note(out)
@@ -79,7 +80,7 @@ def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mappin
     column, for heads of any width."""
     weight: Any = norm._parameters["weight"]
     x = local_part(weight).new_zeros(1, ROWS, weight.shape[0])
-    parameters = signature(type(block).forward).parameters.values()
+    parameters = signature(class_before(block).forward).parameters.values()
     takes = any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
     return (x,), {"position_embeddings": (x.new_ones(1, ROWS, 1), x.new_zeros(1, ROWS, 1))} if takes else {}
 

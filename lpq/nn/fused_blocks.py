@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lpq.nn.adopted_norms import adopt, norm_of, release
 from lpq.nn.extended import Extension, extend, restore
@@ -25,6 +24,8 @@ from lpq.nn.halves import activate
 from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
+from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
+from lpq.nn.stand_ins import Functions, StandIn, with_parts
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.source import ACTIVATIONS
 from lpq.torch_private.hooks import has_hooks
@@ -128,6 +129,7 @@ def fuse(model: Model) -> Model:
             if not isinstance(found, str) and (kind := norm_of(norm)) is not None:
                 layers = tuple(parent.get_submodule(own) for parent, own in found.places)
                 adopt(norm, kind, layers, *found)  # type: ignore[arg-type]
+        extend_residual(module)
     return model
 
 
@@ -144,6 +146,8 @@ def unfuse(model: Model) -> Model:
             vars(module).pop("gate", None)
         if isinstance(module, FusedBlock):
             _release(module)
+        if isinstance(module, ResidualLayer):
+            release_residual(module)
         if isinstance(module, EncodingNorm) and module.places:
             release(module)
     return model
@@ -195,12 +199,14 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The fused blocks of a model, and the other blocks with the reason why they are not fused."""
     fused: list[Entry] = []
     apart: list[Entry] = []
+    sums = who_adds(model)
     for name, module, reason in _blocks(model):
         kind, note = type(module).__name__, ONE_FUNCTION
         if isinstance(module, FusedBlock):
             kind, note = module.lpq_bases[1].__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
         elif isinstance(module, EncodingNorm | FusedExperts):
             note = ONE_KERNEL if isinstance(module, FusedExperts) else SERVES if module.serves_others else ENCODES
+            note = "; ".join(filter(None, (note, sums.get(id(module)))))
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
 
@@ -258,28 +264,6 @@ def _gathered(model: nn.Module) -> Collection[nn.Module]:
     return {module for module, site in sites(outermost(model)).items() if not site.is_parallel}
 
 
-class _StandIn(nn.Module):
-    """Takes the place of a layer: it keeps its input and returns a given tensor."""
-
-    def __init__(self, returned: Tensor) -> None:
-        super().__init__()
-        self.returned, self.given = returned, list[Any]()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.given += [*args, *kwargs.items()]
-        return self.returned
-
-
-class _Functions(TorchFunctionMode):
-    """Counts the functions of torch that compute."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") != "__get__"  # an attribute of a tensor
-        return func(*args, **(kwargs or {}))
-
-
 def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[str, str | None] | str | None:
     """The activation with which the forward of a block is ``mlp``, and the name of the dropout behind; ``OTHER`` if its
     forward is something else; None if it does not run on rows alone, as of attention or a list of layers."""
@@ -287,12 +271,11 @@ def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[st
     if _makes_halves([module._modules[name] for name in before], module._modules[down]):
         (gate, up) = _numbers(2)
         outputs = [torch.cat([gate, up], -1)]
-    layers = {name: _StandIn(t) for name, t in zip((*before, down), (*outputs, y), strict=True)}
-    dropouts = {name: _StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
-    like: Any = object.__new__(type(module))  # without an __init__, and without a write to the block
-    like.__dict__.update(module.__dict__, _modules={**module._modules, **layers, **dropouts})
+    layers = {name: StandIn(t) for name, t in zip((*before, down), (*outputs, y), strict=True)}
+    dropouts = {name: StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
+    like = with_parts(module, type(module), {**module._modules, **layers, **dropouts})
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), _Functions() as functions:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), Functions() as functions:
             out = type(module).forward(like, x)
     except Exception:  # other code's, which may raise anything on such an input
         return None
@@ -312,7 +295,7 @@ def _gate(experts: FusedExperts) -> Gate | None:
     """The activation of experts; None if it is another one."""
     halves = torch.cat(_numbers(2), -1)
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), _Functions() as functions:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), Functions() as functions:
             rows = activated(experts, halves)
     except Exception:  # other code's, which may raise anything on such an input
         return None
@@ -325,7 +308,7 @@ def _named(given: Any, count: int, outputs: Sequence[Tensor]) -> str | None:
     if not isinstance(given, Tensor):
         return None
     for name, activation in ACTIVATIONS.items():
-        with _Functions() as functions:
+        with Functions() as functions:
             inputs = outputs if outputs[0].shape == given.shape else outputs[0].chunk(2, dim=-1)
             expected = activation.compute(*inputs)
         if count == functions.count and torch.equal(given, expected):

@@ -119,8 +119,8 @@ class EncodingNorm(nn.Module):
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
             if module._modules.get(name) is not layer:
                 return _Call(MOVED)
-            if hooks_before(module) or hooks_behind(module):
-                return _Call(HOOKED)
+            if (hooks_before(module) or hooks_behind(module)) and self not in module._modules.values():
+                return _Call(HOOKED)  # hooks of the block around the norm are called before it, or behind all of it
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
             if layer.layouts is not None or (hasattr(weight, "device_mesh") and layer not in gathered):

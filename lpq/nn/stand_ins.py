@@ -1,0 +1,38 @@
+"""Trials of other code's modules: a forward runs with stand-ins for its parts, and shows what it does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class StandIn(nn.Module):
+    """Takes the place of a layer: it keeps its input and returns a given tensor."""
+
+    def __init__(self, returned: Tensor) -> None:
+        super().__init__()
+        self.returned, self.given = returned, list[Any]()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.given += [*args, *kwargs.items()]
+        return self.returned
+
+
+class Functions(TorchFunctionMode):
+    """Counts the functions of torch that compute."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") != "__get__"  # an attribute of a tensor
+        return func(*args, **(kwargs or {}))
+
+
+def with_parts(module: nn.Module, base: type[nn.Module], parts: dict[str, nn.Module | None]) -> Any:
+    """A copy of a module as an instance of ``base``, with these children: made without an ``__init__``, and without a
+    write to the module."""
+    like: Any = object.__new__(base)
+    like.__dict__.update(module.__dict__, _modules=parts)
+    return like

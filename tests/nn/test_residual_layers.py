@@ -1,0 +1,233 @@
+"""lpq.fuse: layers whose norms add the residual, found by what they compute. Bits stay, whatever stands around them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import equal, equal_states
+from test_fuse_families import FAMILIES, model, step
+from torch import Tensor, nn
+
+import lpq
+from lpq.nn import norms
+from lpq.nn.residual_layers import ResidualLayer
+
+ADDING = {"Llama": 2, "Gemma": 2, "Phi3": 2, "GptOss": 1, "Mixtral": 1, "Qwen3Moe": 1, "GPT2": 2, "Gemma2": 2}
+"""Families of models, and the norms of a layer that add."""
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows with each norm that returns a sum, by whether it has made the sum itself."""
+    calls: list[bool] = []
+    own = norms.EncodedNorm.forward
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        if args[-1]:
+            calls.append(args[-2] is not None)
+        return own(ctx, *args)
+
+    monkeypatch.setattr(norms.EncodedNorm, "forward", staticmethod(forward))
+    return calls
+
+
+def layers(net: nn.Module) -> list[Any]:
+    return [m for m in net.modules() if isinstance(m, ResidualLayer)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family(family: str, added: list[bool]) -> None:
+    plain, net = model(family), lpq.fuse(model(family))
+    assert len(layers(net)) == (family in ADDING)
+    assert equal(step(net), step(plain))
+    assert added == [False, True][: ADDING.get(family, 0)]
+    notes = [entry.note for entry in lpq.report(net).fused if "norm" in entry.name or "ln_" in entry.name]
+    said = [note for note in notes if note.endswith("; it adds the residual, too")]
+    assert len(said) == ADDING.get(family, 0)
+    others = [note for note in notes if note not in said]
+    assert all("; torch adds what is added before: the forward of its block is not x + f(norm(x))" in n for n in others)
+    lpq.unfuse(net)
+    assert [type(m) for m in net.modules()] == [type(m) for m in plain.modules()]
+    assert [vars(m).keys() for m in net.modules()] == [vars(m).keys() for m in plain.modules()]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_recipes_and_gradient_checkpointing(recipe: str, reentrant: bool | None, added: list[bool]) -> None:
+    if reentrant and recipe == "fp8-delayed":
+        pytest.skip("a recipe that remembers refuses it")
+    plain, net = model("Llama", recipe), lpq.fuse(model("Llama", recipe))
+    for each in (plain, net):
+        if reentrant is not None:
+            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for _ in range(2):
+        plain.zero_grad()
+        net.zero_grad()
+        assert equal(step(net), step(plain))
+        assert equal_states(net.state_dict(), plain.state_dict())
+    assert len(added) == (4 if reentrant is None else 8)
+
+
+def test_generate_and_what_a_layer_is_given(added: list[bool]) -> None:
+    plain, net = model("Llama").eval(), lpq.fuse(model("Llama")).eval()
+    tokens = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0  # padding
+    made = [each.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False) for each in (net, plain)]
+    assert torch.equal(*made)
+    assert len(added) == 8
+    with torch.no_grad():
+        found = [each(tokens, attention_mask=mask, output_hidden_states=True) for each in (net, plain)]
+    assert equal(found[0].hidden_states, found[1].hidden_states)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_copies_and_pickles(family: str, added: list[bool]) -> None:
+    net = lpq.fuse(model(family))
+    expected = step(net)
+    net.zero_grad()
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        added.clear()
+        assert equal(step(other), expected)
+        assert added == [False, True]
+        assert layers(other)[0] is not layers(net)[0]
+
+
+@pytest.mark.parametrize("hook", ["before", "behind", "backward", "backward before"])
+def test_a_hook_of_a_norm_gets_what_it_got(hook: str, added: list[bool]) -> None:
+    seen: list[list[Tensor]] = []
+
+    def hang(net: Any) -> None:
+        own: list[Tensor] = []
+        seen.append(own)
+        norm = net.model.layers[0].post_attention_layernorm
+        if hook == "before":
+            norm.register_forward_pre_hook(lambda m, args: own.append(args[0].detach().clone()))
+        elif hook == "behind":
+            norm.register_forward_hook(lambda m, args, y: own.append(args[0].detach().clone()))
+        elif hook == "backward":
+            norm.register_full_backward_hook(lambda m, dx, dy: own.extend([dx[0].clone(), dy[0].clone()]))
+        else:
+            norm.register_full_backward_pre_hook(lambda m, dy: own.append(dy[0].clone()))
+
+    plain, net = model("Llama"), lpq.fuse(model("Llama"))
+    for each in (plain, net):
+        hang(each)
+    assert equal(step(net), step(plain))
+    assert equal(*seen)
+    assert seen[0]
+    assert added == [False]
+
+
+def test_hooks_of_a_layer_and_of_others_are_called(added: list[bool]) -> None:
+    plain, net = model("Llama"), lpq.fuse(model("Llama"))
+    for each in (plain, net):
+        layer = each.model.layers[0]
+        layer.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))
+        layer.register_forward_hook(lambda m, args, y: y * 2)
+        layer.register_full_backward_hook(lambda m, dx, dy: (dx[0] * 3,))
+        layer.self_attn.register_forward_hook(lambda m, args, y: (y[0] * 2, y[1]))
+        layer.mlp.register_full_backward_hook(lambda m, dx, dy: (dx[0] * 2,))
+    assert equal(step(net), step(plain))
+    assert added == [True]  # the hook of attention keeps the first norm from encoding
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: None)
+    try:
+        for each in (plain, net):
+            each.zero_grad()
+        assert equal(step(net), step(plain))
+    finally:
+        handle.remove()
+    assert len(added) == 1
+
+
+def test_a_part_that_is_replaced(added: list[bool]) -> None:
+    class Twice(nn.Module):
+        def __init__(self, own: nn.Module) -> None:
+            super().__init__()
+            self.own = own
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = 2 * self.own(x)
+            return y
+
+    plain, net = model("Llama"), lpq.fuse(model("Llama"))
+    for each in (plain, net):
+        each.model.layers[0].mlp = Twice(each.model.layers[0].mlp)
+    assert equal(step(net), step(plain))
+    assert True not in added
+    lpq.fuse(net)
+    for each in (plain, net):
+        each.zero_grad()
+    assert equal(step(net), step(plain))
+    assert added == [False, True]
+
+
+class Layer(nn.Module):
+    """A layer of somebody's own, which may do a little more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.n1, self.n2 = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.a, self.b, self.dropout = nn.Linear(64, 64), nn.Linear(64, 64), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, scale: float = 1.0, flag: bool = False) -> Tensor:
+        h = self.n1(x)
+        h = self.dropout(self.a(h)) if self.kind == "dropout" else self.a(h)
+        if self.kind == "flag" and flag:
+            h = h * 2
+        if self.kind == "scaled" or scale != 1.0:
+            h = h * scale
+        if self.kind == "in place":
+            h += x
+            x = h
+        elif self.kind == "from the norm":
+            x = self.n1(x) + h
+        elif self.kind == "twice":
+            x = x + h + h
+        else:
+            x = h + x if self.kind == "other order" else x + h
+        y: Tensor = x + self.b(self.n2(x))
+        return (y, x)[0] if self.kind != "returns both" else (y, x)  # type: ignore[return-value]
+
+
+FITS = ("plain", "dropout", "other order", "flag")
+
+
+@pytest.mark.parametrize("kind", [*FITS, "scaled", "in place", "from the norm", "twice", "returns both"])
+def test_layers_of_one_s_own(kind: str, added: list[bool]) -> None:
+    torch.manual_seed(0)
+    plain = lpq.convert(nn.Sequential(Layer(kind)).bfloat16(), "mxfp8")
+    net: Any = lpq.fuse(copy.deepcopy(plain))
+    assert len(layers(net)) == (kind in FITS)
+
+    def run(of: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        torch.manual_seed(1)
+        of.zero_grad()
+        x = torch.randn(4, 64).bfloat16().requires_grad_()
+        y = of[0](x, *args, **kwargs)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        return [*(y if isinstance(y, tuple) else (y,)), x.grad, *(p.grad for p in of.parameters())]
+
+    for args, kwargs in (((), {}), ((2.0,), {}), ((), {"flag": False}), ((), {"flag": True}), ((1.0,), {"flag": True})):
+        added.clear()
+        assert equal(run(net, *args, **kwargs), run(plain, *args, **kwargs)), (args, kwargs)
+        usual = kind in FITS and not args and (kind != "flag" or not kwargs.get("flag"))
+        assert added == ([False, True] if usual else [])
+    for of in (net, plain):
+        of.eval()
+    assert equal(run(net), run(plain))
+
+
+@pytest.mark.starts
+def test_compiled_a_layer_computes_as_before() -> None:
+    torch.manual_seed(0)
+    plain: Any = lpq.convert(nn.Sequential(Layer("plain")).bfloat16(), "mxfp8")
+    net: Any = lpq.fuse(copy.deepcopy(plain))
+    x = torch.randn(4, 64).bfloat16()
+    whole = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert torch.equal(whole(x), plain(x))
