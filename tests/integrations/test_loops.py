@@ -7,21 +7,24 @@ import re
 
 import loops
 
+RESULT = json.loads(loops.RESULT.read_text(encoding="utf-8"))
+DONE = {test: outcome for one in RESULT.values() for test, outcome in one["tests"].items()}
+
 
 def test_every_test_of_other_loops_passed_with_the_versions_of_the_page() -> None:
-    result = json.loads(loops.RESULT.read_text())
-    assert {name.partition("::")[0] for name in result["tests"]} == set(loops.TESTS)
-    assert set(result["tests"].values()) == {"passed"}
-    named = dict(spec.split("==") for spec in (*loops.WHOLE, *loops.ALONE))
-    assert {name: result["versions"][name] for name in named} == named
+    assert RESULT.keys() == loops.ENVIRONMENTS.keys()
+    assert {name.partition("::")[0] for name in DONE} == set(loops.TESTS)
+    assert set(DONE.values()) == {"passed"}
+    named = dict(spec.split("==") for spec in loops.NAMED)
+    versions = {name: version for one in RESULT.values() for name, version in one["versions"].items()}
+    assert {name: versions[name] for name in named} == named
     page = (loops.ROOT / "docs" / "other-loops.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) (\d[\d.]+) \| `test_\w+\.py` ", page, re.MULTILINE))
     assert rows == {name: version for name, version in named.items() if name != "datasets"}
 
 
 def test_the_result_has_the_tests_that_are_there() -> None:
-    result = json.loads(loops.RESULT.read_text())
-    run = {name.partition("[")[0] for name in result["tests"]}
+    run = {name.partition("[")[0] for name in DONE}
     here = loops.RESULT.parent
     there = {
         f"{stem}::{name}"
