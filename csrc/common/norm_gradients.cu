@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1024 / BLOCK) norm_gradients
         const float back = block_sum(dot, parts[turn]) / (float)cols * r * r * r;
         float out[PIECE];
 #pragma unroll
-        for (int j = 0; j < PIECE; ++j) out[j] = inner(dy_now[j], of_weight[j]) * r - x_now[j] * back;
+        for (int j = 0; j < PIECE; ++j)  // written out, so that nvcc fuses the same product with or without a residual
+            out[j] = fmaf(-x_now[j], back, __fmul_rn(inner(dy_now[j], of_weight[j]), r));
         if (ADDS)
 #pragma unroll
             for (int j = 0; j < PIECE; ++j) out[j] = nearest(out[j]) + of_other[j];
