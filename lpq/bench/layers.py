@@ -29,6 +29,18 @@ class LayerSize:
         return self.tokens * self.inputs, self.outputs * self.inputs, self.tokens * self.outputs
 
 
+@dataclass(frozen=True, order=True)
+class StackSize(LayerSize):
+    """A stack of experts, whose rows together are the tokens."""
+
+    experts: int
+
+    @property
+    def tensors(self) -> tuple[int, int, int]:
+        x, w, dy = super().tensors
+        return x, self.experts * w, dy
+
+
 class Layers:
     """The layers of all contenders at one size, over the same x and dy; and why some have none."""
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -22,13 +22,15 @@ from torch import nn
 from lpq import recipes as recipes_of
 from lpq.bench.gpus import GPUS, named, predicted
 from lpq.bench.knapsack import ROUNDING, Option, under_error, under_time
-from lpq.bench.layers import LayerSize, linear_layers
+from lpq.bench.layers import LayerSize
+from lpq.bench.searched_layers import Rows, StackShape, searched_layers
 from lpq.nn.conversion import convert
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
+from lpq.nn.observing import observing
 from lpq.nn.restoring import restore
 from lpq.nn.stateful_layer import StatefulLayer
-from lpq.observe.gradient_error import GradientError, OverRanks
+from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
@@ -45,8 +47,9 @@ USUAL = ("mxfp8", "nvfp4")
 COLUMNS = ("layer", *GEMMS, "times as fast", "error")
 Seconds = Callable[[str, Recipe | None], float]
 """The seconds of a step of the layer with this name by a recipe; None: as the layer is without lpq."""
-Clock = Callable[[str, tuple[int, int], Recipe | None], float]
-"""The same, of a layer with so many inputs and outputs."""
+Shapes = Mapping[str, Sequence[StackShape]]
+Clock = Callable[[Shapes, Replay, Parts], Seconds]
+"""Of the layers, a replay, and the recipes with which it is exact."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,27 @@ class SearchResult:
             for name, one in self.choices.items()
         ]
 
+    def as_dict(self) -> dict[str, object]:
+        """Plain data: the choice of each layer, all together, and the uniform recipes."""
+        plain = sum(self.plain.values())
+        return {
+            "times_as_fast": plain / self.seconds, "error": self.error, "predicted_error": self.predicted_error,
+            "layers": [
+                {
+                    "layer": name, **dict(zip(GEMMS, one.products, strict=True)), "recipe": str(one.recipe),
+                    "seconds": one.seconds, "bf16_seconds": self.plain[name], "error": math.sqrt(one.square),
+                }
+                for name, one in self.choices.items()
+            ],
+            "uniform": [
+                {
+                    "recipe": one.recipe, "times_as_fast": plain / one.seconds, "error": one.error,
+                    "predicted_error": one.predicted_error,
+                }
+                for one in self.uniform
+            ],
+        }  # fmt: skip
+
     def summary(self) -> str:
         """The whole choice beside the uniform recipes, in words."""
         plain = sum(self.plain.values())
@@ -133,11 +157,12 @@ def search(
 ) -> SearchResult:
     """Choose the recipe of each product of each layer, under a budget of time or of error.
 
-    The model is as before afterwards: weights, gradients, random bits and, if it was converted, recipes. Experts stay
-    as they are. Where ranks share the model all of them call this.
+    The model is as before afterwards: weights, gradients, random bits and, if it was converted, recipes. The experts of
+    a module have one recipe, as a layer. Where ranks share the model all of them call this.
 
     Args:
-        model: The model, with the weights that it has in training. One that is not converted is converted meanwhile.
+        model: The model, with the weights that it has in training. One that has no layer of lpq is converted meanwhile;
+            one that was built with ``GroupedLinear`` must be converted before.
         closures: Each runs forward and backward of a batch, without the optimizer, and returns the loss.
         time: The most time that the layers may take, as a fraction of bf16's; or a recipe: as much as by it.
         error: In place of ``time``, the most error of the gradients over their length; or a recipe: as much as by it.
@@ -154,7 +179,7 @@ def search(
     if not every:
         raise OptionError("search needs a batch: closures is empty")
     known = _recipes(recipes)
-    took = _clock(gpu, tokens) if seconds is None else lambda name, _, recipe: seconds(name, recipe)
+    clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
     before = Before(model)
     own = not any(isinstance(module, StatefulLayer) for module in model.modules())
     if own:
@@ -162,7 +187,7 @@ def search(
             warnings.simplefilter("ignore")  # what is left alone is left alone by the policy, too
             convert(model, BF16)
     try:
-        return _search(model, every, known, took, time, error, tell or (lambda done, whole: None))
+        return _search(model, every, known, clock, time, error, tell or (lambda done, whole: None))
     finally:
         if own:
             restore(model)
@@ -183,33 +208,34 @@ def _recipes(names: Iterable[str]) -> dict[str, Recipe]:
     return known
 
 
-def _clock(gpu: str | None, tokens: int) -> Clock:
-    """The predicted seconds of a layer."""
+def _by_size(gpu: str | None) -> Callable[[LayerSize, Recipe | None], float]:
+    """The predicted seconds of a step of a layer of some size."""
     name = gpu or (named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None)
     if name is None:
         raise OptionError(f"search: this machine has no GPU that is known; name one of {', '.join(GPUS)}: gpu='h100'")
     if name not in GPUS:
         raise OptionError(f"search: gpu = {name!r}: {suggestion(name, GPUS)}")
     card = GPUS[name]
-    of_size = lru_cache(None)(lambda size, recipe: predicted(card, LayerSize(tokens, *size), recipe))
-    return lambda _, size, recipe: of_size(size, recipe)
+    return lru_cache(None)(lambda size, recipe: predicted(card, size, recipe))
 
 
 def _search(
     model: nn.Module,
     closures: Sequence[Closure],
     known: Mapping[str, Recipe],
-    took: Clock,
+    clock: Clock,
     time: float | str | None,
     error: float | str | None,
     tell: Callable[[int, int], None],
 ) -> SearchResult:
     """Search in a converted model."""
-    sizes = {plain_name(name): size for name, size in linear_layers(model).items()}
+    shapes = searched_layers(model)
     layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
-    layers = {name: layer for name, layer in layers.items() if name in sizes and layer.recipe is not None}
+    layers = {name: layer for name, layer in layers.items() if name in shapes and layer.recipe is not None}
     if not layers:
-        raise NumericsError(f"search: lpq.convert reaches no linear layer of {type(model).__name__}")
+        built = ": convert it first, lpq.convert(model, 'bf16')" if shapes else ""
+        words = "no layer of {} has a recipe" if shapes else "lpq.convert reaches no linear layer of {}"
+        raise NumericsError(f"search: {words.format(type(model).__name__)}{built}")
     for name, layer in layers.items():
         if isinstance(local_part(layer.shared_weight()), QuantizedTensor):
             raise NumericsError(
@@ -223,6 +249,7 @@ def _search(
         for replay in replays:
             stack.enter_context(replay.running())
         exact = dict.fromkeys(replays[0].layers, known[BF16])
+        took = clock({name: shapes[name] for name in layers}, replays[0], exact)
         gradients = GradientError(OverRanks(model), replays, exact)
         if not gradients.size:
             raise NumericsError("search: the closures left no gradient: they run backward, too, as loss.backward()")
@@ -233,12 +260,12 @@ def _search(
             for products in itertools.product(known, repeat=len(GEMMS)):
                 if (recipe := _composed(known, products)) is not None:
                     square = sum(squares[name, p, recipe.gemm(p)] for p in GEMMS)
-                    found.append(Option(products, recipe, took(name, sizes[name], recipe), square))
+                    found.append(Option(products, recipe, took(name, recipe), square))
             return found
 
         by_layer = {name: options(name) for name in layers}
         uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in known}
-        plain = {name: took(name, sizes[name], None) for name in layers}
+        plain = {name: took(name, None) for name in layers}
         if time is not None:
             limit = _limit("time", time, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
             chosen = under_time([*by_layer.values()], limit)
@@ -260,6 +287,19 @@ def _search(
             if text != BF16
         )
         return SearchResult(dict(zip(layers, chosen, strict=True)), plain, _error(chosen), measured(chosen), beside)
+
+
+def _predicted(
+    of_size: Callable[[LayerSize, Recipe | None], float], tokens: int, shapes: Shapes, replay: Replay, exact: Parts
+) -> Seconds:
+    """Predict the seconds of each layer. Experts have as many rows for each token as they had in the replay."""
+    seen, every = Rows(), [one for shape in shapes.values() for one in shape]
+    if any(one.experts is not None for one in every):
+        with observing([*replay.layers], seen):
+            replay.run(exact)
+    whole = max((seen.of(one) for one in every if one.experts is None), default=0)
+    sizes = {name: [one.size(tokens, seen.of(one), whole) for one in shape] for name, shape in shapes.items()}
+    return lambda name, recipe: sum(of_size(size, recipe) for size in sizes[name])
 
 
 def _squares(

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import equal
-from support.small_models import Planted
+from support.small_models import Experts, Planted
 from torch import Tensor, nn
 
 import lpq
+from lpq.bench.gpus import GPUS, predicted
 from lpq.bench.knapsack import Option, hull, under_error, under_time
+from lpq.bench.layers import LayerSize, StackSize
 from lpq.observe.readings import NumericsError
 from lpq.registry.errors import OptionError
 
@@ -137,6 +139,69 @@ def test_times_are_predicted_for_a_gpu() -> None:
         times[gpu] = found.seconds / sum(found.plain.values())
     assert times["b200"] < 0.7
     assert times["a100"] == pytest.approx(1.0)
+
+
+class Mixture(nn.Module):
+    """A layer, then experts, the inputs of one stack of which may have outliers that do not count: its weights for them
+    are 0 and stay so. Each of 64 rows goes to two experts."""
+
+    def __init__(self, planted: bool, recipe: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.experts = Experts(4, 64, 64, recipe=recipe)
+        self.planted = planted
+        if planted:
+            with torch.no_grad():
+                self.experts.up.weight[..., ::16] = 0.0
+            self.experts.up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh().repeat(2, 1)
+        if self.planted:
+            x = x * torch.ones(64).index_fill(0, torch.arange(0, 64, 16), 0.0)
+            x = x + torch.zeros(64).index_fill(0, torch.arange(0, 64, 16), 1e6)
+        y: Tensor = self.experts(x, torch.tensor([48, 48, 100, 128], dtype=torch.int32))
+        return y
+
+
+@pytest.mark.parametrize("planted", [True, False])
+def test_experts_are_searched_as_layers(planted: bool, tmp_path: Path) -> None:
+    """The stack with outliers keeps its product, and the policy gives each stack its recipe."""
+    net = Mixture(planted)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+
+    def closure() -> Tensor:
+        loss: Tensor = net(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(NumericsError, match=r"no layer of Mixture has a recipe: convert it first"):
+        lpq.search(net, closure, recipes=["mxfp8"], time="mxfp8", seconds=exact_products)
+    lpq.convert(net, "fp8-current")
+    found = lpq.search(net, closure, recipes=["mxfp8", "nvfp4"], time=(4.5 + 0.5) / 9, seconds=exact_products)
+    assert {*found.choices} == {"first", "experts.up", "experts.down"}
+    assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe("fp8-current")}
+    assert (("experts.up", "fprop") in kept(found)) == planted
+    found.write(tmp_path / "policy.toml")
+    lpq.convert(net, tmp_path / "policy.toml")
+    assert (net.experts.up.recipe == net.experts.down.recipe) != planted
+    assert net.experts.up.recipe == found.choices["experts.up"].recipe
+    assert found.as_dict()["layers"][1]["fprop"] == ("bf16" if planted else "mxfp8")
+
+
+def test_the_time_of_experts_is_of_their_rows_and_of_all_their_weights() -> None:
+    net, x = lpq.convert(Mixture(False), "fp8-current"), torch.randn(64, 64)
+    found = lpq.search(
+        net, lambda: net(x).square().mean().backward() or 0.0, recipes=["mxfp8"], error=1.0, gpu="b200", tokens=1 << 20
+    )
+    recipe, gpu = lpq.recipe("mxfp8"), GPUS["b200"]
+    twice = StackSize(2 << 20, 64, 64, 4)
+    assert found.plain["first"] == predicted(gpu, LayerSize(1 << 20, 64, 64), None)
+    assert found.plain["experts.up"] == predicted(gpu, LayerSize(2 << 20, 64, 64), None)
+    assert twice.tensors[1] == 4 * 64 * 64
+    (uniform,) = found.uniform
+    assert uniform.seconds == predicted(gpu, LayerSize(1 << 20, 64, 64), recipe) + 2 * predicted(gpu, twice, recipe)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,13 @@ def test_a_run_is_searched_and_trained_by_the_policy(
     assert (again.status, f"--out {policy} is there already" in again.err) == (2, True)
     (tmp_path / "second.toml").write_text(policy.read_text())
     policy.unlink()
-    assert lpq_command(*given, "--time", 0.75).status == 0
+    told = lpq_command(*given, "--time", 0.75, "--json")
+    assert told.status == 0, told.err
+    data = json.loads(told.out)
+    assert data["policy"] == str(policy)
+    assert data["times_as_fast"] == pytest.approx(4 / 3, rel=0.01)
+    assert {one["layer"] for one in data["layers"]} >= {"blocks.0.mlp.up"}
+    assert [one["recipe"] for one in data["uniform"]] == ["nvfp4"]
     assert policy.read_text() == (tmp_path / "second.toml").read_text(), "the same random bits each time"
     trained = run(tiny("by policy", policy=str(policy), baseline=False), console)
     assert trained.outcomes[0].losses[0] > 0

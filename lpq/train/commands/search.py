@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lpq.cli.output import print_text
+from lpq.cli.output import Json, as_json, print_text
 from lpq.cli.runs import checkpoint_in
 from lpq.registry.errors import OptionError
 
@@ -45,6 +45,7 @@ def search(
     tokens: Tokens = 8192,
     batches: Batches = 4,
     out: Out = Path("policy.toml"),
+    json: Json = False,
 ) -> None:
     """Choose the recipe of each product of each layer under a budget, and write a policy.
 
@@ -80,6 +81,9 @@ def search(
         found.write(out)
     except OSError as failure:
         raise OptionError(f"--out {out} cannot be written: {failure.strerror or failure}") from failure
+    if json:
+        as_json({"policy": str(out), **found.as_dict()})
+        return
     table("Products by layer", COLUMNS, found.rows())
     print_text(found.summary())
     print_text(f"written to {out}, for lpq train --policy {out}")
