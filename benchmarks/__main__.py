@@ -9,7 +9,8 @@ torchrun --nproc-per-node 4 -m benchmarks layouts           a stack of blocks in
 torchrun --nproc-per-node 4 -m benchmarks layouts --mixture mixtral    blocks with experts
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
-python -m benchmarks.states                                 AdamW with states in formats: time, memory; --loss on a CPU
+python -m benchmarks.states                                 AdamW with states in formats: time, memory
+python -m benchmarks.state_losses                           their losses beside fp32 states and other libraries
 python -m benchmarks.after_step                             what an optimizer could save that leaves operands behind
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks llama --fused --layers 6 --hidden 4096 --width 14336 --batch 2 --sequence 4096  as wide as an 8B

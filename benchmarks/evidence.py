@@ -15,6 +15,8 @@ from lpq.train import gaps, plot, trainings
 from lpq.train.trainings import Training
 
 CURVES = FOLDER / "curves"
+LIBRARIES = ("torchao", "bitsandbytes")
+"""Other libraries, of which a training that used one has the version."""
 PAGES = (DOCS / "evidence.md", DOCS / "search.md")
 MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
@@ -38,7 +40,7 @@ def filled(page: str, found: Mapping[str, Sequence[Training]]) -> str:
 def made(found: Sequence[Training]) -> str:
     """When, where and how the trainings were made."""
     commands = _different(t.command for t in found)
-    machines = _different(_machine(t.machine) for t in found)
+    machines = _machines(found)
     days = sorted({t.date[:10] for t in found})
     settings = found[0].settings
     tokens = settings["steps"] * settings["batch"] * settings["seq"]
@@ -55,6 +57,13 @@ def made(found: Sequence[Training]) -> str:
 
 def _different(texts: Any) -> list[str]:
     return list(dict.fromkeys(texts))
+
+
+def _machines(found: Sequence[Training]) -> list[str]:
+    """The machines and their software, each once; libraries that only some trainings name are told once behind."""
+    usual = _different(_machine(t.machine) for t in found)
+    others = _different(f"{name} {t.machine[name]}" for t in found for name in LIBRARIES if name in t.machine)
+    return [", ".join([usual[0], *others]), *usual[1:]]
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
@@ -88,7 +97,19 @@ def beside_searched(found: Sequence[Training]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-OF = {"table": gaps.markdown, "made": made, "late": late, "beside": beside_searched}
+def table(found: Sequence[Training]) -> str:
+    """Return the table of the gaps; of trainings that differ in the states of their optimizers, with the bytes of these
+    for each weight."""
+    held = {t.title: t.settings["bytes_a_weight"] for t in found if "bytes_a_weight" in t.settings}
+    if not held:
+        return gaps.markdown(found)
+    head, rule, *rows = gaps.markdown(found).splitlines()
+    of = [gap.title for gap in gaps.gaps(found)]
+    lines = [f"{head.replace('recipe', 'AdamW with', 1)} bytes a weight |", f"{rule} ---: |"]
+    return "\n".join([*lines, *(f"{row} {held[title]:.2f} |" for row, title in zip(rows, of, strict=True))])
+
+
+OF = {"table": table, "made": made, "late": late, "beside": beside_searched}
 """What a marked place may show."""
 
 
