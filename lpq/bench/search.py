@@ -49,7 +49,7 @@ Seconds = Callable[[str, Recipe | None], float]
 """The seconds of a step of the layer with this name by a recipe; None: as the layer is without lpq."""
 Shapes = Mapping[str, Sequence[StackShape]]
 Clock = Callable[[Shapes, Replay, Parts], Seconds]
-"""Of the layers, a replay, and the recipes with which it is exact."""
+"""Returns the seconds of the layers of these shapes. It takes a replay, and the recipes with which that is exact."""
 
 
 @dataclass(frozen=True)
