@@ -6,8 +6,9 @@ A folder in benchmarks/results/curves has the files that one ``lpq compare --out
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from benchmarks.stored import CHARTS, DOCS, FOLDER
@@ -87,10 +88,11 @@ def late(found: Sequence[Training]) -> str:
     )
 
 
-def beside_searched(found: Sequence[Training]) -> str:
-    """List how much more loss each uniform recipe has than the searched policy of the same seed."""
-    base = [replace(t, policy="") for t in found if t.title == "searched"]  # as if it were the baseline
-    _, *others = gaps.gaps([*base, *(t for t in found if not t.baseline and t.title != "searched")])
+def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:
+    """List how much more loss each uniform recipe has than a searched policy of the same seed."""
+    base = [replace(t, policy="") for t in found if t.title == policy]  # as if it were the baseline
+    uniform = [t for t in found if not t.baseline and not t.title.startswith("searched")]
+    _, *others = gaps.gaps([*base, *uniform])
     rows: list[tuple[str, ...]] = [("recipe", "loss beside the searched policy's", "± 95 %", "shown")]
     rows.append(("---", "---:", "---:", "---"))
     rows += [(cells[0], *cells[3:6]) for cells in (other.cells() for other in others)]
@@ -109,7 +111,13 @@ def table(found: Sequence[Training]) -> str:
     return "\n".join([*lines, *(f"{row} {held[title]:.2f} |" for row, title in zip(rows, of, strict=True))])
 
 
-OF = {"table": table, "made": made, "late": late, "beside": beside_searched}
+OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
+    "table": table,
+    "made": made,
+    "late": late,
+    "beside": beside_searched,
+    "beside-32": partial(beside_searched, policy="searched-32"),
+}
 """What a marked place may show."""
 
 
