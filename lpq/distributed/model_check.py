@@ -53,6 +53,8 @@ class PassInput(NamedTuple):
     """Whether the input and the weight get gradients."""
     encoded: str | None
     """How the input is encoded, if it arrives so."""
+    joined: bool
+    """Whether the layer is one of several that are computed as one function, with other collectives."""
     layout: torch.layout
     device: torch.device
     """A layout or a device that this rank refuses makes the input a new one."""
@@ -62,7 +64,8 @@ class PassInput(NamedTuple):
         named = zip(("its input", "its weight"), (self.dx, self.dw), strict=True)
         trained = " and ".join(name for name, wanted in named if wanted) or "neither"
         how = "" if self.encoded is None else f" encoded as {self.encoded}"
-        return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}"
+        within = ", in a fused block" if self.joined else ""
+        return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}{within}"
 
 
 class ModelCheck(Watcher):
@@ -146,11 +149,11 @@ class ModelCheck(Watcher):
 
     def before_pass(
         self, layer: L, input: Tensor, weight: DTensor, check: Callable[[L, Tensor, DTensor], None],
-        encoded: str | None = None,
+        encoded: str | None = None, joined: bool = False,
     ) -> None:  # fmt: skip
         """Raise on all ranks of a mesh unless they have the same model, call this layer with equal inputs, and none of
         them refuses its own; ``check``: raises if this rank does; ``encoded``: how the input is encoded, if it arrives
-        so.
+        so; ``joined``: whether the layer is computed with others.
 
         Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
         rank which alone has another recipe or input than before is found in any pass.
@@ -162,7 +165,7 @@ class ModelCheck(Watcher):
             placements = input.placements if isinstance(input, DTensor) else None
             dx, dw = grad and input.requires_grad, grad and weight.requires_grad
             shape, dtype, layout, device = input.shape, input.dtype, input.layout, input.device
-            given = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, layout, device)
+            given = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, joined, layout, device)
         except RuntimeError:
             pass  # it has no shape: check says so
         due = passes.moving and id(layer) == self._first

@@ -16,7 +16,7 @@ from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import bind_derive, derives_col
 from lpq.operations.encoder import BindEncoder, Encoder, Known, Wanted, operands_of
 from lpq.operations.inputs import as_matrix
-from lpq.operations.part_encoders import PartEncoder, bind_part
+from lpq.operations.part_encoders import PartEncoder
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
 WORD = 8
@@ -81,14 +81,20 @@ def in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
     return by_rank.permute(1, 2, 0, 3).reshape(-1)
 
 
-def bind_gathered(
-    bind: BindEncoder, wanted: Wanted, cut: Cut, group: str, *, at_once: bool, begin: bool = True
+def part_wanted(wanted: Wanted) -> Wanted:
+    """How a part is encoded of which the whole operands are gathered: a column operand that follows from the row
+    operand is made of it when that has arrived."""
+    derived = derives_col(wanted.quantizer)
+    return wanted._replace(row=wanted.row or derived, col=wanted.col and not derived)
+
+
+def gathering(
+    part: PartEncoder, wanted: Wanted, cut: Cut, group: str, *, at_once: bool, begin: bool = True
 ) -> PartEncoder:
-    """Bind the encoder of a part of which the whole operands are gathered: the row operand at once, and the column
-    operand, if not ``at_once`` too, when ``begin`` is called. One that follows from the row operand is made of it when
-    that has arrived. ``begin``: whether the row operand is sent, and not multiplied part by part as it arrives."""
+    """An encoder that gathers the whole operands of what ``part`` encodes, which is bound by ``part_wanted``: the row
+    operand at once, and the column operand, if not ``at_once`` too, when ``begin`` is called. ``begin``: whether the
+    row operand is sent, and not multiplied part by part as it arrives."""
     quantizer, derived = wanted.quantizer, derives_col(wanted.quantizer)
-    part = bind_part(bind, wanted._replace(row=wanted.row or derived, col=wanted.col and not derived), cut, group)
     own, source = part.encoder, part.encoder.row if derived else part.encoder.col
     of_row = OperandGather(own.row, 0, cut, group) if own.row is not None else None
     of_col = OperandGather(source, 0 if derived else 1, cut, group) if source is not None and wanted.col else None

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as torch_styles
-from torch.distributed.tensor.parallel import SequenceParallel
 
 from lpq.distributed.alike import check_part, description
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import symmetric
+from lpq.torch_private.hooks import noting_own
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
 STYLED = "lpq_styled"
@@ -54,7 +54,8 @@ class _Style(LayerStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _prepare(module, device_mesh, Layouts(self.input_layouts[0], self.output_layouts[0], self.overlap))
-        return super()._apply(module, device_mesh)  # type: ignore[safe-super]  # torch's, which comes next
+        apply: Any = super()._apply  # type: ignore[safe-super]  # torch's, which comes next
+        return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
 
 
 class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
@@ -107,7 +108,20 @@ class PrepareInput(InputStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy(self)  # a style may be given to several modules
         style.encoded = any(map(_has_recipe, module.modules()))
-        return super(PrepareInput, style)._apply(module, device_mesh)
+        apply: Any = super(PrepareInput, style)._apply
+        return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
+
+
+class SequenceParallel(torch_styles.SequenceParallel):
+    """torch's ``SequenceParallel``, for a norm whose input has the sequence divided over the ranks.
+
+    A norm that ``lpq.fuse`` has found encodes its part of the sequence, and layers behind it gather the codes. With
+    torch's own style it computes in high precision, as a hook looks at its output.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        apply: Any = super()._apply
+        return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
 
 
 def _has_recipe(module: nn.Module) -> bool:

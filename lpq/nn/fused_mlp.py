@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.nn.linear import Layer
-from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Within
+from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Prepared, Within
 from lpq.nn.passes import Passes
-from lpq.nn.step import gradient_wanted, input_wanted
+from lpq.nn.step import Step, gradient_wanted, input_wanted
 from lpq.nn.wanted import computes
 from lpq.operations.binding import Encoded, on_device
 from lpq.operations.encoder import Encoder, Known, operands_of
@@ -33,7 +33,7 @@ from lpq.operations.source import ACTIVATIONS, Activation
 from lpq.operations.states import moves
 from lpq.torch_private.autograd import runs_whole
 from lpq.torch_private.dispatch import autocasts
-from lpq.torch_private.hooks import global_hooks, hooks_of
+from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_of, laid_out_by_own
 
 OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
@@ -68,28 +68,29 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
         prepared.append(layer.forward(x, OF_X))
         if prepared[0] is None:  # something watches this pass, or traces it
             return _apart(x, before, down, activation)
-    biases: list[Any] = [layer.bias for layer in (*before, down)]
     grad = torch.is_grad_enabled()
-    summed = tuple(grad and bias is not None and bias.requires_grad for bias in biases[:-1])
+    summed = tuple(grad and of.bias is not None and of.bias.requires_grad for of in prepared)
     calls = [of.call for of in prepared]
-    key = x.shape, id(activation), summed, *(id(call.step) for call in calls)
+    key = prepared[0].shape, id(activation), summed, *(id(call.step) for call in calls)
     passes: Passes = down.passes  # type: ignore[assignment]
     bound: BoundMLP | None = passes.calls[1].get(key)
-    like = _like(x, calls, summed) if bound is None else bound.like
+    like = _like(prepared[0], calls, summed) if bound is None else bound.like
     prepared.append(down.forward(like, OF_PRODUCT))
-    calls.append(prepared[-1].call)
-    if bound is None or bound.known[-1] is not calls[-1].step:
-        bound = passes.bound_calls()[key] = _bind(calls, activation, summed, like)
+    call = prepared[-1].call
+    if bound is None or bound.known[-1] is not call.step:
+        bound = passes.bound_calls()[key] = _bind([*calls, call], activation, summed, like)
+    calls.append(call._replace(step=bound.down))
     compute: Any = FusedMLP.apply
-    tensors = x, *(of.weight for of in prepared), *biases
+    tensors = prepared[0].input, *(of.weight for of in prepared), *(of.bias for of in prepared)
+    finish = prepared[-1].finish
     y: Tensor
     with on_device(x.device):
         if not autocasts():
             y = compute(bound, calls, *tensors)
-            return y
-        with torch.autocast(x.device.type, enabled=False):
-            y = compute(bound, calls, *tensors)
-            return y
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                y = compute(bound, calls, *tensors)
+    return y if finish is None else laid_out_by_own(down, like, finish(y))
 
 
 def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
@@ -130,10 +131,7 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
             return f"its {name} is a {type(layer).__name__} with a forward of its own, and no lpq.nn.Linear"
         if layer.passes.plan is None:
             return f"its {name} {NO_RECIPE}"
-        shared_out = hasattr(layer._parameters.get("weight"), "device_mesh") and layer not in gathered
-        if shared_out or layer.layouts is not None:
-            return f"ranks share out the weight of its {name}"
-        if any(hooks_of(layer)):
+        if any(hooks_of(layer)) and has_hooks(layer):
             return f"hooks are called with its {name}"
         if layer.passes.observers:
             return f"its {name} is observed"
@@ -141,6 +139,11 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
             return f"its {name} rounds inputs with random bits"
         if name != "down" and layer.passes.plan.dearer_fused and _multiplies_in_bf16(layer):
             return f"gradients of its {name} are measured first and multiplied in bf16 here: fused, a model took longer"
+    layers: list[Any] = [layer for layer in (*before, down) if layer not in gathered]
+    if any(layer.layouts is not None or hasattr(layer._parameters.get("weight"), "device_mesh") for layer in layers):
+        from lpq.nn.parallel_mlp import why_not  # which imports torch.distributed
+
+        return why_not(layers)
     return None
 
 
@@ -154,9 +157,13 @@ def _multiplies_in_bf16(layer: Layer) -> bool:
 class BoundMLP(NamedTuple):
     """The producers between the layers, bound to passes of one kind."""
 
-    product: Encoder
-    """Gives the last layer its row operand, of the outputs of the others. Backward makes the column operand, as the
-    product is not kept; of a state, which moves until then, that keeps a copy."""
+    down: Step
+    """The step of the last layer, with a producer as the encoder of its input, which is given the outputs of the
+    others. It makes the row operand. Backward makes the column operand, as the product is not kept; of a state, which
+    moves until then, that keeps a copy. Where ranks share out the product, it makes both, as their statistics are
+    exchanged once."""
+    kept: bool
+    """Whether the column operand is kept."""
     remembered: tuple[str, ...]
     """The names in that state."""
     gradients: Callable[[], Producer]
@@ -169,16 +176,25 @@ class BoundMLP(NamedTuple):
     """The activation and the steps of the layers, kept as they are known by their addresses."""
 
 
-def _like(x: Tensor, calls: Sequence[LayerCall], summed: Sequence[bool]) -> Tensor:
-    shapes = calls[0].shapes
-    like = torch.empty((), dtype=shapes.dtype, device=x.device).expand(*x.shape[:-1], shapes.outputs)
+def _like(first: Prepared, calls: Sequence[LayerCall], summed: Sequence[bool]) -> Tensor:
+    shapes = first.call.shapes
+    like = torch.empty((), dtype=shapes.dtype, device=shapes.device).expand(*first.shape)
     return like.requires_grad_(shapes.needs_dx or any(call.shapes.needs_dw for call in calls) or any(summed))
 
 
 def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[bool], like: Tensor) -> BoundMLP:
     """``summed``: for each layer before the last whether the gradient of its bias is wanted."""
     *before, down = calls
+    assert down.step is not None
     between = activation.gated if len(before) > 1 else activation.alone
+    known = activation, *(call.step for call in calls)
+    if down.shapes.parts is not None:
+        from lpq.nn.parallel_mlp import bind_parts
+
+        step, of_parts = bind_parts(calls, between, summed)
+        return BoundMLP(step, True, (), cache(of_parts), cache(of_parts), like, known)
+    gradients = [gradient_wanted(call.plan, call.shapes) for call in before]
+    outputs = [Output(w if w.row or w.col else None, value) for w, value in zip(gradients, summed, strict=True)]
     wanted = input_wanted(down.plan, down.shapes)
     row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
     remembered = tuple(down.states["x"]) if wanted.remembers and wanted.col else ()
@@ -189,13 +205,11 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
         ((of_row, _, stats, _),) = produce(x, (known,), (seed,))
         return of_row, [memory.clone() for memory in known.values()] if remembered else (), stats
 
-    gradients = [gradient_wanted(call.plan, call.shapes) for call in before]
-    outputs = [Output(w if w.row or w.col else None, value) for w, value in zip(gradients, summed, strict=True)]
     column = Output(wanted._replace(row=False) if wanted.col else None)
     return BoundMLP(
-        Encoder(*operands_of(wanted), encode), remembered,
+        down.step._replace(x=Encoder(*operands_of(wanted), encode)), False, remembered,
         cache(lambda: bind_producer(between.backward, [*outputs, column])),
-        cache(lambda: bind_producer(between.product, [column])), like, (activation, *(call.step for call in calls)),
+        cache(lambda: bind_producer(between.product, [column])), like, known,
     )  # fmt: skip
 
 
@@ -214,7 +228,7 @@ class FusedMLP(torch.autograd.Function):
             inputs.append(Multiplication.forward(part, x, weight, tensors[count + i], calls[i], None, True))
         w_down = tensors[count - 1]
         assert w_down is not None
-        y = Multiplication.forward(down, inputs[0], w_down, tensors[-1], calls[-1], (bound.product, inputs), True)
+        y = Multiplication.forward(down, inputs[0], w_down, tensors[-1], calls[-1], inputs, True)
         kept = list(inputs)
         for part in parts:
             kept += part.saved_tensors
@@ -251,11 +265,12 @@ class FusedMLP(torch.autograd.Function):
         def source(gradient: Tensor | None, kept: Sequence[Tensor]) -> Sequence[Tensor]:
             of_product = dict(zip(bound.remembered, kept, strict=True)) if bound.remembered else ()
             if gradient is None:
-                return bound.column().produce(inputs, [of_product], [None])[0].col
+                return kept if bound.kept else bound.column().produce(inputs, [of_product], [None])[0].col
             known: list[Known] = [p.call.states.get("dy", ()) if p.dy_state is None else p.dy_state for p in before]
             seeds = [p.saved_tensors[sum(p.counts)] if p.call.plan.stochastic else None for p in before]
             made.extend(bound.gradients().produce((*inputs, gradient), [*known, of_product], [*seeds, None]))
-            return made.pop().col
+            column = made.pop().col
+            return kept if bound.kept else column
 
         _, *of_down, _ = Multiplication.backward(down, dy, source=source)
         dx: Tensor | None = None

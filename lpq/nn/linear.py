@@ -115,12 +115,12 @@ class Layer(WeightedLayer):
             encoded = given is not None or (within is not None and within.x)
             arrives = within is not None and within.dy
             call = self._bound(plan, input, weight, bias, dtype, held is not None, encoded, arrives)
-        elif within is not None:
-            return None  # type: ignore[return-value]
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
             from lpq.nn.parallel import multiply_parts
 
-            return multiply_parts(self, plan, input, weight, bias, dtype, self.with_all)  # type: ignore[arg-type]
+            return multiply_parts(self, plan, input, weight, bias, dtype, self.with_all, within)  # type: ignore[arg-type, return-value]
+        elif within is not None:
+            return None  # type: ignore[return-value]
         else:
             check(self, input, weight)
             self.note_pass(torch.compiler.is_dynamo_compiling())
@@ -136,7 +136,8 @@ class Layer(WeightedLayer):
         if passes.observers:
             call = call._replace(watch=watch(self))
         if within is not None:
-            return Prepared(weight, call)  # type: ignore[return-value]
+            shapes = call.shapes
+            return Prepared(weight, call, input, bias, (*input.shape[:-1], shapes.outputs))  # type: ignore[return-value]
         multiply: Any = Multiplication.apply
         if call.step is None and is_exporting():
             multiply = forward_of(Multiplication, self.title, weight)
@@ -203,7 +204,7 @@ class Layer(WeightedLayer):
         if plan.stochastic:
             draw = draw_seeds if call.step is None else drawn
             seeds = draw(input, weight, len(TENSORS))
-        if self.passes.borrowed and not shapes.given and torch.is_grad_enabled():
+        if self.passes.borrowed and not (shapes.given or shapes.taken) and torch.is_grad_enabled():
             self.own_buffers()  # each layer that encodes for itself moves its state
         states = states_of(self, plan.memories) if plan.memories else {}
         if shapes.parts is not None:

@@ -29,7 +29,6 @@ from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.wanted import Accumulate, asked, is_summed, refuse_part_of, refuse_parts, sum_in_place
 from lpq.operations import remember
 from lpq.operations.binding import on_device
-from lpq.operations.encoder import Encoder
 from lpq.operations.group_products import sum_rows
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.produced_tiles import Produced
@@ -97,6 +96,14 @@ class Prepared(NamedTuple):
 
     weight: Tensor
     call: LayerCall
+    input: Tensor
+    """The tensor to which the gradient of the input goes."""
+    bias: Tensor | None
+    """The bias that is added with the product."""
+    shape: Sequence[int]
+    """The shape of the product."""
+    finish: Callable[[Tensor], Tensor] | None = None
+    """Makes the result of the product, which the layer lays out over ranks."""
 
 
 class LayerContext:
@@ -120,10 +127,10 @@ class Multiplication(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall,
-        source: tuple[Encoder, Sequence[Tensor]] | None = None, inner: bool = False,
+        source: Sequence[Tensor] | None = None, inner: bool = False,
     ) -> Tensor:  # fmt: skip
-        """``source``: what encodes the input, and of which tensors it is computed; ``x`` has its shape. ``inner``: the
-        context is a ``LayerContext``."""
+        """``source``: the tensors of which the input is computed, for an encoder that takes these; ``x`` stands for its
+        dimensions. ``inner``: the context is a ``LayerContext``."""
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
         if step is None:
@@ -135,7 +142,7 @@ class Multiplication(torch.autograd.Function):
         values: Any
         values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
         if source is not None:
-            x_encoder, values = source
+            values = source
         if step.exchange is not None:
             (of_x, of_w), seeds = step.exchange((values, weight), (of_x, of_w), seeds)
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
@@ -144,13 +151,14 @@ class Multiplication(torch.autograd.Function):
             watch.tell("w", weight, plan.w, read.get("w"), w_seed)
         if operands is not None:
             x_row, x_col = operands
-            x_stats = () if call.encoded_by is None else call.encoded_by.measured
         elif inputs is None:
             x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
             if shared is not None:
                 shared.operands = x_row, x_col
         else:
             x_row, x_col, x_stats = inputs.encode(x_encoder, x, of_x, static, layer)
+        if call.encoded_by is not None:
+            x_stats = call.encoded_by.measured
         if encoded is None:
             assert step.w is not None
             w_row, w_col, w_stats = step.w.encode(weight, of_w, w_seed)
@@ -175,8 +183,12 @@ class Multiplication(torch.autograd.Function):
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
-        watched = given is not None or isinstance(weight, QuantizedTensor)
-        ctx.watched = _as_they_are(x, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
+        watched = given is not None or shapes.taken or isinstance(weight, QuantizedTensor)
+        ctx.watched = (
+            _as_they_are(x if call.values is None else call.values, weight, shapes)
+            if watched and not torch.compiler.is_compiling()
+            else ()
+        )
         if accumulate is not None:
             ctx.weight = weight
         if step.refuses is None and (bias is None or not bias.requires_grad):

@@ -32,7 +32,7 @@ from lpq.operations.produced_tiles import aligned
 from lpq.operations.producer import Output, bind_producer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
-from lpq.torch_private.hooks import hooks_before, hooks_behind
+from lpq.torch_private.hooks import hooks_before, hooks_behind, others_hang
 
 Encode = Callable[
     [Tensor, Tensor | None, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Tensor, Sequence[Tensor]]
@@ -109,7 +109,7 @@ class EncodingNorm(nn.Module):
     def _call(self, x: Tensor, gathered: Collection[nn.Module] = (), adds: bool = False) -> _Call:
         if not self.consumers:
             return _Call(NO_CONSUMERS)
-        if hooks_behind(self):
+        if hooks_behind(self) and others_hang(self, hooks_behind):
             return _Call(HOOKED)
         if not can_bypass_dispatcher(x):
             return _Call(WATCHED)
@@ -119,13 +119,15 @@ class EncodingNorm(nn.Module):
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
             if module._modules.get(name) is not layer:
                 return _Call(MOVED)
-            if (hooks_before(module) or hooks_behind(module)) and self not in module._modules.values():
-                return _Call(HOOKED)  # hooks of the block around the norm are called before it, or behind all of it
+            # Hooks of the block around the norm are called before it, or behind all of it.
+            hooked = (hooks_before(module) or hooks_behind(module)) and self not in module._modules.values()
+            if hooked and others_hang(module, hooks_before, hooks_behind):
+                return _Call(HOOKED)
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
             if layer.layouts is not None or (hasattr(weight, "device_mesh") and layer not in gathered):
                 return _Call(f"the weight of {layer.title} is shared out over ranks")
-            if hooks_before(layer) or hooks_behind(layer):
+            if (hooks_before(layer) or hooks_behind(layer)) and others_hang(layer, hooks_before, hooks_behind):
                 return _Call(f"{layer.title} has a forward hook, which looks at its input")
             if layer.passes.observers:
                 return _Call(f"{layer.title} has an observer, which is told of its input")

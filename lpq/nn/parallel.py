@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from lpq.distributed.shardability import why_high
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.encoded_inputs import describe_encoding, input_buffers
 from lpq.nn.input_checks import check_parallel, check_parallel_input, check_static
-from lpq.nn.multiply import LayerCall, Multiplication
+from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
 from lpq.nn.parallel_step import SharedOut
 from lpq.nn.shared_input import EncodedInput, LastInput, SharedColumn
@@ -94,6 +95,8 @@ class MeshPass(NamedTuple):
     """The shape of the input where it is gathered."""
     parts: SharedOut
     output: Placement
+    result: tuple[int, ...]
+    """The shape of this rank's part of the output."""
     call: LayerCall
     siblings: Siblings | None = None
     """How siblings share the input; None: they do not."""
@@ -101,11 +104,11 @@ class MeshPass(NamedTuple):
 
 def multiply_parts(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
-    complete: Callable[[LayerCall, Tensor, Tensor], LayerCall],
-) -> DTensor:  # fmt: skip
+    complete: Callable[[LayerCall, Tensor, Tensor], LayerCall], within: Within | None = None,
+) -> DTensor | Prepared | None:  # fmt: skip
     """Return the output of a layer, over the mesh of its weight. ``complete`` adds to a call the values that are new in
-    each pass."""
-    _compare_ranks(layer, input, weight)
+    each pass. ``within``: as for ``Layer.forward``."""
+    _compare_ranks(layer, input, weight, within is not None)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
     needs = grad and input.requires_grad, grad and weight.requires_grad
     if torch.compiler.is_compiling():
@@ -117,7 +120,7 @@ def multiply_parts(
                 input.shape, input.dtype, input.layout, input.device, type(input), getattr(input, "placements", None),
                 weight.shape, weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype,
                 needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
-                can_bypass_dispatcher(local), layer.passes.fresh,
+                can_bypass_dispatcher(local), layer.passes.fresh, within,
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
@@ -129,6 +132,8 @@ def multiply_parts(
             passes[key] = over
         else:
             x, found_by = _laid_out(over.mesh, input, over.given, over.wanted)
+    if within is not None and over.call.step is None:
+        return None
     sequence, group, by_columns = over.parts.sequence, over.parts.group, over.parts.weight.dim == 0
     added = bias.to_local() if isinstance(bias, DTensor) else bias
     call, siblings, through, shared, first = over.call, over.siblings, x, None, False
@@ -155,18 +160,32 @@ def multiply_parts(
         call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
     if layer.passes.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))
-    with on_device(x.device):
-        y: Tensor = _multiply(through, w, added if by_columns else None, call)
+    own_bias = added if by_columns else None
+    if within is None:
+        with on_device(x.device):
+            y: Tensor = _multiply(through, w, own_bias, call)
     if siblings is not None and shared is not None and first:
         siblings.inputs.keep(found_by, how, shared, id(layer))
-    if added is not None and not by_columns:  # once, and not on each rank before they are summed
-        if over.output.is_partial() and over.parts.weight.rank:
-            added = added - added.detach()  # zero, with the gradient of the bias
-        y = y + (added if sequence is None else _sum_gradients(added, None, added.shape, group)).to(y.dtype)
+    if within is not None:
+        return Prepared(
+            w, call, through, own_bias, over.result, partial(_finished, over, None if by_columns else added)
+        )
+    if added is not None and not by_columns:
+        return _finished(over, added, y)
     return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
 
 
-def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None:
+def _finished(over: MeshPass, bias: Tensor | None, y: Tensor) -> DTensor:
+    """Make the output of a product, and add a bias once, and not on each rank before they are summed."""
+    if bias is not None:
+        if over.output.is_partial() and over.parts.weight.rank:
+            bias = bias - bias.detach()  # zero, with the gradient of the bias
+        sequence, group = over.parts.sequence, over.parts.group
+        y = y + (bias if sequence is None else _sum_gradients(bias, None, bias.shape, group)).to(y.dtype)
+    return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
+
+
+def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, joined: bool = False) -> None:
     """Raise on all ranks of the mesh unless they have the same model and equal parts of the input, which each can take.
     A compiled pass does not compare: nothing may wait inside of it."""
     if torch.compiler.is_compiling() or weight.device_mesh.ndim != 1:
@@ -179,7 +198,7 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor) -> None
     if (check := layer.model.check) is None:  # it was not converted, or is a copy: another model than the others
         check = ModelCheck(layer)
         layer.model = replace(layer.model, check=check)
-    check.before_pass(layer, input, weight, check_parallel, encoded)
+    check.before_pass(layer, input, weight, check_parallel, encoded, joined)
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
@@ -280,7 +299,7 @@ def _mesh_pass(
         calls = call(first), call(first._replace(given=True))
         static = "x" in plan.remembered
         siblings = Siblings(inputs.whole, *calls, (group, plan.x, dw, sequence), static)
-    over = MeshPass(mesh, given, into, tuple(whole), parts, output, call(shapes), siblings)
+    over = MeshPass(mesh, given, into, tuple(whole), parts, output, tuple(result), call(shapes), siblings)
     return over, x, found_by
 
 

@@ -11,14 +11,22 @@ from typing import NamedTuple
 import torch
 
 from lpq.distributed.overlapped import of_parts
-from lpq.distributed.part_gathers import bind_gathered, bind_gathered_high, finish_sum, of_arriving, summed
+from lpq.distributed.part_gathers import (
+    bind_gathered_high,
+    finish_sum,
+    gathering,
+    of_arriving,
+    part_wanted,
+    summed,
+)
 from lpq.nn.encoded_inputs import of_given
 from lpq.nn.plan import Plan
-from lpq.nn.step import BindProduct, Shapes, Step, gradient_wanted, input_wanted, weight_wanted
+from lpq.nn.step import BindProduct, Exchange, Shapes, Step, gradient_wanted, input_wanted, weight_wanted
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.cut import Cut
-from lpq.operations.encoder import BindEncoder, Encoder, of_delivered
-from lpq.operations.part_encoders import PartEncoder, bind_exchange, bind_part, bind_settle
+from lpq.operations.encoder import BindEncoder, Encoder, Wanted, bind_encoder, of_delivered, sides_of
+from lpq.operations.part_encoders import PartEncoder, SpanningStats, along, bind_exchange, bind_part, bind_settle
+from lpq.operations.states import moves
 
 SHARED_OUT = "tensor parallelism shards the layer: whether it was encoded by statistics of all ranks cannot be told"
 
@@ -50,34 +58,27 @@ class SharedOut(NamedTuple):
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
         group, cut, sequence, by_columns = self.group, self.weight, self.sequence, self.weight.dim == 0
-        x, w, dy = input_wanted(plan, shapes), weight_wanted(plan, shapes), gradient_wanted(plan, shapes)
-        if sequence is not None:
-            rows = shapes.rows * cut.ranks if by_columns else shapes.rows // cut.ranks
-            dy = dy._replace(shape=(rows, shapes.outputs))
-        if sequence is None or not by_columns:
-            of_x = bind_part(encoder, x, None if by_columns else cut, group)
+        x, dy = input_wanted(plan, shapes), self.gradient(plan, shapes)
+        gathers = sequence is not None and by_columns
+        if shapes.taken:
+            of_x = _taken(x, self.cut_of("x"))
         else:
-            of_x = bind_gathered(encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
-        if not shapes.encoded:
-            of_w = bind_part(encoder, w, cut, group)
-        elif plan.w_at_use:
-            of_w = PartEncoder(
-                of_delivered(lambda part: bind_part(encoder, part, cut, group, early=True).alone(group).encoder, w)
-            )
-        else:
-            of_w = PartEncoder(of_given(w))
+            of_x = bind_part(encoder, part_wanted(x) if gathers else x, self.cut_of("x"), group)
+        if sequence is not None and by_columns:
+            of_x = gathering(of_x, x, sequence, group, at_once=False, begin=not self.overlaps)
+        of_w = self._weight(plan, shapes, encoder)
         if by_columns:
             of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
         elif sequence is None or self.high:
             of_dy = PartEncoder(encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group))
         else:
-            of_dy = bind_gathered(encoder, dy, sequence, group, at_once=True).alone(group)
+            of_dy = gathering(
+                bind_part(encoder, part_wanted(dy), sequence, group), dy, sequence, group, at_once=True
+            ).alone(group)
         if torch.compiler.is_compiling():
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = of_x.alone(group)
-        exchanged = [None if shapes.given else of_x.statistics, of_w.statistics]
-        reduces = exchanged != [None, None] or plan.stochastic
-        exchange = bind_exchange(exchanged, group) if reduces else None
+        exchange = self._exchange(plan, None if shapes.given else of_x.statistics, of_w.statistics)
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
         given = shapes.encoded and not plan.w_at_use
         encoders = of_x.encoder, None if given else of_w.encoder, of_dy.encoder
@@ -86,6 +87,36 @@ class SharedOut(NamedTuple):
             bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
+
+    def gradient(self, plan: Plan, shapes: Shapes) -> Wanted:
+        """How this rank's part of the gradient of the result is encoded."""
+        wanted, ranks = gradient_wanted(plan, shapes), self.weight.ranks
+        if self.sequence is None:
+            return wanted
+        rows = shapes.rows * ranks if self.weight.dim == 0 else shapes.rows // ranks
+        return wanted._replace(shape=(rows, shapes.outputs))
+
+    def computed(self, plan: Plan, shapes: Shapes, step: Step, bind: BindEncoder) -> Step:
+        """The same step with another encoder of ``x``, by ``bind``, which is not gathered: of what a source
+        computes."""
+        of_x = bind_part(bind, input_wanted(plan, shapes), self.cut_of("x"), self.group)
+        of_w = self._weight(plan, shapes, bind_encoder)
+        return step._replace(x=of_x.encoder, exchange=self._exchange(plan, of_x.statistics, of_w.statistics))
+
+    def _weight(self, plan: Plan, shapes: Shapes, encoder: BindEncoder) -> PartEncoder:
+        wanted, cut, group = weight_wanted(plan, shapes), self.weight, self.group
+        if not shapes.encoded:
+            return bind_part(encoder, wanted, cut, group)
+        if not plan.w_at_use:
+            return PartEncoder(of_given(wanted))
+        return PartEncoder(
+            of_delivered(lambda part: bind_part(encoder, part, cut, group, early=True).alone(group).encoder, wanted)
+        )
+
+    def _exchange(self, plan: Plan, *statistics: SpanningStats | None) -> Exchange | None:
+        """Bind what reduces the statistics of x and w; None if there are neither statistics nor seeds."""
+        reduces = any(one is not None for one in statistics) or plan.stochastic
+        return bind_exchange(statistics, self.group) if reduces else None
 
     def _products(
         self, plan: Plan, shapes: Shapes, x: Encoder, w: Encoder, dy: Encoder, product: BindProduct
@@ -113,3 +144,10 @@ class SharedOut(NamedTuple):
         if dy.col is not None and x.col is not None:
             into_dw = product(Product(dy.col, x.col, shapes.summed, device, fast[2]))
         return multiply, into_dx, into_dw
+
+
+def _taken(wanted: Wanted, cut: Cut | None) -> PartEncoder:
+    """The encoder of parts that a producer has encoded: by the state, if there is one, which then remembers what was
+    measured of the part alone."""
+    moving = wanted.remembers and moves(wanted.quantizer, *sides_of(wanted))
+    return PartEncoder(of_given(wanted), measured=along(cut, *sides_of(wanted)) if moving else ())

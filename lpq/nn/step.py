@@ -66,6 +66,8 @@ class Shapes(NamedTuple):
     """Whether the operands of the input are given."""
     compiled: bool = False
     """Whether a compiler traces this step, and decides which tensors are kept for backward."""
+    taken: bool = False
+    """Whether a producer has encoded the part of the input that this rank has, by statistics of all ranks."""
     parts: Parts | None = None
     """How ``x``, ``w`` and ``dy`` are divided over ranks or into groups; None: each is one whole matrix."""
     watched: bool = False

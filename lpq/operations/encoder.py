@@ -56,6 +56,8 @@ class Encoder(NamedTuple):
     travels meanwhile."""
     measure: Callable[[Tensor], list[Tensor]] | None = None
     """Measures a matrix for ``encode``, where that is given all statistics."""
+    values: Callable[[Any], Tensor] | None = None
+    """Makes the matrix of what ``encode`` is given, for ``measure``, where a source computes it; None: it is given."""
 
     def storages(self, row: Sequence[Tensor], col: Sequence[Tensor]) -> tuple[Storage | None, Storage | None]:
         """The operands over these buffers; None for an operand that it does not make."""

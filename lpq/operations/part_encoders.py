@@ -7,7 +7,7 @@ that span ranks may be exchanged for several tensors together, before any is enc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class SpanningStats(NamedTuple):
     row: Quantizer | None
     col: Quantizer | None
     """The operands that need them."""
+    values: Callable[[Any], Tensor] | None = None
+    """Makes the matrix of what the encoder is given, where a source computes it; None: it is given."""
 
 
 class PartEncoder(NamedTuple):
@@ -98,7 +100,10 @@ def bind_exchange(
         again = bind_reduction(needed, group, 2)
 
     def exchange(xs: Sequence[Tensor], states: Sequence[Known], seeds: Seeds) -> tuple[list[Known], Seeds]:
-        matrices = [x if part is None or x.dim() == 2 else as_matrix(x) for part, x in zip(parts, xs, strict=True)]
+        matrices = [
+            x if part is None else part.values(x) if part.values is not None else x if x.dim() == 2 else as_matrix(x)
+            for part, x in zip(parts, xs, strict=True)
+        ]
         found = [[] if part is None else [*part.measure(x)] for part, x in zip(parts, matrices, strict=True)]
         seeds = reduce(found, seeds)
         if again is not None:
@@ -112,6 +117,34 @@ def bind_exchange(
     return exchange
 
 
+class GivenPart(NamedTuple):
+    """How a part is encoded when the statistics that span ranks are known: by given statistics, and no state."""
+
+    wanted: Wanted
+    needed: Sequence[Declared] = ()
+    apart: bool = False
+    """Whether all statistics are exchanged before, so that ``KnownStats`` are known."""
+    measures: bool = False
+    """Whether the statistics are returned."""
+
+
+def given_part(wanted: Wanted, cut: Cut, *, early: bool = False) -> GivenPart:
+    """Describe how a part is encoded whose column operand is not made of the row operand. ``early``: as for
+    ``bind_part``."""
+    quantizer, (row, col) = wanted.quantizer, sides_of(wanted)
+    needed = along(cut, row, col)
+    if not wanted.remembers and not any(map(spans, needed)):
+        return GivenPart(wanted)
+    recalled = recalls(quantizer, row, col) if wanted.remembers else (False,) * len(needed)
+    measures = wanted.measures or (wanted.remembers and moves(quantizer, row, col))
+    apart = any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
+    if measures and not apart:  # encoding measures on the way, if it does so once for the part
+        apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and _draws(row, col))
+    given = (True,) * len(needed) if apart else recalled if True in recalled else ()
+    wanted = wanted._replace(remembers=False, measures=measures and not apart, given=given, apart=apart)
+    return GivenPart(wanted, needed, apart, measures)
+
+
 def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *, early: bool = False) -> PartEncoder:
     """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole. ``early``: the statistics
     for the state are exchanged before the part is encoded, though the state has all that encoding needs."""
@@ -121,32 +154,28 @@ def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *,
         first = bind_part(bind, first_of(wanted), cut, group, early=True)
         second = bind_part(bind, second_of(wanted), cut, group, early=True).alone(group)
         return PartEncoder(made_of_row(first.encoder, second.encoder, wanted), first.statistics)
-    quantizer, (row, col) = wanted.quantizer, sides_of(wanted)
-    needed = along(cut, row, col)
-    if not wanted.remembers and not any(map(spans, needed)):
-        return PartEncoder(_placed(bind, wanted, cut))
-    recalled = recalls(quantizer, row, col) if wanted.remembers else (False,) * len(needed)
-    measures = wanted.measures or (wanted.remembers and moves(quantizer, row, col))
-    apart = any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
-    if measures and not apart:  # encoding measures on the way, if it does so once for the part
-        apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and _draws(row, col))
-    given = (True,) * len(needed) if apart else recalled if True in recalled else ()
-    within = measures and not apart
-    encoder = _placed(bind, wanted._replace(remembers=False, measures=within, given=given, apart=apart), cut)
-    recall = bind_recall(quantizer, row, col, None)
+    part = given_part(wanted, cut, early=early)
+    encoder = _placed(bind, part.wanted, cut)
+    if not part.needed:
+        return PartEncoder(encoder)
+
+    (within, needed, apart, measures), remembers = part, wanted.remembers
+    recall = bind_recall(wanted.quantizer, *sides_of(wanted), None)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         stats, state = known if apart else ((), known)
         use = stats
-        if wanted.remembers and state:
+        if remembers and state:
             use = [None if k is None else k.contiguous() for k in recall(None, state, None)]
             if apart:
                 use = [s if k is None else k for k, s in zip(use, stats, strict=True)]
         of_row, of_col, found = encoder.encode(x, use, seed)
-        return of_row, of_col, found if within else stats if measures else ()
+        return of_row, of_col, stats if measures and apart else found
 
-    statistics = SpanningStats(encoder.measure, needed, row, col) if encoder.measure is not None else None
-    return PartEncoder(encoder._replace(encode=encode), statistics, needed if within else ())
+    statistics = None
+    if encoder.measure is not None:
+        statistics = SpanningStats(encoder.measure, needed, *sides_of(wanted), encoder.values)
+    return PartEncoder(encoder._replace(encode=encode), statistics, needed if within.measures else ())
 
 
 def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list[Declared]:
@@ -157,15 +186,21 @@ def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list
     return [(stat, own if cut.dim == 0 else 1 - own) for stat, own in declared(row, col)]
 
 
-def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
-    """Bind an encoder that draws random bits, if it does, by the place of the part in the whole."""
-    sides = sides_of(wanted)
-    if not _draws(*sides):
-        return bind(wanted)
+def placed(wanted: Wanted, cut: Cut) -> Wanted | None:
+    """The same encoding, which draws random bits, if it does, by the place of the part in the whole; None if chunks of
+    the part have places of their own."""
+    if not _draws(*sides_of(wanted)):
+        return wanted
     if cut.dim == 1:
-        return bind(wanted._replace(across=cut.place(0)))
-    if cut.chunks_per_rank == 1:
-        return bind(wanted._replace(offset=wanted.offset + cut.place(0)))
+        return wanted._replace(across=cut.place(0))
+    return wanted._replace(offset=wanted.offset + cut.place(0)) if cut.chunks_per_rank == 1 else None
+
+
+def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
+    """Bind an encoder of a part, or of each of its chunks."""
+    if (place := placed(wanted, cut)) is not None:
+        return bind(place)
+    sides = sides_of(wanted)
     (_, cols), needed = wanted.shape, declared(*sides)
     places = [wanted._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.chunks_per_rank)]
     encoders, whole = [bind(place) for place in places], bind(wanted)

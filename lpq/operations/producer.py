@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lpq.operations import produced_tiles
-from lpq.operations.binding import Operand
+from lpq.operations.binding import Encoded, Operand
+from lpq.operations.cut import Cut
 from lpq.operations.encoder import (
+    BindEncoder,
     Encoder,
     Known,
     Wanted,
@@ -20,9 +23,12 @@ from lpq.operations.encoder import (
     sides_of,
 )
 from lpq.operations.inputs import as_matrix
+from lpq.operations.part_encoders import bind_exchange, bind_part, given_part, placed
 from lpq.operations.produced_tiles import Produced, TiledOutput
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
+
+MADE_OF_ROW = "the column operand is made of the row operand"
 
 
 class Output(NamedTuple):
@@ -32,6 +38,8 @@ class Output(NamedTuple):
     """How it is encoded; None: it is not."""
     value: bool = False
     """Whether the matrix itself is returned, too, for a consumer in high precision."""
+    cut: Cut | None = None
+    """How ranks divide the whole matrix, of which this output is one part; None: it is the whole."""
 
 
 class Producer(NamedTuple):
@@ -47,21 +55,83 @@ class Producer(NamedTuple):
     """For each output why it is written and encoded in another run; None: one run computes and encodes it."""
 
 
-def bind_producer(source: Source, outputs: Sequence[Output]) -> Producer:
+def bind_producer(source: Source, outputs: Sequence[Output], group: str = "") -> Producer:
     """Choose and bind the kernel that computes all outputs, and encodes those whose formats have sides for it. An
-    encoder encodes the others. Where no kernel computes them, the source's definition does."""
+    encoder encodes the others. Where no kernel computes them, the source's definition does.
+
+    Of parts that the ranks of ``group`` have, the statistics that span ranks are measured and reduced before, in one
+    collective; the source computes once to be measured and once to be encoded."""
     if len(outputs) != source.outputs:
         raise ValueError(f"{source.name} has {source.outputs} outputs, and {len(outputs)} are described")
-    encoders = [None if output.wanted is None else bind_encoder(output.wanted) for output in outputs]
+    parts = [None if o.wanted is None else bind_part(bind_encoder, o.wanted, o.cut, group) for o in outputs]
+    encoders = [None if part is None else part.encoder for part in parts]
+    producer = _bound(source, outputs, encoders)
+    statistics = [None if part is None else part.statistics for part in parts]
+    if not any(statistics):
+        return producer
+    exchange, values = bind_exchange(statistics, group), _values(source, outputs)
+
+    def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        reduced, _ = exchange(values(inputs), known, None)
+        return producer.produce(inputs, reduced, seeds)
+
+    return producer._replace(produce=produce)
+
+
+def producing(source: Source) -> BindEncoder:
+    """A function that binds encoders of the one matrix that a source computes. They are given the inputs of the source
+    in its place."""
+
+    def bind(wanted: Wanted) -> Encoder:
+        encoder = bind_encoder(wanted)
+        if wanted.decoded:
+            return encoder  # of a matrix that is there
+        output = Output(wanted)
+        produce = bind_producer(source, [output]).produce
+
+        def encode(inputs: Any, known: Known, seed: Tensor | None) -> Encoded:
+            ((of_row, of_col, stats, _),) = produce(inputs, (known,), (seed,))
+            return of_row, of_col, stats
+
+        if encoder.measure is None:
+            return encoder._replace(encode=encode)
+        values = _values(source, [output])
+        return encoder._replace(encode=encode, values=lambda inputs: values(inputs)[0])
+
+    return bind
+
+
+def _values(source: Source, outputs: Sequence[Output]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Bind the computation of the matrices themselves, by the instructions by which they are encoded."""
+    shape, dtype, device = _kind(outputs)
+    if produced_tiles.why_not(source, shape, dtype, device) is not None:
+        kinds = source.inputs
+        return lambda inputs: [
+            *source.compute(*(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, kinds, strict=True)))
+        ]
+    run = produced_tiles.bind(
+        source, shape, dtype, device, [None] * len(outputs), [o.wanted is not None for o in outputs]
+    )
+    none: list[None] = [None] * len(outputs)
+    return lambda inputs: [made.value for made in run(inputs, none, none)]  # type: ignore[misc]
+
+
+def _kind(outputs: Sequence[Output]) -> tuple[tuple[int, int], torch.dtype, torch.device]:
+    """The shape, dtype and device of all matrices."""
+    first = next(output.wanted for output in outputs if output.wanted is not None)
+    return first.shape, first.dtype, first.device
+
+
+def _bound(source: Source, outputs: Sequence[Output], encoders: Sequence[Encoder | None]) -> Producer:
+    """Bind a producer that is given all statistics which span ranks."""
     operands = tuple((None, None) if encoder is None else (encoder.row, encoder.col) for encoder in encoders)
-    first = next((output.wanted for output in outputs if output.wanted is not None), None)
-    if first is None:
+    if all(output.wanted is None for output in outputs):
         return _composed(source, outputs, encoders, operands, "nothing is encoded")
-    shape, dtype, device = first.shape, first.dtype, first.device
+    shape, dtype, device = _kind(outputs)
     why = produced_tiles.why_not(source, shape, dtype, device)
     if why is not None:
         return _composed(source, outputs, encoders, operands, why)
-    tiles = [None if output.wanted is None else _tiles(output.wanted) for output in outputs]
+    tiles = [None if o.wanted is None else _tiles(o.wanted) if o.cut is None else _tiles_of_part(o) for o in outputs]
     described = [tile if isinstance(tile, TiledOutput) else None for tile in tiles]
     reasons = tuple(tile if isinstance(tile, str) else None for tile in tiles)
     values = [output.value or reason is not None for output, reason in zip(outputs, reasons, strict=True)]
@@ -107,11 +177,35 @@ def _composed(
     return Producer(operands, produce, (why,) * len(outputs))
 
 
+def _tiles_of_part(output: Output) -> TiledOutput | str:
+    """Describe how a kernel encodes a part, or why it does not."""
+    assert output.wanted is not None
+    assert output.cut is not None
+    if is_made_of_row(output.wanted):
+        return MADE_OF_ROW
+    part = given_part(output.wanted, output.cut)
+    place = placed(part.wanted, output.cut)
+    if place is None:
+        return "its chunks have random bits of their own"
+    if part.apart and (part.measures or output.wanted.remembers):
+        return "statistics for its state are exchanged before it is encoded"
+    tiles = _tiles(place)
+    if isinstance(tiles, str):
+        return tiles
+    return tiles._replace(recall=_exchanged if part.apart else bind_stats(output.wanted))
+
+
+def _exchanged(run: None, known: Any, seed: None) -> Sequence[Tensor]:
+    """The statistics to encode with, of ``KnownStats``."""
+    stats: Sequence[Tensor] = known.stats
+    return stats
+
+
 def _tiles(wanted: Wanted) -> TiledOutput | str:
     """Describe how a kernel encodes an output, or why it does not."""
     row, col = sides_of(wanted)
     if is_made_of_row(wanted):
-        return "the column operand is made of the row operand"
+        return MADE_OF_ROW
     if wanted.sections is not None:
         return "its rows are encoded in sections"
     if wanted.across and any(side is not None and side.stochastic for side in (row, col)):

@@ -1,4 +1,4 @@
-"""Hooks that others hang on modules."""
+"""Hooks that others hang on modules: all but the hooks of lpq's styles, which lay out tensors over ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,50 @@ from typing import Any
 
 import torch
 
-hooks_before: Callable[[Any], dict[int, Any]] = attrgetter("_forward_pre_hooks")
-"""The hooks that are called before a module, with what it is given."""
-hooks_behind: Callable[[Any], dict[int, Any]] = attrgetter("_forward_hooks")
-"""The hooks that are called behind a module, with what it is given and what it returns."""
+OWN = "lpq_style_hooks"
+"""An attribute of modules: the keys of the hooks that lpq's styles of tensor parallelism hung on them."""
 
+Hooks = Callable[[Any], dict[int, Any]]
+hooks_before: Hooks = attrgetter("_forward_pre_hooks")
+"""The hooks that are called before a module, with what it is given; lpq's own, too."""
+hooks_behind: Hooks = attrgetter("_forward_hooks")
+"""The hooks that are called behind a module, with what it is given and what it returns; lpq's own, too."""
 hooks_of: Callable[[Any], tuple[dict[int, Any], ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
-"""The hooks that a call of a module, or a gradient that goes through it, calls."""
+"""The hooks that a call of a module, or a gradient that goes through it, calls; lpq's own, too."""
 
-global_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-"""Whether a hook is called with every module."""
+
+def others_hang(module: Any, *kinds: Hooks) -> bool:
+    """Whether others have hung hooks of these kinds on a module."""
+    return any(not kind(module).keys() <= own_hooks(module) for kind in kinds)
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a call of the module, or a gradient that goes through it, calls hooks that were hung on it."""
-    return any(hooks_of(module))
+    """Whether a call of the module, or a gradient that goes through it, calls hooks that others hung on it."""
+    return any(not hooks.keys() <= own_hooks(module) for hooks in hooks_of(module))
+
+
+def own_hooks(module: Any) -> frozenset[int]:
+    """The keys of the hooks that lpq's styles hung on a module."""
+    keys: frozenset[int] = vars(module).get(OWN, frozenset())
+    return keys
+
+
+def noting_own(apply: Callable[[], Any], module: Any) -> Any:
+    """Call ``apply``, and note the hooks that it hangs on a module as lpq's own."""
+    before = {key for hooks in hooks_of(module) for key in hooks}
+    made = apply()
+    vars(module)[OWN] = own_hooks(module) | {key for hooks in hooks_of(module) for key in hooks} - before
+    return made
+
+
+def laid_out_by_own(module: Any, given: Any, y: Any) -> Any:
+    """Lay out a result as the hooks of lpq's styles do behind a module, which was not called itself."""
+    for hook in hooks_behind(module).values():
+        y = hook(module, (given,), y)
+    return y
+
+
+global_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+"""Whether a hook is called with every module."""

@@ -1,5 +1,4 @@
-"""Blocks and norms that lpq.fuse has found, where ranks share out weights: under tensor parallelism they run layer by
-layer, under FSDP2 they are fused, and the report says so."""
+"""Blocks and norms that lpq.fuse has found, where ranks share out weights: what is fused, and what the report says."""
 
 from __future__ import annotations
 
@@ -33,9 +32,11 @@ def test_tensor_parallel(rank: int) -> None:
         grads = [p.grad for p in net.parameters()]
         found.append([y.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)])
         if fuse:
-            apart = {entry.name: entry.note for entry in lpq.report(net).apart}
-            assert "ranks share out the weight of its gate" in apart["0.mlp"]
-            assert "is shared out over ranks" in apart["0.norm"]
+            report = lpq.report(net)
+            assert [entry.name for entry in report.fused] == ["0.mlp"]
+            (norm,) = report.apart
+            assert norm.name == "0.norm"
+            assert "is shared out over ranks" in norm.note
     assert equal(*found)
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 from torch import nn
 
-from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_before, hooks_behind, hooks_of
+from lpq.torch_private.hooks import (
+    global_hooks,
+    has_hooks,
+    hooks_before,
+    hooks_behind,
+    hooks_of,
+    laid_out_by_own,
+    noting_own,
+    others_hang,
+    own_hooks,
+)
 
 KINDS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 
@@ -41,6 +52,29 @@ def test_hooks_of_a_module(kind: str) -> None:
     handle.remove()
     assert not has_hooks(module)
     assert not any(hooks_of(module))
+
+
+def test_own_hooks_are_no_others() -> None:
+    module = nn.Linear(1, 1)
+
+    def apply() -> nn.Module:
+        module.register_forward_pre_hook(nothing)
+        module.register_forward_hook(lambda _, given, y: y + given[0])
+        return module
+
+    assert noting_own(apply, module) is module
+    copy = deepcopy(module)
+    for one in (module, copy):
+        assert len(own_hooks(one)) == 2
+        assert not has_hooks(one)
+        assert not others_hang(one, hooks_before, hooks_behind)
+        assert laid_out_by_own(one, 3, 4) == 7
+    handle = module.register_forward_hook(nothing)
+    assert others_hang(module, hooks_behind)
+    assert not others_hang(module, hooks_before)
+    assert has_hooks(module)
+    handle.remove()
+    assert not has_hooks(module)
 
 
 @pytest.mark.parametrize("kind", KINDS)

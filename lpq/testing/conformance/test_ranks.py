@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.distributed.part_gathers import Arriving, OperandGather, bind_gathered
+from lpq.distributed.part_gathers import Arriving, OperandGather, gathering, part_wanted
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.sections import cat
@@ -200,7 +200,9 @@ def gathered(
     if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic)):
         gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
         return {at: gather.whole.over(Arriving(gather, made.of(at).tensors()).now()) for at, gather in gathers}
-    encoder = bind_gathered(bind, one.wanted(local), cut, group, at_once=at_once).alone(group).encoder
+    wanted = one.wanted(local)
+    part = bind_part(bind, part_wanted(wanted), cut, group)
+    encoder = gathering(part, wanted, cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or (), seed)
     found: dict[Direction, Storage] = {}
     if encoder.row is not None:
