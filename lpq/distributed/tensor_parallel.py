@@ -20,6 +20,8 @@ from lpq.torch_private import symmetric
 from lpq.torch_private.hooks import noting_own
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
+SEQUENCE = "lpq_sequence"
+"""An attribute of modules that got ``SequenceParallel``: how their input lies over the ranks."""
 STYLED = "lpq_styled"
 """An attribute of modules without a recipe that got a style of lpq's."""
 
@@ -120,6 +122,7 @@ class SequenceParallel(torch_styles.SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        vars(module)[SEQUENCE] = self.sequence_sharding[0]
         apply: Any = super()._apply
         return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
 

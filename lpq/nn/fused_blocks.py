@@ -40,6 +40,8 @@ OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) 
 HOOKED = "hooks are called with its activation"
 SIZES = "in_features", "out_features"
 """The attributes of a linear layer."""
+TOKENS = 2**14
+"""Tokens of a sequence, of which each rank has whole blocks, as far as that can be."""
 REPLACED = "its forward was replaced on the object"
 SINCE = "lpq.fuse has not looked at it as it is now: call lpq.fuse again"
 
@@ -247,7 +249,8 @@ def _why_plain(norm: EncodingNorm, name: str, gathered: Collection[nn.Module]) -
     line."""
     weight: Any = norm._parameters["weight"]
     device = "cpu" if weight.is_meta else weight.device
-    reason = norm.why_not(torch.empty(1, weight.shape[0], dtype=weight.dtype, device=device), gathered)
+    like = torch.empty((), dtype=weight.dtype, device=device).expand(1, TOKENS, weight.shape[0])
+    reason = norm.why_not(like if any(layer.layouts is not None for layer in norm.consumers) else like[0, :1], gathered)
     block, _, _ = name.rpartition(".")
     for layer in norm.consumers if reason is not None and block else ():
         own = layer.qualified_name

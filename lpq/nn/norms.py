@@ -12,7 +12,7 @@ computes as its class does, and ``why_not`` says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,23 @@ from lpq import registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
-from lpq.nn.shared_states import EncodedBy, shared_state
+from lpq.nn.shared_states import EncodedBy, local_state, shared_state
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
+from lpq.operations.part_encoders import bind_part
 from lpq.operations.produced_tiles import aligned
 from lpq.operations.producer import Output, bind_producer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
 from lpq.torch_private.hooks import hooks_before, hooks_behind, others_hang
+from lpq.torch_private.tensors import local_part
+
+if TYPE_CHECKING:
+    from lpq.nn.parallel_norms import DividedNorm
 
 Encode = Callable[
     [Tensor, Tensor | None, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Tensor, Sequence[Tensor]]
@@ -91,15 +96,24 @@ class EncodingNorm(nn.Module):
             for layer in self.consumers:
                 if layer.passes.fresh:  # it measures its own inputs
                     bound = None
+            if bound is not None and bound.over is not None and with_sum:
+                bound = None  # ranks have parts, perhaps as DTensors, and the sum is no such
         if bound is None:
             if residual is not None:
                 args = args[0] + residual, *args[1:]
             y = super().forward(*args, **others)  # of the other base class
             return (y, args[0]) if with_sum else y
-        (x,), weight, bias = args, self._parameters["weight"], self._parameters.get("bias")
+        (x,), over = args, bound.over
+        weight: Tensor | None = self._parameters["weight"]
+        bias: Tensor | None = self._parameters.get("bias")
+        layers, given = [layer for layer in self.consumers if layer.passes.plan is not None], x
+        if over is not None:
+            from lpq.nn.parallel_norms import laid_out, local_parts
+
+            x, weight, bias = local_parts(over, x, weight, bias)
         with on_device(x.device):
-            layers = [layer for layer in self.consumers if layer.passes.plan is not None]
-            return EncodedNorm.apply(x, weight, bias, bound, layers, residual, with_sum)  # type: ignore[no-untyped-call]
+            y = EncodedNorm.apply(x, weight, bias, bound, layers, residual, with_sum)  # type: ignore[no-untyped-call]
+        return y if over is None else laid_out(over, given, y)
 
     def why_not(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> str | None:
         """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm
@@ -111,11 +125,9 @@ class EncodingNorm(nn.Module):
             return _Call(NO_CONSUMERS)
         if hooks_behind(self) and others_hang(self, hooks_behind):
             return _Call(HOOKED)
-        if not can_bypass_dispatcher(x):
+        trains, plans, own, shared, over = False, [], self._parameters.get("weight"), False, list[object]()
+        if not can_bypass_dispatcher(getattr(x, "_local_tensor", x)):
             return _Call(WATCHED)
-        trains, plans, own = False, [], self._parameters.get("weight")
-        if own is None or (type(own) not in ORDINARY and self not in gathered):
-            return _Call(NO_WEIGHT)
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
             if module._modules.get(name) is not layer:
                 return _Call(MOVED)
@@ -126,32 +138,48 @@ class EncodingNorm(nn.Module):
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
             if layer.layouts is not None or (hasattr(weight, "device_mesh") and layer not in gathered):
-                return _Call(f"the weight of {layer.title} is shared out over ranks")
+                shared = True
+                over += [layer.layouts, getattr(weight, "device_mesh", None), getattr(weight, "placements", None)]
             if (hooks_before(layer) or hooks_behind(layer)) and others_hang(layer, hooks_before, hooks_behind):
                 return _Call(f"{layer.title} has a forward hook, which looks at its input")
             if layer.passes.observers:
                 return _Call(f"{layer.title} has an observer, which is told of its input")
             trains = trains or weight is None or weight.requires_grad
             plans.append(layer.passes.plan)
+        if own is None or (type(own) not in ORDINARY and self not in gathered and not shared):
+            return _Call(NO_WEIGHT)
         col = trains and torch.is_grad_enabled()
         key = (x.shape, x.dtype, x.device, own.dtype, col, adds, kernels_allowed(), registry.epoch(), *map(id, plans))
+        if shared:
+            key = (*key, getattr(x, "placements", None), getattr(own, "placements", None), *over)
         calls = self.__dict__.setdefault("_calls", {})
         call: _Call | None = calls.get(key)
         if call is None:
             if len(calls) >= MOST_CALLS:
                 calls.clear()
-            call = calls[key] = self._bound(x, plans, col, adds)
+            call = calls[key] = self._bound(x, plans, col, adds, shared)
         return call
 
-    def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool, adds: bool) -> _Call:
-        """Bind the passes of one kind."""
+    def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool, adds: bool, shared: bool) -> _Call:
+        """Bind the passes of one kind; ``shared``: ranks share out layers."""
         encoding = [(layer, plan) for layer, plan in zip(self.consumers, plans, strict=True) if plan is not None]
         why_not = self._why_unfit(x) or _why_not_alike(encoding)
         if why_not is not None:
             return _Call(why_not, tuple(plans))
         first, biased = encoding[0][1], self._parameters.get("bias") is not None
         others = self.serves_others or len(encoding) < len(plans)
-        return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, biased, others, adds))
+        if not shared:
+            return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, biased, others, adds))
+        from lpq.nn.parallel_norms import over_ranks  # which imports torch.distributed
+
+        over = over_ranks(x, self, [layer for layer, _ in encoding], first, col)
+        if not isinstance(over, str) and over.cut is not None and others:
+            over = "ranks have parts of its output, and something other than layers of lpq takes it, too"
+        if adds:
+            over = "ranks share out layers that take its output, and it adds a residual"
+        if isinstance(over, str):
+            return _Call(over, tuple(plans))
+        return _Call(None, tuple(plans), bind_norm(self.norm, first, local_part(x), col, biased, others, over=over))
 
     def _why_unfit(self, x: Tensor) -> str | None:
         """Why no output for such an input is encoded, whatever the layers are."""
@@ -199,6 +227,8 @@ class BoundNorm(NamedTuple):
     encode: Encode
     gradients: Gradients | None
     """None: ``NormKind.gradients`` computes them."""
+    over: DividedNorm | None = None
+    """How ranks have its output, where they share out the layers that take it."""
 
 
 class EncodedNorm(torch.autograd.Function):
@@ -248,8 +278,9 @@ def _adds(x: Tensor, other: Tensor) -> bool:
 
 
 def bind_norm(
-    norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False, adds: bool = False
-) -> BoundNorm:
+    norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False, adds: bool = False,
+    over: DividedNorm | None = None,
+) -> BoundNorm:  # fmt: skip
     """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
     operand; ``others``: with the output itself, for others; ``adds``: of sums with a residual. Where no kernel computes
     and encodes it, an encoder follows the operations of the module."""
@@ -257,23 +288,27 @@ def bind_norm(
     cols, remembers = shape[-1], "x" in plan.remembered
     matrix = like.numel() // cols if cols else 0, cols
     wanted = Wanted(quantizer, matrix, dtype, device, True, col, remembers)
-    producer = bind_producer(norm_source(norm, biased), [Output(wanted, others)])
+    cut, group = (None, "") if over is None else (over.cut, over.group)
+    producer = bind_producer(norm_source(norm, biased), [Output(wanted, others, cut)], group)
     row, side = producer.operands[0]
     assert row is not None
     find = add = encoder = gradients = None
     if producer.why_not[0] is not None:
-        encoder = bind_encoder(wanted)
+        encoder = bind_part(bind_encoder, wanted, cut, group).alone(group).encoder
     else:
         gradients = bind_gradients(norm, matrix, dtype, device)
         if adds:
             add = bind_sum_rows(norm, matrix, dtype, device)
         else:
             find = bind_rows(norm, matrix, dtype, device)
+    named = None if over is None else (group, cut)
 
     def encode(
         x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Layer]
     ) -> tuple[QuantizedTensor, Tensor, Sequence[Tensor]]:
-        state = shared_state(layers) if remembers else None
+        state = shared = shared_state(layers) if remembers else None
+        if over is not None and state is not None:
+            state = local_state(state)
         rows: Sequence[Tensor] = ()
         value: Tensor | None
         if encoder is not None:
@@ -296,11 +331,11 @@ def bind_norm(
         else:
             encoded = QuantizedTensor(row.over(of_row), of_side, quantizer, shape, dtype)
         encoded.read = quantizer, of_row, of_col
-        if state is not None:
-            encoded.encoded_by = EncodedBy(layers, state, measured, col)
+        if state is not None or named is not None:
+            encoded.encoded_by = EncodedBy(layers, shared or {}, measured, col, named)
         return encoded, x, rows
 
-    return BoundNorm(norm, encode, gradients)
+    return BoundNorm(norm, encode, gradients, over)
 
 
 def _why_not_alike(layers: Sequence[tuple[Layer, Plan]]) -> str | None:

@@ -27,6 +27,7 @@ from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
 from lpq.nn.parallel_step import SharedOut
 from lpq.nn.shared_input import EncodedInput, LastInput, SharedColumn
+from lpq.nn.shared_states import EncodedBy
 from lpq.nn.step import Shapes, bind_few
 from lpq.operations.binding import on_device
 from lpq.operations.cut import Cut
@@ -50,16 +51,16 @@ _multiply: Any = Multiplication.apply
 class SumGradients(torch.autograd.Function):
     """A tensor that ranks use for different parts of a result: the gradients of all are summed.
 
-    Where its rows are divided over the ranks, the result has the global shape and no values: its gradient is summed,
-    and each rank gets its own rows of the sum.
+    Where its rows are divided over the ranks, or it is encoded, the result has the global shape and no values: its
+    gradient is summed, and each rank gets its own rows of the sum.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut | None, shape: Sequence[int], group: str) -> Tensor:
         ctx.cut, ctx.shape, ctx.group = cut, x.shape, group
-        if cut is None:
+        if cut is None and not isinstance(x, QuantizedTensor):
             return x.view_as(x)
-        return x.new_zeros(()).expand(shape)
+        return torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,6 +122,7 @@ def multiply_parts(
                 weight.shape, weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype,
                 needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
                 can_bypass_dispatcher(local), layer.passes.fresh, within,
+                None if type(local) in ORDINARY else _over(layer, local),
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
@@ -157,7 +159,13 @@ def multiply_parts(
     if shared is not None:
         call = call._replace(values=x.detach(), shared=shared)
     if isinstance(x, QuantizedTensor):
-        call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
+        by = EncodedBy.over_ranks(layer, x)
+        if by is None:
+            call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
+        elif by.state:
+            call = call._replace(encoded_by=by)
+            if True in needs:
+                by.take(layer)
     if layer.passes.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))
     own_bias = added if by_columns else None
@@ -201,6 +209,13 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, joined:
     check.before_pass(layer, input, weight, check_parallel, encoded, joined)
 
 
+def _over(layer: WeightedLayer, part: Tensor) -> tuple[str, Cut | None] | None:
+    """Over which ranks the statistics were reduced by which a producer encoded this part for the layer; None: none
+    did."""
+    by = EncodedBy.over_ranks(layer, part) if isinstance(part, QuantizedTensor) else None
+    return None if by is None else by.over
+
+
 def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the input, laid out for the product; and the tensor by which siblings find the encoded
     input."""
@@ -231,11 +246,7 @@ def _mesh_pass(
     given = input.placements[0] if isinstance(input, DTensor) else given
     group, rank, ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
     columns, encoded = weight.placements[0].is_shard(0), isinstance(local_part(input), QuantizedTensor)
-    if encoded and not (columns and given.is_replicate()):
-        raise ValueError(
-            f"{layer.title}: its input is encoded already, and it is sharded, by {given}: whether that was by "
-            "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
-        )
+    encoded_over = _over(layer, local_part(input))
     size = layer.out_features if columns else layer.in_features
     cut, last = Cut(0 if columns else 1, rank, ranks, size // ranks), input.dim() - 1
     dx, dw = needs
@@ -248,18 +259,21 @@ def _mesh_pass(
     sequence, high = None, False
     output: Placement = Shard(last)
     if columns:
-        dim = given.dim % input.dim() if isinstance(given, Shard) else input.dim()
         sizes = [*input.shape]
+        dim = given.dim % input.dim() if isinstance(given, Shard) else input.dim()
         if not isinstance(input, DTensor) and dim < last:
             sizes[dim] *= ranks
-        if dim < last and not sizes[dim] % ranks:
-            sequence = _sequence(sizes, dim, rank, ranks)
-            wanted = [(True, False), (False, True)] if dw else [(True, False)]
-            if any(_high(plan.x, *one, sequence, sizes, input.dtype) for one in wanted):
-                sequence = None
+        found = gathered_rows(plan, sizes, dim, rank, ranks, dw, input.dtype)
+        sequence = found if isinstance(found, Cut) else None
         into: Placement = Replicate() if sequence is None else given
     else:
         into = Shard(last)
+    taken = columns and encoded_over == (group, sequence) and given.is_replicate() == (sequence is None)
+    if encoded and not (taken or (columns and given.is_replicate() and encoded_over is None)):
+        raise ValueError(
+            f"{layer.title}: its input is encoded already, and it is sharded, by {given}: whether that was by "
+            "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
+        )
     into = given if given == into or (not columns and _is_last(given, input.dim())) else into
     x, found_by = _laid_out(mesh, input, given, into)
     check_parallel_input(layer, x, 1 if columns else ranks)
@@ -281,7 +295,7 @@ def _mesh_pass(
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded, parts=parts, fresh=layer.passes.fresh,
+        encoded and not taken, taken=taken, parts=parts, fresh=layer.passes.fresh,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 
@@ -291,7 +305,7 @@ def _mesh_pass(
         return LayerCall(plan, shapes, step, layer=id(layer), title=title, shape=shape)
 
     siblings = None
-    ordinary = type(x) in ORDINARY and not x.is_meta
+    ordinary = taken or (type(x) in ORDINARY and not x.is_meta)
     if columns and plan.shares and inputs is not None and ordinary and not compiling:
         if inputs.whole is None:
             inputs.whole = LastInput()
@@ -310,6 +324,21 @@ def _is_last(placement: Placement, dims: int) -> bool:
 def _sequence(shape: Sequence[int], dim: int, rank: int, ranks: int) -> Cut:
     """The rows of a tensor of this shape, which are divided over ranks along a leading dimension."""
     return Cut(0, rank, ranks, shape[dim] // ranks * prod(shape[dim + 1 : -1]), prod(shape[:dim]))
+
+
+def gathered_rows(
+    plan: Plan, sizes: Sequence[int], dim: int, rank: int, ranks: int, dw: bool, dtype: torch.dtype
+) -> Cut | str | None:
+    """How the rows of an input of these global sizes are divided, which has its dimension ``dim`` over the ranks and is
+    gathered encoded; the reason why it is gathered in high precision; None: it is not divided by rows."""
+    if dim >= len(sizes) - 1:
+        return None
+    if sizes[dim] % ranks:
+        return f"the {sizes[dim]} parts of its input along dimension {dim} are uneven over {ranks} ranks"
+    cut, rows = _sequence(sizes, dim, rank, ranks), prod(sizes[:-1])
+    wanted = [(True, False), (False, True)] if dw else [(True, False)]
+    reasons = (why_high(plan.x, *one, cut, rows, sizes[-1], dtype) for one in wanted)
+    return next((reason for reason in reasons if reason is not None), cut)
 
 
 def _high(quantizer: Quantizer, row: bool, col: bool, cut: Cut, shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -22,9 +22,11 @@ from torch import Tensor
 from lpq.formats import Quantizer
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import remember
+from lpq.operations.cut import Cut
 from lpq.operations.states import State
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 
 def shared_state(layers: Sequence[StatefulLayer], tensor: str = "x") -> State | None:
@@ -45,9 +47,18 @@ class EncodedBy:
     """The state by which an input was encoded for layers that share it, and what was measured of the input. A producer
     puts it on the tensor, as ``encoded_by``."""
 
-    def __init__(self, layers: Sequence[StatefulLayer], state: State, measured: Sequence[Tensor], col: bool) -> None:
-        """``measured``: the statistics that the encoder returned, for the row operand and, with ``col``, for both."""
-        self.layers, self.state, self.measured, self.col = layers, state, measured, col
+    def __init__(
+        self,
+        layers: Sequence[StatefulLayer],
+        state: State,
+        measured: Sequence[Tensor],
+        col: bool,
+        over: tuple[str, Cut | None] | None = None,
+    ) -> None:
+        """``measured``: the statistics that the encoder returned, for the row operand and, with ``col``, for both; of
+        this rank's part alone, where a state encoded it. ``over``: the group of ranks over whose parts statistics were
+        reduced, and how its rows are divided; None: no ranks share it."""
+        self.layers, self.state, self.measured, self.col, self.over = layers, state, measured, col, over
         self._taken: set[int] = set()
         """The layers that have got the input in a pass that has a backward."""
         self._moved = False
@@ -56,7 +67,15 @@ class EncodedBy:
     def own(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
         """Return the state by which ``x`` was encoded, if the layer has that very state."""
         by = x.encoded_by if not x.writes.count else None
-        return by if isinstance(by, cls) and _has(layer, "x", by.state) else None
+        return by if isinstance(by, cls) and by.over is None and _has(layer, "x", by.state) else None
+
+    @classmethod
+    def over_ranks(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
+        """Return by what a producer encoded ``x`` for layers that ranks share out, among them this one."""
+        by = x.encoded_by if not x.writes.count else None
+        if not isinstance(by, cls) or by.over is None or layer not in by.layers:
+            return None
+        return by if not by.state or _has(layer, "x", by.state) else None
 
     def take(self, layer: StatefulLayer) -> None:
         """Note that this layer has got the input, and that its backward will ask for ``move``."""
@@ -78,8 +97,13 @@ class EncodedBy:
             )
         self._moved = True
         if col != self.col:  # this layer is frozen, and others are not
-            remember(quantizer, self.state, [*measured], col=self.col)
+            remember(quantizer, local_state(self.state), [*measured], col=self.col)
         return col == self.col
+
+
+def local_state(state: State) -> State:
+    """The state as this rank has it: all ranks have the same."""
+    return {key: local_part(memory) for key, memory in state.items()}
 
 
 def _has(layer: StatefulLayer, tensor: str, state: State) -> bool:
@@ -94,7 +118,7 @@ def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:
     one, other = (getattr(plan, tensor, None) for plan in plans)
     why = f"one has {tensor}={one}, and the other {tensor}={other}" if one != other or theirs != mine else ""
     for memory in mine if not why else ():
-        a, b = (getattr(each, memory.name) for each in (first, layer))
+        a, b = (local_part(getattr(each, memory.name)) for each in (first, layer))
         if a.device != b.device or not torch.equal(a.view(torch.int32), b.view(torch.int32)):
             why = (
                 f"{memory.name} differs, as if they had not got the same inputs: fill it with equal values, by "

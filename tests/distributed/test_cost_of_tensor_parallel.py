@@ -8,6 +8,7 @@ may only fall: where there are fewer, lower the number, and where one must rise,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,18 +50,45 @@ COSTS = {
 }
 
 
+FUSED = {
+    # The same of a norm and a SwiGLU behind it, fused.
+    "fp8-current": (Cost(297, 167, 8), Cost(394, 330, 14)),
+    "fp8-delayed": (Cost(304, 119, 7), Cost(395, 321, 14)),
+    "mxfp8": (Cost(252, 68, 3), Cost(335, 381, 9)),
+}
+
+
+def styles_of(first: Sequence[str], last: str, sequences: bool) -> dict[str, Any]:
+    """Share out the first layers by their outputs and the last by its inputs."""
+    shared_out = {"input_layouts": Shard(0)} if sequences else {}
+    column = tp.ColwiseParallel(**shared_out)
+    row = tp.RowwiseParallel(output_layouts=Shard(0)) if sequences else tp.RowwiseParallel()
+    return {**dict.fromkeys(first, column), last: row}
+
+
 def cost(recipe: str, sequences: bool) -> Cost:
     """The cost of a pair."""
     pair = nn.Sequential(nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)).bfloat16()
     lpq.convert(pair, recipe)
-    ranks, shared_out = dist.get_world_size(), Shard(0)
-    styles = {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()}
+    ranks = dist.get_world_size()
+    parallelize_module(pair, init_device_mesh("cpu", (ranks,)), styles_of(["0"], "1", sequences))
+    return cost_of(pair, sequences)
+
+
+def cost_of_block(recipe: str, sequences: bool) -> Cost:
+    """The cost of a norm and a SwiGLU, which are fused."""
+    block = nn.Sequential(nn.RMSNorm(WIDTH), lpq.nn.SwiGLU(WIDTH, INNER)).bfloat16()
+    lpq.convert(block, recipe, fuse=True)
+    styles = styles_of(["1.gate_proj", "1.up_proj"], "1.down_proj", sequences)
     if sequences:
-        styles = {
-            "0": tp.ColwiseParallel(input_layouts=shared_out),
-            "1": tp.RowwiseParallel(output_layouts=shared_out),
-        }
-    parallelize_module(pair, init_device_mesh("cpu", (ranks,)), styles)
+        styles["0"] = tp.SequenceParallel(sequence_dim=0, use_local_output=True)
+    parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+    return cost_of(block, sequences)
+
+
+def cost_of(pair: nn.Module, sequences: bool) -> Cost:
+    """The cost of these layers."""
+    ranks = dist.get_world_size()
     rows = TOKENS // ranks if sequences else TOKENS
     x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.zeros(rows, WIDTH, dtype=torch.bfloat16)
@@ -86,6 +114,17 @@ def test_no_call_no_operator_and_no_collective_is_added(rank: int, recipe: str) 
         patch.setattr(model_check, "FREE", ())  # on a GPU ranks compare new inputs alone
         found = cost(recipe, False), cost(recipe, True)
     for now, most in zip(found, COSTS[recipe], strict=True):
+        assert all(a <= b for a, b in zip(now, most, strict=True)), found
+        assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
+
+
+@pytest.mark.parametrize("recipe", FUSED)
+@on_ranks(2)
+def test_the_cost_of_a_fused_block(rank: int, recipe: str) -> None:
+    with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_check, "FREE", ())
+        found = cost_of_block(recipe, False), cost_of_block(recipe, True)
+    for now, most in zip(found, FUSED[recipe], strict=True):
         assert all(a <= b for a, b in zip(now, most, strict=True)), found
         assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import mesh_of, on_ranks
+from ranks import agreed, mesh_of, on_ranks
 from support.comparing import equal
-from support.small_models import LlamaMlp
+from support.small_models import LlamaMlp, Normed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
@@ -61,12 +62,14 @@ def nodes_of(y: Tensor) -> set[str]:
     return {type(node).__name__ for node in seen}
 
 
-def run(net: nn.Module, sequence: bool, steps: int = 3) -> tuple[list[Tensor], set[str]]:
+def run(
+    net: nn.Module, sequence: bool, dtype: torch.dtype = torch.float32, steps: int = 3
+) -> tuple[list[Tensor], set[str]]:
     """Outputs, gradients and states of some steps; and the functions that autograd had."""
     found, nodes = list[Tensor](), set[str]()
     for step in range(steps):
         net.zero_grad()
-        x, dy = part(sequence, step)
+        x, dy = (t.to(dtype) for t in part(sequence, step))
         torch.manual_seed(step)  # of random bits
         leaf = x.requires_grad_()
         y = net(leaf * 1.0)
@@ -74,7 +77,7 @@ def run(net: nn.Module, sequence: bool, steps: int = 3) -> tuple[list[Tensor], s
         y.backward(dy)
         assert leaf.grad is not None
         grads = [p.grad for p in net.parameters()]
-        states = [b.clone() for b in net.buffers()]
+        states = [b.clone() for _, b in net.named_buffers(remove_duplicate=False)]
         found += [y.detach(), leaf.grad]
         found += [t.to_local() if isinstance(t, DTensor) else t for t in (*grads, *states) if t is not None]
     return found, nodes
@@ -89,3 +92,114 @@ def test_a_block_is_its_layers(rank: int, recipe: str, sequence: bool) -> None:
         assert "FusedMLPBackward" in nodes
         assert "FusedMLPBackward" not in others
         assert equal(fused, apart), recipe
+
+
+NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+
+
+def normed(recipe: str, layout: str, fuse: bool, norm: str = "rms") -> Any:
+    """A norm and a block: each rank has the whole input of the norm; a part of the sequence, and gets a part of its
+    output; or the block gathers what it is given as a DTensor."""
+    torch.manual_seed(0)
+    net = lpq.convert(Normed(NORMS[norm]).bfloat16(), recipe, include="all")
+    if fuse:
+        lpq.fuse(net)
+    gathers = layout != "whole"
+    styles = {f"mlp.{name}": style for name, style in plan(gathers).items()}
+    if gathers:
+        styles["norm"] = tp.SequenceParallel(use_local_output=layout == "local")
+    if layout == "prepared":
+        styles["mlp"] = tp.PrepareInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        for name in ("gate_proj", "up_proj"):
+            styles[f"mlp.{name}"] = tp.ColwiseParallel()
+    return parallelize_module(net, mesh_of(), styles)
+
+
+@pytest.mark.parametrize("layout", ["whole", "local", "prepared"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_a_norm_and_a_block_are_their_layers(rank: int, recipe: str, layout: str) -> None:
+    for norm in NORMS:
+        net = normed(recipe, layout, True, norm)
+        encodes = [entry.name for entry in lpq.report(net).fused]
+        assert encodes == ["norm", "mlp"], lpq.report(net).apart
+        (fused, nodes), (apart, others) = (
+            run(one, layout != "whole", torch.bfloat16) for one in (net, normed(recipe, layout, False, norm))
+        )
+        assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes
+        assert not {"EncodedNormBackward", "FusedMLPBackward"} & others
+        assert equal(fused, apart), (recipe, norm)
+
+
+@on_ranks(2)
+def test_all_of_it_is_that_of_one_process(rank: int) -> None:
+    """The operands that ranks gather and encode are those of the whole, so a result differs by the order of a sum."""
+    for recipe in ("fp8-current", "mxfp8"):
+        net, whole = normed(recipe, "local", True), lpq.convert(alone(), recipe, include="all")
+        x, _ = part(False, 0)
+        mine = x.chunk(2, 1)[rank].bfloat16()
+        y, expected = net(mine), whole(x.bfloat16()).chunk(2, 1)[rank]
+        assert (y - expected).float().norm() < 1e-2 * expected.float().norm(), recipe
+
+
+def alone() -> Normed:
+    torch.manual_seed(0)
+    return Normed(nn.RMSNorm).bfloat16()
+
+
+@on_ranks(2)
+def test_what_is_not_fused_says_why(rank: int) -> None:
+    x = part(True, 0)[0].bfloat16()
+
+    def styles(norm: Any, column: Any, row: Any = None) -> dict[str, Any]:
+        every = {"norm": norm, "mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row or ROWS}
+        return {name: style for name, style in every.items() if style is not None}
+
+    sequence, gathers = Shard(1), tp.ColwiseParallel(input_layouts=Shard(1))
+    own, torchs = tp.SequenceParallel(use_local_output=True), torch_styles.SequenceParallel(use_local_output=True)
+    for name, recipe, plan, words in (
+        ("norm", "mxfp8", styles(torchs, gathers), "a forward hook looks at its output"),
+        ("norm", "x=nvfp4(), w=mxfp8, dy=identity", styles(own, gathers), None),
+        ("norm", "x=identity, w=mxfp8, dy=mxfp8", styles(own, gathers), "makes of each input an encoding of its own"),
+        ("norm", "mxfp8", {"mlp.gate_proj": gathers, "mlp.up_proj": tp.ColwiseParallel()}, "in different layouts"),
+        ("mlp", "mxfp8", {"mlp.gate_proj": tp.ColwiseParallel()}, "ranks share out some of its weights"),
+        ("mlp", "mxfp8", styles(None, tp.ColwiseParallel(output_layouts=Replicate()), None), "otherwise than"),
+    ):
+        net = parallelize_module(lpq.convert(alone(), recipe, include="all", fuse=True), mesh_of(), plan)
+        apart = {entry.name: entry.note for entry in lpq.report(net).apart}
+        assert (name in apart) == (words is not None), (name, apart)
+        assert words is None or words in apart[name], (words, apart)
+    # Of so few tokens parts cut blocks: they are gathered in high precision, and the norm does not encode.
+    nets = [normed("mxfp8", "local", fuse) for fuse in (True, False)]
+    short = [net(x[:, :8].contiguous()) for net in nets]
+    assert "EncodedNormBackward" not in nodes_of(short[0])
+    assert equal(*short)
+    assert sequence == gathers.input_layouts[0]
+
+
+ROWS = tp.RowwiseParallel(output_layouts=Shard(1))
+
+
+@on_ranks(2)
+def test_a_rank_alone_that_is_not_fused_is_told(rank: int) -> None:
+    net = mlp("mxfp8", False, fuse=True)
+    x, _ = part(False, 0)
+    handle = net.up_proj.register_forward_hook(lambda *_: None) if rank else None
+    for said in agreed(lambda: net(x), RuntimeError):
+        assert "in a fused block" in said, said
+    if handle is not None:
+        handle.remove()
+    net(x).sum().backward()
+
+
+@pytest.mark.starts
+@on_ranks(2)
+def test_compiled_code_computes_the_same_layer_by_layer(rank: int) -> None:
+    found = []
+    for fuse in (True, False):
+        net = normed("fp8-row", "local", fuse)
+        net.compile(backend="aot_eager")
+        made, nodes = run(net, True, torch.bfloat16, 1)
+        assert "FusedMLPBackward" not in nodes
+        found.append(made)
+    assert equal(*found)

@@ -1,0 +1,83 @@
+"""How ranks have the output of a norm whose layers they share out: each has the whole, or some rows of it, which the
+layers gather encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from lpq.distributed.tensor_parallel import SEQUENCE
+from lpq.nn.linear import Layer
+from lpq.nn.parallel import gathered_rows
+from lpq.nn.plan import Plan
+from lpq.operations.cut import Cut
+
+
+class DividedNorm(NamedTuple):
+    """How ranks have the output of a norm."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    cut: Cut | None
+    """How its rows are divided; None: each rank has all of it."""
+
+    @property
+    def group(self) -> str:
+        name: str = self.mesh.get_group().group_name
+        return name
+
+
+def over_ranks(x: Tensor, norm: nn.Module, layers: Sequence[Layer], plan: Plan, trains: bool) -> DividedNorm | str:
+    """Find out how ranks have the output of ``norm`` for ``x``, by which all these layers take it; or why it is not
+    encoded."""
+    weights: list[Any] = [layer._parameters.get("weight") for layer in layers]
+    if any(layer.layouts is None or not hasattr(w, "device_mesh") for layer, w in zip(layers, weights, strict=True)):
+        return "layers that take its output are shared out over ranks by no style of lpq.distributed.tensor_parallel"
+    title, first, mesh = layers[0].title, layers[0].layouts, weights[0].device_mesh
+    for layer, weight in zip(layers, weights, strict=True):
+        if not weight.placements[-1].is_shard(0):
+            return f"{layer.title} is shared out by its inputs, of which a rank has a part: it encodes them itself"
+        if layer.layouts.input != first.input or weight.device_mesh != mesh:  # type: ignore[union-attr]
+            return f"{layer.title} and {title} take their input in different layouts"
+    sizes, last, own = [*x.shape], x.dim() - 1, norm._parameters["weight"]
+    given: Placement = first.input  # type: ignore[union-attr]
+    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    if isinstance(x, DTensor):
+        if x.device_mesh != mesh or not isinstance(own, DTensor) or own.placements != (Replicate(),):
+            return "its input or its weight lies over ranks otherwise than the layers that take its output"
+        given = x.placements[0]
+    elif isinstance(own, DTensor):  # this is asked before a pass, in which a style makes the input a DTensor
+        given = vars(norm).get(SEQUENCE, Partial())
+    if isinstance(given, Shard) and not isinstance(x, DTensor):
+        sizes[given.dim] *= ranks
+    if not isinstance(given, Shard | Replicate):
+        return f"its input lies over the ranks as {given}"
+    if isinstance(given, Replicate):
+        return DividedNorm(mesh, given, None)
+    dim = given.dim % x.dim()
+    if dim == last:
+        return "ranks have parts of its rows"
+    found = gathered_rows(plan, sizes, dim, rank, ranks, trains, x.dtype)
+    if not isinstance(found, Cut):
+        return f"ranks have parts of its output, which is gathered in high precision: {found}"
+    return DividedNorm(mesh, given, found)
+
+
+def local_parts(over: DividedNorm, *tensors: Tensor | None) -> list[Tensor | None]:
+    """This rank's parts of the input, the weight and the bias of a norm. The gradients of parameters are parts of a
+    sum, where ranks have different rows."""
+    x, *parameters = tensors
+    sums = None if over.cut is None else [Partial()]
+    return [
+        x.to_local() if isinstance(x, DTensor) else x,
+        *(p.to_local(grad_placements=sums) if isinstance(p, DTensor) else p for p in parameters),
+    ]
+
+
+def laid_out(over: DividedNorm, x: Tensor, y: Tensor) -> Tensor:
+    """Lay out the output as the input is."""
+    return DTensor.from_local(y, over.mesh, [over.placement], run_check=False) if isinstance(x, DTensor) else y
