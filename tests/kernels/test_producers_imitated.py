@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import imitated
 import pytest
 import torch
@@ -10,9 +13,13 @@ from tile_sides import side_of
 from torch import Tensor
 
 import lpq
-from lpq.operations import produced_tiles
+from lpq.operations import produced_tiles, producer
 from lpq.operations.binding import Encoding
+from lpq.operations.cut import Cut
+from lpq.operations.encoder import KnownStats, Wanted, bind_encoder
+from lpq.operations.part_encoders import SpanningStats, bind_part
 from lpq.operations.produced_tiles import TiledOutput
+from lpq.operations.producer import Output
 from lpq.operations.quantizing import quantize_reference
 from lpq.operations.source import ACTIVATIONS, Source
 from lpq.testing.comparing import Poisoned
@@ -92,3 +99,32 @@ def test_halves_of_one_matrix(monkeypatch: pytest.MonkeyPatch, launched: list[st
         expected = torch.cat(source.compute(gate, up, *inputs[1:])[:count], 1)
         torch.testing.assert_close(made, expected, rtol=2**-6, atol=1e-6)
     assert launched == ["produce"] * 2
+
+
+@pytest.mark.parametrize("text", ["fp8", "nvfp4", "mxfp8", "hybrid(row=mxfp8, col=fp8(scaling=row))"])
+def test_parts_are_encoded_by_given_statistics(text: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank's columns of a matrix are, whose statistics other ranks make larger."""
+    shape, dtype, quantizer = (128, 256), torch.bfloat16, lpq.quantizer(text)
+    monkeypatch.setattr(produced_tiles, "why_not", lambda *what: None)
+    monkeypatch.setattr(produced_tiles, "side_of", lambda quantizer, direction, *how: side_of(quantizer, direction))
+
+    def exchange(parts: Sequence[SpanningStats | None], group: str) -> Any:
+        def run(xs: Sequence[Any], states: Sequence[Any], seeds: None) -> Any:
+            pairs = zip(parts, xs, states, strict=True)
+            return [s if p is None else KnownStats([2 * t for t in p.measure(x)], s) for p, x, s in pairs], seeds
+
+        return run
+
+    monkeypatch.setattr(producer, "bind_exchange", exchange)
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).to(dtype) for _ in SWIGLU_BACKWARD.inputs]
+    wanted, cut = Wanted(quantizer, shape, dtype, CPU), Cut(1, 0, 2, shape[1])
+    made = producer.bind_producer(SWIGLU_BACKWARD, [Output(wanted, True, cut)] * 2 + [Output(None)])
+    assert made.why_not == (None, None, None)
+    for one in made.produce(inputs, [(), (), ()], [None] * 3)[:2]:
+        assert one.value is not None
+        part = bind_part(bind_encoder, wanted, cut, "")
+        known: Any = () if part.statistics is None else exchange([part.statistics], "")([one.value], [()], None)[0][0]
+        of_row, of_col, _ = part.encoder.encode(one.value, known, None)
+        expect_bytes([*one.row, *one.col], [*of_row, *of_col], text)
+    assert "produce" in launched
