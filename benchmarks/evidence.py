@@ -5,6 +5,7 @@ A folder in benchmarks/results/curves has the files that one ``lpq compare --out
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +14,14 @@ from typing import Any
 
 from benchmarks.stored import CHARTS, DOCS, FOLDER
 from lpq.train import gaps, plot, trainings
+from lpq.train.gaps import Gap
 from lpq.train.trainings import Training
 
 CURVES = FOLDER / "curves"
 LIBRARIES = ("torchao", "bitsandbytes")
 """Other libraries, of which a training that used one has the version."""
+NARROW = 0.002
+"""Two standard errors of a difference that would tell recipes apart."""
 PAGES = (DOCS / "evidence.md", DOCS / "search.md")
 MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
@@ -78,13 +82,36 @@ def _millions(count: int) -> str:
 
 def late(found: Sequence[Training]) -> str:
     """Tell how much of a recipe's gap the late switch closes: the recipe with it and without it, seed by seed."""
-    plain = [replace(t, policy="") for t in found if t.title == "nvfp4"]  # as if it were the baseline
-    _, switched = gaps.gaps([*plain, *(t for t in found if t.title == "nvfp4-late-switch")])
-    if switched.mean is None or switched.half is None:
-        return f"{switched.verdict or 'Nothing'} of {switched.seeds} seeds."
+    return _beside_nvfp4(found, "nvfp4-late-switch", "the switch")
+
+
+def preset(found: Sequence[Training]) -> str:
+    """Tell how much of its gap the policy for pretraining closes, and how many seeds would show 0.2 %."""
+    told = _beside_nvfp4(found, "nvfp4-pretrain", "`nvfp4-pretrain`")
+    spread = _switched(found, "nvfp4-pretrain").spread
+    if spread is None:
+        return told
+    enough = math.ceil((2 * spread / NARROW) ** 2)
     return (
-        f"Beside `nvfp4` of the same seed, the loss with the switch is {100 * switched.mean:+.2f} %, ± "
-        f"{100 * switched.half:.2f} % at 95 %: {switched.verdict}{' shown' * (switched.verdict == 'nothing')}."
+        f"{told} The differences of the seeds have a spread of {100 * spread:.2f} %: two standard errors are "
+        f"{100 * NARROW:g} % with {enough} seeds."
+    )
+
+
+def _switched(found: Sequence[Training], title: str) -> Gap:
+    """A recipe beside ``nvfp4``, seed by seed."""
+    plain = [replace(t, policy="") for t in found if t.title == "nvfp4"]  # as if it were the baseline
+    _, other = gaps.gaps([*plain, *(t for t in found if t.title == title)])
+    return other
+
+
+def _beside_nvfp4(found: Sequence[Training], title: str, words: str) -> str:
+    other = _switched(found, title)
+    if other.mean is None or other.half is None:
+        return f"{other.verdict or 'Nothing'} of {other.seeds} seeds."
+    return (
+        f"Beside `nvfp4` of the same seed, the loss with {words} is {100 * other.mean:+.2f} %, ± "
+        f"{100 * other.half:.2f} % at 95 %: {other.verdict}{' shown' * (other.verdict == 'nothing')}."
     )
 
 
@@ -115,6 +142,7 @@ OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "table": table,
     "made": made,
     "late": late,
+    "preset": preset,
     "beside": beside_searched,
     "beside-32": partial(beside_searched, policy="searched-32"),
 }
