@@ -96,8 +96,8 @@ class EncodingNorm(nn.Module):
             for layer in self.consumers:
                 if layer.passes.fresh:  # it measures its own inputs
                     bound = None
-            if bound is not None and bound.over is not None and with_sum:
-                bound = None  # ranks have parts, perhaps as DTensors, and the sum is no such
+            if with_sum and bound is not None and bound.over is not None and type(args[0]) not in ORDINARY:
+                bound = None  # a style lays out one output
         if bound is None:
             if residual is not None:
                 args = args[0] + residual, *args[1:]
@@ -175,11 +175,9 @@ class EncodingNorm(nn.Module):
         over = over_ranks(x, self, [layer for layer, _ in encoding], first, col)
         if not isinstance(over, str) and over.cut is not None and others:
             over = "ranks have parts of its output, and something other than layers of lpq takes it, too"
-        if adds:
-            over = "ranks share out layers that take its output, and it adds a residual"
         if isinstance(over, str):
             return _Call(over, tuple(plans))
-        return _Call(None, tuple(plans), bind_norm(self.norm, first, local_part(x), col, biased, others, over=over))
+        return _Call(None, tuple(plans), bind_norm(self.norm, first, local_part(x), col, biased, others, adds, over))
 
     def _why_unfit(self, x: Tensor) -> str | None:
         """Why no output for such an input is encoded, whatever the layers are."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.stand_ins import Functions, with_parts
-from lpq.torch_private.hooks import global_hooks, has_hooks
+from lpq.torch_private.hooks import global_hooks, hooks_of
 
 MOST_CALLS = 16
 """The number of kinds of calls of which a layer keeps what it does."""
@@ -111,7 +111,7 @@ def _kind(value: Any) -> Any:
 
 def _adds(norm: Any) -> bool:
     """Whether a module is a norm that can add a residual: nobody looks at what it is given."""
-    return isinstance(norm, EncodingNorm) and "forward" not in vars(norm) and not has_hooks(norm)
+    return isinstance(norm, EncodingNorm) and "forward" not in vars(norm) and not any(hooks_of(norm))
 
 
 def extend_residual(layer: nn.Module) -> None:
