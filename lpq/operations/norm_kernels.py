@@ -26,8 +26,8 @@ Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, bool, Tensor | None], tupl
 weight. ``other``: a gradient that the input has from elsewhere, which is added."""
 ROWS_OF_BLOCK = 8
 NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
-PIECE = 8
-"""The elements of a row that a thread has."""
+PIECE = 16
+"""The bytes of a row that a thread has."""
 NORM_GRADIENTS = {
     threads: CudaKernel("common/norm_gradients.cu", "norm_gradients", "PPPPPPPqq", threads=threads, waits=True)
     for threads in (128, 256, 512, 1024)
@@ -78,7 +78,7 @@ def bind_gradients(
     """Return what computes gradients from one read, in the order of a row's and a column's sum that is its own; None
     where no kernel does."""
     (rows, cols), index = shape, device.index or 0
-    threads = next((count for count in NORM_GRADIENTS if count * PIECE >= cols), None)
+    threads = next((count for count in NORM_GRADIENTS if count * PIECE >= cols * dtype.itemsize), None)
     if norm.centers or threads is None:
         return None
     switches = (("LPQ_ROUNDS", norm.rounds), ("LPQ_OFFSET", norm.offset))

@@ -37,7 +37,7 @@ def test_rows(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@DTYPES
 def test_gradients(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:
     """They round where autograd's do: a bit differs here and there, as sums have another order."""
     torch.manual_seed(1)
@@ -53,7 +53,7 @@ def test_gradients(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> N
             assert b is not None
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             torch.testing.assert_close(a, b)
-            assert (a == b).float().mean() > 0.98
+            assert dtype == torch.float32 or (a == b).float().mean() > 0.98
         assert torch.equal(compute(dy, x, weight, norm.rows(x)[0], False, None)[0], found[0])
         assert compute(dy, x, weight, norm.rows(x)[0], False, None)[1] is None
     assert bind_gradients(norm, (1, 8200), dtype, CPU) is None
