@@ -13,8 +13,8 @@ from torch import Tensor
 from lpq.formats.layout import as_bytes
 from lpq.operations.binding import Encoded, Multiply, Operand
 from lpq.operations.cut import Cut
-from lpq.operations.derived_operands import bind_derive, derives_col
-from lpq.operations.encoder import BindEncoder, Encoder, Known, Wanted, operands_of
+from lpq.operations.derived_operands import bind_derive, derives_col, made_at_use
+from lpq.operations.encoder import BindEncoder, Encoder, Known, Wanted, column_of, operands_of, second_of
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import PartEncoder
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
@@ -89,17 +89,23 @@ def part_wanted(wanted: Wanted) -> Wanted:
 
 
 def gathering(
-    part: PartEncoder, wanted: Wanted, cut: Cut, group: str, *, at_once: bool, begin: bool = True
+    part: PartEncoder, bind: BindEncoder, wanted: Wanted, cut: Cut, group: str, *, at_once: bool, begin: bool = True
 ) -> PartEncoder:
     """An encoder that gathers the whole operands of what ``part`` encodes, which is bound by ``part_wanted``: the row
     operand at once, and the column operand, if not ``at_once`` too, when ``begin`` is called. ``begin``: whether the
-    row operand is sent, and not multiplied part by part as it arrives."""
-    quantizer, derived = wanted.quantizer, derives_col(wanted.quantizer)
+    row operand is sent, and not multiplied part by part as it arrives. ``bind``: binds what makes the column operand of
+    the whole row operand with random bits, which are those of the pass."""
+    quantizer, derived, drawn = wanted.quantizer, derives_col(wanted.quantizer), made_at_use(wanted.quantizer)
     own, source = part.encoder, part.encoder.row if derived else part.encoder.col
     of_row = OperandGather(own.row, 0, cut, group) if own.row is not None else None
     of_col = OperandGather(source, 0 if derived else 1, cut, group) if source is not None and wanted.col else None
-    row, col = operands_of(wanted._replace(shape=(wanted.shape[0] * cut.ranks, wanted.shape[1])))
-    derive = bind_derive(quantizer, of_col.whole, wanted.device) if derived and of_col is not None else None
+    whole = wanted._replace(shape=(wanted.shape[0] * cut.ranks, wanted.shape[1]))
+    row, col = operands_of(whole)
+    derive = column = None
+    if of_col is not None and drawn:
+        column = column_of(of_col.whole, bind(second_of(whole)), whole)
+    elif of_col is not None and derived:
+        derive = bind_derive(quantizer, of_col.whole, wanted.device)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         made, also, stats = own.encode(x, known, seed)
@@ -107,13 +113,18 @@ def gathering(
         kept: Any = () if of_col is None else made if derived else also
         if at_once and of_col is not None:
             kept = sent if derived else Arriving(of_col, kept)
+        if of_col is not None and drawn:
+            kept = (kept, seed) if at_once else (*kept, seed)
         return sent, kept, stats
 
-    def begin_column(kept: Sequence[Tensor]) -> Arriving:
+    def begin_column(kept: Sequence[Tensor]) -> Any:
         assert of_col is not None
-        return Arriving(of_col, kept)
+        return (Arriving(of_col, kept[:-1]), kept[-1]) if drawn else Arriving(of_col, kept)
 
-    def later(arriving: Arriving) -> Sequence[Tensor]:
+    def later(arriving: Any) -> Sequence[Tensor]:
+        if column is not None:
+            whole_row, seed = arriving
+            return column(whole_row.now(), (), seed)[0]
         return arriving.now() if derive is None else derive(arriving.now())
 
     finish, start = (None, None) if of_col is None else (later, None if at_once else begin_column)

@@ -142,7 +142,7 @@ def why_high(
     None if it is gathered encoded. It follows from sizes and layouts: all ranks decide alike. ``row`` and ``col``:
     whether these operands are wanted together."""
     side = quantizer.side("col")
-    if quantizer.col_source == "row" and col and (side.state or side.stochastic):
+    if quantizer.col_source == "row" and col and (side.state or side.stochastic) and not made_at_use(quantizer):
         return f"{quantizer} makes its column operand of all that the row operand decodes to"
     reason = cut.why_not(quantizer, row, col)
     if reason is not None:

@@ -65,16 +65,15 @@ class SharedOut(NamedTuple):
         else:
             of_x = bind_part(encoder, part_wanted(x) if gathers else x, self.cut_of("x"), group)
         if sequence is not None and by_columns:
-            of_x = gathering(of_x, x, sequence, group, at_once=False, begin=not self.overlaps)
+            of_x = gathering(of_x, encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
         of_w = self._weight(plan, shapes, encoder)
         if by_columns:
             of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
         elif sequence is None or self.high:
             of_dy = PartEncoder(encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group))
         else:
-            of_dy = gathering(
-                bind_part(encoder, part_wanted(dy), sequence, group), dy, sequence, group, at_once=True
-            ).alone(group)
+            of_dy = bind_part(encoder, part_wanted(dy), sequence, group)
+            of_dy = gathering(of_dy, encoder, dy, sequence, group, at_once=True).alone(group)
         if torch.compiler.is_compiling():
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = of_x.alone(group)

@@ -205,7 +205,7 @@ def made_of_row(first: Encoder, second: Encoder, wanted: Wanted, recode: Recode 
     assert of_row is not None
     assert made is not None
     col = made._replace(dtype=wanted.dtype)  # it stands for the tensor, and not for the decoded values
-    column = _column_of(of_row, second, wanted)
+    column = column_of(of_row, second, wanted)
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         row, _, stats = first.encode(x, known, seed)
@@ -225,7 +225,7 @@ def of_delivered(bind: BindEncoder, wanted: Wanted) -> Encoder:
     assert row is not None
     if col is None:
         return Encoder(row, None, lambda buffers, known, seed: (buffers, (), ()))
-    column = _column_of(row, bind(second_of(wanted)), wanted)
+    column = column_of(row, bind(second_of(wanted)), wanted)
 
     def encode(buffers: Sequence[Tensor], known: Known, seed: Tensor) -> Encoded:
         return buffers, (*buffers, seed), ()
@@ -236,7 +236,7 @@ def of_delivered(bind: BindEncoder, wanted: Wanted) -> Encoder:
     return Encoder(row, col, encode, later, derived=True)
 
 
-def _column_of(
+def column_of(
     row: Operand, second: Encoder, wanted: Wanted
 ) -> Callable[[Sequence[Tensor], Known, Tensor | None], tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Return ``column(buffers, known, seed)``: the column operand that the second encoder makes of what a row operand

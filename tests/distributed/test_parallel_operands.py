@@ -42,10 +42,12 @@ ROTATED = {"nvfp4(rht=true)": "nvfp4()", "nvfp4(rht=true, stochastic=true)": "nv
            "hybrid(row=mxfp8, col=nvfp4(rht=true))": "mxfp8()"}  # fmt: skip
 """Quantizers of x and dy with which the weight is not rotated, and what it has."""
 EDEN = "nvfp4(stochastic=eden)"
+BITS_OF_ROW = "hybrid(row=mxfp8, col=nvfp4(stochastic=true), col_source=row)"
 KINDS = ["fp8", "fp8(scaling=delayed)", "fp8(scaling=row)", "nvfp4(rht=true, stochastic=true)",
-         "hybrid(row=mxfp8, col=nvfp4(rht=true))", EDEN]  # fmt: skip
+         "hybrid(row=mxfp8, col=nvfp4(rht=true))", EDEN, BITS_OF_ROW]  # fmt: skip
 """A column operand that follows, states, a statistic along what is cut, random bits, two formats, a rotation that is
-drawn. The conformance kit encodes parts in every format, also with known scales and with sums."""
+drawn, random bits for a column operand that is made of the row operand. The conformance kit encodes parts in every
+format, also with known scales and with sums."""
 
 
 def _style(mode: str) -> Any:
@@ -173,6 +175,8 @@ def test_operands_are_sent_if_they_are_few_bytes(rank: int) -> None:
         ("mxfp8", None, None),  # 0.52, and 1.03 together: the second one travels while the first is multiplied
         ("hybrid(row=fp8, col=identity)", None, "1.50"),
         ("residual(base=fp8, rest=mxfp8)", "1.02", "2.03"),  # alone it is waited for
+        (BITS_OF_ROW, None, None),  # each rank makes the column operand, with the seed that all have
+        (f"hybrid(row=nvfp4, col={EDEN}, col_source=row)", None, None),
     ):
         quantizer = lpq.quantizer(text)
         for col, share in ((False, alone), (True, together)):

@@ -21,7 +21,7 @@ from lpq.formats.format import Direction
 from lpq.formats.sections import cat
 from lpq.operations.binding import operand_like
 from lpq.operations.cut import Cut
-from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.derived_operands import made_at_use, rounds_stochastically
 from lpq.operations.encoder import BindEncoder, Wanted, bind_encoder, through_operators
 from lpq.operations.operands import encode_operands
 from lpq.operations.part_encoders import bind_exchange, bind_part, bind_settle
@@ -196,13 +196,13 @@ def gathered(
     at_once: bool,
 ) -> dict[Direction, Storage]:
     """The operands of the whole: rows as layers gather them, and columns from the encoded parts."""
-    side = one.quantizer.side("col")
-    if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic)):
+    side, at_use = one.quantizer.side("col"), made_at_use(one.quantizer)
+    if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic) and not at_use):
         gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
         return {at: gather.whole.over(Arriving(gather, made.of(at).tensors()).now()) for at, gather in gathers}
     wanted = one.wanted(local)
     part = bind_part(bind, part_wanted(wanted), cut, group)
-    encoder = gathering(part, wanted, cut, group, at_once=at_once).alone(group).encoder
+    encoder = gathering(part, bind, wanted, cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or (), seed)
     found: dict[Direction, Storage] = {}
     if encoder.row is not None:
