@@ -73,17 +73,20 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: b
     """
     if not values:
         return []
-    whole = [v.reshape(-1) for v in values if v.dtype == torch.int32]
-    floats = [v.reshape(-1) for v in values if v.dtype != torch.int32]
+    # A view is an operator and a reshape is two, and a step reduces the states of all layers: none without need.
+    flat = [v if v.dim() == 1 else v.view(-1) if v.is_contiguous() else v.reshape(-1) for v in values]
+    whole = [v for v in flat if v.dtype == torch.int32]
+    floats = [v for v in flat if v.dtype != torch.int32]
     if floats and signed:
         of_nan_without_sign = torch.cat(floats).nan_to_num(torch.nan, torch.inf, -torch.inf)
         whole.append(_in_order(of_nan_without_sign.view(torch.int32)))
     elif floats:
-        whole.append(torch.cat([v.view(torch.int32) for v in floats]) & WITHOUT_SIGN)
+        whole.append(torch.cat(floats).view(torch.int32) & WITHOUT_SIGN)
     made = all_reduce(torch.cat(whole) if len(whole) > 1 else whole[0], "max", _name(group))
     made = _in_order(made) if signed else made
-    parts = torch.split(made, [v.numel() for v in values])
-    return [part.view(v.dtype).view(v.shape) for part, v in zip(parts, values, strict=True)]
+    parts = torch.split(made.view(torch.float32), [v.numel() for v in values])
+    shaped = [part if v.dim() == 1 else part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+    return [part if v.dtype == part.dtype else part.view(v.dtype) for part, v in zip(shaped, values, strict=True)]
 
 
 def _in_order(bits: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ COSTS = {
     # torch 2.11 counts them, in which a unit takes 2 calls more than in 2.13. Where there are fewer, lower the
     # number.
     "fp8-current": (Cost(79, 111), Cost(35, 5), Cost(39, 98)),
-    "fp8-delayed": (Cost(98, 149), Cost(51, 42), Cost(42, 99)),
+    "fp8-delayed": (Cost(98, 149), Cost(51, 24), Cost(42, 99)),
     "fp8-row": (Cost(80, 112), Cost(37, 6), Cost(37, 100)),
     "mxfp8": (Cost(85, 126), Cost(39, 8), Cost(36, 98)),
     "nvfp4": (Cost(96, 123), Cost(48, 15), Cost(39, 98)),
@@ -204,6 +204,7 @@ def test_what_is_added_is_noticed(rank: int) -> None:
         return stale(gathers, shards)
 
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alike, "OFTEN", 1000.0)  # on a busy machine a look could fall into the usual step alone
         usual = cost("mxfp8", 3)
         patch.setattr(gather_unit, "stale", twice)
         dearer = cost("mxfp8", 3)
