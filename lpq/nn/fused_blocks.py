@@ -25,7 +25,7 @@ from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
-from lpq.nn.stand_ins import Functions, StandIn, with_parts
+from lpq.nn.stand_ins import Functions, StandIn, has_written, with_parts
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.source import ACTIVATIONS
 from lpq.torch_private.hooks import has_hooks
@@ -282,6 +282,8 @@ def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[st
             out = type(module).forward(like, x)
     except Exception:  # other code's, which may raise anything on such an input
         return None
+    if has_written(like, module):
+        return OTHER
     behind = next((name for name, stand_in in dropouts.items() if stand_in.given), None)
     given = [stand_in.given for stand_in in (*layers.values(), *dropouts.values()) if stand_in.given]
     if any(len(own) != 1 for own in given) or len(given) != len(layers) + (behind is not None):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.norms import EncodingNorm
-from lpq.nn.stand_ins import Functions, with_parts
+from lpq.nn.stand_ins import Functions, has_written, with_parts
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
 MOST_CALLS = 16
@@ -245,6 +245,8 @@ def _tried(layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs
         raise
     except Exception:  # other code's, which may raise anything on such arguments
         return FAILS
+    if has_written(like, layer):
+        return OTHER
     course = _read(trial.calls, x, out)
     return course if course and len(course) == functions.count and torch.equal(x, before) else OTHER
 

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
+REGISTERED = ("_parameters", "_buffers")
+"""What a module keeps its parameters and buffers in."""
+
+
 class StandIn(nn.Module):
     """Takes the place of a layer: it keeps its input and returns a given tensor."""
 
@@ -35,4 +39,16 @@ def with_parts(module: nn.Module, base: type[nn.Module], parts: dict[str, nn.Mod
     write to the module."""
     like: Any = object.__new__(base)
     like.__dict__.update(module.__dict__, _modules=parts)
+    like.__dict__.update({name: dict(module.__dict__[name]) for name in REGISTERED})
     return like
+
+
+def has_written(like: nn.Module, module: nn.Module) -> bool:
+    """Whether a forward of the copy wrote an attribute, as another forward in its place would not."""
+    mine, before = _attributes(like), _attributes(module)
+    return mine.keys() != before.keys() or any(value is not before[name] for name, value in mine.items())
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in module.__dict__.items() if name not in ("_modules", *REGISTERED)}
+    return {**own, **module._parameters, **module._buffers}

@@ -231,3 +231,25 @@ def test_compiled_a_layer_computes_as_before() -> None:
     x = torch.randn(4, 64).bfloat16()
     whole = torch.compile(net, fullgraph=True, backend="aot_eager")
     assert torch.equal(whole(x), plain(x))
+
+
+class Noting(nn.Module):
+    """A layer that writes an attribute in its forward, which no other forward would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.calls = nn.LayerNorm(64), nn.Linear(64, 64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = x + self.inner(self.norm(x))
+        return y
+
+
+def test_a_layer_that_writes_an_attribute_keeps_its_forward() -> None:
+    net = lpq.convert(nn.Sequential(Noting(), Noting()), "fp8-current", fuse=True)
+    assert layers(net) == []
+    net(torch.randn(2, 3, 64))
+    assert [layer.calls for layer in net] == [1, 1]
+    (note,) = {entry.note for entry in lpq.report(net).fused if "norm" in entry.name}
+    assert "nothing else" in note
