@@ -72,7 +72,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Experts": {
         "every named recipe, but those that remember": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
-            f"{SHARDED}/test_grouped_sharded.py::every_recipe_with_a_name", f"{RECIPES}::experts_that_ranks_share_out",
+            f"{SHARDED}/test_grouped_sharded.py::two_ranks_compute_what_one_does", f"{RECIPES}::experts_that_ranks_share_out",
         ),
         "a recipe with one scale for a tensor, with blocks, a hybrid": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
@@ -81,7 +81,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "every format, third parties' too": (
             "lpq/testing/conformance/test_groups.py::a_group_is_encoded_by_itself",
-            f"{SHARDED}/test_grouped_sharded.py::every_format",
+            "lpq/testing/conformance/test_groups.py::a_group_is_encoded_by_itself",  # ranks hold whole experts
             f"{RECIPES}::every_format_of_experts_that_ranks_share_out",
         ),
         "a recipe that remembers statistics": (f"{GROUPED}::what_is_not_built_is_refused_in_words",) * 3,

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from lpq.torch_private.hooks import (
+    OWN,
     global_hooks,
     has_hooks,
     hooks_before,
@@ -66,6 +67,7 @@ def test_own_hooks_are_no_others() -> None:
     copy = deepcopy(module)
     for one in (module, copy):
         assert len(own_hooks(one)) == 2
+        assert vars(one)[OWN] == own_hooks(one)
         assert not has_hooks(one)
         assert not others_hang(one, hooks_before, hooks_behind)
         assert laid_out_by_own(one, 3, 4) == 7
