@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-
 REGISTERED = ("_parameters", "_buffers")
 """What a module keeps its parameters and buffers in."""
 
