@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 REGISTERED = ("_parameters", "_buffers")
-"""What a module keeps its parameters and buffers in."""
+"""The dictionaries of parameters and of buffers, to which assignments go."""
 
 
 class StandIn(nn.Module):
