@@ -116,13 +116,23 @@ if not TYPE_CHECKING:  # a type checker that sees this takes any name for one of
 
             value = version("lpq")
         else:
-            raise AttributeError(f"module 'lpq' has no attribute {name!r}")
+            raise _missing(name)
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *_SUBMODULES, "__version__"])
+
+
+def _missing(name: str) -> AttributeError:
+    """The error for a name that is not public. Tools ask every module for names with underscores, so none of those
+    imports anything."""
+    text = f"module 'lpq' has no attribute {name!r}"
+    hint = "" if name.startswith("_") else import_module("lpq.registry.errors").meant(name, __dir__())
+    if hint:
+        return AttributeError(f"{text}; {hint}", obj=sys.modules[__name__])  # obj, for Python to suggest no second time
+    return AttributeError(text)
 
 
 def _rebuild(*saved: Any) -> Any:

@@ -13,6 +13,9 @@ from lpq.registry.showing import brief, printable
 LINE = 200
 """The maximal number of characters of a text in which a place is marked, and of a name that is compared with others."""
 
+ALIKE = 0.1
+"""The difference between two names' similarities to a third (0 to 1) up to which either may have been meant."""
+
 
 class LpqError(Exception):
     """The base class of all errors of lpq. Its text never controls a terminal, whatever file or package it names."""
@@ -99,11 +102,23 @@ class PluginMissing(PluginError):
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """A hint at the name that may have been meant: ``did you mean 'nvfp4'?``, or else all there is."""
-    spelling = {k.lower(): k for k in sorted(set(known))}
-    close = difflib.get_close_matches(name.lower(), spelling, n=2) if len(name) <= LINE else []
-    if close:
-        return f"did you mean {' or '.join(repr(spelling[c]) for c in close)}?"
-    return f"choose from {', '.join(spelling.values())}" if spelling else "there are none"
+    names = sorted(set(known))
+    every = f"choose from {', '.join(names)}" if names else "there are none"
+    return meant(name, names) or every
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'nvfp4'?``, or two names that are about as near; "" if none is near. Case does not count."""
+    spellings: dict[str, list[str]] = {}
+    for one in sorted(set(known)):
+        spellings.setdefault(one.lower(), []).append(one)
+    text = name.lower()
+    near = difflib.get_close_matches(text, spellings, n=2) if len(name) <= LINE else []
+    if near:
+        least = difflib.SequenceMatcher(None, near[0], text).ratio() - ALIKE
+        near = difflib.get_close_matches(text, near, n=2, cutoff=least)
+    found = [difflib.get_close_matches(name, spellings[one], n=1, cutoff=0)[0] for one in near]
+    return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def words(error: BaseException | None) -> str:

@@ -105,8 +105,32 @@ def test_every_public_name_is_listed_and_typed() -> None:
     assert {"testing", "train"} <= set(lpq._SUBMODULES)
     assert lpq.registry is registry
     assert lpq.quantizer is registry.quantizer
-    with pytest.raises(AttributeError, match="has no attribute 'quantiser'"):
-        _ = lpq.quantiser
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("covert", "; did you mean 'convert'?"), ("Polcy", "; did you mean 'Policy'?"),
+        ("CONVERT", "; did you mean 'convert'?"),
+        ("calibrat", "; did you mean 'calibrate' or 'calibration'?"), ("unlike_any", ""), ("__versoin__", ""),
+    ],
+)  # fmt: skip
+def test_a_misspelt_public_name_says_what_was_meant(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(lpq, name)
+    assert str(raised.value) == f"module 'lpq' has no attribute {name!r}{hint}"
+    assert (raised.value.name is None) is (hint != "")  # of an error with a name Python suggests in a traceback, too
+
+
+def test_asking_whether_lpq_has_a_name_imports_nothing_for_names_with_underscores() -> None:
+    ask = "[hasattr(lpq, n) for n in ('__wrapped__', '__path__', '_repr_html_', '__file__')]"
+    code = f"import inspect, sys, lpq; before = {{*sys.modules}}; print({ask}, inspect.unwrap(lpq) is lpq)"
+    assert run(f"{code}; print({{*sys.modules}} - before)") == "[False, True, False, True] True\nset()"
+    assert not hasattr(lpq, "covert")
+    assert getattr(lpq, "covert", None) is None
+    with pytest.raises(ImportError, match="cannot import name 'covert' from 'lpq'"):
+        exec("from lpq import covert")
+    assert importlib.import_module("lpq.bench").__name__ == "lpq.bench"  # a module, and no public name
 
 
 def test_a_plugin_that_is_installed_meanwhile_is_found(site, monkeypatch) -> None:
