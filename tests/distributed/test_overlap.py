@@ -87,6 +87,7 @@ def equals(rank: int, recipe: str, bias: bool = False, overlapped: int = 1, turn
         )),
         # statistics or random bits of their own
         (2, "fp8-delayed", False, 2, 1), (2, "x=nvfp4(stochastic=true), w=nvfp4(), dy=nvfp4()", False, 2, 1),
+        (2, "nvfp4-eden", False, 2, 1),  # of whose row operand the column operand is made in backward
         # with a bias; parts arrive from the ranks after this one, or from the ranks before it
         (4, "fp8-current", True, 1, 1), (4, "mxfp8", True, 1, -1),
     ],
