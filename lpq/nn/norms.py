@@ -126,7 +126,7 @@ class EncodingNorm(nn.Module):
         if hooks_behind(self) and others_hang(self, hooks_behind):
             return _Call(HOOKED)
         trains, plans, own, shared, over = False, [], self._parameters.get("weight"), False, list[object]()
-        if not can_bypass_dispatcher(local_part(x)):
+        if not can_bypass_dispatcher(x if type(x) in ORDINARY else local_part(x)):
             return _Call(WATCHED)
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
             if module._modules.get(name) is not layer:
