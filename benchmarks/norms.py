@@ -27,7 +27,7 @@ KINDS = {
 
 
 class Timed(NamedTuple):
-    """What is timed: a kernel, or a kernel and an addition."""
+    """A kernel that is timed, or a kernel and an addition."""
 
     name: str
     matrices: int

@@ -103,7 +103,7 @@ def _step(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Add a row to those of the runs before, and print them all."""
+    """Add a row to the rows of earlier runs, and print all rows."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip

@@ -6,6 +6,7 @@ partly converted model. Convert the model first, then call ``parallelize_module`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from lpq.torch_private import symmetric
 from lpq.torch_private.hooks import noting_own
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
+Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 SEQUENCE = "lpq_sequence"
 """An attribute of modules that got ``SequenceParallel``: how their input lies over the ranks."""
 STYLED = "lpq_styled"
@@ -56,8 +58,8 @@ class _Style(LayerStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _prepare(module, device_mesh, Layouts(self.input_layouts[0], self.output_layouts[0], self.overlap))
-        apply: Any = super()._apply  # type: ignore[safe-super]  # torch's, which comes next
-        return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
+        apply: Apply = super()._apply  # type: ignore[safe-super]  # torch's, which comes next
+        return noting_own(lambda: apply(module, device_mesh), module)
 
 
 class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
@@ -110,8 +112,8 @@ class PrepareInput(InputStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy(self)  # a style may be given to several modules
         style.encoded = any(map(_has_recipe, module.modules()))
-        apply: Any = super(PrepareInput, style)._apply
-        return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
+        apply: Apply = super(PrepareInput, style)._apply
+        return noting_own(lambda: apply(module, device_mesh), module)
 
 
 class SequenceParallel(torch_styles.SequenceParallel):
@@ -123,8 +125,8 @@ class SequenceParallel(torch_styles.SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         vars(module)[SEQUENCE] = self.sequence_sharding[0]
-        apply: Any = super()._apply
-        return noting_own(lambda: apply(module, device_mesh), module)  # type: ignore[no-any-return]
+        apply: Apply = super()._apply
+        return noting_own(lambda: apply(module, device_mesh), module)
 
 
 def _has_recipe(module: nn.Module) -> bool:

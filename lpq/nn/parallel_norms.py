@@ -35,16 +35,17 @@ def over_ranks(x: Tensor, norm: nn.Module, layers: Sequence[Layer], plan: Plan, 
     """Find out how ranks have the output of ``norm`` for ``x``, by which all these layers take it; or why it is not
     encoded."""
     weights: list[Any] = [layer._parameters.get("weight") for layer in layers]
-    if any(layer.layouts is None or not hasattr(w, "device_mesh") for layer, w in zip(layers, weights, strict=True)):
+    layouts = [layer.layouts for layer in layers if layer.layouts is not None]
+    if len(layouts) < len(layers) or not all(hasattr(weight, "device_mesh") for weight in weights):
         return "layers that take its output are shared out over ranks by no style of lpq.distributed.tensor_parallel"
-    title, first, mesh = layers[0].title, layers[0].layouts, weights[0].device_mesh
-    for layer, weight in zip(layers, weights, strict=True):
+    title, mesh = layers[0].title, weights[0].device_mesh
+    given: Placement = layouts[0].input
+    for layer, layout, weight in zip(layers, layouts, weights, strict=True):
         if not weight.placements[-1].is_shard(0):
             return f"{layer.title} is shared out by its inputs, of which a rank has a part: it encodes them itself"
-        if layer.layouts.input != first.input or weight.device_mesh != mesh:  # type: ignore[union-attr]
+        if layout.input != given or weight.device_mesh != mesh:
             return f"{layer.title} and {title} take their input in different layouts"
     sizes, last, own = [*x.shape], x.dim() - 1, norm._parameters["weight"]
-    given: Placement = first.input  # type: ignore[union-attr]
     ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     if isinstance(x, DTensor):
         if x.device_mesh != mesh or not isinstance(own, DTensor) or own.placements != (Replicate(),):

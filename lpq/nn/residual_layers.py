@@ -190,7 +190,7 @@ class _Trial:
     """The calls of children, in their order, and the numbers that they return."""
 
     def __init__(self, count: int) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_ChildCall] = []
         drawn = torch.Generator().manual_seed(0)
         self.numbers = iter([torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(count)])
 
@@ -206,11 +206,11 @@ class _Called(nn.Module):
         if isinstance(self.of, EncodingNorm) and kwargs.keys() & {"residual", "with_sum"}:
             raise _Asked
         made = next(self.trial.numbers)
-        self.trial.calls.append(_Call(self, args, kwargs, made))
+        self.trial.calls.append(_ChildCall(self, args, kwargs, made))
         return (made, None) if self.several else made
 
 
-class _Call(NamedTuple):
+class _ChildCall(NamedTuple):
     child: _Called
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -251,7 +251,7 @@ def _tried(layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs
     return course if course and len(course) == functions.count and torch.equal(x, before) else OTHER
 
 
-def _read(calls: Sequence[_Call], x: Tensor, out: Any) -> Course:
+def _read(calls: Sequence[_ChildCall], x: Tensor, out: Any) -> Course:
     """The branches that these calls are, where their sums make ``out`` of ``x``; none if they are something else."""
     branches: list[Branch] = []
     total, value = x, None

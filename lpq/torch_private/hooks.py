@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+M = TypeVar("M")
 OWN = "lpq_style_hooks"
 """An attribute of modules: the keys of the hooks that lpq's styles of tensor parallelism hung on them."""
 
@@ -38,7 +39,7 @@ def own_hooks(module: Any) -> frozenset[int]:
     return keys
 
 
-def noting_own(apply: Callable[[], Any], module: Any) -> Any:
+def noting_own(apply: Callable[[], M], module: Any) -> M:
     """Call ``apply``, and note the hooks that it hangs on a module as lpq's own."""
     before = {key for hooks in hooks_of(module) for key in hooks}
     made = apply()

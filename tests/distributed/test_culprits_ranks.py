@@ -60,7 +60,7 @@ Numbers = dict[str, float]
 
 
 def numbers(net: Any, *batches: Tensor) -> Numbers:
-    """What a replay of a step of these batches finds."""
+    """Replay a step of these batches, and return what the replay finds."""
 
     def closure() -> Tensor:
         losses = [net(x).square().mean() / len(batches) for x in batches]

@@ -31,7 +31,7 @@ RECIPES = [
 ]  # fmt: skip
 KINDS = ["fp8-current", "fp8-delayed", "nvfp4", THREE, "nvfp4-eden"]
 """With one scale, with state, with random bits, with other formats in other products, with a column operand that each
-pass makes: they train in every way. What else there is trains in one that is not plain."""
+pass makes: they train in every way. The others train in one that is not plain."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"blocks": 2},  # the second is gathered while the first computes
     "not resharded": {"reshard": False, "mixed": True, "accumulate": 2},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import as_bytes
+from support.small_models import Stream
 from test_producers import both, inputs_of, outputs_of, poisoned
 from torch import Tensor, nn
 
@@ -196,24 +197,6 @@ def test_a_gradient_from_elsewhere_is_added_as_autograd_adds_it(norm: NormKind, 
         assert torch.equal(bits(same), bits(of_weight))
 
 
-class Stream(nn.Module):
-    """A residual stream, whose sums torch or the norms make."""
-
-    def __init__(self, kind: Any, by_norms: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.by_norms = kind(IN, eps=1e-5), kind(IN, eps=1e-5), by_norms
-        self.a, self.b = nn.Linear(IN, IN, bias=False), nn.Linear(IN, IN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.by_norms:
-            normed, x = self.first(x, with_sum=True)
-            normed, x = self.second(self.a(normed), residual=x)
-        else:
-            x = x + self.a(self.first(x))
-            normed = self.second(x)
-        return x + self.b(normed)
-
-
 @pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-row", "nvfp4"])
 def test_a_residual_stream_by_norms_is_the_same_to_the_bit(kind: type[nn.Module], recipe: str) -> None:
@@ -221,7 +204,7 @@ def test_a_residual_stream_by_norms_is_the_same_to_the_bit(kind: type[nn.Module]
     x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
     for by_norms in (False, True):
         torch.manual_seed(1)
-        model: Any = lpq.convert(Stream(kind, by_norms).to("cuda", torch.bfloat16), recipe)
+        model: Any = lpq.convert(Stream(kind, IN, by_norms, bias=False).to("cuda", torch.bfloat16), recipe)
         model.first.consumers, model.second.consumers = (model.a,), (model.b,)
         found.append([t for _ in range(3) for t in step(model, x)])
     for a, b in zip(*found, strict=True):

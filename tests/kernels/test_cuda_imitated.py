@@ -79,7 +79,7 @@ def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> It
     """Matrices for operands of the quantizer of this number, of which the first has the default options.
 
     Every new kind of tile takes a second to compile: so the others are tried on fewer, each in one dtype, and one
-    operand alone with every second quantizer. What is remembered is an amax, and the check itself takes steps with all
+    operand alone with every second quantizer. An amax is remembered, and the check itself takes steps with all
     kinds of amaxes.
     """
     if op == "remember":

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from counting import encodings
 from support.comparing import equal, equal_states
 from support.passes import Run, compiled, offloaded, plainly, recomputed, reentrant, step
+from support.small_models import Stream
 from torch import Tensor, nn
 
 import lpq
@@ -236,30 +237,12 @@ def test_gradients_round_as_the_norm_does_where_its_rows_are_at_hand(norm: NormK
         assert equal(found, norm.gradients(dy, (x, weight), (), needed))
 
 
-class Stream(nn.Module):
-    """A residual stream: two norms, each before a layer whose output is added."""
-
-    def __init__(self, norm: Any, by_norms: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.by_norms = norm(IN, eps=1e-5), norm(IN, eps=1e-5), by_norms
-        self.a, self.b = nn.Linear(IN, IN), nn.Linear(IN, IN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.by_norms:
-            normed, x = self.first(x, with_sum=True)
-            normed, x = self.second(self.a(normed), residual=x)
-        else:
-            x = x + self.a(self.first(x))
-            normed = self.second(x)
-        return x + self.b(normed)
-
-
 def streams(recipe: str, kind: str, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
     """The same model with torch's sums, where norms encode and do not, and with sums in the norms."""
     models: list[Any] = []
     for norm, by_norms in zip((*NORMS[kind], NORMS[kind][1]), (False, False, True), strict=True):
         torch.manual_seed(1)
-        model: Any = lpq.convert(Stream(norm, by_norms).to(dtype), recipe)
+        model: Any = lpq.convert(Stream(norm, IN, by_norms).to(dtype), recipe)
         with torch.no_grad():
             model.first.weight.uniform_(0.5, 1.5)
             model.second.weight.uniform_(0.5, 1.5)

@@ -97,6 +97,25 @@ class Normed(nn.Module):
         return x + y
 
 
+class Stream(nn.Module):
+    """A residual stream: two norms, each before a layer whose output is added; torch or the norms make the sums."""
+
+    def __init__(self, norm: Any, size: int, by_norms: bool, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.second, self.by_norms = norm(size, eps=1e-5), norm(size, eps=1e-5), by_norms
+        self.a, self.b = (nn.Linear(size, size, bias=bias) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_norms:
+            normed, x = self.first(x, with_sum=True)
+            normed, x = self.second(self.a(normed), residual=x)
+        else:
+            x = x + self.a(self.first(x))
+            normed = self.second(x)
+        y: Tensor = x + self.b(normed)
+        return y
+
+
 class Siblings(nn.Module):
     """Layers that are given one tensor: ``q``, ``k`` and ``v``, of so many features each."""
 
