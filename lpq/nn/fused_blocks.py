@@ -25,7 +25,7 @@ from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
-from lpq.nn.stand_ins import Functions, StandIn, has_written, with_parts
+from lpq.nn.stand_ins import Functions, StandIn, has_written, is_another, settings_of, with_parts
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.source import ACTIVATIONS
 from lpq.torch_private.hooks import has_hooks
@@ -59,6 +59,8 @@ class BlockParts(NamedTuple):
     """Whether one layer makes gate and up."""
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
+    settings: tuple[tuple[str, Any], ...]
+    """Its attributes, as they were then."""
 
 
 class FusedBlock(Extension, nn.Module):
@@ -71,7 +73,7 @@ class FusedBlock(Extension, nn.Module):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
             return super().forward(*args, **kwargs)  # of the class before
         *before, down = layers_of(self)
-        activation, behind, halves, _ = self.lpq_parts[2:]
+        activation, behind, halves = self.lpq_parts[2:5]
         act = ACTIVATIONS[activation]
         y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act)
         return y if behind is None else self.lpq_parts.children[behind](y)
@@ -84,7 +86,7 @@ def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
 
 def _why_changed(block: FusedBlock) -> str | None:
     """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
-    before, down, _, behind, _, children = block.lpq_parts
+    before, down, _, behind, _, children, settings = block.lpq_parts
     names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
@@ -92,6 +94,10 @@ def _why_changed(block: FusedBlock) -> str | None:
         return f"its {name} is another module since, {type(child).__name__}: call lpq.fuse again"
     if len(children) > len(before) + 1 and any(has_hooks(m) for name, m in children.items() if name not in names):
         return HOOKED
+    for name, value in settings:  # in a loop, as a call would cost each pass more
+        now = block.__dict__.get(name, settings)
+        if now is not value and is_another(now, value):
+            return f"its {name} was set since: call lpq.fuse again"
     return None
 
 
@@ -181,7 +187,7 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, found[1])):
                 return HOOKED
             halves = _makes_halves([children[name] for name in before], children[down])
-            return BlockParts((*before,), down, *found, halves, dict(module._modules))  # type: ignore[arg-type]
+            return BlockParts((*before,), down, *found, halves, dict(module._modules), settings_of(module))  # type: ignore[arg-type]
     return OTHER if something_else else None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.norms import EncodingNorm
-from lpq.nn.stand_ins import Functions, has_written, with_parts
+from lpq.nn.stand_ins import Functions, has_written, is_another, settings_of, with_parts
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
 MOST_CALLS = 16
@@ -62,6 +62,8 @@ class ResidualLayer(Extension, nn.Module):
     lpq_several: tuple[str, ...]
     """The children that return several values."""
     lpq_courses: dict[object, Course | None]
+    lpq_settings: tuple[tuple[str, Any], ...]
+    """Its attributes, as they were when its courses were found."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the class before does."""
@@ -95,7 +97,13 @@ class ResidualLayer(Extension, nn.Module):
         if not args or not isinstance(args[0], Tensor) or self._modules != self.lpq_parts or global_hooks():
             return None
         key = (self.training, *map(_kind, args[1:]), *kwargs, *map(_kind, kwargs.values()))
-        courses = self.lpq_courses
+        courses, own = self.lpq_courses, self.__dict__
+        for name, value in self.lpq_settings:  # in a loop, as a call would cost each pass more
+            now = own.get(name, courses)
+            if now is not value and is_another(now, value):
+                courses.clear()
+                self.lpq_settings = settings_of(self)
+                break
         if key not in courses:
             if len(courses) >= MOST_CALLS:
                 courses.clear()
@@ -130,12 +138,13 @@ def extend_residual(layer: nn.Module) -> None:
     if isinstance(found, tuple):
         extend(layer, ResidualLayer)
         layer.__dict__.update(lpq_parts=dict(layer._modules), lpq_several=found, lpq_courses={})
+        layer.__dict__["lpq_settings"] = settings_of(layer)
 
 
 def release_residual(layer: ResidualLayer) -> None:
     """Make a layer what it was."""
     restore(layer)
-    for name in ("lpq_parts", "lpq_several", "lpq_courses"):
+    for name in ("lpq_parts", "lpq_several", "lpq_courses", "lpq_settings"):
         del layer.__dict__[name]
 
 

@@ -48,6 +48,18 @@ def has_written(like: nn.Module, module: nn.Module) -> bool:
     return mine.keys() != before.keys() or any(value is not before[name] for name, value in mine.items())
 
 
+def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The attributes by which the forward of a module may decide, as they are now."""
+    torchs = vars(nn.Module())
+    return tuple((name, value) for name, value in vars(module).items() if name not in torchs and "lpq_" not in name)
+
+
+def is_another(now: Any, before: Any) -> bool:
+    """Whether an attribute, which is not the same object, is another: numbers and text come out of a pickle as equal
+    objects."""
+    return type(now) is not type(before) or type(now) not in (int, float, str) or now != before
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     own = {name: value for name, value in module.__dict__.items() if name not in ("_modules", *REGISTERED)}
     return {**own, **module._parameters, **module._buffers}

@@ -253,3 +253,30 @@ def test_a_layer_that_writes_an_attribute_keeps_its_forward() -> None:
     assert [layer.calls for layer in net] == [1, 1]
     (note,) = {entry.note for entry in lpq.report(net).fused if "norm" in entry.name}
     assert "nothing else" in note
+
+
+class Switched(nn.Module):
+    """A layer, and a block, that an attribute switches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.doubles = nn.LayerNorm(64), nn.Linear(64, 64), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(self.norm(x))
+        return x + 2 * y if self.doubles else x + y
+
+
+def test_an_attribute_that_is_set_later_is_seen() -> None:
+    plain, net = (lpq.convert(nn.Sequential(Switched()), "mxfp8", fuse=fuse) for fuse in (False, True))
+    net.load_state_dict(plain.state_dict())
+    assert len(layers(net)) == 1
+    x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    plain, net = plain.bfloat16(), net.bfloat16()
+    found = []
+    for doubles in (False, True, False):
+        plain[0].doubles = net[0].doubles = doubles
+        found.append(net(x))
+        assert torch.equal(found[-1], plain(x))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
