@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import equal, equal_states
+from support.small_models import LlamaMlp
 from test_fuse_families import FAMILIES, model, step
 from torch import Tensor, nn
 
@@ -256,7 +257,7 @@ def test_a_layer_that_writes_an_attribute_keeps_its_forward() -> None:
 
 
 class Switched(nn.Module):
-    """A layer, and a block, that an attribute switches."""
+    """A layer that an attribute switches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,3 +281,29 @@ def test_an_attribute_that_is_set_later_is_seen() -> None:
         assert torch.equal(found[-1], plain(x))
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
+
+
+class SwitchedMlp(LlamaMlp):
+    """A block that an attribute switches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return 2 * y if self.doubles else y
+
+
+def test_an_attribute_of_a_block_that_is_set_later_is_seen() -> None:
+    net: Any = lpq.convert(nn.Sequential(SwitchedMlp()), "mxfp8", fuse=True).bfloat16()
+    (entry,) = lpq.report(net).fused
+    assert entry.note is not None
+    assert "since" not in entry.note
+    x = torch.randn(2, 3, net[0].gate_proj.in_features, dtype=torch.bfloat16)
+    usual = net(x)
+    net[0].doubles = True
+    assert torch.equal(net(x), 2 * usual)
+    assert "its doubles was set since: call lpq.fuse again" in str(lpq.report(net))
+    net[0].doubles = False
+    assert torch.equal(pickle.loads(pickle.dumps(net))(x), usual)
