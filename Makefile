@@ -44,7 +44,7 @@ test: $(READY)  ## run the whole test suite (ARGS="tests/formats -x" for a part)
 test-fast: $(READY)  ## run the tests that start no process and no compiler
 	$(LEAN) $(BIN)/python -m pytest --numprocesses $(FEW_WORKERS) --dist worksteal -m "not starts and not slow" $(ARGS)
 
-test-loops: $(READY)  ## run the tests with TRL, axolotl, verl and torchtitan, in an environment of its own (build/loops)
+test-loops: $(READY)  ## run the tests with TRL, axolotl, verl, torchtitan and DeepSpeed, in environments of their own below build/
 	$(LEAN) $(BIN)/python tests/integrations/loops.py
 
 $(READY_FOR_CUDA): $(READY)

@@ -1,10 +1,11 @@
 """Runs the tests with frameworks that ``make install`` does not bring, in environments of their own; notes the result.
 
 ``make test-loops`` runs this. The environments lie in build/, and have the packages of .venv below their own. verl has
-one to itself, for it loads no model beside TRL 1. ``python tests/integrations/loops.py verl`` runs this one, and keeps
-what is noted of the other.
-torchtitan, axolotl and verl are installed without what they ask for, which is CUDA's and pins of other libraries; what
-their tested parts import is named here. ``loops.json`` has the outcome of each test, and pages are compared with it.
+one to itself, for it loads no model beside TRL 1, and so has DeepSpeed, which other frameworks take up where it is
+installed. ``python tests/integrations/loops.py verl`` runs this one, and keeps what is noted of the others.
+torchtitan, axolotl, verl and DeepSpeed are installed without what they ask for, which is CUDA's and pins of other
+libraries; what their tested parts import is named here. ``loops.json`` has the outcome of each test, and pages are
+compared with it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ ENVIRONMENTS = {
         (), ("verl==0.9.1",),
         ("ray", "tensordict<=0.10", "codetiming", "datasets", "dill", "pandas", "omegaconf", "torchdata"),
         ("test_verl",),
+    ),
+    "deepspeed": Environment(
+        (), ("deepspeed==0.19.8",),
+        ("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic"), ("test_deepspeed",),
     ),
 }  # fmt: skip
 NAMED = tuple(spec for one in ENVIRONMENTS.values() for spec in (*one.whole, *one.alone))

@@ -13,8 +13,8 @@ from torch import nn
 import lpq
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-deepspeed: Any = pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
-pytestmark = pytest.mark.slow
+deepspeed: Any = pytest.importorskip("deepspeed", reason="needs DeepSpeed, which `make test-loops` brings")
+pytestmark = [pytest.mark.slow, pytest.mark.starts]
 ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
