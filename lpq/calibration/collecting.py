@@ -14,6 +14,7 @@ from lpq.calibration.parallel import Peers, is_shared_out, sending_nothing
 from lpq.calibration.reducing import Together
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
+from lpq.nn.eagerly import run_eagerly
 from lpq.nn.observing import observing
 from lpq.registry.errors import words
 from lpq.tensor.observed import Observed
@@ -180,7 +181,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        with torch.compiler.set_stance("force_eager"):
+        with run_eagerly():
             yield
     finally:
         for module in training:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
+from lpq.nn.eagerly import run_eagerly
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.states import State
 from lpq.recipes import recipe_sources
@@ -36,22 +37,23 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
 
     Blocks may be nested, and threads may have blocks of their own: each observer is told of the passes of all. Behind
     the block, left by an error or not, the layers have the observers that they had before. A backward tells the
-    observers of its forward, also behind the block.
+    observers of its forward, also behind the block. Compiled functions run eagerly inside.
 
     Args:
         layers: A converted model, or some of its layers.
         observer: The object that is told, by its method ``observe``.
     """
     chosen = _layers(layers)
-    with _CHANGING:
-        for layer in chosen:
-            layer.passes.observers = (*layer.passes.observers, observer)
-    try:
-        yield observer
-    finally:
+    with run_eagerly():
         with _CHANGING:
             for layer in chosen:
-                _forget(layer, observer)
+                layer.passes.observers = (*layer.passes.observers, observer)
+        try:
+            yield observer
+        finally:
+            with _CHANGING:
+                for layer in chosen:
+                    _forget(layer, observer)
 
 
 def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
@@ -127,9 +129,8 @@ def watch(layer: Any, stack: str = "", first: int = 0) -> Watch:
     """Return the observers of a pass that begins; refuse one that a compiler or an exporter traces."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            "a compiler or an exporter traces a layer that is observed, and would leave the observer out: run what is "
-            'compiled eagerly meanwhile, with torch.compiler.set_stance("force_eager"), and export outside of '
-            "observing(…)"
+            "a compiler or an exporter traces a layer that is observed, and would leave the observer out: export "
+            "outside of observing(…), and leave the compiler's stance as that sets it: compiled code then runs eagerly"
         )
     title = f"{layer.title}.{stack}" if stack else layer.title
     return Watch(layer, layer.passes.observers, title, stack, first)

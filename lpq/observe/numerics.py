@@ -137,7 +137,7 @@ class Numerics(Readings):
         try:
             for shard in shards(self._layers):
                 self.observe(shard)
-            with torch.compiler.set_stance("force_eager"), observing(self._layers, self):
+            with observing(self._layers, self):
                 yield
         finally:
             self._now = None

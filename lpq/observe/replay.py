@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
 from lpq.observe.readings import NumericsError
@@ -92,7 +93,7 @@ class Replay:
             parameter.grad = None
         calls: dict[int, int] = {}
         with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(run_eagerly())
             for layer in self.layers:
                 for hook in self._hooks(layer, calls):
                     stack.callback(hook.remove)

@@ -131,6 +131,34 @@ def test_ranks_of_fsdp2_see_what_one_process_sees(rank: int, recipe: str, weight
         assert operands
 
 
+@pytest.mark.parametrize("shard", ["tensor parallelism", "FSDP2"])
+@on_ranks(RANKS)
+def test_ranks_of_a_compiled_model_see_what_an_eager_one_sees(rank: int, shard: str) -> None:
+    """Compiled code that ran before the block runs eagerly in it, on all ranks."""
+    x, dy = data()
+    found = []
+    for compiled in (False, True):
+        net = model("fp8-current", weights="high_precision" if shard == "FSDP2" else None)
+        if shard == "FSDP2":
+            fully_shard(net)
+        else:
+            parallelize_module(net, mesh_of(), gated_plan(False))
+        if compiled:
+            net.compile(backend="aot_eager")
+            net(x).backward(dy)
+        found.append(seen_in(net, x, dy))
+        if compiled:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                net(x).backward(dy)
+    eager, watched = found
+    assert eager.keys() == watched.keys()
+    assert len(eager) == 9
+    for name, (statistics, operands, is_part) in eager.items():
+        assert statistics == watched[name][0], name
+        assert equal(operands, watched[name][1]), name
+        assert is_part == watched[name][2]
+
+
 @on_ranks(RANKS)
 def test_ranks_with_experts_see_their_own(rank: int) -> None:
     """Each rank is told of its own experts, by their numbers among all, with the rows of all ranks."""

@@ -12,7 +12,7 @@ import torch
 from support.comparing import equal
 from support.small_models import Siblings
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
@@ -315,14 +315,32 @@ def test_groups_are_told_of_as_separate_layers_are(recipe: str) -> None:
 # ---------------------------------------------------------------------------------------------- compilers
 
 
-def test_what_is_compiled_whole_is_refused_or_runs_eagerly() -> None:
+def compiles() -> bool:
+    """Whether a compiled function would be compiled now."""
+    graphs: list[Any] = []
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    torch.compile(double, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.ones(1))
+    return bool(graphs)
+
+
+def parts_of(net: Any, **how: Any) -> Any:
+    """The model with each of its layers compiled by itself."""
+    for layer in (net[0], net[2]):
+        layer.compile(**how)
+    return net
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("compile", [torch.compile, parts_of])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_is_compiled_runs_eagerly(compile: Any, fullgraph: bool) -> None:
     net, seen = model(), Names()
-    compiled: Any = torch.compile(net, backend="aot_eager", fullgraph=True)
+    compiled: Any = compile(net, backend="aot_eager", fullgraph=fullgraph)
     expected = step(compiled)
-    with observing(net, seen), pytest.raises(Exception, match="a compiler or an exporter traces a layer that is obs"):
-        compiled(batch())
-    assert seen == []
-    with torch.compiler.set_stance("force_eager"), observing(net, seen):
+    with observing(net, seen):
         assert equal(step(compiled), expected)
     assert sorted(seen) == sorted(2 * STEP)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -330,14 +348,111 @@ def test_what_is_compiled_whole_is_refused_or_runs_eagerly() -> None:
     assert len(seen) == 2 * len(STEP)
 
 
-@pytest.mark.xfail(torch.__version__ < "2.13", strict=True, reason="torch 2.11 fails to compile observed layers")
-def test_what_is_compiled_in_parts_runs_observed_layers_eagerly() -> None:
+def test_groups_that_are_compiled_run_eagerly() -> None:
+    torch.manual_seed(0)
+    stack, seen = GroupedLinear(2, 64, 32, recipe="mxfp8"), Names()
+    x, ends = torch.randn(40, 64), torch.tensor([24, 40], dtype=torch.int32)
+    compiled: Any = torch.compile(stack, backend="aot_eager", fullgraph=True)
+    expected = compiled(x, ends)
+    with observing(stack, seen):
+        assert torch.equal(compiled(x, ends), expected)
+    assert seen == ["x", "w", "y"]
+
+
+def test_the_stance_of_the_compiler_is_what_it_was() -> None:
+    """Behind nested blocks, and behind one that an error left. Control: it compiles before."""
+    net = model()
+    assert compiles()
+    with observing(net, Names()):
+        with pytest.raises(ZeroDivisionError), observing(net, Names()):
+            _ = 1 / compiles()
+        assert not compiles()
+    assert compiles()
+    with torch.compiler.set_stance("force_eager"):
+        with observing(net, Names()):
+            pass
+        assert not compiles()
+    with pytest.raises(ValueError, match="no layer of lpq"), observing(model(None), Names()):
+        pass
+    assert compiles()
+
+
+def test_compiled_code_runs_eagerly_until_the_last_block_of_all_threads_ends() -> None:
+    """The block that began first ends first: it would put the stance back too early, and the other one the first's."""
+    net, begun, ended = model(), threading.Barrier(2), threading.Event()
+
+    def other() -> None:
+        with observing(net, Names()):
+            begun.wait(20)
+            begun.wait(20)
+        ended.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait(20)
+    with observing(net, Names()):
+        begun.wait(20)
+        assert ended.wait(20)
+        assert not compiles()
+    thread.join()
+    assert compiles()
+
+
+def test_layers_that_are_traced_in_spite_of_it_are_refused() -> None:
     net, seen = model(), Names()
-    compiled: Any = torch.compile(net, backend="aot_eager")
-    expected = step(compiled)
+    compiled: Any = torch.compile(net, backend="aot_eager", fullgraph=True)
+    refused = pytest.raises(Exception, match="a compiler or an exporter traces a layer that is observed")
+    with observing(net, seen), torch.compiler.set_stance("default"), refused:
+        compiled(batch())
+    assert seen == []
+
+
+def test_a_block_cannot_begin_in_compiled_code() -> None:
+    net, seen = model(), Names()
+
+    @torch.compile(backend="aot_eager")
+    def run(x: Tensor) -> Tensor:
+        with observing(net, seen):
+            y: Tensor = net(x)
+        return y
+
+    with pytest.raises(RuntimeError, match="begins in code that is compiled itself: begin it outside of that"):
+        run(batch())
+    assert seen == []
+    assert compiles()
+    step(net)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_compiled_part_of_a_checkpoint_runs_again_as_it_ran(inside: bool) -> None:
+    """Behind the block it would run compiled: torch refuses what that saves."""
+    net, seen = model(), Names()
+    compiled, x = torch.compile(net, backend="aot_eager", fullgraph=True), batch()
     with observing(net, seen):
-        assert equal(step(compiled), expected)
-    assert sorted(seen) == sorted(2 * STEP)
+        y = checkpoint(compiled, x, use_reentrant=False)
+        if inside:
+            y.sum().backward()
+    if inside:
+        assert seen.count("dy") == 2
+        return
+    with pytest.raises(CheckpointError, match="different"):
+        y.sum().backward()
+
+
+def test_a_checkpoint_in_what_is_compiled_may_run_backward_behind_the_block() -> None:
+    net, seen = model(), Names()
+
+    @torch.compile(backend="aot_eager")
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(net, x, use_reentrant=False)
+        return y
+
+    with observing(net, seen):
+        y = run(x := batch())
+    y.square().sum().backward()
+    assert seen.count("dy") == 2
+    found = [x.grad, *(p.grad for p in net.parameters())]
+    assert equal(found, step(net)[1:])
 
 
 def test_a_mode_that_watches_changes_nothing() -> None:
