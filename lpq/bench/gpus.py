@@ -2,7 +2,8 @@
 
 The time of a step is the time of its three products, at the rates below, and of the bytes that encoding and decoding
 move, at the speed of a copy. The host launches meanwhile; the slower of the two decides, and where both take about as
-long they hinder each other. ``tests/bench/test_predictions.py`` compares it with the stored results.
+long they hinder each other. Products of rows in groups, as experts have them, are made tile by tile, so that the time
+to fill and drain a tile counts. ``tests/bench/test_predictions.py`` compares all of it with the stored results.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lpq.bench.layers import LayerSize
+from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import is_native
 from lpq.formats import Quantizer
 from lpq.recipes import Recipe
@@ -21,6 +22,12 @@ NARROW = 0.75
 """The bytes of an element below which codes have about 4 bits."""
 TOGETHER = 4
 """The exponent by which the times of GPU and host are joined: high, as the slower one hides the other."""
+FILL = 600
+"""The bytes of depth that a tile of a product of groups costs beside its own: to fill and drain the pipeline that feeds
+it. Products of one layer hide this behind other tiles."""
+BLOCKS_IN_GROUPS = 0.83
+"""The rate of products of groups with scales along the contraction, as a part of ``Gpu.blocks``: another kernel makes
+them. Both were fitted to ``benchmarks/results/grouped.json``."""
 USUAL_SHARE = 0.7
 """The part of a data sheet's dense rate, and of its memory bandwidth, that a GPU nobody measured is assumed to reach:
 an H100 reaches as much in bf16."""
@@ -35,7 +42,9 @@ class Gpu:
     """The compute capability, as 90 for 9.0; None: it is not NVIDIA's."""
     bf16: float
     codes: float
-    """The rate of products of 8-bit codes with scales of rows or of the whole tensor."""
+    """The rate of products of 8-bit codes with a scale for the whole tensor."""
+    rows: float
+    """The same with a scale for each row."""
     blocks: float
     """The same with scales along the contraction, which are applied to sums of each block."""
     narrow: float
@@ -55,12 +64,13 @@ class Gpu:
 def _from_sheet(title: str, sm: int | None, bf16: float, codes: float, narrow: float, copy: float, memory: int) -> Gpu:
     """A GPU by the dense rates and the bandwidth of its data sheet, in units of 1e12."""
     unit = USUAL_SHARE * 1e12
-    return Gpu(title, sm, unit * bf16, unit * codes, unit * codes, unit * narrow, unit * copy, memory)
+    eight = unit * codes
+    return Gpu(title, sm, unit * bf16, eight, eight, eight, unit * narrow, unit * copy, memory)
 
 
 GPUS = {
-    "h100": Gpu("H100 SXM", 90, 695e12, 1300e12, 1030e12, 0, 2.98e12, 80, measured=True),
-    "h200": Gpu("H200 SXM", 90, 690e12, 1290e12, 1010e12, 0, 4.2e12, 141, measured=True),
+    "h100": Gpu("H100 SXM", 90, 695e12, 1325e12, 1250e12, 1030e12, 0, 2.98e12, 80, measured=True),
+    "h200": Gpu("H200 SXM", 90, 690e12, 1305e12, 1265e12, 1010e12, 0, 4.2e12, 141, measured=True),
     "a100": _from_sheet("A100 SXM", 80, 312, 0, 0, 2.0, 80),
     "l40s": _from_sheet("L40S", 89, 362, 733, 0, 0.86, 48),
     "rtx4090": _from_sheet("RTX 4090", 89, 165, 330, 0, 1.0, 24),
@@ -85,15 +95,14 @@ def predicted(gpu: Gpu, size: LayerSize, recipe: Recipe | None, host: float | No
         recipe: The recipe of its products; None: bf16.
         host: The seconds of the host, where they are known; None: by launches.
     """
-    work = 2 * size.tokens * size.inputs * size.outputs
-    if recipe is None:
-        return _joined(3 * work / gpu.bf16, gpu.base if host is None else host)
-    on_gpu = sum(work / _rate(gpu, a, b) for a, b in recipe.products.values())
+    pairs = [None] * 3 if recipe is None else [*recipe.products.values()]
+    on_gpu = sum(_product(gpu, size, depth, pair) for depth, pair in zip(size.depths, pairs, strict=True))
     launches = 0
-    for tensor, elements in zip(("x", "w", "dy"), size.tensors, strict=True):
-        moved, more = _encoding(gpu, recipe, tensor)
-        on_gpu += elements * moved / gpu.copy
-        launches += more
+    if recipe is not None:
+        for tensor, elements in zip(("x", "w", "dy"), size.tensors, strict=True):
+            moved, more = _encoding(gpu, recipe, tensor, isinstance(size, StackSize))
+            on_gpu += elements * moved / gpu.copy
+            launches += more
     return _joined(on_gpu, gpu.base + gpu.launch * launches if host is None else host)
 
 
@@ -101,17 +110,36 @@ def _joined(on_gpu: float, on_host: float) -> float:
     return float((on_gpu**TOGETHER + on_host**TOGETHER) ** (1 / TOGETHER))
 
 
-def _rate(gpu: Gpu, a: Quantizer, b: Quantizer) -> float:
-    if gpu.sm is None or not is_native(a, b, gpu.sm):
-        return gpu.bf16
-    if max(map(bytes_of_element, (a, b))) < NARROW:
-        return gpu.narrow
-    return gpu.blocks if any(map(_scales_along, (a, b))) else gpu.codes
+def _product(gpu: Gpu, size: LayerSize, depth: int, pair: tuple[Quantizer, Quantizer] | None) -> float:
+    """Seconds of a product that sums over so many elements; ``None``: of bf16."""
+    in_groups = isinstance(size, StackSize)
+    native = pair is not None and _native(gpu, *pair, in_groups)
+    rate, width = gpu.bf16, float(BF16)
+    if pair is not None and native:
+        width = max(map(bytes_of_element, pair))
+        rate = gpu.codes
+        if width < NARROW:
+            rate = gpu.narrow
+        elif any(map(_scales_along, pair)):
+            rate = gpu.blocks * (BLOCKS_IN_GROUPS if in_groups else 1)
+        elif any(map(_scales_of_rows, pair)):
+            rate = gpu.rows
+    filled = FILL / (depth * width) if in_groups else 0
+    return 2 * size.tokens * size.inputs * size.outputs / rate * (1 + filled)
+
+
+def _native(gpu: Gpu, a: Quantizer, b: Quantizer, in_groups: bool) -> bool:
+    return gpu.sm is not None and is_native(a, b, gpu.sm, in_groups)
 
 
 def _scales_along(side: Quantizer) -> bool:
     """Whether there are several scales along the contraction."""
     return any((buffer.block[1] or 0) >= 16 for buffer in side.layout)
+
+
+def _scales_of_rows(side: Quantizer) -> bool:
+    """Whether each row has one scale."""
+    return any(buffer.block == (1, None) for buffer in side.layout)
 
 
 def bytes_of_element(side: Quantizer) -> float:
@@ -122,7 +150,7 @@ def bytes_of_element(side: Quantizer) -> float:
     return float(side.storage.empty(side, shape, torch.bfloat16, torch.device("meta")).nbytes) / (shape[0] * shape[1])
 
 
-def _encoding(gpu: Gpu, recipe: Recipe, tensor: str) -> tuple[float, int]:
+def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[float, int]:
     """The bytes moved for each element of a tensor, and the launches, besides the products."""
     whole: Quantizer = getattr(recipe, tensor)
     of = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}[tensor]
@@ -133,10 +161,12 @@ def _encoding(gpu: Gpu, recipe: Recipe, tensor: str) -> tuple[float, int]:
     measured = any(s.stats and not s.state and any(None in stat.block for stat in s.stats) for s in encoded.values())
     moved, launches = float(BF16 * (1 + measured)), 1 + measured
     launches += any(side.state for side in encoded.values())
+    if recipe.saves.get(tensor, "encoded") != "encoded" and "col" in encoded:  # backward reads the tensor itself
+        moved += BF16
     for gemm, (direction, side) in zip(of, sides.items(), strict=True):
         if side.plain:
             continue
-        native = gpu.sm is not None and is_native(*recipe.products[gemm], gpu.sm)
+        native = _native(gpu, *recipe.products[gemm], in_groups)
         kept = direction == "col" and tensor != "dy"
         if native:
             moved += bytes_of_element(side)

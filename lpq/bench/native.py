@@ -20,17 +20,21 @@ def capability(device: torch.device) -> int | None:
     return 10 * major + minor
 
 
-def native_products(recipe: Recipe, sm: int | None) -> list[str]:
-    """The products whose codes a GPU of this compute capability multiplies; none on any other device."""
-    return [name for name, (a, b) in recipe.products.items() if sm is not None and is_native(a, b, sm)]
+def native_products(recipe: Recipe, sm: int | None, in_groups: bool = False) -> list[str]:
+    """The products, of a layer or of rows in groups, whose codes a GPU of this compute capability multiplies; none on
+    any other device."""
+    return [name for name, (a, b) in recipe.products.items() if sm is not None and is_native(a, b, sm, in_groups)]
 
 
-def is_native(a: Quantizer, b: Quantizer, sm: int) -> bool:
-    """Whether some kernel multiplies the codes of two such operands."""
+def is_native(a: Quantizer, b: Quantizer, sm: int, in_groups: bool = False) -> bool:
+    """Whether some kernel multiplies the codes of two such operands, or of such rows in groups."""
     if a.plain or b.plain:
         return False
-    formats = tuple(registry.format_of(type(q)).name for q in (a, b))
-    for kernel in registry.kernels("gemm", formats):
+    first, second = (registry.format_of(type(q)).name for q in (a, b))
+    if in_groups and first != second:
+        return False
+    kernels = registry.kernels("grouped_gemm", (first,)) if in_groups else registry.kernels("gemm", (first, second))
+    for kernel in kernels:
         if not (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm):
             continue
         if kernel.why_not is None or registry.resolve(kernel.why_not)(a, b) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -15,12 +15,11 @@ from torch import nn
 import lpq
 from lpq import observe
 from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, named, predicted
-from lpq.bench.layers import LayerSize, linear_layers
+from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
-from lpq.bench.speedups import in_figures, measure, speedup
-from lpq.cli.models import NAMED, ModelError, alike, on_meta
+from lpq.bench.speedups import in_figures, measure, milliseconds
+from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, on_meta
 from lpq.cli.output import Json, as_json, print_text
-from lpq.nn.expert_stacks import expert_stacks
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.recipes.rules import LEAVE
 from lpq.registry.errors import OptionError, suggestion
@@ -43,10 +42,12 @@ Recipes = Annotated[
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of one size whose names differ by numbers only, and the predicted seconds of each."""
+    """Layers of one size whose names differ by numbers only, and the predicted seconds of each. The experts of a
+    module, which have one recipe, are a layer."""
 
     name: str
-    size: LayerSize
+    sizes: tuple[LayerSize, ...]
+    """One size of a linear layer, or one for each stack of experts."""
     count: int
     plain: float
     seconds: Mapping[str, float]
@@ -54,9 +55,19 @@ class LayerGroup:
     def gain(self, recipe: str) -> float:
         return self.plain / self.seconds[recipe]
 
+    def experts(self) -> list[StackSize]:
+        """The stacks, if these are experts."""
+        return [size for size in self.sizes if isinstance(size, StackSize)]
+
 
 def advise(
-    model: Source, gpu: Card = "", world: World = 1, tokens: Tokens = 8192, recipe: Recipes = None, json: Json = False
+    model: Source,
+    gpu: Card = "",
+    world: World = 1,
+    tokens: Tokens = 8192,
+    chosen: Chosen = None,
+    recipe: Recipes = None,
+    json: Json = False,
 ) -> None:
     """Predict what each recipe gains for each linear layer of a model on a GPU, and give the line to paste.
 
@@ -75,26 +86,31 @@ def advise(
     for text in recipes:
         _convert(built, text, world)
         memories[text] = observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)
-    groups = [_predicted(card, key, count, recipes, tokens) for key, count in alike(linear_layers(built)).items()]
-    if not groups:
+    sizes = layer_sizes(built, tokens, chosen)
+    groups = [_predicted(card, *key, count, recipes) for key, count in alike(sizes).items() if key[1]]
+    if not sizes:
         raise ModelError(f"MODEL {model}: lpq.convert reaches no linear layer of it: there is nothing to advise")
-    measured = _measured(groups, recipes) if here else {}
+    if not groups:
+        raise OptionError(_unknown([*sizes]))
+    measured: Measurements = _measured(groups, recipes) if here else {}
     fit = [text for text in recipes if not _is_narrow(text)] or recipes
     best = max(fit, key=lambda text: _gain(groups, text, _slow(groups, text)))
     skipped = _slow(groups, best)
     line = _line(groups, best, skipped, world)
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
-    sentences = [provenance(card), *_reasons(built, card, recipes, groups, best, skipped, line)]
+    sentences = [provenance(card), *_reasons(card, recipes, groups, best, skipped, line)]
+    if unknown := [name for name, size in sizes.items() if not size]:
+        sentences.append(_unknown(unknown))
     if json:
         as_json(
             {
                 "model": model, "gpu": card.title, "measured_rates": card.measured, "world": world, "tokens": tokens,
                 "layers": [
                     {
-                        "layers": g.name, "count": g.count, "inputs": g.size.inputs, "outputs": g.size.outputs,
+                        "layers": g.name, "count": g.count, "matrices": [asdict(size) for size in g.sizes],
                         "bf16_ms": g.plain * 1e3, "predicted": {text: g.gain(text) for text in recipes},
-                        "measured": measured.get(g.size, {}),
+                        "measured": measured.get(g.sizes, {}),
                     }
                     for g in groups
                 ],
@@ -137,20 +153,32 @@ def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> None
         lpq.convert(model, policy, weights="high_precision" if world > 1 else None)
 
 
-def _predicted(
-    card: Gpu, key: tuple[str, tuple[int, int]], count: int, recipes: Sequence[str], tokens: int
-) -> LayerGroup:
-    name, (inputs, outputs) = key
-    size = LayerSize(tokens, inputs, outputs)
-    seconds = {text: predicted(card, size, lpq.recipe(text)) for text in recipes}
-    return LayerGroup(name, size, count, predicted(card, size, None), seconds)
+def _predicted(card: Gpu, name: str, sizes: tuple[LayerSize, ...], count: int, recipes: Sequence[str]) -> LayerGroup:
+    def seconds(text: str | None) -> float:
+        return sum(predicted(card, size, None if text is None else lpq.recipe(text)) for size in sizes)
+
+    return LayerGroup(name, sizes, count, seconds(None), {text: seconds(text) for text in recipes})
 
 
-def _measured(groups: Sequence[LayerGroup], recipes: tuple[str, ...]) -> dict[LayerSize, dict[str, float | None]]:
-    """The gains on this machine's GPU, by size."""
-    sizes = [*dict.fromkeys(g.size for g in groups)]
-    found = measure(sizes, recipes, torch.device("cuda", torch.cuda.current_device()))
-    return {size: {text: speedup(row, text) for text in recipes} for size, row in zip(sizes, found, strict=True)}
+Measurements = Mapping[tuple[LayerSize, ...], Mapping[str, float | None]]
+
+
+def _measured(groups: Sequence[LayerGroup], recipes: tuple[str, ...]) -> Measurements:
+    """The gains on this machine's GPU, by the sizes of a group."""
+    sizes = [*dict.fromkeys(size for g in groups for size in g.sizes)]
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = dict(zip(sizes, measure(sizes, recipes, device), strict=True))
+
+    def total(g: LayerGroup, text: str | None) -> float | None:
+        times = [milliseconds(rows[size], text) for size in g.sizes]
+        known = [ms for ms in times if ms is not None]
+        return sum(known) if len(known) == len(times) else None
+
+    def gain(g: LayerGroup, text: str) -> float | None:
+        plain, quantized = total(g, None), total(g, text)
+        return plain / quantized if plain and quantized else None
+
+    return {g.sizes: {text: gain(g, text) for text in recipes} for g in groups}
 
 
 def _gain(groups: Sequence[LayerGroup], recipe: str, without: Sequence[str] = ()) -> float:
@@ -180,8 +208,10 @@ def _line(groups: Sequence[LayerGroup], recipe: str, skipped: Sequence[str], wor
     """The call to paste; None where nothing is gained."""
     if _gain(groups, recipe, skipped) <= 1:
         return None
-    widest = max(groups, key=lambda g: g.count * g.plain).size
-    gathered = ', weights="high_precision"' if world > 1 and min(widest.inputs, widest.outputs) >= WIDE else ""
+    linear = [g for g in groups if not g.experts()] or groups  # stacks of Hugging Face's are gathered as they are
+    widest = max(linear, key=lambda g: g.count * g.plain).sizes
+    wide = min(min(size.inputs, size.outputs) for size in widest) >= WIDE
+    gathered = ', weights="high_precision"' if world > 1 and wide else ""
     return f"lpq.convert(model, {jsonlib.dumps(_policy(recipe, skipped))}{gathered})"
 
 
@@ -197,7 +227,6 @@ def provenance(card: Gpu) -> str:
 
 
 def _reasons(
-    model: nn.Module,
     card: Gpu,
     recipes: Sequence[str],
     groups: Sequence[LayerGroup],
@@ -219,22 +248,41 @@ def _reasons(
     narrow = [text for text in recipes if _is_narrow(text) and _gain(groups, text) > max(_gain(groups, best), 1)]
     if narrow:
         said.append(f"{', '.join(narrow)}: faster still, with codes of 4 bits; compare the loss before you choose it.")
-    if names := sorted({stack.holder_name for stack in expert_stacks(model)}):
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        said.append(f"Experts are not predicted ({names[0]}{more}): lpq.report says from how many rows FP8 pays.")
+    return said + _of_experts(card, recipes, groups)
+
+
+def _of_experts(card: Gpu, recipes: Sequence[str], groups: Sequence[LayerGroup]) -> list[str]:
+    """Sentences on experts."""
+    if not (stacks := [stack for g in groups for stack in g.experts()]):
+        return []
+    rows = sorted({f"{stack.tokens // stack.experts:,}" for stack in stacks})
+    said = [
+        f"An expert gets {' or '.join(rows)} rows, as many as any other. Experts were measured on an H100 alone, with "
+        "512 rows and more."
+    ]
+    bf16 = [
+        text
+        for text in recipes
+        if native_products(lpq.recipe(text), card.sm) and not native_products(lpq.recipe(text), card.sm, True)
+    ]
+    if bf16:
+        said.append(f"{', '.join(bf16)}: lpq multiplies the rows of experts in bf16, on every GPU.")
     return said
 
 
-def _show(
-    heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], measured: Mapping[LayerSize, Any]
-) -> None:
+def _unknown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"Experts are not predicted ({names[0]}{more}): --experts-per-token says to how many of them a token goes."
+
+
+def _show(heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], measured: Measurements) -> None:
     def cell(group: LayerGroup, text: str) -> str:
-        found = measured.get(group.size, {}).get(text)
+        found = measured.get(group.sizes, {}).get(text)
         return f"{group.gain(text):.2f}" + (f" ({in_figures(found)})" if measured else "")
 
     rows = [
         (
-            g.name, str(g.count), f"{g.size.inputs}x{g.size.outputs}", f"{g.plain * 1e3:.2f}",
+            g.name, str(g.count), "\n".join(size.weight for size in g.sizes), f"{g.plain * 1e3:.2f}",
             *(cell(g, text) for text in recipes),
         )
         for g in groups

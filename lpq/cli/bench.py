@@ -18,7 +18,7 @@ from rich.progress import track
 
 import lpq
 from lpq.bench import chart, machine
-from lpq.bench.layers import LayerSize, linear_layers
+from lpq.bench.layers import LayerSize
 from lpq.bench.native import FIRST, capability, native_products, to_begin_with
 from lpq.bench.speedups import (
     Measured,
@@ -34,7 +34,7 @@ from lpq.bench.speedups import (
 )
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
-from lpq.cli.models import NAMED, alike, on_meta
+from lpq.cli.models import NAMED, Chosen, alike, layer_sizes, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import LpqError, OptionError
@@ -68,6 +68,7 @@ def bench(
     shape: Shapes = None,
     model: Model = "",
     tokens: Tokens = 8192,
+    chosen: Chosen = None,
     recipe: Recipes = None,
     device: Device = "auto",
     out: Out = None,
@@ -91,10 +92,10 @@ def bench(
     counts = dict.fromkeys(map(_size, shape or ()), 1)
     names: dict[LayerSize, list[str]] = {}
     if model:
-        for (name, (inputs, outputs)), count in alike(linear_layers(_converted(model, recipes[0]))).items():
-            size = LayerSize(tokens, inputs, outputs)
-            counts[size] = counts.get(size, 0) + count
-            names.setdefault(size, []).append(name)
+        for (name, found), count in alike(layer_sizes(_converted(model, recipes[0]), tokens, chosen)).items():
+            for size in found:
+                counts[size] = counts.get(size, 0) + count
+                names.setdefault(size, []).append(name)
         if not counts:
             raise BenchError(f"--model {model}: lpq.convert reaches no linear layer of it, so that none can be timed")
     sizes = list(counts) or squares(where)
@@ -103,7 +104,7 @@ def bench(
         steps = measure(sizes, recipes, where)
         shown = track(steps, "Timing", len(sizes), console=Console(stderr=True), transient=True, disable=quiet)
         shapes = list(shown)
-    environment = machine.record(_command(shape or (), model, tokens, recipe or ()), where)
+    environment = machine.record(_command(shape or (), model, tokens, chosen, recipe or ()), where)
     result: dict[str, Any] = {
         "part": "layers" if counts else "map",
         "environment": environment,
@@ -127,9 +128,10 @@ def bench(
         print_text(sentence)
 
 
-def _command(shapes: Sequence[str], model: str, tokens: int, recipes: Sequence[str]) -> str:
+def _command(shapes: Sequence[str], model: str, tokens: int, chosen: int | None, recipes: Sequence[str]) -> str:
     given = [part for text in shapes for part in ("--shape", text)]
     given += ["--model", model, "--tokens", str(tokens)] if model else []
+    given += ["--experts-per-token", str(chosen)] if chosen else []
     return shlex.join(["lpq", "bench", *given, *(part for text in recipes for part in ("--recipe", text))])
 
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import torch
+import typer
 from torch import nn
 
 from lpq import registry
+from lpq.bench.layers import LayerSize
+from lpq.bench.searched_layers import searched_layers
 from lpq.cli.shapes import SHAPES, Transformer
 from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion, words
 
+Size = TypeVar("Size")
+Chosen = Annotated[
+    int | None,
+    typer.Option(
+        "--experts-per-token",
+        min=1,
+        help="To how many experts a token goes. Default: as Hugging Face's configuration says.",
+    ),
+]
 NAMED = f"{', '.join(SHAPES)}; a folder or config.json of Hugging Face; or package.module:function that makes it."
 
 
@@ -76,7 +90,34 @@ def _of_config(path: Path, option: str) -> nn.Module:
         raise ModelError(f"{option}: transformers cannot build the model of {path}: {words(error)}") from error
 
 
-def alike(layers: dict[str, tuple[int, int]]) -> dict[tuple[str, tuple[int, int]], int]:
+def layer_sizes(model: nn.Module, tokens: int, chosen: int | None) -> dict[str, tuple[LayerSize, ...]]:
+    """The sizes of all layers that were converted, by name: one size of a linear layer, one for each stack of experts.
+    No size where nobody says how many rows the experts get, which are taken to get equally many.
+
+    Args:
+        model: The model, converted.
+        tokens: The tokens of a step.
+        chosen: To how many experts a token goes; None: as the model's configuration says.
+    """
+    chosen = chosen or experts_per_token(model)
+    found: dict[str, tuple[LayerSize, ...]] = {}
+    for name, stacks in searched_layers(model).items():
+        rows = [one.experts if getattr(one.layer, "dense", False) else chosen for one in stacks]
+        known = all(one.experts is None or count for one, count in zip(stacks, rows, strict=True))
+        sizes = (one.size(tokens, count or 0, 1) for one, count in zip(stacks, rows, strict=True))
+        found[name] = tuple(sizes) if known else ()
+    return found
+
+
+def experts_per_token(model: nn.Module) -> int | None:
+    """To how many experts a token goes by the configuration of a model of Hugging Face's; None: it has none."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "num_experts_per_tok", None)
+    return found if isinstance(found, int) else None
+
+
+def alike(layers: Mapping[str, Size]) -> dict[tuple[str, Size], int]:
     """How many layers share a size and a name but for its numbers; a ``*`` stands for these."""
     return Counter(
         (".".join("*" if part.isdecimal() else part for part in name.split(".")), size) for name, size in layers.items()

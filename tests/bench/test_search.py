@@ -198,7 +198,7 @@ def test_the_time_of_experts_is_of_their_rows_and_of_all_their_weights() -> None
     recipe, gpu = lpq.recipe("mxfp8"), GPUS["b200"]
     twice = StackSize(2 << 20, 64, 64, 4)
     assert found.plain["first"] == predicted(gpu, LayerSize(1 << 20, 64, 64), None)
-    assert found.plain["experts.up"] == predicted(gpu, LayerSize(2 << 20, 64, 64), None)
+    assert found.plain["experts.up"] == predicted(gpu, twice, None)
     assert twice.tensors[1] == 4 * 64 * 64
     (uniform,) = found.uniform
     assert uniform.seconds == predicted(gpu, LayerSize(1 << 20, 64, 64), recipe) + 2 * predicted(gpu, twice, recipe)

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import lpq as library
+from lpq.bench.contenders import by_recipes, plain
 from lpq.bench.gpus import GPUS
+from lpq.bench.layers import Layers, StackSize
+from lpq.bench.timing import in_turn
 from lpq.cli import advise as command
 from lpq.cli.shapes import SHAPES
 
@@ -81,20 +84,103 @@ def test_where_nothing_is_gained_it_says_to_stay_in_bf16(lpq: Callable) -> None:
 
 def test_layers_are_measured_where_the_gpu_is_here(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "gpu_named", lambda gpu, option: (GPUS["h100"], True))
-    monkeypatch.setattr(command, "_measured", lambda groups, recipes: {g.size: {recipes[0]: 1.25} for g in groups})
+    monkeypatch.setattr(command, "_measured", lambda groups, recipes: {g.sizes: {recipes[0]: 1.25} for g in groups})
     out = lpq("advise", "tiny", "--recipe", "fp8-current").out
     assert out.count("(1.25)") == 7
 
 
 def experts() -> nn.Module:
-    return nn.ModuleDict({"experts": library.nn.GroupedLinear(4, 32, 32, recipe="mxfp8"), "o_proj": nn.Linear(64, 64)})
+    return nn.ModuleDict(
+        {"experts": library.nn.GroupedLinear(4, 32, 32, recipe="mxfp8"), "o_proj": nn.Linear(4096, 4096)}
+    )
 
 
-def test_experts_are_named_and_not_predicted(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_predicted_if_it_is_known_how_many_rows_they_get(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    found = advised(lpq, "test_advise:experts", "--gpu", "h100")
-    assert [g["layers"] for g in found["layers"]] == ["o_proj"]
-    assert any(sentence.startswith("Experts are not predicted (experts)") for sentence in found["remarks"])
+    unknown = advised(lpq, "test_advise:experts", "--gpu", "h100")
+    assert [g["layers"] for g in unknown["layers"]] == ["o_proj"]
+    says = "Experts are not predicted (experts): --experts-per-token says to how many of them a token goes."
+    assert says in unknown["remarks"]
+    known = advised(lpq, "test_advise:experts", "--gpu", "h100", "--experts-per-token", 2, "--tokens", 1000)
+    assert [g["layers"] for g in known["layers"]] == ["o_proj", "experts"]
+    assert known["layers"][1]["matrices"] == [{"tokens": 2000, "inputs": 32, "outputs": 32, "experts": 4}]
+    assert says not in known["remarks"]
+
+
+def test_a_model_of_experts_alone_asks_how_many_a_token_goes_to(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    ended = lpq("advise", "test_advise:only_experts", "--gpu", "h100")
+    assert (ended.status, "--experts-per-token" in ended.err) == (2, True)
+
+
+def only_experts() -> nn.Module:
+    return nn.Sequential(library.nn.GroupedLinear(4, 32, 32, recipe="mxfp8"))
+
+
+MIXTURES = {
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_of_hugging_face_are_layers_of_the_advice(lpq: Callable, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": kind, "num_hidden_layers": 2, "vocab_size": 128, **MIXTURES[kind]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = advised(lpq, tmp_path, "--gpu", "h100", "--world", 2, "--recipe", "fp8-row", "--recipe", "mxfp8")
+    (experts,) = [g for g in found["layers"] if g["layers"] == "model.layers.*.mlp.experts"]
+    each = int(config.get("num_local_experts", config.get("num_experts", 0)))
+    assert (experts["count"], {m["experts"] for m in experts["matrices"]}) == (2, {each})
+    assert {m["tokens"] for m in experts["matrices"]} == {8192 * int(config["num_experts_per_tok"])}
+    assert (experts["predicted"]["fp8-row"] > 1) == (kind != "qwen3_moe"), "whose experts are small"
+    assert ("model.layers.*.mlp.experts" in found["leave_out"]) == (kind == "qwen3_moe")
+    model = command.on_meta(str(tmp_path), "")
+    exec(found["line"], {"lpq": library, "model": model})
+    inside = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
+    assert {getattr(m, "recipe", None) is not None for m in inside} == {kind != "qwen3_moe"}
+    assert found["gathered_bytes"]["fp8-row"] < found["gathered_bytes"]["bf16"]
+    if kind == "mixtral":
+        table = lpq("advise", tmp_path, "--gpu", "h100").out
+        assert "8x4096x28672" in table
+        assert "An expert gets 2,048 rows, as many as any other." in table
+
+
+def test_formats_whose_groups_no_gpu_multiplies_save_no_time_for_experts(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    options = ["--experts-per-token", 2, "--tokens", 1 << 20, "--recipe", "mxfp8", "--recipe", "fp8-row"]
+    found = advised(lpq, "test_advise:experts", "--gpu", "b200", *options)
+    o_proj, experts = found["layers"]
+    assert experts["predicted"]["mxfp8"] < 1 < o_proj["predicted"]["mxfp8"]
+    assert "mxfp8: lpq multiplies the rows of experts in bf16, on every GPU." in found["remarks"]
+
+
+def test_experts_are_measured_as_layers() -> None:
+    """A CPU in the place of the GPU: what is timed are the steps of a grouped layer with equal groups."""
+    device = torch.device("cpu")
+    size = StackSize(64, 32, 48, 4)
+    layers = Layers([*plain(), *by_recipes(("mxfp8",))], size, device)
+    assert layers.failures == {}
+    assert torch.equal(layers.ends[0], torch.tensor([16, 32, 48, 64], dtype=torch.int32))
+    assert {m.recipe and m.recipe.name for m in layers.modules.values()} == {None, "mxfp8"}
+    y = layers.modules["bf16"](layers.x, *layers.ends)
+    w = layers.modules["bf16"].weight
+    assert torch.equal(y[16:32], layers.x[16:32] @ w[1].T)
+    assert all(ms.median > 0 for ms in in_turn(layers.steps(), device).values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
