@@ -230,6 +230,8 @@ class QuantizedStates(Optimizer):
         """Why a state is not stored in its format; None if it is."""
         if not isinstance(value, Tensor):
             return "the optimizer has none of it"
+        if (layout := local_part(value).layout) is not torch.strided:
+            return f"its layout is {layout}, as its gradient's"
         return why_stays(form.quantizer, value.shape, value.dtype, self.least)
 
     def _settle(self, p: Tensor) -> None:

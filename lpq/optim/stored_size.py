@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from lpq.formats import Quantizer
+from lpq.operations.inputs import DTYPES
 
 LEAST = 4096
 """The number of elements that a state has at least to be stored in a format."""
@@ -29,5 +30,7 @@ def why_stays(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, le
     """Why a state of this shape is not stored in a format; None if it is."""
     if not is_large(shape, least):
         return f"it is a vector, or has fewer than {least} elements"
+    if dtype not in DTYPES:
+        return f"it is of {dtype}, which lpq does not encode"
     smaller = stored_bytes(quantizer, shape, dtype) < math.prod(shape) * dtype.itemsize
     return None if smaller else "it would not be smaller"

@@ -162,6 +162,29 @@ def test_what_is_small_or_a_vector_or_would_not_shrink_stays_and_a_report_tells(
     assert "because None" not in few.report()  # what is stored is not listed among what stays
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_states_that_lpq_does_not_encode_stay_and_the_steps_are_the_wrapped_optimizer_s(dtype: torch.dtype) -> None:
+    ours, theirs = _params(dtype=dtype), _params(dtype=dtype)
+    optimizer = QuantizedStates(AdamW(ours, lr=1e-2), **ADAM)
+    _train(theirs, AdamW(theirs, lr=1e-2))
+    assert _same(_train(ours, optimizer), theirs)
+    assert _stored(optimizer) == []
+    assert f"as it was, because it is of {dtype}, which lpq does not encode: [64, 128]" in optimizer.report()
+
+
+def test_states_of_sparse_gradients_stay() -> None:
+    layers = [nn.Embedding.from_pretrained(torch.ones(128, 64), freeze=False, sparse=True) for _ in range(2)]
+    plain, wrapped = (SGD(layer.parameters(), lr=1e-2, momentum=0.9) for layer in layers)
+    states_of_sparse = QuantizedStates(wrapped, momentum_buffer=FIRST)
+    for step in range(3):
+        for layer, optimizer in zip(layers, (plain, states_of_sparse), strict=True):
+            layer(torch.tensor([1, 2 + step])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(layers[0].weight, layers[1].weight)
+    assert "because its layout is torch.sparse_coo" in states_of_sparse.report()
+
+
 # ---------------------------------------------------------------------------------- second moments
 
 
