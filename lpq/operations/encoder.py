@@ -320,10 +320,10 @@ def sides_of(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
 
 
 def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
-    """The exact forms in which the operands are made."""
+    """The exact forms in which the operands are made: None where statistics are returned for a state."""
     row, col = sides_of(wanted)
     rows, cols = wanted.shape
-    if wanted.exact == (False, False) or wanted.remembers or row is None or col is None:
+    if wanted.exact == (False, False) or wanted.remembers or wanted.measures or row is None or col is None:
         return None, None
     if rows % fused_pair.ALIGNED or cols % fused_pair.ALIGNED or rows * cols == 0:
         return None, None

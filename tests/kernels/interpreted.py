@@ -257,7 +257,7 @@ def test_eden(direction: str) -> None:
     x[3, 140], x[20, 5] = torch.inf, torch.nan
     for matrix, stats, offset in (
         (x, [], 0), (x[:128, 20:].bfloat16(), [torch.tensor(0.25)], 256), (x[:5, :128].clamp(max=1).half(), [], 5),
-        (torch.zeros(3, 16), [], 0), (x[:0], [], 0),
+        (torch.zeros(3, 16), [], 0), (x[:0], [], 0), (x, [torch.tensor(0.25)], 0),
     ):  # fmt: skip
         quantize(matrix, stats, *sides, offset, True)
     compare("measure", quantizer, (x, *sides), "of all sizes")

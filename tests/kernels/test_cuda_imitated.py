@@ -390,8 +390,9 @@ def test_eden(direction: str, launched: list[str]) -> None:
         (normal(140, 300, dtype=torch.bfloat16), [], 0, torch.bfloat16), (odd, [], 0, torch.float32),
         (normal(128, 256), [given], 256, torch.bfloat16), (torch.zeros(16, 128), [], 0, torch.float32),
         (normal(130, 33, dtype=torch.float16) / 4096, [], 128, torch.float16), (odd[40:, :120], [], 0, torch.float32),
+        (odd, [given], 0, torch.float32),
     ):  # fmt: skip
         with Poisoned():
             got = encode_in_cuda(x, stats, *sides, seed, offset, True, dtype)
         expect_bytes(got, quantize_reference(x.to(dtype), stats, *sides, seed, offset, True), f"{direction}, {x.shape}")
-    assert launched.count("encode_eden") == 6
+    assert launched.count("encode_eden") == 7

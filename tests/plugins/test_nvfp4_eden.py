@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from imitated_gpu import imitated_gpu
 from lpq_nvfp4 import eden
 from lpq_nvfp4.gemm import exact
 from nasty import normal, unsigned_zeros
@@ -17,6 +18,7 @@ import lpq
 from lpq.core import RandomBits, gemm
 from lpq.formats.elements import decode_e2m1, decode_float8, unpack_nibbles
 from lpq.operations.multiplying import gemm_reference
+from lpq.registry.errors import OptionError
 
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 SCALES = decode_float8(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)).double().numpy()
@@ -194,6 +196,82 @@ def test_an_input_that_is_encoded_already_is_refused() -> None:
     x = lpq.recipe("nvfp4-eden").x.quantize(normal(16, 128))
     with pytest.raises(ValueError, match="each pass draws"):
         layer(x)
+
+
+# ------------------------------------------------------------------------------ the amax of the step before
+
+DELAYED = lpq.quantizer("nvfp4(stochastic=eden, scaling=delayed)")
+
+
+def remembering(amax: float) -> dict[str, Tensor]:
+    return {key: torch.tensor(amax) for key in DELAYED.new_state()}
+
+
+def test_a_step_encodes_by_the_amax_of_the_step_before() -> None:
+    first, second = normal(24, 256), 3 * normal(24, 256, seed=1)
+    state = remembering(0.0)
+    for x, amax in ((first, 0.0), (second, first.abs().amax()), (first, second.abs().amax())):
+        made = DELAYED.quantize(x, state=state, seed=SEED).row
+        data, scale, operand_amax = eden.encode(
+            eden.DRAWN.apply(x, made.turn), torch.as_tensor(amax), RandomBits(SEED, 0)
+        )
+        assert torch.equal(made.data, data)
+        assert torch.equal(made.scale.view(torch.uint8), scale.view(torch.uint8))
+        assert torch.equal(made.amax, operand_amax)
+    for value in (math.nan, math.inf, 0.0):
+        DELAYED.quantize(torch.full((8, 128), value), state=state, seed=SEED)
+        assert {*map(float, state.values())} == {float(first.abs().amax())}, "it is 0 or not finite, and not remembered"
+
+
+def test_without_a_state_it_measures() -> None:
+    one, other = (q.quantize(normal(24, 256), seed=SEED).row for q in (DELAYED, EDEN))
+    assert torch.equal(one.data, other.data)
+    assert torch.equal(one.amax, other.amax)
+
+
+@pytest.mark.parametrize(("grown", "unbiased"), [(0.01, True), (1.0, True), (7.0, True), (40.0, False)])
+def test_the_mean_is_the_matrix_while_scales_have_room(grown: float, unbiased: bool) -> None:
+    x, before = normal(64, 256) * grown, float(normal(64, 256).abs().amax())
+    several = [DELAYED.quantize(x, state=remembering(before), seed=seed).row.decode() for seed in range(32)]
+    one = sum(relative(t - x, x) for t in several) / 32
+    assert (relative(sum(several) / 32 - x, x) < 1.1 * one / 32) == unbiased
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_lost_beside_a_finite_amax(value: float) -> None:
+    x = normal(4, 300)
+    x[2, 270] = value
+    decoded = DELAYED.quantize(x, state=remembering(4.0), seed=SEED).row.decode()
+    assert not decoded[2, 256:].isfinite().any()
+    assert decoded[[0, 1, 3]].isfinite().all()
+    assert decoded[2, :256].isfinite().all(), "and leaves the other groups as they are"
+
+
+def test_the_recipe_has_the_gradients_of_eden_from_the_first_step_on() -> None:
+    layer = lpq.convert(torch.nn.Linear(256, 128, bias=False), "nvfp4-eden-delayed")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0)
+    assert layer.passes.fresh == ("x", "dy")
+    for _ in range(2):
+        expect_gradients(layer, normal(384, 256).requires_grad_(), normal(384, 128, seed=1))
+        assert float(layer.dy_row_amax) == float(normal(384, 128, seed=1).abs().amax())
+        optimizer.step()
+        assert layer.passes.fresh == ()
+
+
+def test_kernels_that_make_operands_for_a_bf16_product_leave_the_first_step_what_it_remembers() -> None:
+    """The exact form of an operand comes without statistics."""
+    with imitated_gpu():
+        layer = lpq.convert(torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16), "nvfp4-eden-delayed")
+        for fresh in (("x", "dy"), ()):
+            assert layer.passes.fresh == fresh
+            x = torch.zeros(128, 128, dtype=torch.bfloat16, requires_grad=True)
+            layer(x).backward(torch.zeros(128, 128, dtype=torch.bfloat16))
+            layer.passes.fresh = ()
+
+
+def test_it_is_for_eden_alone() -> None:
+    with pytest.raises(OptionError, match="scaling=delayed is for stochastic=eden"):
+        lpq.quantizer("nvfp4(scaling=delayed)")
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0**-30, math.inf, math.nan])

@@ -19,7 +19,8 @@ from lpq.recipes.gemms import OPERANDS
 
 NAMES = [
     "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-row-bf16-wgrad", "fp8-block", "mxfp8", "nvfp4",
-    "nvfp4-four-over-six", "nvfp4-eden", "nvfp4-row-fwd-mxfp8-bwd", "nvfp4-row-fwd-decoded-bwd", "mxfp8-one-copy",
+    "nvfp4-four-over-six", "nvfp4-eden", "nvfp4-eden-delayed",
+    "nvfp4-row-fwd-mxfp8-bwd", "nvfp4-row-fwd-decoded-bwd", "mxfp8-one-copy",
     "fp8-block-one-copy",
     "mxfp8-fwd-nvfp4-bwd", "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd",
 ]  # fmt: skip

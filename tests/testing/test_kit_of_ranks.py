@@ -35,6 +35,7 @@ ODD = (
     "hybrid(row=mxfp8, col=fp8(scaling=delayed), col_source=row)",
     "hybrid(row=fp8(scaling=delayed), col=nvfp4(stochastic=true), col_source=row)",
     "hybrid(row=nvfp4, col=nvfp4(stochastic=eden), col_source=row)",
+    "hybrid(row=nvfp4, col=nvfp4(stochastic=eden, scaling=delayed), col_source=row)",
     "hybrid(row=nvfp4(stochastic=true), col=fp8(scaling=row))",
     "hybrid(row=nvfp4(stochastic=true), col=fp8, col_source=row)",
     "hybrid(row=fp8(static=true), col=nvfp4(static=true))",

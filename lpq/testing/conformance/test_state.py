@@ -147,7 +147,8 @@ def test_values_beyond_what_is_remembered_saturate(quantizer: Quantizer) -> None
 def test_a_fresh_state_is_measured(quantizer: Quantizer) -> None:
     """With ``fresh = "measure"`` a first step encodes as without a state, by kernels and by operators, and remembers
     what it measured."""
-    x, seed, whole = normal(24, 40), torch.tensor(SEED), encode_operands(quantizer, normal(24, 40))
+    x, seed = normal(24, 40), torch.tensor(SEED)
+    whole = encode_operands(quantizer, x, seed=seed)
     wanted = Wanted(quantizer, (24, 40), x.dtype, x.device, measures=True)
     recalled = quantizer.new_state()
     remember(quantizer, recalled, encode_operands(quantizer, x, state=recalled).measured)

@@ -65,7 +65,8 @@ DY = "nvfp4(rht=true, stochastic=true)"
 ROW_X = "nvfp4(scaling=row)"
 DECODED = "hybrid(row={}, col=identity, col_source=row)"
 EDEN_DY = "nvfp4(stochastic=eden)"
-EDEN_OF_CODES = f"hybrid(row=nvfp4(search=four_over_six, norm=256), col={EDEN_DY}, col_source=row)"
+EDEN_OF_CODES = "hybrid(row=nvfp4(search=four_over_six, norm=256), col={}, col_source=row)"
+LATE_DY = "nvfp4(stochastic=eden, scaling=delayed)"
 BETTER_X = "nvfp4(rht=true, search=four_over_six, norm=256)"
 BETTER_W = "nvfp4(block=16x16, search=four_over_six, norm=256)"
 
@@ -91,7 +92,12 @@ def lpq_register_recipes() -> list[RecipeSpec]:
         RecipeSpec(
             name="nvfp4-eden",
             summary="NVFP4 forward with the better of two scales; MS-EDEN backward, of what forward's codes decode to",
-            recipe=f"x={EDEN_OF_CODES}, w={EDEN_OF_CODES}, dy={EDEN_DY}",
+            recipe=f"x={EDEN_OF_CODES.format(EDEN_DY)}, w={EDEN_OF_CODES.format(EDEN_DY)}, dy={EDEN_DY}",
+        ),
+        RecipeSpec(
+            name="nvfp4-eden-delayed",
+            summary="as nvfp4-eden, x and dy of backward with the amax of the step before",
+            recipe=f"x={EDEN_OF_CODES.format(LATE_DY)}, w={EDEN_OF_CODES.format(EDEN_DY)}, dy={LATE_DY}",
         ),
         RecipeSpec(
             name="nvfp4-fwd-mxfp8-bwd",

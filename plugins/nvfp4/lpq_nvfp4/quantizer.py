@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from lpq.core import Quantizer, RandomBits, Rotation, Stat, Storage
+from lpq.core import Quantizer, RandomBits, Rotation, Stat, StateBuffer, Storage
 from lpq.formats.elements import cast_e2m1, cast_e2m1_stochastic
 from lpq.formats.format import Direction
 from lpq.formats.rotation import HADAMARD
@@ -25,9 +26,10 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "scaling": tuple(reference.SCALED),
 }
 """The values of options of which the conformance kit does not try all."""
-PLAIN = ("1x16", False, "amax", "tensor")
-"""The values of ``block``, ``rht``, ``search`` and ``scaling`` that MS-EDEN has."""
+PLAIN = ("1x16", False, "amax")
+"""The values of ``block``, ``rht`` and ``search`` that MS-EDEN has."""
 AMAX = (Stat("amax", largest=True),)
+STATE = (StateBuffer("amax"),)
 STATS = {
     (name, rht, scaling): (
         Stat("amax", block=scaled, largest=not rht), Stat("block_amax", block=block, largest=not rht)
@@ -63,7 +65,8 @@ class NVFP4Quantizer(Quantizer):
     that it can become 4, too."""
 
     scaling: str = "tensor"
-    """The part of an operand that has an amax: the whole, as of a ``tensor``, or each ``row``."""
+    """The part of an operand that has an amax: the whole, as of a ``tensor``, or each ``row``. ``delayed``, with
+    ``stochastic=eden`` only: the whole, and in a layer the amax is the one that the tensor had in the step before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,17 +81,26 @@ class NVFP4Quantizer(Quantizer):
             raise OptionError(
                 "nvfp4: with scaling=row leave out block, rht and static: a row has its own amax, in blocks of 1x16"
             )
-
-        if self.eden and (self.block, self.rht, self.search, self.scaling) != PLAIN:
+        if self.eden and ((self.block, self.rht, self.search) != PLAIN or self.scaling == "row"):
             raise OptionError(
                 "nvfp4: stochastic=eden rotates 128 columns and finds scales of its own: leave block, rht, search and "
-                "scaling out"
+                "scaling=row out"
+            )
+        if self.delayed and not self.eden:
+            raise OptionError(
+                "nvfp4: scaling=delayed is for stochastic=eden, whose scales have room for a tensor that grows: set "
+                "that, or leave scaling out"
             )
 
     @property
     def eden(self) -> bool:
         """Whether it is MS-EDEN."""
         return self.stochastic == "eden"
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a layer takes the amax of the step before."""
+        return self.scaling == "delayed"
 
     @property
     def stats(self) -> tuple[Stat, ...]:
@@ -125,7 +137,7 @@ class NVFP4Quantizer(Quantizer):
     def unrotated(self) -> NVFP4Quantizer:
         """The quantizer of the stored values, if they were not rotated."""
         if self.eden:
-            return replace(self, stochastic=False)
+            return replace(self, stochastic=False, scaling="tensor")
         return replace(self, rht=False) if self.rht else self
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
@@ -164,3 +176,20 @@ class NVFP4Quantizer(Quantizer):
     def _stored(self, x: Tensor) -> Tensor:
         """The matrix as it is stored: a rotated one is rounded to bf16."""
         return x.bfloat16() if self.rht else x
+
+    # ------------------------------------------------------------------------------ the amax of the step before
+
+    @property
+    def state(self) -> tuple[StateBuffer, ...]:
+        return super().state if self.static or not self.delayed else STATE
+
+    @property
+    def fresh(self) -> str:  # type: ignore[override]
+        return "measure" if self.delayed else "recall"
+
+    def recall(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
+        return {"amax": state["amax"]} if self.moves else super().recall(state)
+
+    def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+        amax = stats["amax"]
+        state["amax"].copy_(torch.where((amax > 0) & (amax < torch.inf), amax, state["amax"]))

@@ -27,7 +27,7 @@ from lpq.formats.layout import Block
 GROUP = 16
 """Columns are stored in whole groups of this many; a block is one group wide."""
 BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
-SCALED: dict[str, Block] = {"tensor": (None, None), "row": (1, None)}
+SCALED: dict[str, Block] = {"tensor": (None, None), "row": (1, None), "delayed": (None, None)}
 """The part of an operand that one amax covers, by the values of ``scaling``."""
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
