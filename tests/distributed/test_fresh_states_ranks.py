@@ -39,10 +39,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _train(recipe: str, weights: Any, prepare: Prepare, rank: int, steps: int) -> tuple[list[Tensor], set[Any]]:
+def _train(
+    recipe: str, weights: Any, prepare: Prepare, rank: int, steps: int, backend: str | None = None
+) -> tuple[list[Tensor], set[Any]]:
     torch.manual_seed(0)
     own: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     net = prepare(lpq.convert(own, recipe, weights=weights))
+    if backend is not None:
+        torch.compiler.reset()  # or torch, which compiles a function eight times, may leave it uncompiled
+        net.compile(backend=backend)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     if weights == "quantized":
         optimizer = MasterWeights(optimizer)
@@ -108,3 +113,13 @@ def test_the_first_step_is_measured(rank: int, form: str, weights: Any, prepare:
     assert not equal(later[:first], recalled)
     assert fresh == {()}
     assert not equal(later[first:], measured[first:])
+
+
+@pytest.mark.parametrize(("form", "prepare"), [("sides", _columns_and_rows), ("of_row", _sequences)])
+@on_ranks(2)
+def test_the_first_step_of_compiled_layers_is_measured(rank: int, form: str, prepare: Prepare) -> None:
+    """And each later one recalls, after torch compiled the layers anew for it."""
+    same, recipe = (0 if prepare is _columns_and_rows else rank), FORMS[form].format(FRESH)
+    (compiled, fresh), (eager, _) = (_train(recipe, None, prepare, same, 2, how) for how in ("aot_eager", None))
+    assert equal(compiled, eager)
+    assert fresh == {()}
