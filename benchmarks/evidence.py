@@ -8,20 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from benchmarks.stored import CHARTS, DOCS, FOLDER
-from lpq.train import gaps, plot, trainings
+from lpq.train import beside, gaps, plot, trainings
 from lpq.train.gaps import Gap
 from lpq.train.trainings import Training
 
 CURVES = FOLDER / "curves"
 LIBRARIES = ("torchao", "bitsandbytes")
 """Other libraries, of which a training that used one has the version."""
-NARROW = 0.002
-"""Two standard errors of a difference that would tell recipes apart."""
 PAGES = (DOCS / "evidence.md", DOCS / "search.md")
 MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
@@ -91,17 +88,16 @@ def preset(found: Sequence[Training]) -> str:
     spread = _switched(found, "nvfp4-pretrain").spread
     if spread is None:
         return told
-    enough = math.ceil((2 * spread / NARROW) ** 2)
+    enough = math.ceil((2 * spread / beside.NARROW) ** 2)
     return (
         f"{told} The differences of the seeds have a spread of {100 * spread:.2f} %: two standard errors are "
-        f"{100 * NARROW:g} % with {enough} seeds."
+        f"{100 * beside.NARROW:g} % with {enough} seeds."
     )
 
 
 def _switched(found: Sequence[Training], title: str) -> Gap:
     """A recipe beside ``nvfp4``, seed by seed."""
-    plain = [replace(t, policy="") for t in found if t.title == "nvfp4"]  # as if it were the baseline
-    _, other = gaps.gaps([*plain, *(t for t in found if t.title == title)])
+    _, other = beside.beside([t for t in found if t.title in ("nvfp4", title)], "nvfp4")
     return other
 
 
@@ -117,9 +113,8 @@ def _beside_nvfp4(found: Sequence[Training], title: str, words: str) -> str:
 
 def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:
     """List how much more loss each uniform recipe has than a searched policy of the same seed."""
-    base = [replace(t, policy="") for t in found if t.title == policy]  # as if it were the baseline
     uniform = [t for t in found if not t.baseline and not t.title.startswith("searched")]
-    _, *others = gaps.gaps([*base, *uniform])
+    _, *others = beside.beside([*(t for t in found if t.title == policy), *uniform], policy)
     rows: list[tuple[str, ...]] = [("recipe", "loss beside the searched policy's", "± 95 %", "shown")]
     rows.append(("---", "---:", "---:", "---"))
     rows += [(cells[0], *cells[3:6]) for cells in (other.cells() for other in others)]
@@ -143,6 +138,7 @@ OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "made": made,
     "late": late,
     "preset": preset,
+    "beside-nvfp4": partial(beside.markdown, of="nvfp4"),
     "beside": beside_searched,
     "beside-32": partial(beside_searched, policy="searched-32"),
 }

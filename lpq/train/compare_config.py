@@ -19,10 +19,11 @@ from lpq.train.trainings import file_of, plain_name
 GPU: Mapping[str, Any] = MappingProxyType(
     {"seq": 1024, "batch": 64, "data": (INSTALLED,), "text": 256, "compile": True}
 )
-"""The settings of every size for a GPU."""
+"""The settings of the sizes that fill a GPU."""
 SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "toy": {"layers": 2, "heads": 2, "width": 64, "seq": 64, "batch": 8, "lr": 4e-3, "tokens": 80_000},
+        "5m": {"layers": 4, "heads": 4, "width": 320, "seq": 256, "batch": 32, "lr": 2e-3, "tokens": 8_000_000},
         "30m": {**GPU, "layers": 6, "heads": 5, "width": 640, "lr": 1.2e-3, "tokens": 200_000_000},
         "60m": {**GPU, "layers": 9, "heads": 6, "width": 768, "lr": 1e-3, "tokens": 200_000_000},
         "150m": {**GPU, "layers": 12, "heads": 8, "width": 1024, "lr": 8e-4, "tokens": 500_000_000},

@@ -18,7 +18,7 @@ from rich.console import Console
 from support.commands import Command
 from training import shown
 
-from lpq.train import Stopped, TrainError, compare, data, gaps, trainings
+from lpq.train import Stopped, TrainError, beside, compare, data, gaps, trainings
 from lpq.train.compare_config import CompareConfig, count, training
 from lpq.train.machine import baseline_on
 from lpq.train.plot import draw_compared
@@ -273,6 +273,33 @@ def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
     assert gaps.gaps(made("a", 1.0)) == []
 
 
+def test_recipes_beside_another_one_and_the_part_of_its_gap_that_they_close() -> None:
+    """Half of the gap, but for 0.001 more or less; the error of the share is that of a simulation."""
+    base, gap = (1.0, 1.1, 0.9, 1.2), (0.02, 0.024, 0.018, 0.022)
+    found = [*made("bf16", *base), *made("nvfp4", *(b * (1 + g) for b, g in zip(base, gap, strict=True)))]
+    left = [g / 2 + e for g, e in zip(gap, (0.001, -0.001, 0.001, -0.001), strict=True)]
+    found += made("half", *(b * (1 + one) for b, one in zip(base, left, strict=True)))
+    found += made("all", *base) + made("alone", 1.0)
+    half, nothing_left = beside.closed(found, "half", "nvfp4"), beside.closed(found, "all", "nvfp4")
+    assert half is not None
+    assert half.share == pytest.approx(0.5)
+    drawn = torch.randint(4, (20_000, 4), generator=torch.Generator().manual_seed(0))
+    means = [torch.tensor(each, dtype=torch.float64)[drawn].mean(1) for each in (left, gap)]
+    spread = float((1 - means[0] / means[1]).std()) * (4 / 3) ** 0.5  # which a sample of four has too little of
+    assert half.error == pytest.approx(2 * spread, rel=0.1)
+    assert nothing_left == beside.Closed(1.0, 0.0)
+    assert beside.closed(found, "alone", "nvfp4") is None
+    assert beside.closed(found, "nvfp4", "all") is None, "which has no gap to close"
+    rows = {row[0]: row for row in beside.rows(found, "nvfp4")}
+    assert list(rows) == ["all", "bf16", "alone", "half"]
+    assert rows["half"] == ("half", "4", "-1.03 %", "0.23 %", "50 %", "5 %", "6")
+    assert rows["bf16"][4:6] == ("", "")
+    assert beside.rows(found, "mxfp8") == []
+    (gap_of_half,) = (g for g in beside.beside(found, "nvfp4") if g.title == "half")
+    differences = [(1 + one) / (1 + g) - 1 for one, g in zip(left, gap, strict=True)]
+    assert gap_of_half.mean == pytest.approx(sum(differences) / 4)
+
+
 def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_command: Command) -> None:
     pytest.importorskip("matplotlib")
     made("bf16", 1.0, 1.1, folder=tmp_path)
@@ -284,6 +311,12 @@ def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_comma
     table = (tmp_path / "table.md").read_text()
     assert table == gaps.markdown(trainings.read_all(tmp_path)) + "\n"
     assert "| nvfp4 | 2 | 1.0750 | +2.36 % | 4.62 % | nothing | 0.51 % |" in table
+    ended = lpq_command("compare", "--out", tmp_path, "--beside", "nvfp4")
+    assert "Beside nvfp4" in ended.out
+    both = (tmp_path / "table.md").read_text()
+    assert both == table + "\n" + beside.markdown(trainings.read_all(tmp_path), "nvfp4") + "\n"
+    ended = lpq_command("compare", "--out", tmp_path, "--beside", "nvfp8")
+    assert (ended.status, "--beside nvfp8: no training by it ended" in ended.err) == (1, True)
     figure = (tmp_path / "compare.svg").read_text()
     assert "gap to bf16 of the same seed (%)" in figure
     assert "mean of 2 seeds" in figure

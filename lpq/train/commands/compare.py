@@ -14,7 +14,7 @@ from lpq.train.commands.options import given, parameters
 from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
 from lpq.train.errors import Stopped, TrainError
 
-FREE = ("recipes", "out", "at_once", "time_limit", "device", "checkpoint_every")
+FREE = ("recipes", "out", "at_once", "time_limit", "beside", "device", "checkpoint_every")
 """The options that no number depends on."""
 TABLE, FIGURE = "table.md", "compare.svg"
 BY_SIZE = "by --size"
@@ -56,10 +56,20 @@ Limit = Annotated[
     ),
 ]
 
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        "--beside",
+        metavar="RECIPE",
+        help="A recipe of the comparison: also tell how far the others are from it, and which part of its gap each "
+        "closes.",
+    ),
+]
+
 
 def compare(
     context: typer.Context, recipes: Recipes, seeds: Seeds, size: Size, tokens: Tokens, out: Out, at_once: AtOnce,
-    time_limit: Limit, **options: Any,
+    time_limit: Limit, beside: Beside, **options: Any,
 ) -> None:  # fmt: skip
     """Train the same model from the same seeds by each recipe and in bf16, and tell how far their losses are apart.
 
@@ -87,7 +97,7 @@ def compare(
         except Stopped as stopped:
             typer.echo(str(stopped), err=True)
             raise typer.Exit(stopped.exit_code) from None
-    _tell(out, found)
+    _tell(out, found, beside)
 
 
 def _command(context: typer.Context) -> str:
@@ -105,11 +115,12 @@ def _command(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-def _tell(out: Path, found: Any) -> None:
-    """Print the table of the trainings in ``out``, and write it and the figure beside them."""
+def _tell(out: Path, found: Any, other: str | None) -> None:
+    """Print the table of the trainings in ``out``, and the table beside another recipe, and write these and the figure
+    beside the trainings."""
     from lpq.cli.output import print_text
     from lpq.registry.tables import table
-    from lpq.train import gaps, plot, trainings
+    from lpq.train import beside, gaps, plot, trainings
 
     done = trainings.read_all(out) if found is None else found
     if not (rows := gaps.gaps(done)):
@@ -120,13 +131,23 @@ def _tell(out: Path, found: Any) -> None:
         return
     table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
     print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
-    (out / TABLE).write_text(gaps.markdown(done) + "\n", encoding="utf-8")
+    tables = [gaps.markdown(done)]
+    if other is not None:
+        if not (compared := beside.rows(done, other)):
+            titles = ", ".join(dict.fromkeys(t.title for t in done if not t.baseline))
+            raise TrainError(
+                f"--beside {other}: no training by it ended, and there are trainings by {titles or 'none'}"
+            )
+        table(f"Beside {other}", beside.columns(other), compared)
+        print_text(beside.MEANING.format(other))
+        tables.append(beside.markdown(done, other))
+    (out / TABLE).write_text("\n\n".join(tables) + "\n", encoding="utf-8")
     print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(done, out / FIGURE)}")
 
 
 def _signature() -> inspect.Signature:
     own = {"context": typer.Context, "recipes": Recipes, "seeds": Seeds, "size": Size, "tokens": Tokens, "out": Out,
-           "at_once": AtOnce, "time_limit": Limit}  # fmt: skip
+           "at_once": AtOnce, "time_limit": Limit, "beside": Beside}  # fmt: skip
     usual = {"seeds": 3, "out": Path("compare")}
     made = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual.get(name), annotation=hint)

@@ -1,0 +1,90 @@
+"""How far recipes are from one of them, seed by seed, and which part of its gap to the baseline each closes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from lpq.train.gaps import Gap, gaps
+from lpq.train.trainings import Training
+
+NARROW = 0.002
+"""Two standard errors of a difference that would tell recipes apart."""
+COLUMNS = ("recipe", "seeds", "beside {}", "± 2 s.e.", "closes", "± 2 s.e.", f"seeds for {100 * NARROW:g} %")
+"""The columns of the table."""
+MEANING = (
+    "Beside {0}: by how much a loss is above the loss of {0} with the same seed; mean over the seeds, and two standard "
+    "errors of the mean. Closes: the part of the gap of {0} to the baseline that a recipe closes, over seeds that have "
+    "all three; 100 % has the loss of the baseline. Nothing stands there where the gap of {0} is within two standard "
+    "errors of 0. The last column: the seeds with which two standard errors of the difference would be that small."
+)
+
+
+def beside(trainings: Sequence[Training], title: str) -> list[Gap]:
+    """The recipe of this title, then all others beside it, the baseline among them: ``gaps`` as if that recipe were the
+    baseline."""
+    return gaps([replace(t, policy="" if t.title == title else t.policy or "no recipe") for t in trainings])
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The part of a recipe's gap to the baseline that another recipe closes."""
+
+    share: float
+    error: float
+    """Two standard errors of it."""
+
+
+def closed(trainings: Sequence[Training], title: str, of: str) -> Closed | None:
+    """How much of the gap of the recipe ``of`` another recipe closes; None where ``of`` has no gap that two standard
+    errors tell from 0, or fewer than two seeds have all three."""
+    triples = list(_triples(trainings, title, of))
+    if len(triples) < 2:
+        return None
+    gap = [b / base - 1 for base, b, _ in triples]
+    left = [a / base - 1 for base, _, a in triples]
+    mean, root = fmean(gap), math.sqrt(len(triples))
+    if mean <= 2 * stdev(gap) / root:
+        return None
+    share = 1 - fmean(left) / mean
+    # The error of a ratio of two means, of what is left and of the gap, to the first order.
+    error = 2 * stdev(a - (1 - share) * b for a, b in zip(left, gap, strict=True)) / root / mean
+    return Closed(share, error)
+
+
+def _triples(trainings: Sequence[Training], title: str, of: str) -> Iterator[tuple[float, float, float]]:
+    """The results of the baseline, of ``of`` and of ``title``, for each seed that has all."""
+    ended = {(t.title, t.seed): t.result for t in trainings}
+    for training in trainings:
+        base = training.result if training.baseline else None
+        second, third = (ended.get((name, training.seed)) for name in (of, title))
+        if base is not None and second is not None and third is not None:
+            yield base, second, third
+
+
+def rows(trainings: Sequence[Training], of: str) -> list[tuple[str, ...]]:
+    """The rows of the table; none while no training by ``of`` ended."""
+    baselines = {t.title for t in trainings if t.baseline}
+    found = []
+    for gap in beside(trainings, of)[1:]:
+        difference = ["", "", ""] if gap.mean is None else [f"{100 * gap.mean:+.2f} %", "", ""]
+        if gap.spread is not None:
+            difference[1] = f"{200 * gap.spread / math.sqrt(gap.seeds):.2f} %"
+            difference[2] = str(max(2, math.ceil((2 * gap.spread / NARROW) ** 2)))
+        part = None if gap.title in baselines else closed(trainings, gap.title, of)
+        shares = ("", "") if part is None else (f"{100 * part.share:.0f} %", f"{100 * part.error:.0f} %")
+        found.append((gap.title, str(gap.seeds), *difference[:2], *shares, difference[2]))
+    return found
+
+
+def columns(of: str) -> tuple[str, ...]:
+    """The heads of the columns."""
+    return tuple(head.format(of) for head in COLUMNS)
+
+
+def markdown(trainings: Sequence[Training], of: str) -> str:
+    """The table for a page."""
+    rule = ("---", *["---:"] * (len(COLUMNS) - 1))
+    return "\n".join("| " + " | ".join(row) + " |" for row in (columns(of), rule, *rows(trainings, of)))
