@@ -31,7 +31,7 @@ FORMATS = {
 ROWS, COLS = 512, 96
 POLICY = {
     "rules": [
-        {"match": ["plain"], "recipe": "skip"},
+        {"match": ["plain"], "recipe": "skip"}, {"match": "stored.*", "recipe": "mxfp8()"},
         {"match": "*", "until": 0.5, "recipe": "fp8(scaling=delayed, history=4)"}, {"match": "*", "recipe": "mxfp8()"},
     ],
 }  # fmt: skip

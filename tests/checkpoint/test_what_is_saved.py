@@ -267,7 +267,7 @@ def test_what_is_known_of_a_checkpoint_reads_well(tmp_path: Path) -> None:
     first, *lines = str(info).splitlines()
     assert first == f"{path}, after step 3"
     assert "  1 tensors stored as mxfp8" in lines
-    assert any("layers with" in line for line in lines)
+    assert "  1 layer with mxfp8()" in lines
     assert any(line.startswith("  extra: {'epoch': 2, ") for line in lines)
     assert "refused: it was never finished" in lines[-1]
     assert len(lines) < 12

@@ -7,7 +7,8 @@ import importlib
 import inspect
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch.multiprocessing as mp
 from pool import PATIENCE, Pool, context
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lpq.registry.errors import LpqError
 
@@ -147,6 +149,17 @@ def all_say(work: Callable[[], Any], words: str, group: Any = None) -> str:
 def processes(function: Callable[..., None], ranks: int, *args: Any, join: bool = True) -> Any:
     """``function(rank, *args)`` in so many processes without a group, which end as they like."""
     return mp.start_processes(function, args, ranks, join, start_method=context().get_start_method())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def imitated_ranks(ranks: int = 2) -> Iterator[None]:
+    """Make this process the first of ranks that are not there, by torch's backend for trials: what the others send is
+    what this one sends. Its store keeps nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def mesh_of(*names: str, device: str = "cpu") -> DeviceMesh:

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing import SAID, X, compares, net, parallel, replicated, training
-from ranks import agreed, fully_shard, on_ranks
+from ranks import agreed, fully_shard, imitated_ranks, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lpq
 from lpq.distributed import alike, meeting, model_check
@@ -34,7 +33,7 @@ def _found(step: Step) -> list[str]:
         while time.monotonic() < end:
             step()
 
-    with mock.patch.object(meeting, "SOON", 0.1):
+    with mock.patch.object(meeting, "SOON", 0.1), mock.patch.object(alike, "OFTEN", 0.1):
         return agreed(until_it_is_found, RuntimeError)
 
 
@@ -235,14 +234,10 @@ def test_a_layer_that_one_rank_does_not_run(rank: int) -> None:
 
 @pytest.mark.parametrize("weights", [None, "high_precision"])
 def test_a_process_that_imitates_ranks_looks_for_none(weights: Any) -> None:
-    """torch's backend for trials has a store that keeps nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with imitated_ranks():
         made = fully_shard(net(weights=weights))
         step = training(made)
         for recipe in ("mxfp8", OTHER):
             made[0].recipe = recipe
             step()
             assert made[0].recipe == lpq.recipe(recipe)
-    finally:
-        dist.destroy_process_group()

@@ -3,6 +3,7 @@ such a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +17,22 @@ import lpq
 from lpq.torch_private.tensors import local_part
 
 
-@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@on_ranks()
-def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, ranks: int, weights: Any) -> None:
-    """Four ranks are two replicas of two shards. The same layer is found on all, by the same numbers."""
-    mesh = mesh_of("replicate", "shard") if ranks == 4 else mesh_of()
+def planted(recipe: str, **how: Any) -> Any:
     torch.manual_seed(0)
     with torch.no_grad():
-        net: Any = nn.Sequential(*(Planted(64, i == 2) for i in range(4)))
-    lpq.convert(net, "nvfp4", weights=weights, ranks=None if weights is None else 2)
-    for block in net:
+        return lpq.convert(nn.Sequential(*(Planted(64, i == 2) for i in range(4))), recipe, **how)
+
+
+def sharded(net: Any) -> Any:
+    """Over two ranks; four are two replicas of two shards."""
+    mesh = mesh_of("replicate", "shard") if dist.get_world_size() == 4 else mesh_of()
+    for block in (*net, net):
         fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+    return net
+
+
+def closure_of(net: Any, rank: int) -> Callable[[], Tensor]:
+    """A step of this rank's own batch."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
 
     def closure() -> Tensor:
@@ -36,6 +40,15 @@ def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, ranks: int, weights: Any
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
+    return closure
+
+
+@pytest.mark.parametrize(("ranks", "weights"), [(2, None), (2, "quantized"), (4, "high_precision")])
+@on_ranks()
+def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, ranks: int, weights: Any) -> None:
+    """The same layer is found on all, by the same numbers."""
+    net = sharded(planted("nvfp4", weights=weights, ranks=None if weights is None else 2))
+    closure = closure_of(net, rank)
     torch.manual_seed(rank)
     before = lpq.observe.Before(net)
     closure()
@@ -73,45 +86,26 @@ def numbers(net: Any, *batches: Tensor) -> Numbers:
     return {"loss": found.loss, "in bf16": found.loss_in_bf16, "error": found.error, **moved}
 
 
-def planted() -> Any:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return lpq.convert(nn.Sequential(*(Planted(64, i == 2) for i in range(4))), "mxfp8")
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @on_ranks()
 def test_ranks_find_what_one_process_finds_of_all_their_batches(rank: int, ranks: int) -> None:
-    """FSDP2 of two ranks, and two replicas of two. In MXFP8 a batch has the same bytes in parts."""
+    """In MXFP8 a batch has the same bytes in parts."""
     draw = torch.Generator().manual_seed(1)
     batches = [torch.randn(32, 64, generator=draw) * (1 + i) for i in range(ranks)]
-    net, mesh = planted(), mesh_of("replicate", "shard") if ranks == 4 else mesh_of()
-    for block in net:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    found = numbers(net, batches[rank])
-    alone = on_one(lambda: numbers(planted(), *batches))
+    found = numbers(sharded(planted("mxfp8")), batches[rank])
+    alone = on_one(lambda: numbers(planted("mxfp8"), *batches))
     assert found == pytest.approx(alone, rel=1e-3, abs=1e-3)
     assert "2.layer" in found
-    assert found != pytest.approx(numbers(planted(), batches[rank]), rel=1e-3, abs=1e-3)  # of its own batch alone
+    assert found != pytest.approx(
+        numbers(planted("mxfp8"), batches[rank]), rel=1e-3, abs=1e-3
+    )  # of its own batch alone
 
 
 @on_ranks(2)
 def test_ranks_of_fsdp2_search_as_one(rank: int) -> None:
     """The planted layer's product stays exact, and all ranks have the same errors."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        net: Any = nn.Sequential(*(Planted(64, i == 2) for i in range(4)))
-    lpq.convert(net, "fp8-current")
-    for block in net:
-        fully_shard(block)
-    fully_shard(net)
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
-
-    def closure() -> Tensor:
-        loss: Tensor = net(x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+    net = sharded(planted("fp8-current"))
+    closure = closure_of(net, rank)
 
     def seconds(_: str, recipe: Any) -> float:
         return 3.0 if recipe is None else sum(1.0 if a.plain else 0.5 for a, _ in recipe.products.values())

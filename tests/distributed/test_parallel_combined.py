@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from ranks import mesh_of, on_ranks
+from ranks import imitated_ranks, mesh_of, on_ranks
 from support.comparing import equal
 from support.small_models import Gated, Siblings
 from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, joined, model, plan, run, whole
@@ -71,8 +71,8 @@ def test_compiled(rank: int) -> None:
     assert order[-4:] == ["gemm", "reduce_scatter_tensor", "gemm", "wait_tensor"], order
 
 
-@on_ranks(2)
-def test_a_compiler_gathers_once_what_layers_share(rank: int) -> None:
+@pytest.mark.starts
+def test_a_compiler_gathers_once_what_layers_share() -> None:
     """Also where its statistics span ranks."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -83,11 +83,12 @@ def test_a_compiler_gathers_once_what_layers_share(rank: int) -> None:
         return make_boxed_func(module.forward)
 
     column = tp.ColwiseParallel(input_layouts=Shard(1))
-    net = lpq.convert(Siblings(WIDTH, WIDTH, WIDTH, bias=False), "fp8-current")
-    parallelize_module(net, mesh_of(), {"q": column, "k": column})
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
-    net.compile(fullgraph=True, backend=backend)
-    net(data()[0].chunk(2, 1)[rank].clone().requires_grad_()).sum().backward()
+    with imitated_ranks():
+        net = lpq.convert(Siblings(WIDTH, WIDTH, WIDTH, bias=False), "fp8-current")
+        parallelize_module(net, mesh_of(), {"q": column, "k": column})
+        net.compile(fullgraph=True, backend=backend)
+        net(data()[0].chunk(2, 1)[0].clone().requires_grad_()).sum().backward()
     assert [graph["lpq::gemm"] for graph in seen] == [2, 4]
     assert seen[0]["_c10d_functional::all_gather_into_tensor_coalesced"] == 1, seen[0]
     assert seen[0]["lpq::quantize"] == 3, seen[0]  # of the input and of two weights

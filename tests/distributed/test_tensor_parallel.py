@@ -122,11 +122,11 @@ def agree(found: dict[str, Tensor], expected: dict[str, Tensor], within: float =
 
 @pytest.mark.parametrize(
     ("ranks", "sequence", "recipe"),
-    [(4, True, "fp8-current"), (4, False, "mxfp8"), (2, False, "fp8-current"), (2, True, "mxfp8"),
-     (2, False, "nvfp4-eden"), (2, True, "nvfp4-eden")],
-)  # fmt: skip
+    [(4, True, "fp8-current"), (4, False, "mxfp8"), (2, False, "fp8-current"), (2, False, "nvfp4-eden")],
+)
 @on_ranks()
 def test_any_number_of_ranks_computes_the_same(rank: int, ranks: int, sequence: bool, recipe: str) -> None:
+    """``test_every_recipe`` has two ranks and sequences that are shared out."""
     agree(run(recipe, sequence, True), alone(recipe, True))
 
 
