@@ -5,8 +5,10 @@ python -m benchmarks linear host --quick                    two parts, fewer rou
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
 torchrun --nproc-per-node 2 -m benchmarks parallel          two layers that GPUs share out, with their sequence
 torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama under FSDP2
+torchrun --nproc-per-node 8 -m benchmarks llama --model 8b --checkpointing selective    as torchtitan trains its 8B
 torchrun --nproc-per-node 4 -m benchmarks layouts           a stack of blocks in every way that ranks can share it out
 torchrun --nproc-per-node 4 -m benchmarks layouts --mixture mixtral    blocks with experts
+torchrun --nproc-per-node 4 -m benchmarks.saving FOLDER save             what saving costs a training
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks.group_choice                           from how many rows of an expert FP8 saves time
 python -m benchmarks.states                                 AdamW with states in formats: time, memory
@@ -47,6 +49,8 @@ from benchmarks import (
     linear,
     parallel,
     profiles,
+    recomputing,
+    rows,
     shapes,
     stack,
     stored,
@@ -58,8 +62,11 @@ USUAL = ("casts", "linear", "host", "stack")
 PARTS = (*USUAL, "grouped", "llama", "parallel", "layouts")
 SHARED_OUT = ("stack", "llama", "parallel", "layouts")
 OF_SEVERAL = ("parallel", "layouts")
+BY_ROWS = ("stack", "llama", "layouts")
+"""Those that measure one row after the other, and can go on where a run was cut off."""
 STORED = ("show", "page")
 SIZE = (16384, 8192)
+USUAL_MODEL = "1b"
 COMPILED_IN_MODES = ("linear", "host", "parallel")
 MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -71,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.stored:
         return _stored(options)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if (lack := environment.lacking(ranks)) is not None:
+    if not options.tiny and (lack := environment.lacking(ranks)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
     if "llama" in options.parts and (lack := huggingface.lacking(options.liger)) is not None:
@@ -83,15 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in set(OF_SEVERAL) & set(options.parts) if ranks == 1 else ():
         print(f"benchmarks: {part} is for several GPUs: start it by torchrun --nproc-per-node 2", file=sys.stderr)
         return 2
-    record = environment.record(_without_out(arguments), ranks)
+    record = environment.record(arguments, ranks)
     first = int(os.environ.get("RANK", "0")) == 0
     for part in options.parts:
         stem = _stem(part, ranks, options)
         whole = {}
-        with torch.autograd.set_multithreading_enabled(not options.one_thread):
-            for result in _measure(part, options):  # what ends this run early leaves what was found before
-                if first:
-                    whole = stored.save(options.out, stem, record, result)
+        try:
+            # Read on each rank before it meets the others, so before the first one writes.
+            before = stored.earlier(options.out, stem, record) if options.resume else None
+            with torch.autograd.set_multithreading_enabled(not options.one_thread):
+                for result in _measure(part, options, before):  # what ends this run early leaves what was found before
+                    if first:
+                        whole = stored.save(options.out, stem, record, result)
+        except (stored.StoredError, rows.OtherSetting) as error:
+            print(f"benchmarks: --resume of {stem}: {error}", file=sys.stderr)
+            return 2
         if first:
             stored.show(whole)
             stored.plot(options.out, stem, whole)
@@ -102,16 +115,31 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
     """The name of its files: results of several GPUs, of another size or mode and of one thread stand beside others."""
     if part == "casts":
         return part if options.size == SIZE else f"{part}-{options.size[0]}x{options.size[1]}"
-    ways = [str(ranks)] if ranks > 1 else []
-    if part == "llama" and (decoder := _decoder(options)) != shapes.Decoder():
-        inside = [f"{decoder.experts}x{decoder.ffn}"] if decoder.experts else [str(decoder.width)] * (decoder.width > 0)
-        ways += [f"{decoder.layers}x{decoder.hidden}", *inside, f"{decoder.batch}x{decoder.sequence}"]
+    ways = [str(ranks)] if ranks > 1 or (part == "llama" and environment.by_torchrun()) else []
+    if part == "llama":
+        ways += _of_decoder(options)
+        ways += [options.checkpointing] if options.checkpointing != recomputing.NONE else []
     if part == "layouts":
-        ways += [*([options.mixture] if options.mixture else []), f"{options.batch}x{options.sequence}"]
+        model = _shared(options)
+        ways += [options.mixture] if options.mixture else []
+        ways += [f"{options.experts}-experts"] if options.mixture and options.experts else []
+        ways.append(f"{model.batch}x{model.sequence}")
     if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
-    ways += [way for way, on in (("liger", options.liger), ("one-thread", options.one_thread)) if on]
+    told = (("liger", options.liger), ("one-thread", options.one_thread), ("tiny", options.tiny))
+    ways += [way for way, on in told if on]
     return "-".join([part, *ways])
+
+
+def _of_decoder(options: argparse.Namespace) -> list[str]:
+    """Words for the model that is asked for, as far as it is not the usual one."""
+    decoder = _decoder(options)
+    if options.model != USUAL_MODEL:
+        return [options.model, *(f"{name}-{value}" for name, value in _sizes(options).items())]
+    if decoder in (shapes.MODELS[USUAL_MODEL], shapes.tiny(shapes.MODELS[USUAL_MODEL])):
+        return []
+    inside = [f"{decoder.experts}x{decoder.ffn}"] if decoder.experts else [str(decoder.width)] * (decoder.width > 0)
+    return [f"{decoder.layers}x{decoder.hidden}", *inside, f"{decoder.batch}x{decoder.sequence}"]
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -135,10 +163,17 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layout", action="append", help="with layouts: one whose name begins so; may be repeated")
     parser.add_argument("--mixture", choices=sorted(filter(None, shapes.SHARED)), help="with layouts: has experts")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
+    parser.add_argument("--leave-out", action="append", default=[], help="whose name has this in it; may be repeated")
+    parser.add_argument("--model", choices=list(shapes.MODELS), default=USUAL_MODEL, help="with llama: weights, about")
+    parser.add_argument(
+        "--checkpointing", choices=recomputing.WAYS, default=recomputing.NONE, help="with llama: of activations"
+    )
     for field in fields(shapes.Decoder):
-        parser.add_argument(
-            f"--{field.name}", type=int, default=field.default, help="with llama: of the model, or a step"
-        )
+        parser.add_argument(f"--{field.name}", type=int, help="with llama: of the model, or a step; see layouts")
+    parser.add_argument(
+        "--resume", action="store_true", help=f"with {', '.join(BY_ROWS)}: keep stored rows, and measure the others"
+    )
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # to try the benchmark itself, anywhere
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
     options.parts = options.parts or list(USUAL)
@@ -152,6 +187,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"no such part: {', '.join(wrong)}; choose from {', '.join(PARTS)}, or one of {', '.join(STORED)}")
     if options.mode and (options.no_compile or not {*COMPILED_IN_MODES} & set(options.parts)):
         parser.error("--mode is for what linear, host and parallel compile, not for other parts or with --no-compile")
+    if options.resume and {*options.parts} - {*BY_ROWS}:
+        parser.error(f"--resume is for {', '.join(BY_ROWS)}, which measure one row after the other")
     for text in options.recipe or ():
         try:
             lpq.policy(text)
@@ -160,9 +197,28 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _sizes(options: argparse.Namespace) -> dict[str, int]:
+    """What is asked for that differs from the model."""
+    given = {field.name: getattr(options, field.name) for field in fields(shapes.Decoder)}
+    usual = shapes.MODELS[options.model]
+    return {name: value for name, value in given.items() if value is not None and value != getattr(usual, name)}
+
+
 def _decoder(options: argparse.Namespace) -> shapes.Decoder:
     """The model that is asked for."""
-    return shapes.Decoder(**{field.name: getattr(options, field.name) for field in fields(shapes.Decoder)})
+    asked = replace(shapes.MODELS[options.model], **_sizes(options))
+    return shapes.tiny(asked) if options.tiny else asked
+
+
+def _shared(options: argparse.Namespace) -> shapes.Stack:
+    """The model that is asked for, and that ranks share out in many ways."""
+    usual = shapes.MODELS[USUAL_MODEL]
+    model = replace(
+        shapes.SHARED[options.mixture or ""],
+        batch=options.batch or usual.batch, sequence=options.sequence or usual.sequence,
+        **({"experts": options.experts} if options.mixture and options.experts else {}),
+    )  # fmt: skip
+    return shapes.tiny(model) if options.tiny else model
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -172,52 +228,57 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
-def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _measure(part: str, options: argparse.Namespace, before: rows.Row | None = None) -> Iterator[dict[str, Any]]:
     """The result of a part: as far as it is known again and again, and in the end the whole."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     effort = QUICK if options.quick else Effort()
+    steps = 6 if options.quick else layouts.STEPS if part == "layouts" else stack.STEPS
+    if options.tiny:
+        steps = 2
     if part == "casts":
         yield casts.measure_all(device, options.only, *options.size)
         return
     recipes = tuple(options.recipe or contenders.RECIPES)
     if part == "stack":
         everyone = contenders.of_stacks(recipes, not options.no_compile)
-        everyone = contenders.chosen(everyone, options.only)
+        everyone = contenders.chosen(everyone, options.only, options.leave_out)
+        blocks = shapes.tiny(shapes.Stack()) if options.tiny else shapes.Stack()
         with stack.group():
-            yield from stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
+            yield from stack.measure(everyone, blocks, steps, device, before)
         return
     if part == "grouped":
         experts = shapes.GROUPED[:1] if options.quick else shapes.GROUPED
         yield from grouped.measure(tuple(options.recipe or grouped.RECIPES), experts, effort, device)
         return
     if part == "parallel":
-        everyone = contenders.chosen(parallel.contenders(tuple(options.recipe or parallel.RECIPES)), options.only)
+        everyone = parallel.contenders(tuple(options.recipe or parallel.RECIPES))
+        everyone = contenders.chosen(everyone, options.only, options.leave_out)
         everyone = contenders.in_mode(everyone, options.mode)
         with stack.group():
             yield from parallel.measure(everyone, shapes.Pair(), effort, device)
         return
     if part == "layouts":
-        model = replace(shapes.SHARED[options.mixture or ""], batch=options.batch, sequence=options.sequence)
+        model = _shared(options)
         everyone = layouts.contenders(tuple(options.recipe or layouts.RECIPES), not options.no_compile, model)
-        everyone = contenders.chosen(everyone, options.only)
+        everyone = contenders.chosen(everyone, options.only, options.leave_out)
         with stack.group() as ranks:
             ways = layouts.of_experts(ranks) if options.mixture else layouts.of_blocks(ranks)
             wanted = [way for way in ways if way.name.startswith(tuple(options.layout or [""]))]
-            yield from layouts.measure(wanted, everyone, model, 6 if options.quick else layouts.STEPS, device)
+            yield from layouts.measure(wanted, everyone, model, steps, device, before)
         return
     if part == "llama":
-        sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        sharded = environment.by_torchrun()
         recipes = tuple(options.recipe or contenders.MODELS)
         everyone = contenders.of_models(recipes, not options.no_compile, sharded, options.fused)
-        everyone = contenders.chosen(everyone, options.only)
+        everyone = contenders.chosen(everyone, options.only, options.leave_out)
         with stack.group() if sharded else nullcontext():
-            steps = 6 if options.quick else stack.STEPS
             yield from huggingface.measure(
-                everyone, _decoder(options), steps, device, profile=options.profile, liger=options.liger
-            )
+                everyone, _decoder(options), steps, device, checkpointing=options.checkpointing,
+                profile=options.profile, liger=options.liger, before=before,
+            )  # fmt: skip
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
-    everyone = contenders.chosen(everyone, options.only)
+    everyone = contenders.chosen(everyone, options.only, options.leave_out)
     everyone = contenders.in_mode(everyone, options.mode)
     sizes = shapes.QUICK if options.quick else shapes.LINEAR
     if options.profile:
@@ -253,16 +314,6 @@ def _page(found: dict[str, dict[str, Any]]) -> int:
         for stem in found.keys() & stored.charted(page.read_text()):
             stored.plot(stored.CHARTS, stem, found[stem], prefix="performance-")
     return 0
-
-
-def _without_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the folder, which has no effect on what was measured."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and not argument.startswith("--out"):
-            kept.append(argument)
-        skip = argument == "--out"
-    return kept
 
 
 if __name__ == "__main__":

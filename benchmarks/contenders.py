@@ -7,7 +7,7 @@ nothing is left out in silence.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -91,9 +91,12 @@ def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:
     return [replace(one, mode=mode) if one.compiled else one for one in everyone]
 
 
-def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:
-    """Those whose name begins with one of these, and bf16, to which all are compared."""
-    return [c for c in everyone if only is None or c.name == BASELINE or c.name.startswith(tuple(only))]
+def chosen(everyone: list[Contender], only: Sequence[str] | None, leave_out: Sequence[str] = ()) -> list[Contender]:
+    """Those whose name begins with one of ``only`` and has nothing of ``leave_out`` in it; and bf16, to which all are
+    compared."""
+    wanted = [c for c in everyone if only is None or c.name.startswith(tuple(only))]
+    kept = [c for c in wanted if not any(text in c.name for text in leave_out)]
+    return [c for c in everyone if c.name == BASELINE or c in kept]
 
 
 def _torchao(sharded: bool) -> Iterator[Contender]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,27 @@ from benchmarks.contenders import PEERS, installed
 from lpq.bench import machine
 
 
-def record(arguments: Sequence[str], ranks: int = 1) -> dict[str, Any]:
+def record(arguments: Sequence[str], ranks: int = 1, program: str = "benchmarks") -> dict[str, Any]:
     """Date, machine, versions and the command, which stand in every file of results."""
-    start = "python -m benchmarks" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m benchmarks"
+    start = f"torchrun --nproc-per-node {ranks} -m" if ranks > 1 or by_torchrun() else "python -m"
     peers = {library: installed(library) for library in PEERS}
-    return {**machine.record(f"{start} {shlex.join(arguments)}".strip(), ranks=ranks), "peers": peers}
+    command = f"{start} {program} {shlex.join(_that_matter(arguments))}".strip()
+    return {**machine.record(command, ranks=ranks), "peers": peers}
+
+
+def _that_matter(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the folder and its rows, which have no effect on what was measured."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--out") and argument != "--resume":
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
+
+
+def by_torchrun() -> bool:
+    """Whether this is one of the processes, or the one process, that torchrun started."""
+    return "WORLD_SIZE" in os.environ
 
 
 def lacking(ranks: int = 1) -> str | None:

@@ -6,10 +6,10 @@ losses differ by the order of sums alone. What one layout cannot do is a result,
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks.contenders import compile_afresh, training_step
+from benchmarks.contenders import training_step
 from benchmarks.llama import Block, Llama, rotations
 from benchmarks.mixtures import Routed, mixture
-from benchmarks.shapes import Mixture, Stack
-from benchmarks.stack import Failed, gathered_in, together
+from benchmarks.rows import Row, Task, one_by_one
+from benchmarks.shapes import ONE_GPU, Mixture, Stack
+from benchmarks.stack import Failed, begun, gathered_in, meeting, together, told, worst
 from benchmarks.timing import one_after_another
 from lpq.bench.contenders import Contender, by_recipes, plain
 from lpq.distributed import tensor_parallel
@@ -73,7 +74,7 @@ class Layout:
         return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
 
 
-ONE = Layout("one GPU")
+ONE = Layout(ONE_GPU)
 
 
 def of_blocks(ranks: int) -> list[Layout]:
@@ -81,20 +82,23 @@ def of_blocks(ranks: int) -> list[Layout]:
 
     Zero-bubble schedules of torch 2.13 leave gradients of sharded weights out, in bf16, too: its losses show it.
     """
-    half = ranks // 2
+    half, graphs = ranks // 2, "reduce-overhead"
     found = [
         ONE,
-        Layout("one GPU, CUDA graphs", mode="reduce-overhead"),
+        Layout(f"{ONE_GPU}, CUDA graphs", mode=graphs),
         Layout(f"FSDP {ranks}", shards=ranks),
-        Layout(f"FSDP {ranks}, CUDA graphs", shards=ranks, mode="reduce-overhead"),
+        Layout(f"FSDP {ranks}, CUDA graphs", shards=ranks, mode=graphs),
         Layout(f"TP {ranks}", tensor=ranks),
         Layout(f"TP {ranks}, overlapped", tensor=ranks, overlap=True),
-        Layout(f"TP {ranks}, CUDA graphs", tensor=ranks, mode="reduce-overhead"),
+        Layout(f"TP {ranks}, CUDA graphs", tensor=ranks, mode=graphs),
     ]
     if half > 1:
         found += [
             Layout(f"HSDP 2 x {half}", replicas=2, shards=half),
-            Layout(f"TP {half} x FSDP 2", tensor=half, shards=2),
+            Layout(f"HSDP 2 x {half}, CUDA graphs", replicas=2, shards=half, mode=graphs),
+            Layout(f"TP 2 x FSDP {half}", tensor=2, shards=half),
+            Layout(f"TP 2 x FSDP {half}, overlapped", tensor=2, shards=half, overlap=True),
+            Layout(f"TP 2 x FSDP {half}, CUDA graphs", tensor=2, shards=half, mode=graphs),
         ]
     found += [
         Layout(f"PP 2 x FSDP {half}, {words}", stages=2, shards=half, schedule=schedule)
@@ -118,23 +122,24 @@ def contenders(recipes: tuple[str, ...], compiled: bool, of: Stack) -> list[Cont
 
 
 def measure(
-    layouts: Sequence[Layout], everyone: Sequence[Contender], shape: Stack, steps: int, device: torch.device
-) -> Iterator[dict[str, Any]]:
+    layouts: Sequence[Layout],
+    everyone: Sequence[Contender],
+    shape: Stack,
+    steps: int,
+    device: torch.device,
+    before: Row | None = None,
+) -> Iterator[Row]:
     """Milliseconds of a step, tokens a second of one model, the most memory of one, the bytes it gathers, and the loss
-    after the last step; after each, so far."""
-    peers = dist.new_group(backend="gloo")
-    results: list[dict[str, Any]] = []
+    after the last step; before and after each, so far."""
+    peers = meeting(device)
+    tasks = []
     for layout in layouts:
         for contender in everyone:
-            if (layout.mode is not None and not contender.compiled) or not _meant(layout, contender):
-                continue
-            one = replace(contender, mode=layout.mode)
-            results.append({"layout": layout.name, **one.record(), **_of(layout, one, shape, steps, device, peers)})
-            if dist.get_rank() == 0:
-                row = results[-1]
-                said = row["failure"] or f"{row['ms']:.1f} ms, loss {row['loss']:.6f}"
-                print(f"{layout.name}: {one.name}: {said}", file=sys.stderr, flush=True)
-            yield {**asdict(shape), "ranks": dist.get_world_size(), "results": [*results]}
+            if (layout.mode is None or contender.compiled) and _meant(layout, contender):
+                one = replace(contender, mode=layout.mode)
+                run = partial(_of, layout, one, shape, steps, device, peers)
+                tasks.append(Task({"layout": layout.name, **one.record()}, run))
+    yield from one_by_one(tasks, {**asdict(shape), "ranks": dist.get_world_size()}, before)
 
 
 def _meant(layout: Layout, contender: Contender) -> bool:
@@ -144,32 +149,36 @@ def _meant(layout: Layout, contender: Contender) -> bool:
 
 def _of(
     layout: Layout, contender: Contender, shape: Stack, steps: int, device: torch.device, peers: dist.ProcessGroup
-) -> dict[str, Any]:
-    compile_afresh()
-    gc.collect()
+) -> Row:
+    result = _measured(layout, contender, shape, steps, device, peers)
+    if dist.get_rank() == 0:
+        said = result["failure"] or f"{result['ms']:.1f} ms, loss {result['loss']:.6f}"
+        print(f"{layout.name}: {contender.name}: {said}", file=sys.stderr, flush=True)
+    return result
+
+
+def _measured(
+    layout: Layout, contender: Contender, shape: Stack, steps: int, device: torch.device, peers: dist.ProcessGroup
+) -> Row:
+    result = begun(device)
     if layout.schedule == ZERO_BUBBLE and contender.library == "lpq" and torch.__version__ < "2.12":
         return {"failure": OLD, "peak_bytes": None}
     mesh = layout.mesh(device)
     try:
         with together(peers):
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
             step = _step(layout, contender, shape, mesh, device)
         with together(peers):
             timing, loss = one_after_another(step, steps, device)
             loss *= layout.tensor
-            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         with together(peers):
             gathered = gathered_in(step, contender)
     except Failed as error:
-        return {"failure": str(error), "peak_bytes": None}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (timing.median, peak, loss), group=peers)
-    slowest, most = max(time for time, _, _ in told), max(bytes_ for _, bytes_, _ in told)
-    losses = [loss for _, _, loss in told if loss == loss]  # a rank without the last stage has none
+        return {**result, "failure": str(error), "peak_bytes": None}
+    timing, peak = worst(peers, timing, peak)
+    losses = [loss for loss in told(peers, loss) if loss == loss]  # a rank without the last stage has none
     return {
-        "ms": slowest * 1e3, "tokens_per_second": shape.tokens / slowest, "peak_bytes": most or None,
+        **result, **timing.record("ms"), "tokens_per_second": shape.tokens / timing.median, "peak_bytes": peak,
         "gathered_bytes": gathered, "loss": sum(losses) / len(losses), "failure": None,
     }  # fmt: skip
 

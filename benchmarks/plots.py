@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from benchmarks.tables import Result, name
+from benchmarks import tables
+from benchmarks.tables import Result, measured, name
 from lpq.bench import chart, speedups
 from lpq.bench.contenders import BASELINE
 
@@ -45,6 +46,8 @@ class Panel:
     digits: int = 0
     mark: float | None = None
     """Where a dashed line stands."""
+    words: Sequence[str] = ()
+    """For each bar what stands in the place of a value that is missing, or nothing."""
 
 
 def draw(result: Result, path: Path) -> None:
@@ -58,6 +61,12 @@ def drawn(result: Result) -> str:
     if result["part"] == "map":
         return chart.svg(result["shapes"], speedups.title(result["environment"]))
     return svg(*of(result))
+
+
+def caption(result: Result) -> str:
+    """What a chart shows, in words."""
+    first, *_ = tables.OF[result["part"]](result).values()
+    return first.title
 
 
 def of(result: Result) -> tuple[list[Bar], list[Panel]]:
@@ -89,7 +98,8 @@ def svg(bars: Sequence[Bar], panels: Sequence[Panel]) -> str:
                 y += LINE
             parts.append(_text(MARGIN + label - 8, y + 12, bar.name, "", "end"))
             for i, panel in enumerate(beside):
-                parts.append(_bar(MARGIN + label + i * wide, y, wide - 78, bar, panel, panel.values[place]))
+                words = panel.words[place] if panel.words else "–"
+                parts.append(_bar(MARGIN + label + i * wide, y, wide - 78, bar, panel, panel.values[place], words))
             y += LINE
         for i, panel in enumerate(beside):
             parts += _lines(MARGIN + label + i * wide, started, y, wide - 78, panel)
@@ -108,9 +118,9 @@ def _scale(panel: Panel, wide: float) -> float:
     return wide / max([1e-9, panel.mark or 0, *(value or 0 for value in panel.values)])
 
 
-def _bar(x: float, y: float, wide: float, bar: Bar, panel: Panel, value: float | None) -> str:
+def _bar(x: float, y: float, wide: float, bar: Bar, panel: Panel, value: float | None, words: str) -> str:
     if value is None:
-        return _text(x + 5, y + 12, "–", "soft")
+        return _text(x + 5, y + 12, words, "soft")
     long = value * _scale(panel, wide)
     shape = f'<rect class="{CLASSES[bar.library]}" x="{x:.1f}" y="{y:.1f}" width="{long:.1f}" height="{BAR}" rx="2"/>'
     return shape + _text(x + long + 5, y + 12, f"{value:,.{panel.digits}f}", "")
@@ -179,11 +189,33 @@ def _training(result: Result) -> tuple[list[Bar], list[Panel]]:
     ]
 
 
+def _scaling(result: Result) -> tuple[list[Bar], list[Panel]]:
+    """Under each contender a bar for each number of GPUs."""
+    rows = sorted(result["results"], key=lambda row: row["ranks"])
+    bars = [Bar(f"{row['ranks']} GPU{'s' * (row['ranks'] > 1)}", row["library"], name(row)) for row in rows]
+    gib = [row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None for row in rows]
+    words = [measured(row, "tokens_per_second", 0) for row in rows]
+    speeds = [row.get("tokens_per_second") for row in rows]
+    return bars, [
+        Panel("tokens per second and GPU: alike is best", speeds, words=words),
+        Panel("peak memory of a GPU in GiB", gib, 1),
+    ]
+
+
 def _parallel(result: Result) -> tuple[list[Bar], list[Panel]]:
     rows = result["results"]
     heading = f"ms of a step on {result['ranks']} GPUs; dashed: bf16"
     base = next((row.get("ms") for row in rows if name(row) == BASELINE), None)
     return _bars(rows), [Panel(heading, [row.get("ms") for row in rows], 2, base)]
+
+
+def _layouts(result: Result) -> tuple[list[Bar], list[Panel]]:
+    rows = result["results"]
+    gib = [row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None for row in rows]
+    words = [measured(row, "ms", 1) for row in rows]
+    times = Panel(f"ms of a step on {result['ranks']} GPUs", [row.get("ms") for row in rows], 1, words=words)
+    bars = [Bar(name(row), row["library"], row["layout"]) for row in rows]
+    return bars, [times, Panel("peak memory in GiB: less is better", gib, 1)]
 
 
 def _casts(result: Result) -> tuple[list[Bar], list[Panel]]:
@@ -197,5 +229,5 @@ def _casts(result: Result) -> tuple[list[Bar], list[Panel]]:
 
 _OF = {
     "casts": _casts, "linear": _linear, "grouped": _grouped, "host": _host, "stack": _training, "llama": _training,
-    "parallel": _parallel,
+    "parallel": _parallel, "scaling": _scaling, "layouts": _layouts,
 }  # fmt: skip

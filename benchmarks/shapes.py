@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from lpq.bench.layers import LayerSize
 
@@ -81,6 +82,8 @@ class Mixture(Stack):
         return f"{super().__str__()}, {self.experts} experts of which {self.chosen} are chosen"
 
 
+ONE_GPU = "one GPU"
+"""The layout to which the others are compared."""
 SHARED = {
     "": Stack(blocks=4),
     "mixtral": Mixture(blocks=1),
@@ -116,6 +119,8 @@ class Decoder:
     """The features inside an MLP; 0: four times as many as outside."""
     experts: int = 0
     """The experts in place of each MLP, two of which a token goes to, as in Mixtral."""
+    head: int = 64
+    """The elements of a head."""
 
     @property
     def ffn(self) -> int:
@@ -123,8 +128,7 @@ class Decoder:
 
     @property
     def heads(self) -> int:
-        """Heads of 64 elements."""
-        return max(1, self.hidden // 64)
+        return max(1, self.hidden // self.head)
 
     @property
     def kv_heads(self) -> int:
@@ -136,5 +140,23 @@ class Decoder:
         return self.batch * self.sequence
 
 
+MODELS = {
+    "1b": Decoder(),
+    "8b": Decoder(layers=32, hidden=4096, batch=1, sequence=8192, words=128256, width=14336, head=128),
+}
+"""Whole models by the number of their weights; the one of 8 billion has the sizes of Llama-3-8B."""
+
 TINY = Stack(blocks=2, hidden=256, ffn=512, heads=4, kv_heads=2, sequence=64, batch=1)
 """For trying the benchmark itself."""
+SMALL: dict[str, int] = {
+    "layers": 2, "hidden": 128, "ffn": 256, "width": 256, "words": 256, "sequence": 64, "heads": 8, "kv_heads": 8,
+    "head": 16,
+}  # fmt: skip
+"""Of a model for the same, but for what says how ranks share it out."""
+Model = TypeVar("Model", bound=Stack | Decoder)
+
+
+def tiny(model: Model) -> Model:
+    """The model in a size for trying the benchmark itself."""
+    small: dict[str, Any] = {field.name: SMALL[field.name] for field in fields(model) if field.name in SMALL}
+    return replace(model, **small)

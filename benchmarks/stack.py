@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +24,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.contenders import compile_afresh, training_step
 from benchmarks.llama import Llama, rotations
+from benchmarks.rows import Row, Task, one_by_one
 from benchmarks.shapes import Stack
 from benchmarks.timing import one_after_another
 from lpq.bench.contenders import Contender, in_words
+from lpq.bench.timing import Timing
 from lpq.observe.collectives import collectives, gathered_bytes
 
 STEPS = 24
+PATIENCE = timedelta(minutes=2)
+"""How long ranks on GPUs wait for one that does not come, before the run ends."""
+T = TypeVar("T")
 
 
 @contextmanager
@@ -40,7 +47,10 @@ def group() -> Iterator[int]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     bound = device if device.type == "cuda" else None
-    dist.init_process_group("nccl" if bound else "gloo", store=store, rank=rank, world_size=ranks, device_id=bound)
+    how: dict[str, Any] = {"backend": "gloo"}
+    if bound is not None:
+        how = {"backend": "nccl", "device_id": bound, "timeout": PATIENCE}
+    dist.init_process_group(store=store, rank=rank, world_size=ranks, **how)
     try:
         yield ranks
     finally:
@@ -51,42 +61,71 @@ class Failed(Exception):
     """A rank failed, and with it all; in words."""
 
 
-def measure(everyone: list[Contender], shape: Stack, steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def meeting(device: torch.device) -> dist.ProcessGroup:
+    """All ranks once more, in a group that needs no memory of a GPU and meets no collective of a step."""
+    how: dict[str, Any] = {"timeout": PATIENCE} if device.type == "cuda" else {}
+    found: dist.ProcessGroup = dist.new_group(backend="gloo", **how)
+    return found
+
+
+def measure(
+    everyone: list[Contender], shape: Stack, steps: int, device: torch.device, before: Row | None = None
+) -> Iterator[Row]:
     """Tokens a second and rank of each contender, the most memory that a rank had allocated, and the bytes that it
-    gathers in a step; after each, so far."""
-    peers = dist.new_group(backend="gloo")  # needs no memory of a GPU, and meets no collective of a step
-    results: list[dict[str, Any]] = []
-    for contender in everyone:
-        results.append(_of(contender, shape, steps, device, peers))
-        yield {**asdict(shape), "ranks": dist.get_world_size(), "results": [*results]}
+    gathers in a step; before and after each, so far."""
+    peers = meeting(device)
+    tasks = [Task(one.record(), partial(_of, one, shape, steps, device, peers)) for one in everyone]
+    yield from one_by_one(tasks, {**asdict(shape), "ranks": dist.get_world_size()}, before)
 
 
-def _of(
-    contender: Contender, shape: Stack, steps: int, device: torch.device, peers: dist.ProcessGroup
-) -> dict[str, Any]:
-    compile_afresh()
-    gc.collect()
-    result: dict[str, Any]
+def _of(contender: Contender, shape: Stack, steps: int, device: torch.device, peers: dist.ProcessGroup) -> Row:
+    result: Row = begun(device)
     try:
         with together(peers):
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
             step = _step(contender, shape, device)
         with together(peers):
             timing, loss = one_after_another(step, steps, device)
             peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         with together(peers):
             gathered = gathered_in(step, contender)
+        timing, peak = worst(peers, timing, peak)
         speed = shape.tokens / timing.median
-        result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
+        result |= {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
         result["gathered_bytes"] = gathered
     except Failed as error:  # what one library cannot do is a result, and the others go on
-        result = {"peak_bytes": None, "failure": str(error)}
+        result |= {"peak_bytes": None, "failure": str(error)}
     if dist.get_rank() == 0:
         said = result["failure"] or f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{contender.name}: {said}", file=sys.stderr)
-    return {**contender.record(), **result}
+    return result
+
+
+def begun(device: torch.device) -> Row:
+    """Begin a row without what earlier ones left: compiled code, models, and the most memory that they needed. What is
+    still allocated stands in the row."""
+    compile_afresh()
+    gc.collect()
+    if device.type != "cuda":
+        return {}
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return {"left_bytes": torch.cuda.memory_allocated()}
+
+
+def told(peers: dist.ProcessGroup | None, mine: T) -> list[T]:
+    """What each rank has to tell."""
+    if peers is None:
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size(peers)
+    dist.all_gather_object(found, mine, group=peers)
+    return found
+
+
+def worst(peers: dist.ProcessGroup | None, timing: Timing, peak: int | None) -> tuple[Timing, int | None]:
+    """The times of the slowest rank, and the most memory that a rank had allocated."""
+    every = told(peers, (timing, peak))
+    slowest = max((times for times, _ in every), key=lambda times: times.median)
+    return slowest, max((most for _, most in every if most is not None), default=None)
 
 
 def gathered_in(step: Callable[[], object], contender: Contender) -> int | None:
@@ -102,8 +141,8 @@ def gathered_in(step: Callable[[], object], contender: Contender) -> int | None:
 
 
 @contextmanager
-def together(peers: dist.ProcessGroup) -> Iterator[None]:
-    """Raise an error of one rank in all of them, with the words of the first that failed.
+def together(peers: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise an error of one rank in all of them, with the words of the first that failed; without peers, of this one.
 
     The ranks meet at the end. One that another's error left inside a step's collective, as where one GPU alone runs out
     of memory, cannot come: both wait until a group times out, which ends the run.
@@ -113,11 +152,10 @@ def together(peers: dist.ProcessGroup) -> Iterator[None]:
         yield
     except Exception as error:
         failure = in_words(error)
-    told: list[str | None] = [None] * dist.get_world_size(peers)
-    dist.all_gather_object(told, failure, group=peers)
-    for rank, words in enumerate(told):
+    every = told(peers, failure)
+    for rank, words in enumerate(every):
         if words is not None:
-            raise Failed(words if len(told) == 1 else f"rank {rank}: {words}")
+            raise Failed(words if len(every) == 1 else f"rank {rank}: {words}")
 
 
 def _step(contender: Contender, shape: Stack, device: torch.device) -> Callable[[], Tensor]:

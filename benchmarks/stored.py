@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, tables
+from benchmarks import plots, scaling, tables
 from lpq.bench import machine
 
 FOLDER = Path(__file__).parent / "results"
@@ -15,9 +16,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (DOCS / "performance.md", DOCS / "fused.md", Path(__file__).parent / "NOTES.md")
 """The pages that show results."""
 CHARTS = DOCS / "assets"
-MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""``<!-- benchmarks: FILE WHAT -->`` … ``<!-- end -->``: WHAT is a table of that file, or ``environment``."""
+MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+)((?:\n(?:(?!-->).)*)?) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""``<!-- benchmarks: FILE WHAT -->`` … ``<!-- end -->``: WHAT is a table of that file, ``environment`` or ``chart``.
+Lines below WHAT stand on the page once there is such a file."""
 CHART = re.compile(r"assets/performance-([\w-]+)\.svg")
+
+
+SAME = ("device", "devices", "processor", "torch", "cuda", "lpq", "peers")
+"""What rows of one file have in common."""
 
 
 class StoredError(Exception):
@@ -37,12 +43,29 @@ def save(folder: Path, stem: str, record: dict[str, Any], result: dict[str, Any]
     return whole
 
 
+def earlier(folder: Path, stem: str, record: dict[str, Any], but: Collection[str] = ()) -> dict[str, Any] | None:
+    """The result of this name that is there already, if there is one; its command goes before the one of ``record``.
+
+    It is an error if its rows are of another machine or version, but for what is named in ``but``.
+    """
+    if not (folder / f"{stem}.json").exists():
+        return None
+    found = _read(folder / f"{stem}.json")
+    then = found["environment"]
+    if other := [key for key in SAME if key not in but and then.get(key) != record.get(key)]:
+        words = ", ".join(f"{key} {then.get(key)} then and {record.get(key)} now" for key in other)
+        raise StoredError(f"its rows in {folder} were measured elsewhere ({words}): choose another --out")
+    commands = [*then["command"].split("; "), record["command"]]
+    record["command"] = "; ".join(dict.fromkeys(commands))
+    return found
+
+
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """All results of a folder by the names of their files."""
+    """All results of a folder by the names of their files, and those that several files make together."""
     found = {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise StoredError(f"{folder} has no results: `python -m benchmarks --out {folder}` measures them, on a GPU")
-    return found
+    return found | scaling.over_ranks(found)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -84,15 +107,17 @@ def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
     """A page with its marked places as the results have them; a place whose file is missing stays as it is."""
 
     def fill(match: re.Match[str]) -> str:
-        start, stem, what, end = match.groups()
+        start, stem, what, words, end = match.groups()
         if stem not in results:
             return match.group()
-        return f"{start}\n{_text(results[stem], what)}\n\n{end}"
+        return "\n\n".join([start.rstrip(), *filter(None, [words.strip()]), _text(stem, results[stem], what), end])
 
     return MARK.sub(fill, page)
 
 
-def _text(result: dict[str, Any], what: str) -> str:
+def _text(stem: str, result: dict[str, Any], what: str) -> str:
+    if what == "chart":
+        return f"![{plots.caption(result)}](assets/performance-{stem}.svg)"
     if what == "environment":
         record = result["environment"]
         return f"{machine.in_words(record)}; `{record['command']}`."

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from benchmarks.contenders import GATHERED_IN_BF16, KINDS
+from benchmarks.shapes import ONE_GPU
 from lpq.bench import speedups
 from lpq.bench.contenders import BASELINE, label
 
@@ -67,6 +68,13 @@ def number(value: float | None, digits: int) -> str:
 def ratio(value: float | None, of: float | None) -> str:
     """A ratio, or a dash where one of the two is missing."""
     return NONE if value is None or not of else f"{value / of:.2f}"
+
+
+def measured(row: Result, reading: str, digits: int) -> str:
+    """A number of a row; where the row has none since memory ran out, these words."""
+    if row.get(reading) is None and "out of memory" in (row.get("failure") or ""):
+        return "out of memory"
+    return number(row.get(reading), digits)
 
 
 def _mebibytes(count: int | None) -> str:
@@ -222,13 +230,20 @@ def stack(result: Result) -> dict[str, Table]:
     return _training(result, f"A stack of blocks under FSDP2 on {count}: tokens/s and GPU")
 
 
+def model(result: Result) -> str:
+    """The size of a model of Hugging Face, in words."""
+    size = f"{result['layers']} layers, hidden {result['hidden']}, batch {result['batch']} x {result['sequence']}"
+    size += f", MLPs of {result['width']}" if result.get("width") else ""
+    size += f", {result['experts']} experts" if result.get("experts") else ""
+    way = result.get("checkpointing", "none")
+    return size + (f", {way} checkpointing" if way != "none" else "")
+
+
 def llama(result: Result) -> dict[str, Table]:
     """The same of a whole model, and ratios of the memory."""
     rows: list[Result] = result["results"]
     peaks = {name(row): row.get("peak_bytes") for row in rows}
-    size = f"{result['layers']} layers, hidden {result['hidden']}, batch {result['batch']} x {result['sequence']}"
-    size += f", MLPs of {result['width']}" if result.get("width") else ""
-    size += f", {result['experts']} experts" if result.get("experts") else ""
+    size = model(result)
     memory = [
         [
             name(row), number(row["peak_bytes"] / 2**30 if row["peak_bytes"] else None, 1),
@@ -238,7 +253,7 @@ def llama(result: Result) -> dict[str, Table]:
         for row in rows
     ]  # fmt: skip
     columns = ["", "GiB at most", "÷ bf16, compiled as it is", "÷ torchao tensorwise, compiled as it is"]
-    shared = f" and GPU, on {result['ranks']} GPUs by FSDP2" if result["ranks"] > 1 else ""
+    shared = f" and GPU, on {result['ranks']} GPUs by FSDP2" if result.get("sharded", result["ranks"] > 1) else ""
     made = _training(result, f"Hugging Face's Llama, {size}: tokens/s{shared}")
     return {**made, "memory": Table("Llama: memory (below 1 is better)", columns, memory)}
 
@@ -254,7 +269,7 @@ def _training(result: Result, title: str) -> dict[str, Table]:
     compiled = label("torch", "bf16", True)
     cells = [
         [
-            name(row), number(speeds[name(row)], 0), ratio(speeds[name(row)], speeds.get(BASELINE)),
+            name(row), measured(row, "tokens_per_second", 0), ratio(speeds[name(row)], speeds.get(BASELINE)),
             ratio(speeds[name(row)], speeds.get(compiled)), number(fastest[name(row)], 0),
             number(row["peak_bytes"] / 2**30, 1) if row["peak_bytes"] else NONE,
         ]
@@ -321,7 +336,6 @@ def layouts(result: Result) -> dict[str, Table]:
     better), the most memory, the bytes gathered, and the loss beside the same contender's on one GPU."""
     rows: list[Result] = result["results"]
     found = {(row["layout"], name(row)): row for row in rows}
-    alone = rows[0]["layout"]
 
     def of(layout: str, who: str, reading: str) -> float | None:
         return found.get((layout, who), {}).get(reading)
@@ -330,10 +344,10 @@ def layouts(result: Result) -> dict[str, Table]:
     for row in rows:
         layout, who, speed = row["layout"], name(row), row.get("tokens_per_second")
         same = label("torch", "bf16", row["compiled"])
-        loss, other = row.get("loss"), of(alone, label(row["library"], row["recipe"], False), "loss")
+        loss, other = row.get("loss"), of(ONE_GPU, label(row["library"], row["recipe"], False), "loss")
         apart = f"{abs(loss / other - 1):.1e}" if loss is not None and other else NONE
         cells.append([
-            f"{layout}: {who}", number(row.get("ms"), 1), number(speed, 0),
+            f"{layout}: {who}", measured(row, "ms", 1), number(speed, 0),
             ratio(speed, of(layout, same, "tokens_per_second")),
             number(row["peak_bytes"] / 2**30 if row["peak_bytes"] else None, 1),
             _mebibytes(row.get("gathered_bytes")), apart,
@@ -341,6 +355,26 @@ def layouts(result: Result) -> dict[str, Table]:
     columns = ["", "ms", "tokens/s", "÷ bf16, compiled as it is", "GiB at most", "MiB gathered", "loss from one GPU's"]
     title = f"{result['blocks']} blocks, hidden {result['hidden']}, {result['batch']} x {result['sequence']} tokens"
     return {"times": Table(f"{title}, {result['ranks']} GPUs", columns, cells)}
+
+
+def scaling(result: Result) -> dict[str, Table]:
+    """Tokens a second and GPU by the number of GPUs, and the share of those on the fewest."""
+    rows: list[Result] = result["results"]
+    counts = sorted({row["ranks"] for row in rows})
+    found = {(row["ranks"], name(row)): row for row in rows}
+    cells = []
+    for who in dict.fromkeys(name(row) for row in rows):
+        of = [found.get((count, who), {}) for count in counts]
+        speeds = [row.get("tokens_per_second") for row in of]
+        least = next((speed for speed in speeds if speed is not None), None)
+        shown = [measured(row, "tokens_per_second", 0) for row in of]
+        cells.append([who, *shown, *(ratio(speed, least) for speed in speeds[1:])])
+    columns = ["", *_gpus(counts), *(f"{words} ÷ the fewest" for words in _gpus(counts[1:]))]
+    return {"times": Table(f"Tokens/s and GPU of {model(result)}", columns, cells)}
+
+
+def _gpus(counts: Iterable[int]) -> list[str]:
+    return [f"{count} GPU{'s' * (count > 1)}" for count in counts]
 
 
 def saving(result: Result) -> dict[str, Table]:
@@ -353,14 +387,15 @@ def saving(result: Result) -> dict[str, Table]:
     cells = [
         [
             f"{row['ranks']}, {' and '.join(row['did'])}", row.get("loaded", NONE), row.get("saved", NONE),
-            *seconds(row, "save_seconds", "returned_after_seconds", "written_after_seconds"),
+            *seconds(row, "load_seconds", "save_seconds", "returned_after_seconds", "written_after_seconds"),
             number(row.get("step_ms"), 1), number(row.get("lost_meanwhile_ms"), 0),
         ]
         for row in rows
     ]  # fmt: skip
-    columns = ["GPUs", "loaded", "saved", "s to save", "s until training goes on", "s until written", "ms a step"]
-    title = f"Saving {result['blocks']} blocks, hidden {result['hidden']}, with AdamW's moments"
-    return {"times": Table(title, [*columns, "ms lost meanwhile"], cells)}
+    columns = ["GPUs", "loaded", "saved", "s to load", "s to save", "s until training goes on", "s until written"]
+    layers = f"{result['layers']} layers" if "layers" in result else f"{result['blocks']} blocks"
+    title = f"Saving {layers}, hidden {result['hidden']}, with AdamW's moments"
+    return {"times": Table(title, [*columns, "ms a step", "ms lost meanwhile"], cells)}
 
 
 def map_of_sizes(result: Result) -> dict[str, Table]:
@@ -381,5 +416,6 @@ OF = {
     "llama": llama,
     "layouts": layouts,
     "saving": saving,
+    "scaling": scaling,
 }
 """The tables of each part."""

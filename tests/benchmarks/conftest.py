@@ -71,6 +71,16 @@ def pair(environment: dict[str, Any]) -> dict[str, Any]:
     return {"part": "parallel", "environment": environment, **asdict(Pair()), "ranks": 2, "results": rows}
 
 
+def layouts(environment: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {"layout": layout, **c.record(), "ms": 4.0, "tokens_per_second": 1e5, "peak_bytes": 2**30, "loss": 1.5}
+        for layout in ("one GPU", "TP 4")
+        for c in of_stacks(RECIPES, compiled=False)
+    ]
+    rows = [{**row, "failure": None} for row in rows]
+    return {"part": "layouts", "environment": environment, **asdict(Stack()), "ranks": 4, "results": rows}
+
+
 def casts(environment: dict[str, Any]) -> dict[str, Any]:
     case = {"name": "mxfp8", "sides": "row", "target": 0.92, "microseconds": 104.0, "speed": 3.9e12, "share": 0.93}
     return {
@@ -101,4 +111,5 @@ def results() -> dict[str, dict[str, Any]]:
     """One file of each part."""
     record = {**environment.record(["linear"]), "peers": {"torchao": "0.17.0", "TransformerEngine": None}}
     made = {"linear": linear(record), "host": host(record), "stack-2": stack(record), "casts": casts(record)}
+    made["layouts-4"] = layouts(record)
     return {**made, "llama": llama(record), "grouped": grouped(record), "parallel-2": pair(record)}

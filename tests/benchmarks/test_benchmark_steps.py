@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.contenders import of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
 from benchmarks.llama import Llama, rotations
+from benchmarks.rows import CUT
 from benchmarks.shapes import TINY, Decoder, Experts, Pair
 from benchmarks.timing import WARM
 from lpq.bench.contenders import Contender
@@ -105,7 +107,8 @@ def test_the_stack_is_causal_and_has_the_parameters_of_llama() -> None:
 def test_the_stack_trains_sharded_over_one_rank() -> None:
     with stack.group() as ranks:
         *earlier, result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 2, CPU)
-    assert [len(found["results"]) for found in (*earlier, result)] == [1, 2]
+    assert [len(found["results"]) for found in (*earlier, result)] == [1, 1, 2, 2, 2]
+    assert [found["results"][-1]["failure"] for found in earlier] == [CUT, None, CUT, None]
     assert ranks == result["ranks"] == 1
     assert [row["failure"] for row in result["results"]] == [None, None]
     plain, quantized = (row["loss"] for row in result["results"])
@@ -126,20 +129,46 @@ def test_a_stack_gathers_the_operands_of_its_weights(rank: int) -> None:
     assert quantized == 2 * (weights + 2 * norms), "the row operands in forward and the column operands in backward"
 
 
-def _llama(rank: int) -> None:
+def _llama(rank: int, checkpointing: str) -> None:
     everyone = contenders.of_models(("fp8-current",), compiled=False, sharded=True)
-    *_, result = huggingface.measure(everyone, Decoder(1, 128, 1, 32, 64), 1, CPU)
+    *_, result = huggingface.measure(everyone, Decoder(1, 128, 1, 32, 64), 1, CPU, checkpointing=checkpointing)
     names = [row["recipe"] for row in result["results"]]
     assert names == ["bf16", "fp8-current, gathered in bf16", "fp8-current"]
     assert [row["failure"] for row in result["results"]] == [None] * 3
     plain, in_bf16, quantized = (row["loss"] for row in result["results"])
     assert in_bf16 == quantized == pytest.approx(plain, rel=0.05)
     assert plain != quantized
+    assert all(row["gathered_bytes"] for row in result["results"])
+    assert (result["checkpointing"], result["sharded"], result["ranks"]) == (checkpointing, True, 2)
 
 
-def test_a_model_is_sharded_with_weights_gathered_both_ways() -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_a_model_is_sharded_with_weights_gathered_both_ways(checkpointing: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
-    spawn(_llama, 2, fresh=True)
+    spawn(_llama, 2, checkpointing, fresh=True)
+
+
+def _part(rank: int, whole: int) -> None:
+    contender, *_ = contenders.of_models(("mxfp8",), sharded=True)
+    largest = [0]
+    made = torch.Tensor.normal_
+
+    def normal_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        largest[0] = max(largest[0], self.numel())
+        return made(self, *args, **kwargs)
+
+    torch.Tensor.normal_ = normal_  # type: ignore[method-assign,assignment]
+    model = huggingface.made(contender, Decoder(1, 128, 1, 32, 64), "none", CPU)
+    torch.Tensor.normal_ = made  # type: ignore[method-assign]
+    assert largest[0] == whole // 2, "only this rank's part is ever filled"
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    norm, *_ = (p for name, p in model.named_parameters() if "norm" in name)
+    assert torch.equal(norm.full_tensor(), torch.ones(128))
+
+
+def test_no_rank_holds_the_whole_of_a_sharded_model() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    spawn(_part, 2, 4 * 128 * 128, fresh=True)
 
 
 def test_a_model_of_experts_is_trained_with_fused_blocks() -> None:
@@ -182,7 +211,7 @@ def test_what_fails_in_one_rank_fails_in_all_and_the_others_go_on(rank: int) -> 
         Contender("torchao", "tensorwise", False, _failing_on_one_rank),
         Contender("torch", "bf16", False),
         Contender("torchao", "rowwise", False, after_step=FailingAtTheEnd(WARM + 2)),
-        Contender("torch", "bf16", False),
+        Contender("torch", "bf16 again", False),
     ]
     began = time.monotonic()
     *_, result = stack.measure(everyone, TINY, 2, CPU)

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+import torch.distributed as dist
+from ranks import on_ranks, spawn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks import layouts, saving, stored, tables
-from benchmarks.shapes import TINY, Mixture
+from benchmarks import environment, layouts, saving, stored, tables
+from benchmarks.shapes import TINY, Decoder, Mixture
 
 CPU = torch.device("cpu")
 SMALL = replace(TINY, hidden=128, ffn=128, heads=4, kv_heads=4, batch=4, sequence=16)
@@ -55,7 +58,44 @@ def test_what_was_saved_is_what_is_loaded(rank: int, tmp_path: Path) -> None:
     assert loaded["loaded"] == saved["saved"] != loaded["saved"]
     assert loaded["step"] == saving.STEPS
     if rank == 0:
-        saving.keep(tmp_path, saved, TINY)
-        whole = saving.keep(tmp_path, loaded, TINY)
+        record = environment.record(["FOLDER"], 2, "benchmarks.saving")
+        saving.keep(tmp_path, "saving", {**record}, saved, TINY)
+        whole = saving.keep(tmp_path, "saving", {**record, "devices": 1}, loaded, TINY)
         assert stored.load(tmp_path) == {"saving": whole}
         assert [row["did"] for row in whole["results"]] == [["save"], ["load", "save"]]
+        assert whole["environment"]["devices"] == 2
+
+
+WHOLE = Decoder(1, 128, 1, 32, 64)
+
+
+def _saves(rank: int, folder: Path) -> None:
+    found = saving.measured(folder, ["save-async"], "fp8-delayed", WHOLE, CPU, "selective")
+    assert "save_seconds" not in found
+    assert found["steps_meanwhile"] >= 0
+    (folder.parent / f"saved-{rank}").write_text(found["saved"])
+
+
+def _loads(rank: int, folder: Path) -> None:
+    found = saving.measured(folder, ["load"], "fp8-delayed", WHOLE, CPU, "selective")
+    assert found["loaded"] == (folder.parent / "saved-0").read_text() == (folder.parent / "saved-1").read_text()
+    assert (found["step"], found["ranks"]) == (saving.STEPS, 1)
+
+
+def test_a_model_of_hugging_face_is_saved_on_two_ranks_and_loaded_on_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    spawn(_saves, 2, tmp_path / "saved", fresh=True)
+    spawn(_loads, 1, tmp_path / "saved", fresh=True)
+
+
+@on_ranks(2)
+def test_a_digest_depends_on_each_bit_and_its_place(rank: int) -> None:
+    values = torch.arange(24.0).view(6, 4)
+    found = []
+    for one in (values, values.flip(0), values + torch.eye(6, 4) * 2**-18):
+        parts = distribute_tensor(one, init_device_mesh("cpu", (2,)), [Shard(0)])
+        total = saving._mixed(parts).clone()
+        dist.all_reduce(total)
+        assert total == saving._mixed(one)
+        found.append(int(total))
+    assert len({*found}) == 3
