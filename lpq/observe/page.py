@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from lpq.observe.sums import Reading
+from lpq.observe.sums import Reading, noise_order
 from lpq.observe.table import COLUMNS, cells
 from lpq.registry.showing import printable
 
@@ -63,10 +63,10 @@ def page(readings: Sequence[Reading]) -> str:
     for one in readings:
         cards.setdefault((one.layer, one.recipe), []).append(one)
     last = max((one.step for one in readings), default=0)
-    worst = sorted((one for one in readings if one.step == last), key=_noise)[:WORST]
+    worst = sorted((one for one in readings if one.step == last), key=noise_order)[:WORST]
     ranges = {chart.field: _range(chart, readings) for chart in CHARTS}
     steps = min((one.step for one in readings), default=0), last
-    order = sorted(cards, key=lambda key: min(map(_noise, cards[key]), default=0.0))
+    order = sorted(cards, key=lambda key: min(map(noise_order, cards[key])))
     key = "".join(f'<span><i style="border-color:{color}"></i>{name}</span>' for name, color in LINES.items())
     body = [
         f"<h1>Numerics of a run</h1><p>Steps {steps[0]} to {steps[1]}; the layers with the most noise come first.</p>",
@@ -81,10 +81,6 @@ def page(readings: Sequence[Reading]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Numerics of a run</title>'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
-
-
-def _noise(reading: Reading) -> float:
-    return math.inf if reading.snr_db is None else reading.snr_db
 
 
 def _table(worst: Sequence[Reading], step: int) -> str:

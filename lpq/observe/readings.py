@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpq.observe.sums import Reading
+from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
 
 
@@ -27,15 +27,19 @@ class Readings:
 
     @classmethod
     def read(cls, path: str | Path) -> Readings:
-        """Read what ``write`` wrote. Where a run was resumed and did a step again, the later reading counts."""
+        """Read what ``write`` wrote. Where a run was resumed and did a step again, the later reading counts. A last
+        line without its end, as a process that was killed leaves it, does not count."""
         path = Path(path)
         if not path.is_file():
             raise NumericsError(f"there are no statistics in {path}: `lpq train --watch 100` writes numerics.jsonl")
         found: dict[Any, Reading] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
             try:
                 reading = Reading(**json.loads(line))
             except (ValueError, TypeError) as error:
+                if line.startswith("{") and not line.endswith(("}", "\n")):
+                    break  # cut off
                 raise NumericsError(f"{path}, line {number}: this is no reading of lpq.observe.numerics") from error
             found[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading
         return Readings(found.values())
@@ -49,7 +53,7 @@ class Readings:
         or no error, come first and last."""
         read = self.readings()
         last = max((one.step for one in read), default=0)
-        return sorted((one for one in read if one.step == last), key=_order)
+        return sorted((one for one in read if one.step == last), key=noise_order)
 
     def table(self, most: int | None = 20) -> str:
         """Return a table of the last step, worst first, of at most so many lines; None: of all."""
@@ -93,9 +97,3 @@ class Readings:
 
 def _lines(readings: Iterable[Reading]) -> str:
     return "".join(json.dumps(one.as_dict()) + "\n" for one in readings)
-
-
-def _order(reading: Reading) -> tuple[int, float]:
-    if reading.snr_db is not None:
-        return 1, reading.snr_db
-    return (2, 0.0) if reading.shrinkage is not None else (0, 0.0)

@@ -4,9 +4,10 @@ other recipes for some layers. Afterwards all is as before: recipes, states, gra
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,16 @@ from lpq.torch_private.tensors import local_part
 
 Closure = Callable[[], Any]
 """Runs forward and backward of the step's batch, and returns the loss."""
-Bits = tuple[Tensor, Tensor | None]
+
+
+class Bits(NamedTuple):
+    """The states of the generators that a step may draw from."""
+
+    python: Any
+    """Python's own, by which some models leave layers out."""
+    cpu: Tensor
+    gpus: dict[torch.device, Tensor]
+    """Those of the GPUs that hold a part of the model."""
 
 
 class Before:
@@ -30,7 +40,8 @@ class Before:
 
     def __init__(self, model: nn.Module) -> None:
         check_model(model)
-        self._device = device_of(next(model.parameters()))
+        devices = {device_of(p) for p in model.parameters()}
+        self._gpus = [device for device in devices if device.type == "cuda"]
         self._bits = self.bits()
         self._buffers = [
             (module, name, local_part(buffer).clone())
@@ -48,14 +59,15 @@ class Before:
 
     def bits(self) -> Bits:
         """The state of the generators."""
-        on_gpu = self._device.type == "cuda"
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
+        gpus = {device: torch.cuda.get_rng_state(device) for device in self._gpus}
+        return Bits(random.getstate(), torch.get_rng_state(), gpus)
 
     def set_bits(self, bits: Bits) -> None:
         """Set the state of the generators."""
-        torch.set_rng_state(bits[0])
-        if bits[1] is not None:
-            torch.cuda.set_rng_state(bits[1], self._device)
+        random.setstate(bits.python)
+        torch.set_rng_state(bits.cpu)
+        for device, state in bits.gpus.items():
+            torch.cuda.set_rng_state(state, device)
 
 
 class Replay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,45 @@ def closure_of(net: Any, x: Tensor) -> Any:
         return loss
 
     return closure
+
+
+class Skips(nn.Module):
+    """A model that leaves layers out by Python's own random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number and random.random() < 0.5 else layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_python_s_random_numbers_leave_out_are_left_out_in_the_replay(seed: int) -> None:
+    torch.manual_seed(0)
+    random.seed(seed)
+    net, x = lpq.convert(Skips(), "nvfp4", include="all"), batch()
+    before = lpq.observe.Before(net)
+    closure_of(net, x)()
+    now = random.getstate()
+    assert lpq.observe.culprits(net, closure_of(net, x), before=before).replays
+    assert random.getstate() == now
+
+
+def test_random_bits_of_all_gpus_with_a_part_of_the_model_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {torch.device("cuda", i): torch.tensor([i]) for i in range(3)}
+    net = model()
+    on = {id(p): torch.device("cuda", i % 2) for i, p in enumerate(net.parameters())}
+    monkeypatch.setattr("lpq.observe.replay.device_of", lambda p: on[id(p)])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpus[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: gpus.update({device: state}))
+    before = lpq.observe.Before(net)
+    for device in gpus:
+        gpus[device] = torch.tensor([-1])
+    before.restore()
+    assert [state.item() for state in gpus.values()] == [0, 1, -1]
 
 
 def test_a_layer_that_makes_a_nan_is_found() -> None:

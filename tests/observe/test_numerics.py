@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -342,6 +343,26 @@ def test_a_nan_comes_first() -> None:
     assert watch.worst()[0].snr_db is None
 
 
+def test_a_page_has_what_the_table_has_first_and_zeros_come_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = model(), batch()
+    x[3, 5] = torch.nan
+    watch = lpq.observe.numerics(net, every=1)
+    with watch.step():
+        net(x)
+    monkeypatch.setattr("lpq.observe.page.WORST", 2)
+    watch.page(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    first = [re.findall("<td>(.*?)</td>", row)[:2] for row in re.findall("<tr>(<td>.*?)</tr>", text)]
+    assert first == [[one.layer, one.operand] for one in watch.worst()[:2]] == [["0", "x.row"], ["0", "x.col"]]
+    net = model()
+    quiet = lpq.observe.numerics(net, every=1)
+    with quiet.step():
+        net(torch.zeros_like(x))
+    assert {one.operand for one in quiet.worst() if one.amax == 0} == {one.operand for one in quiet.worst()[-2:]}
+
+
 # ---------------------------------------------------------------------------------------------- files and refusals
 
 
@@ -361,6 +382,21 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
         lpq.observe.Readings.read(tmp_path / "other")
     with pytest.raises(lpq.observe.NumericsError, match="there are no statistics in"):
         lpq.observe.Readings.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize("left", [1, 40, 4000])
+def test_a_file_that_a_killed_process_left_is_read_up_to_its_last_whole_line(left: int, tmp_path: Path) -> None:
+    net, path = model(), tmp_path / "numerics.jsonl"
+    train(net, watch := lpq.observe.numerics(net, every=1), 2)
+    watch.write(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-left])
+    count = whole[:-left].count(b"\n") + (left == 1)  # without the end of a line that is whole
+    assert len(lpq.observe.Readings.read(path).readings()) == count
+    train(net, resumed := lpq.observe.numerics(net, every=1, step=1), 1)
+    resumed.write(path)
+    steps = [one.step for one in lpq.observe.Readings.read(path).readings()]
+    assert steps == [0] * min(14, count) + [1] * 14
 
 
 class Parsed(HTMLParser):
