@@ -230,7 +230,8 @@ class Trainer:
             checkpoint.save(self.model, directory, self.optimizer, step=self.step, extra=beside, keep=KEEP)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}. Free some space or make the directory writable, then go on with --resume"
+                f"{error}. Free some space or make the directory writable: then `lpq train --resume`, or the same `lpq "
+                "compare`, goes on"
             ) from error
         return self.step
 
