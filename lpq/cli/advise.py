@@ -18,7 +18,7 @@ from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, nam
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, milliseconds
-from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, on_meta
+from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.recipes.rules import LEAVE
@@ -90,8 +90,9 @@ def advise(
     groups = [_predicted(card, *key, count, recipes) for key, count in alike(sizes).items() if key[1]]
     if not sizes:
         raise ModelError(f"MODEL {model}: lpq.convert reaches no linear layer of it: there is nothing to advise")
+    unknown = left_out(sizes)
     if not groups:
-        raise OptionError(_unknown([*sizes]))
+        raise OptionError(str(unknown))
     measured: Measurements = _measured(groups, recipes) if here else {}
     fit = [text for text in recipes if not _is_narrow(text)] or recipes
     best = max(fit, key=lambda text: _gain(groups, text, _slow(groups, text)))
@@ -100,8 +101,7 @@ def advise(
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
     sentences = [provenance(card), *_reasons(card, recipes, groups, best, skipped, line)]
-    if unknown := [name for name, size in sizes.items() if not size]:
-        sentences.append(_unknown(unknown))
+    sentences += [unknown] if unknown else []
     if json:
         as_json(
             {
@@ -266,13 +266,8 @@ def _of_experts(card: Gpu, recipes: Sequence[str], groups: Sequence[LayerGroup])
         if native_products(lpq.recipe(text), card.sm) and not native_products(lpq.recipe(text), card.sm, True)
     ]
     if bf16:
-        said.append(f"{', '.join(bf16)}: lpq multiplies the rows of experts in bf16, on every GPU.")
+        said.append(f"{', '.join(bf16)}: this GPU multiplies the rows of experts in bf16.")
     return said
-
-
-def _unknown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"Experts are not predicted ({names[0]}{more}): --experts-per-token says to how many of them a token goes."
 
 
 def _show(heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], measured: Measurements) -> None:

@@ -34,7 +34,7 @@ from lpq.bench.speedups import (
 )
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
-from lpq.cli.models import NAMED, Chosen, alike, layer_sizes, on_meta
+from lpq.cli.models import NAMED, Chosen, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import LpqError, OptionError
@@ -91,11 +91,16 @@ def bench(
         lpq.recipe(text)
     counts = dict.fromkeys(map(_size, shape or ()), 1)
     names: dict[LayerSize, list[str]] = {}
+    unknown: str | None = None
     if model:
-        for (name, found), count in alike(layer_sizes(_converted(model, recipes[0]), tokens, chosen)).items():
+        layers = layer_sizes(_converted(model, recipes[0]), tokens, chosen)
+        unknown = left_out(layers)
+        for (name, found), count in alike(layers).items():
             for size in found:
                 counts[size] = counts.get(size, 0) + count
                 names.setdefault(size, []).append(name)
+        if layers and not counts:
+            raise OptionError(str(unknown))
         if not counts:
             raise BenchError(f"--model {model}: lpq.convert reaches no linear layer of it, so that none can be timed")
     sizes = list(counts) or squares(where)
@@ -124,7 +129,7 @@ def bench(
             table(f"{text}: {heading}", *cells(shapes, text))
     for text in failures(shapes):
         typer.echo(f"lpq: {text}", err=True)
-    for sentence in _remarks(result["native"], where):
+    for sentence in [*_remarks(result["native"], where), *([unknown] if unknown else [])]:
         print_text(sentence)
 
 

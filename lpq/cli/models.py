@@ -99,14 +99,25 @@ def layer_sizes(model: nn.Module, tokens: int, chosen: int | None) -> dict[str, 
         tokens: The tokens of a step.
         chosen: To how many experts a token goes; None: as the model's configuration says.
     """
-    chosen = chosen or experts_per_token(model)
+    given, chosen = chosen, chosen or experts_per_token(model)
     found: dict[str, tuple[LayerSize, ...]] = {}
     for name, stacks in searched_layers(model).items():
+        count = min((one.experts for one in stacks if one.experts is not None), default=None)
+        if given is not None and count is not None and given > count:
+            raise OptionError(f"--experts-per-token {given}: {name} has {count} experts")
         rows = [one.experts if getattr(one.layer, "dense", False) else chosen for one in stacks]
         known = all(one.experts is None or count for one, count in zip(stacks, rows, strict=True))
         sizes = (one.size(tokens, count or 0, 1) for one, count in zip(stacks, rows, strict=True))
         found[name] = tuple(sizes) if known else ()
     return found
+
+
+def left_out(sizes: Mapping[str, tuple[LayerSize, ...]]) -> str | None:
+    """Say which experts have no size; None if all have one."""
+    if not (names := [name for name, found in sizes.items() if not found]):
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"Experts are left out ({names[0]}{more}): --experts-per-token says to how many of them a token goes."
 
 
 def experts_per_token(model: nn.Module) -> int | None:

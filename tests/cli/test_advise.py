@@ -101,7 +101,7 @@ def test_experts_are_predicted_if_it_is_known_how_many_rows_they_get(
     monkeypatch.syspath_prepend(Path(__file__).parent)
     unknown = advised(lpq, "test_advise:experts", "--gpu", "h100")
     assert [g["layers"] for g in unknown["layers"]] == ["o_proj"]
-    says = "Experts are not predicted (experts): --experts-per-token says to how many of them a token goes."
+    says = "Experts are left out (experts): --experts-per-token says to how many of them a token goes."
     assert says in unknown["remarks"]
     known = advised(lpq, "test_advise:experts", "--gpu", "h100", "--experts-per-token", 2, "--tokens", 1000)
     assert [g["layers"] for g in known["layers"]] == ["o_proj", "experts"]
@@ -112,7 +112,9 @@ def test_experts_are_predicted_if_it_is_known_how_many_rows_they_get(
 def test_a_model_of_experts_alone_asks_how_many_a_token_goes_to(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     ended = lpq("advise", "test_advise:only_experts", "--gpu", "h100")
-    assert (ended.status, "--experts-per-token" in ended.err) == (2, True)
+    assert (ended.status, "--experts-per-token says" in ended.err) == (2, True)
+    more = lpq("advise", "test_advise:only_experts", "--gpu", "h100", "--experts-per-token", 5)
+    assert (more.status, more.err) == (2, "lpq: --experts-per-token 5: 0 has 4 experts\n")
 
 
 def only_experts() -> nn.Module:
@@ -166,7 +168,7 @@ def test_formats_whose_groups_no_gpu_multiplies_save_no_time_for_experts(
     found = advised(lpq, "test_advise:experts", "--gpu", "b200", *options)
     o_proj, experts = found["layers"]
     assert experts["predicted"]["mxfp8"] < 1 < o_proj["predicted"]["mxfp8"]
-    assert "mxfp8: lpq multiplies the rows of experts in bf16, on every GPU." in found["remarks"]
+    assert "mxfp8: this GPU multiplies the rows of experts in bf16." in found["remarks"]
 
 
 def test_experts_are_measured_as_layers() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lpq as library
 from lpq.bench import chart, speedups
 from lpq.bench.layers import Layers, LayerSize
 from lpq.bench.native import native_products, to_begin_with
@@ -48,6 +49,25 @@ def test_shapes_are_tokens_inputs_and_outputs(lpq: Callable) -> None:
 
 def two_layers() -> nn.Module:
     return nn.ModuleDict({"0": nn.Linear(32, 16), "1": nn.Linear(32, 16), "up": nn.Linear(16, 64)})
+
+
+def with_experts() -> nn.Module:
+    return nn.ModuleDict({"experts": library.nn.GroupedLinear(4, 32, 16, recipe="mxfp8"), "up": nn.Linear(16, 64)})
+
+
+def test_experts_are_timed_if_it_is_known_how_many_rows_they_get(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    options = ("bench", "--model", "test_bench:with_experts", "--tokens", 16, "--device", "cpu", "--recipe", "mxfp8")
+    assert "Experts are left out (experts)" in lpq(*options).out
+    ended = lpq(*options, "--experts-per-token", 2)
+    assert "4 experts, 32x32x16" in ended.out
+    assert "Experts are left out" not in ended.out
+    found = json.loads(lpq(*options, "--experts-per-token", 2, "--json").out)
+    assert found["environment"]["command"].endswith("--experts-per-token 2 --recipe mxfp8")
+    (experts,) = [shape for shape in found["shapes"] if "experts" in shape]
+    assert all(row["ms"] > 0 and row["failure"] is None for row in experts["results"])
 
 
 def test_the_layers_of_a_model_are_counted(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
