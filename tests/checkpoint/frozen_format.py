@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from plugin import Plugin
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, StateBuffer, Storage
-from lpq.registry import FormatSpec, hookimpl
-
-
-def register() -> None:
-    """Make it known in this process, as a plugin that is not packaged."""
-    registry.register(sys.modules[__name__], name="frozen")
-
-
-@hookimpl
-def lpq_register_formats() -> FormatSpec:
-    return FormatSpec(
-        name="frozen",
-        summary="INT8 with one scale for the tensor, from a calibrated amax",
-        quantizer=f"{__name__}:FrozenQuantizer",
-        storage=f"{__name__}:FrozenStorage",
-        effective_bits=8,
-    )
 
 
 class FrozenStorage(Storage):
@@ -53,3 +35,6 @@ class FrozenQuantizer(Quantizer):
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> FrozenStorage:
         scale = stats["amax"].clamp(min=1e-30) / 127
         return FrozenStorage(data=(x / scale).round().clamp(-127, 127).to(torch.int8), scale=scale)
+
+
+register = Plugin(__name__, "frozen", {"frozen": "FrozenQuantizer FrozenStorage"}, {"frozen": 8}).register

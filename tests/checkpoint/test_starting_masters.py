@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from killed import untold
 from ranks import fully_shard, spawn
-from sharded import How, built, step
+from sharded import How, built, local, step
 from support.comparing import as_bytes, equal
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import lpq
@@ -62,13 +61,9 @@ def goes_on(net: nn.Module, optimizer: Optimizer, shard: bool) -> list[float]:
     return losses
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def values(net: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each converted weight, as it is."""
-    found = {name: local(p) for name, p in net.named_parameters() if name in WEIGHTS}
+    found = {name: local(p.detach()) for name, p in net.named_parameters() if name in WEIGHTS}
     assert list(found) == WEIGHTS
     return {name: getattr(p, "held", p) for name, p in found.items()}
 

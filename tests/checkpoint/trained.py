@@ -9,14 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpointed import differences
-from sharded import How, built, step
-from support.comparing import as_bytes
+from sharded import How, built, bytes_of, local, step
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import lpq
 from lpq import checkpoint
-from lpq.core import QuantizedTensor
 from lpq.optim import MasterWeights
 
 WEIGHTS = [
@@ -49,33 +46,16 @@ SAVED, LAST = 2, 3
 Runs = Mapping[str, dict[str, Any]]
 
 
-def _values(net: nn.Module) -> dict[str, Tensor]:
-    """This rank's part of everything that is saved of a model, as bytes."""
-    found = {}
-    for name, tensor in net.state_dict().items():
-        local = _local(tensor)
-        if isinstance(local, QuantizedTensor):
-            for direction, operand in local.operands:
-                found.update({f"{name}.{direction}.{n}": as_bytes(b) for n, b in operand.buffers().items()})
-        else:
-            found[name] = as_bytes(local)
-    return found
-
-
 def _state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return an optimizer's state of each parameter, masters included."""
     kept = optimizer.state_dict()["state"]
     return {f"{i}.{name}": tensor for i, state in kept.items() for name, tensor in state.items()}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _made(run: dict[str, Any], name: str, **options: Any) -> tuple[How, nn.Module, torch.optim.Optimizer]:
     how = How(**run, width=128, **options)
     net = built(how)
-    assert any(".row.data" in part for part in _values(net)) == (how.weights == "quantized")
+    assert any(".row.data" in part for part in bytes_of(net)) == (how.weights == "quantized")
     optimizer = how.optimizer(net.parameters())
     return how, net, MasterWeights(optimizer, keep=name == "masters") if how.weights == "quantized" else optimizer
 
@@ -83,7 +63,7 @@ def _made(run: dict[str, Any], name: str, **options: Any) -> tuple[How, nn.Modul
 def _write_down(folder: Path, name: str, number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """All there is of a run after a step; of the optimizer, without lpq, each rank writes what it has."""
     lpq.export(net, folder / f"{name}-{number}.pt", layout="lpq")
-    shards = {key: _local(tensor).cpu() for key, tensor in _state(optimizer).items()}
+    shards = {key: local(tensor).cpu() for key, tensor in _state(optimizer).items()}
     assert any(key.endswith(".master") for key in shards) == (name == "masters")
     torch.save(shards, folder / f"{name}-{number}-rank{dist.get_rank()}.pt")
 
@@ -93,7 +73,7 @@ def _is_as_written_down(
 ) -> None:
     """``truth``: a model to load into."""
     checkpoint.import_file(truth, folder / f"{name}-{number}.pt")
-    found, expected = _values(net), _values(truth)
+    found, expected = bytes_of(net), bytes_of(truth)
     assert found.keys() == expected.keys()
     assert [n for n in found if not torch.equal(found[n], expected[n])] == [], (name, number)
     files = sorted(folder.glob(f"{name}-{number}-rank*.pt"))
@@ -138,10 +118,10 @@ def resumed(
         how, net, optimizer = _made(run, name, **options)
         if used and name in ("gathered", "masters"):
             step(net, optimizer, 7, how)
-        before = {n: t.clone() for n, t in _values(net).items()}
+        before = bytes_of(net)
         info = checkpoint.load(net, folder / source / name, optimizer)
         assert (info.step, info.policy) == (SAVED, lpq.policy(how.recipe))
-        assert [n for n, t in _values(net).items() if not torch.equal(t, before[n])], "there was nothing to load"
+        assert [n for n, t in bytes_of(net).items() if not torch.equal(t, before[n])], "there was nothing to load"
         truth = built(how)
         _is_as_written_down(folder, name, SAVED, net, optimizer, truth)
         if then is not None:

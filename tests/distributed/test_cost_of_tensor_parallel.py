@@ -41,7 +41,7 @@ class Cost(NamedTuple):
     collectives: int
 
 
-COSTS = {
+PAIR = {
     # recipe: activations that all ranks have, sequences that are shared out. As torch 2.13 counts them.
     "fp8-current": (Cost(129, 107, 5), Cost(191, 240, 9)),
     "fp8-delayed": (Cost(134, 73, 4), Cost(177, 181, 7)),
@@ -107,24 +107,14 @@ def cost_of(pair: nn.Module, sequences: bool) -> Cost:
     return Cost(calls, sum(e.name.startswith(("aten::", "lpq::")) for e in seen.events()), len(sent))
 
 
-@pytest.mark.parametrize("recipe", COSTS)
+@pytest.mark.parametrize(("recipe", "fused"), [*((recipe, False) for recipe in PAIR), *((one, True) for one in FUSED)])
 @on_ranks(2)
-def test_no_call_no_operator_and_no_collective_is_added(rank: int, recipe: str) -> None:
+def test_no_call_no_operator_and_no_collective_is_added(rank: int, recipe: str, fused: bool) -> None:
+    costs, of = (FUSED, cost_of_block) if fused else (PAIR, cost)
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_check, "FREE", ())  # on a GPU ranks compare new inputs alone
-        found = cost(recipe, False), cost(recipe, True)
-    for now, most in zip(found, COSTS[recipe], strict=True):
-        assert all(a <= b for a, b in zip(now, most, strict=True)), found
-        assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
-
-
-@pytest.mark.parametrize("recipe", FUSED)
-@on_ranks(2)
-def test_the_cost_of_a_fused_block(rank: int, recipe: str) -> None:
-    with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_check, "FREE", ())
-        found = cost_of_block(recipe, False), cost_of_block(recipe, True)
-    for now, most in zip(found, FUSED[recipe], strict=True):
+        found = of(recipe, False), of(recipe, True)
+    for now, most in zip(found, costs[recipe], strict=True):
         assert all(a <= b for a, b in zip(now, most, strict=True)), found
         assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
 

@@ -66,12 +66,7 @@ AS_OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason=OLD)
 
 
 @pytest.mark.parametrize(
-    ("zero_bubble", "frozen"),
-    [
-        (False, False),
-        (False, True),
-        pytest.param(True, False, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason=OLD)),
-    ],
+    ("zero_bubble", "frozen"), [(False, False), (False, True), pytest.param(True, False, marks=AS_OLD)]
 )
 @on_ranks(2)
 def test_each_micro_batch_is_one_step(rank: int, zero_bubble: bool, frozen: bool) -> None:

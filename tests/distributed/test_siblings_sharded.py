@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks import fully_shard, on_ranks
 from support.comparing import equal
+from support.small_models import LlamaMlp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,19 +41,6 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(self.q(x) * self.k(x))
-        return y
-
-
-class Gated(nn.Module):
-    """A block that ``lpq.fuse`` finds, and that ``convert`` leaves if it is not to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
@@ -152,9 +139,9 @@ def test_siblings_encode_once(rank: int) -> None:
 )  # fmt: skip
 @on_ranks(2)
 def test_swiglu(rank: int, recipe: str, weights: Any, others: bool) -> None:
-    found, make = [], Gated if others else lambda: SwiGLU(WIDTH, 2 * WIDTH)
+    found, make = [], LlamaMlp if others else lambda: SwiGLU(WIDTH, 2 * WIDTH)
     for fused in (True, False):
-        net = _sharded(make if fused else Gated, recipe, weights, others, fuse=fused)
+        net = _sharded(make if fused else LlamaMlp, recipe, weights, others, fuse=fused)
         found.append(_trained(net, weights))
         assert net[0].is_fused == fused
     assert equal(*found)

@@ -72,12 +72,19 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {f"{n}.{part}": held for n, p in net.named_parameters() for part, held in _held(p.detach()).items()}
 
 
-@pytest.mark.parametrize(("case", "rows"), [*((case, 130) for case in CASES), ("blocks", 131)])
-@on_ranks(2)
-def test_shards_hold_the_bytes_that_the_whole_would(rank: int, case: str, rows: int) -> None:
-    """With as many rows on each rank, and with one row more on the first."""
-    ours, theirs = fully_shard(_model(rows)), _model(rows)
-    optimizer, alone = _optimizer(ours, case), _optimizer(theirs, case)
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@pytest.mark.parametrize(
+    ("ranks", "case", "rows", "stored"),
+    [*((2, case, 130, False) for case in CASES), (2, "blocks", 131, False), (2, "blocks", 128, True),
+     (4, "blocks", 128, False), (4, "of the whole", 128, False), (4, "blocks", 128, True)],
+)  # fmt: skip
+@on_ranks()
+def test_shards_hold_the_bytes_that_the_whole_would(rank: int, ranks: int, case: str, rows: int, stored: bool) -> None:
+    """With as many rows on each rank, and with one row more on the first; inside masters, where weights are stored.
+    Four ranks are two replicas, each with all shards and with scales of all."""
+    mesh = mesh_of("replicate", "shard") if ranks == 4 else mesh_of()
+    ours, theirs = fully_shard(_model(rows, stored), mesh=mesh), _model(rows, stored)
+    optimizer, alone = _optimizer(ours, case, stored), _optimizer(theirs, case, stored)
     for net, one in ((ours, optimizer), (theirs, alone)):
         _step(net, one)
     mine, other = _states(ours, optimizer), _states(theirs, alone)
@@ -87,31 +94,6 @@ def test_shards_hold_the_bytes_that_the_whole_would(rank: int, case: str, rows: 
     else:
         assert equal_states(_weights(ours), _weights(theirs))
     assert equal_states(mine, other)
-
-
-@pytest.mark.filterwarnings("ignore:masters begin with")
-@on_ranks(2)
-def test_inside_master_weights_of_shards(rank: int) -> None:
-    ours, theirs = fully_shard(_model(128, stored=True)), _model(128, stored=True)
-    optimizer, alone = _optimizer(ours, stored=True), _optimizer(theirs, stored=True)
-    for net, one in ((ours, optimizer), (theirs, alone)):
-        _step(net, one)
-    assert equal_states(_weights(ours), _weights(theirs))
-    assert equal_states(_states(ours, optimizer), _states(theirs, alone))
-
-
-@pytest.mark.filterwarnings("ignore:masters begin with")
-@pytest.mark.parametrize(("case", "stored"), [("blocks", False), ("of the whole", False), ("blocks", True)])
-@on_ranks(4)
-def test_replicas_of_shards_hold_the_bytes_that_the_whole_would(rank: int, case: str, stored: bool) -> None:
-    """HSDP, 2 x 2: each replica has all shards, and its scales are those of all shards."""
-    ours, theirs = fully_shard(_model(128, stored), mesh=mesh_of("replicate", "shard")), _model(128, stored)
-    optimizer, alone = _optimizer(ours, case, stored), _optimizer(theirs, case, stored)
-    for net, one in ((ours, optimizer), (theirs, alone)):
-        _step(net, one)
-    mine = {**_weights(ours), **_states(ours, optimizer)}
-    assert equal_states(mine, {**_weights(theirs), **_states(theirs, alone)})
-    assert any(".data" in name for name in mine)
 
 
 def _of_blocks(params: Any) -> Optimizer:

@@ -13,6 +13,7 @@ from typing import Any
 
 import tiny
 import torch
+from support.comparing import as_bytes
 from support.hugging_face import small
 
 import lpq
@@ -116,7 +117,7 @@ def digest(path: Path) -> str:
     made = hashlib.sha256()
     for name, tensor in sorted(tiny.tensors(path).items()):
         made.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
-        made.update(tiny.raw(tensor).numpy().tobytes())
+        made.update(as_bytes(tensor).numpy().tobytes())
     described = [tiny.config(path)]
     if (legacy := path / "hf_quant_config.json").exists():
         described.append(json.loads(legacy.read_text()))

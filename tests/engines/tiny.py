@@ -139,11 +139,6 @@ def tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """Its bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def config(path: Path) -> dict[str, Any]:
     """What an exported model says of its quantization."""
     found: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]

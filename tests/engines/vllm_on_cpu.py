@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import raw
+from support.comparing import as_bytes
 from torch import Tensor
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -95,7 +95,7 @@ def differing(model: Any, files: dict[str, Tensor], experts: int, high_precision
         for way in ways:
             found = [files[one] for one in way if one in files]
             same = len(found) == len(way) and {one.dtype for one in found} == {parameter.dtype}
-            if not (same and torch.equal(raw(parameter), torch.cat([raw(one) for one in found]))):
+            if not (same and torch.equal(as_bytes(parameter), torch.cat([as_bytes(one) for one in found]))):
                 wrong.append(name)
         used |= {*parts}
     return wrong, used

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.comparing import equal
+from support.passes import in_a_graph
 from torch import Tensor, nn
 
 import lpq
@@ -55,21 +56,8 @@ def test_steps_are_those_of_the_layers(recipe: str, sizes: tuple[int, int]) -> N
 
 
 def test_a_graph() -> None:
-    model = made(SwiGLU, "fp8-delayed")
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        model(x)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            model(x)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            y = model(x)
-        x.copy_(torch.randn(256, 256, device="cuda"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(y, model(x))
+    assert torch.equal(*in_a_graph(made(SwiGLU, "fp8-delayed"), x))
 
 
 class Halves(nn.Module):

@@ -3,63 +3,29 @@ itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
-from support.several import (
-    DTYPES,
-    ENCODED,
-    MEASURED,
-    SHAPES,
-    TILED,
-    TURNED,
-    WHOLE,
-    check_derived,
-    check_operands,
-    check_places,
-    check_rows,
-    check_statistics,
-    check_tiled,
-    check_versions,
-)
+from support import several as s
 
-from lpq.formats.format import Direction
+CUDA = torch.device("cuda", 0)
+CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    *((s.check_operands, (text, dtype, CUDA)) for text, dtype in product(s.ENCODED, s.DTYPES)),
+    *(
+        (s.check_tiled, (*side, dtype, CUDA, shapes))
+        for side, shapes, dtype in product(s.TILED, (s.SHAPES, s.WHOLE), s.DTYPES)
+    ),
+    *((s.check_rows, (dtype, CUDA)) for dtype in s.DTYPES),
+    *((s.check_statistics, (*side, dtype, CUDA)) for side, dtype in product(s.MEASURED, s.DTYPES)),
+    (s.check_places, (CUDA,)),
+    *((s.check_derived, (text, CUDA)) for text in s.TURNED),
+    *((s.check_versions, (text, CUDA)) for text in s.ENCODED),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("text", ENCODED)
-def test_each_has_its_own_operand(text: str, dtype: torch.dtype) -> None:
-    check_operands(text, dtype, torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shapes", [SHAPES, WHOLE], ids=["ragged", "whole"])
-@pytest.mark.parametrize(("text", "direction"), TILED)
-def test_each_has_its_own_tiles(
-    text: str, direction: Direction, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype
-) -> None:
-    check_tiled(text, direction, dtype, torch.device("cuda", 0), shapes)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_have_their_own_amaxes(dtype: torch.dtype) -> None:
-    check_rows(dtype, torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("text", "direction"), MEASURED)
-def test_each_has_its_own_statistics(text: str, direction: Direction, dtype: torch.dtype) -> None:
-    check_statistics(text, direction, dtype, torch.device("cuda", 0))
-
-
-def test_each_is_put_in_its_place() -> None:
-    check_places(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("text", TURNED)
-def test_each_is_transposed(text: str) -> None:
-    check_derived(text, torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("text", ENCODED)
-def test_the_same_versions_are_not_encoded_again(text: str) -> None:
-    check_versions(text, torch.device("cuda", 0))
+@pytest.mark.parametrize(("check", "given"), CASES)
+def test_each_has_its_own(check: Callable[..., None], given: tuple[Any, ...]) -> None:
+    check(*given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.passes import in_a_graph
 from support.small_models import Siblings
 
 import lpq
@@ -19,21 +20,7 @@ def made() -> Any:
 
 
 def test_a_graph_encodes_what_it_is_given() -> None:
-    model = made()
-    x = torch.randn(SIZE, SIZE, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        model(x)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            model(x)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            y = model(x)
-        x.copy_(torch.randn(SIZE, SIZE, device="cuda"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(y, model(x))
+    assert torch.equal(*in_a_graph(made(), torch.randn(SIZE, SIZE, device="cuda")))
 
 
 def test_a_stream_takes_nothing_of_another() -> None:

@@ -52,6 +52,22 @@ def compiled(module: Any, x: Tensor) -> Tensor:
     return plainly(torch.compile(module, fullgraph=True, backend="aot_eager"), x)
 
 
+@torch.no_grad()
+def in_a_graph(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Record forward in a CUDA graph. Return what its replay makes of another input, and what forward makes of that."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    module(x)
+    with torch.cuda.stream(stream):
+        module(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        y: Tensor = module(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    return y, plainly(module, x)
+
+
 def step(
     module: Any, x: Tensor, run: Run = plainly, dy: Tensor | None = None, *, needs_dx: bool = True
 ) -> list[Tensor | None]:
