@@ -11,16 +11,17 @@ An optimizer is looked at once, by its own parameters. One that no watcher is co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lpq.distributed.by_optimizer import ByOptimizer
 from lpq.operations.reduce_statistics import Reductions
 
 
@@ -45,14 +46,17 @@ class Watcher:
         which run next."""
 
 
-class _Look(NamedTuple):
+@dataclass
+class _Look:
     """An optimizer as it was looked at."""
 
     params: list[int]
     """The ids of its parameters then."""
-    last: int
+    last: int = -1
     """The number of the last watcher that was asked."""
-    concerned: list[weakref.ref[Watcher]]
+    concerned: list[weakref.ref[Watcher]] = field(default_factory=list)
+    done: bool = False
+    """Whether the watchers have been called for its present step already."""
 
 
 class Steps:
@@ -60,13 +64,12 @@ class Steps:
 
     def __init__(self) -> None:
         self._watchers: dict[int, weakref.ref[Watcher]] = {}
-        """The live watchers, by their numbers, in the order in which they were added."""
+        """The watchers, by their numbers, in the order in which they were added; some may have died since the last was
+        added. No function is called when one dies: an interrupt that came there would be lost."""
         self._last, self._adding = -1, Lock()
-        self._looks: weakref.WeakKeyDictionary[Optimizer, _Look] = weakref.WeakKeyDictionary()
+        self._looks: ByOptimizer[_Look] = ByOptimizer()
         self._parts: list[Optimizer] = []
         """Optimizers whose steps are at present parts of the step of another one."""
-        self._done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers for whose present step the watchers have been called already."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
 
@@ -74,41 +77,45 @@ class Steps:
         """Have a watcher called, after those that are called already."""
         with self._adding:
             number = self._last + 1
-            self._watchers[number] = weakref.ref(watcher, lambda _: self._watchers.pop(number, None))
+            alive = {n: ref for n, ref in self._watchers.items() if ref() is not None}
+            self._watchers = {**alive, number: weakref.ref(watcher)}
             self._last = number
 
     def watchers(self) -> list[Watcher]:
         """Return all live watchers, in the order in which they were added."""
-        return [watcher for ref in self._watchers.copy().values() if (watcher := ref()) is not None]
+        return _live(self._watchers.values())
 
-    def _concerned(self, optimizer: Optimizer) -> list[Watcher]:
-        """The watchers that an optimizer concerns."""
+    def _look(self, optimizer: Optimizer) -> _Look:
+        """An optimizer, with all watchers that it concerns by now."""
         if not self._watchers:
-            return []
+            return _Look([])
         params = [number for group in optimizer.param_groups for number in map(id, group["params"])]
         look = self._looks.get(optimizer)
         if look is None or look.params != params:
-            look = _Look(params, -1, [])
+            look = _Look(params)
+            self._looks.put(optimizer, look)
         if look.last != (last := self._last):
             own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-            new = [ref for number, ref in self._watchers.copy().items() if look.last < number <= last]
-            concerned = [ref for ref in new if (watcher := ref()) is not None and watcher.concerns(own)]
-            self._looks[optimizer] = look = _Look(params, last, [*look.concerned, *concerned])
-        return [watcher for ref in look.concerned if (watcher := ref()) is not None]
+            new = [ref for number, ref in self._watchers.items() if look.last < number <= last]
+            look.concerned += [ref for ref in new if (watcher := ref()) is not None and watcher.concerns(own)]
+            look.last = last
+        return look
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._is_part(optimizer) and (concerned := self._concerned(optimizer)):
-            self._done.discard(optimizer)  # a step that raised may have left it
-            for watcher in concerned:
-                watcher.before_step(optimizer)
+        if self._is_part(optimizer):
+            return
+        look = self._look(optimizer)
+        look.done = False  # a step that raised may have left it
+        for watcher in _live(look.concerned):
+            watcher.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         look = self._looks.get(optimizer)
         if look is None or not look.concerned or self._is_part(optimizer):
             return
-        if optimizer not in self._done:
+        if not look.done:
             self.reductions(optimizer).run()
-        self._done.discard(optimizer)
+        look.done = False
 
     def _is_part(self, optimizer: Optimizer) -> bool:
         return any(part is optimizer for part in self._parts)
@@ -116,10 +123,10 @@ class Steps:
     def reductions(self, optimizer: Optimizer) -> Reductions:
         """Return the reductions of all watchers after the step of this optimizer. An optimizer that calls this runs
         them with its own, as its step ends."""
-        reductions = Reductions()
-        for watcher in self._concerned(optimizer):
+        reductions, look = Reductions(), self._look(optimizer)
+        for watcher in _live(look.concerned):
             watcher.after_step(optimizer, reductions)
-        self._done.add(optimizer)
+        look.done = True
         return reductions
 
     @contextmanager
@@ -130,6 +137,10 @@ class Steps:
             yield
         finally:
             self._parts.remove(optimizer)  # and not the last one, which another thread may have added
+
+
+def _live(watchers: Iterable[weakref.ref[Watcher]]) -> list[Watcher]:
+    return [watcher for ref in watchers if (watcher := ref()) is not None]
 
 
 @cache

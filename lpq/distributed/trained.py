@@ -10,7 +10,6 @@ The decision depends on facts that are equal on all ranks: the optimizers that h
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lpq.distributed.by_optimizer import ByOptimizer
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
@@ -32,7 +32,7 @@ class Trained:
     """The optimizers that have stepped weights of one model, and the weights that are in none of these optimizers."""
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: ByOptimizer[_Seen] = ByOptimizer()
         self._left: dict[str, Tensor] = {}
         """The weights, by name, that are in none of these optimizers; mostly there are none. They are not weak
         references: ``module.to()`` could not exchange a parameter that has one."""
@@ -46,7 +46,7 @@ class Trained:
             seen = _Seen([*map(id, params)])
             if len({*seen.ids}) < len(seen.ids):
                 raise RuntimeError(_twice(optimizer, params, named))
-            self._seen[optimizer] = seen
+            self._seen.put(optimizer, seen)
             known = {number for one in self._seen.values() for number in one.ids}
             self._left = {name: weight for name, weight in named.items() if id(weight) not in known}
         seen.steps += 1

@@ -14,6 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import Any, NamedTuple, cast
 
@@ -168,7 +169,8 @@ class _Plan:
         handle = self._handle
         self._matmul = _matmul()
         self._made: list[tuple[str, c_void_p]] = []
-        weakref.finalize(self, _destroy, self._made).atexit = False
+        _destroy_what_is_left()
+        _DESCRIPTIONS.append((weakref.ref(self), self._made))
         self._description = self._make("MatmulDesc", COMPUTE_FP32, FP32)
         describe = functools.partial(self._set, "MatmulDesc", self._description)
         describe(TRANSPOSE_FIRST, TRANSPOSED)
@@ -266,9 +268,20 @@ def _failed(status: int) -> KernelError:
     return KernelError(f"cublasLtMatmul failed with status {status}")
 
 
-def _destroy(made: list[tuple[str, c_void_p]]) -> None:
-    for kind, each in made:
-        _call(f"{kind}Destroy", each)
+_DESCRIPTIONS: list[tuple[weakref.ref[_Plan], list[tuple[str, c_void_p]]]] = []
+"""The descriptions that plans made in the library, until they are destroyed."""
+
+
+def _destroy_what_is_left() -> None:
+    """Destroy the descriptions of plans that are gone. No function is called when one goes: an interrupt that came
+    there would be lost."""
+    for known in [*_DESCRIPTIONS]:
+        plan, made = known
+        if plan() is None:
+            with suppress(ValueError):  # another thread has it
+                _DESCRIPTIONS.remove(known)
+                for kind, each in made:
+                    _call(f"{kind}Destroy", each)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -42,12 +42,13 @@ class FreshStates(Watcher):
     """The layers of a model that have fresh states, until steps of optimizers have moved these."""
 
     def __init__(self) -> None:
-        self._layers: WeakSet[Remembering] = WeakSet()
+        self._layers: dict[int, ref[Remembering]] = {}
+        """The layers by their ``id``; the references of some may be dead."""
         steps().call(self)
 
     def add(self, layer: Remembering) -> None:
         """Have the states of this layer looked at after steps."""
-        self._layers.add(layer)
+        self._layers[id(layer)] = ref(layer)
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
         """Whether an optimizer is of interest: each is, as the weight of a frozen layer is in none."""
@@ -61,8 +62,9 @@ class FreshStates(Watcher):
     def _decide(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        decide([*self._layers])
-        self._layers = WeakSet(layer for layer in self._layers if layer.passes.fresh)
+        layers = [layer for known in [*self._layers.values()] if (layer := known()) is not None]
+        decide(layers)
+        self._layers = {id(layer): ref(layer) for layer in layers if layer.passes.fresh}
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +29,16 @@ class KnownInput(weakref.ref[Tensor]):
     """The operands."""
 
 
-class EncodedInputs(list[KnownInput]):
-    """The inputs that the layers of a model encoded last."""
+class EncodedInputs(dict[object, KnownInput]):
+    """The inputs that the layers of a model encoded last, the oldest first, each under a key of its own. A tensor that
+    dies drops its input, also one that another thread has dropped meanwhile."""
 
-    def gone(self, known: KnownInput) -> None:
-        """Drop a tensor that died. Another thread may have dropped it meanwhile."""
-        with suppress(ValueError):
-            self.remove(known)
+    def add(self, x: Tensor, as_it_was: tuple[object, ...], made: Any, layer: int) -> None:
+        """Keep the operands of a tensor until it dies."""
+        key = object()
+        known = KnownInput(x, partial(self.pop, key))  # no Python runs then: an interrupt that came there would be lost
+        known.as_it_was, known.made, known.by = as_it_was, made, {layer}
+        self[key] = known
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies of a model's layers share encoded inputs among themselves, and begin with none."""
@@ -91,7 +94,7 @@ class LastInput(EncodedInputs):
     def find(self, x: Tensor, how: tuple[object, ...], layer: int) -> EncodedInput | None:
         """Return the encoded input that was made of this very tensor in this way, if the tensor has not changed
         since."""
-        for known in self:
+        for known in [*self.values()]:
             if known() is x and known.as_it_was == _as_it_is(x, how) and layer not in known.by:
                 known.by.add(layer)
                 made: EncodedInput = known.made
@@ -100,9 +103,8 @@ class LastInput(EncodedInputs):
 
     def keep(self, x: Tensor, how: tuple[object, ...], made: EncodedInput, layer: int) -> None:
         """Keep an encoded input until its tensor dies, or another one is kept."""
-        known = KnownInput(x, self.gone)
-        known.as_it_was, known.made, known.by = _as_it_is(x, how), made, {layer}
-        self[:] = [known]
+        self.clear()
+        self.add(x, _as_it_is(x, how), made, layer)
 
 
 def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:

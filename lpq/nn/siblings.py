@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.nn.shared_input import EncodedInputs, KnownInput, LastInput
+from lpq.nn.shared_input import EncodedInputs, LastInput
 from lpq.operations.binding import Encoded
 from lpq.operations.encoder import Encoder, Known
 from lpq.operations.states import State
@@ -81,11 +81,12 @@ class SharedInputs(EncodedInputs):
         as_it_is = (version_of(x), x.data_ptr(), stream, *static)
         row, later = encoder.row, encoder.later is not None
         col = (encoder.col, encoder.derived, later)
-        for known in self:
+        for known in [*self.values()]:
             if layer in known.by and known() is x:  # another pass, and x may have changed uncounted
-                self[:] = [other for other in self if other() is not x]
+                for key in [key for key, other in [*self.items()] if other() is x]:
+                    self.pop(key, None)
                 break
-        for known in self:
+        for known in [*self.values()]:
             if known() is x and known.as_it_was == as_it_is:
                 known_row, known_col, (of_row, of_col) = known.made
                 if known_row == row and (encoder.col is None or known_col == col):
@@ -97,10 +98,9 @@ class SharedInputs(EncodedInputs):
             plain = row.quantizer.plain or (encoder.col is not None and encoder.col.quantizer.plain)
             of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
             of_col = of_col[1:] if later else of_col if encoder.col is not None else ()
-            del self[: 1 - MOST]
-            known = KnownInput(x, self.gone)
-            known.as_it_was, known.made, known.by = as_it_is, (row, col, (of_row, of_col)), {layer}
-            self.append(known)
+            for key in [*self][: 1 - MOST]:
+                self.pop(key, None)
+            self.add(x, as_it_is, (row, col, (of_row, of_col)), layer)
         if encoder.col is None:
             return of_row, (), ()
         return of_row, (x, *of_col) if later else of_col, ()

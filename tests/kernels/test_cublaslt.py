@@ -89,14 +89,19 @@ def test_what_was_found_for_aligned_matrices_serves_no_others(library: Library) 
     assert library.calls["cublasLtMatmulAlgoGetHeuristic"] == 2
 
 
-def test_what_describes_a_product_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_describes_a_product_goes_before_the_next_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
+    monkeypatch.setattr(cublaslt, "_DESCRIPTIONS", [])
     made = plan(monkeypatch, library, bias=True)
     created = {name.removesuffix("Create"): n for name, n in library.calls.items() if name.endswith("Create")}
     assert sum(created.values()) == 5
+    kept = plan(monkeypatch, library)
+    assert not [name for name in library.calls if "Destroy" in name]
     del made
     gc.collect()
+    another = plan(monkeypatch, library)
     assert created == {name.removesuffix("Destroy"): n for name, n in library.calls.items() if "Destroy" in name}
+    assert kept is not another
 
 
 def test_no_way_to_multiply_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def inputs_of(model: Siblings) -> SharedInputs:
 
 def buffers_of(model: Siblings) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
     """Return references to the row and the column buffers of the input that was encoded last."""
-    *_, (row, col) = inputs_of(model)[-1].made
+    *_, (row, col) = [*inputs_of(model).values()][-1].made
     return [weakref.ref(t) for t in row], [weakref.ref(t) for t in col]
 
 
@@ -292,7 +292,7 @@ def test_the_operands_die_with_the_tensor_and_the_graph() -> None:
     y = model(x)
     row, col = buffers_of(model)
     del x
-    assert inputs_of(model) == []
+    assert inputs_of(model) == {}
     assert dead(row)
     assert not any(map(dead, ([c] for c in col)))
     y.sum().backward()
@@ -347,7 +347,7 @@ def test_copies_share_among_themselves() -> None:
     for made in (copy.deepcopy(model.double().float()), pickle.loads(pickle.dumps([model.q, model.k]))):
         layers = [m for m in (made if isinstance(made, list) else made.modules()) if isinstance(m, Layer)]
         assert len({id(layer.model.inputs) for layer in layers}) == 1
-        assert layers[0].model.inputs == []
+        assert layers[0].model.inputs == {}
         assert layers[0].model.inputs is not model.q.model.inputs
 
 
