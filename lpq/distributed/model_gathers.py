@@ -8,6 +8,7 @@ weights of its model, whatever calls of ``lpq.convert`` got them.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
@@ -34,13 +35,13 @@ from lpq.torch_private.tensors import local_part, local_parts
 
 
 class Gathering(Watcher):
-    """All weights of ``root``, which ``lpq.convert`` got, that are gathered quantized."""
+    """All weights that are gathered quantized, of the module that ``lpq.convert`` got. It keeps neither that module nor
+    a layer alive: a part of a model that is used by itself, as a stage of a pipeline, has no other part."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        self._begin()
-
-    def _begin(self) -> None:
+    def __init__(self, root: nn.Module | None) -> None:
+        self._root = None if root is None else weakref.ref(root)
+        self._layers: dict[int, weakref.ref[nn.Module]] = {}
+        """The layers of these weights, by their ``id``, in the order of the model."""
         self.comparison = Comparison()
         self.lends = PRINTS_GUARDED
         self._first: Gather | None = None
@@ -52,13 +53,38 @@ class Gathering(Watcher):
         self.scratch = Scratch()
         steps().call(self)
 
-    def __getstate__(self) -> nn.Module:
-        return self.root
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently. Its layers add
+        themselves."""
+        return Gathering, (None,)
 
     def __setstate__(self, root: nn.Module) -> None:
-        """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently."""
-        self.root = root
-        self._begin()
+        """Begin anew, in a pickle of the previous version."""
+        Gathering.__init__(self, root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
+        """Begin anew, with the copy of the module if that is copied."""
+        root = None if self._root is None else self._root()
+        return Gathering(None if root is None else memo.get(id(root)))
+
+    def add(self, layer: nn.Module) -> None:
+        """Add the layer of a weight."""
+        self._layers[id(layer)] = weakref.ref(layer)
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that ``lpq.convert`` got. Where it is gone, or unknown to the model of a file: all modules that
+        FSDP2 shards around its layers, and layers that it shards by themselves."""
+        root = None if self._root is None else self._root()
+        if root is not None:
+            return root
+        around: dict[nn.Module, None] = {}
+        within: set[nn.Module] = set()
+        for layer in [layer for ref in self._layers.values() if (layer := ref()) is not None]:
+            if layer not in within:
+                around[found := fsdp.outermost(layer)] = None
+                within.update(found.modules())
+        return next(iter(around)) if len(around) == 1 else nn.ModuleList(around)
 
     def of(self, layer: nn.Module) -> Gather:
         """Return how the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""

@@ -62,6 +62,8 @@ class Layer(WeightedLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.gather is not None and self.model.fsdp is not None:
+            self.model.fsdp.add(self)
         self.claim_weight()
 
     # ------------------------------------------------------------------------------ running it

@@ -156,6 +156,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             continue
         layer.model = models[layer.model]
         layer.model.fsdp = fsdp
+        fsdp.add(layer)
         layer.gather = gather = Gather(layer, layer.gather is not None and layer.gather.rounded)
         weight = layer.weight.detach()
         quantizer = layer.weight_quantizer() if weights == "quantized" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 import pickle
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import lpq
+from lpq.distributed.model_gathers import Gathering
 from lpq.nn import Layer
 from lpq.nn.siblings import StaticValues
 from lpq.observe import observing
@@ -59,14 +61,15 @@ def test_layers_that_one_call_converts_have_one_model() -> None:
     assert len({layer.model for layer in layers(model)}) == 1
 
 
-def test_only_layers_whose_weight_is_prepared_know_the_whole_model() -> None:
-    """A copy of a layer that knows the model copies the model."""
+def test_only_layers_whose_weight_is_prepared_know_how_fsdp2_gathers_it() -> None:
+    """A copy of one copies no other."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight  # which is not gathered quantized, as it is in two modules
     first, _, last = layers(lpq.convert(model, "mxfp8", weights="high_precision"))
     assert (first.gather, first.model.fsdp) == (None, None)
     assert copy.deepcopy(first).model.fsdp is None
-    assert copy.deepcopy(last).model.fsdp.root is not model
+    for made in (copy.deepcopy(last), pickle.loads(pickle.dumps(last))):
+        assert made.model.fsdp.root is made
     assert first.model.inputs is last.model.inputs
 
 
@@ -84,7 +87,7 @@ def test_copies_are_another_model_with_the_options_of_the_conversion(copied: Any
     (own,) = {layer.model for layer in layers(model)}
     (other,) = {layer.model for layer in layers(copied(model))}
     assert other is not own
-    assert (other.accumulate, other.stages, other.inputs) == ("grad", None, [])
+    assert (other.accumulate, other.stages, other.inputs) == ("grad", None, {})
     assert own.stages is not None
     assert len(own.inputs) > 0
 
@@ -106,6 +109,8 @@ class Previous(pickle.Pickler):
     """Pickles layers with the attributes that they had before ``model`` and ``passes``."""
 
     def reducer_override(self, of: Any) -> Any:
+        if isinstance(of, Gathering):
+            return copyreg.__newobj__, (Gathering,), of.root  # type: ignore[attr-defined]
         if not isinstance(of, Layer):
             return NotImplemented
         state = {name: value for name, value in vars(of).items() if name not in ("model", "passes")}
