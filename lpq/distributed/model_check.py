@@ -21,7 +21,7 @@ from lpq.distributed import meeting
 from lpq.distributed.alike import REMEDY, Comparison, are_equal
 from lpq.distributed.converted import SharedLayer, converted
 from lpq.distributed.optimizer_steps import Watcher
-from lpq.distributed.ranks import Ranks
+from lpq.distributed.ranks import Ranks, digest
 from lpq.distributed.replicas import Replicas
 from lpq.torch_private.distributed import active_replica
 
@@ -156,7 +156,8 @@ class ModelCheck(Watcher):
         so; ``joined``: whether the layer is computed with others.
 
         Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
-        rank which alone has another recipe or input than before is found in any pass.
+        rank which alone has another recipe or input than before is found in any pass. On GPUs the others may be in the
+        collectives of the pass, as their inputs are known: there ranks meet in the store.
         """
         passes, grad, mesh = self._passes, torch.is_grad_enabled(), weight.device_mesh
         given: PassInput | None = None
@@ -179,7 +180,11 @@ class ModelCheck(Watcher):
         except (TypeError, ValueError, RuntimeError) as error:
             own, refused = str(error), error
         alike, ranks = passes.alike, Ranks(mesh, device=weight.device)
-        if not are_equal(f"{alike}, {own}", [ranks]):
+        if due or mesh.device_type in FREE:
+            equal = are_equal(f"{alike}, {own}", [ranks])
+        else:
+            equal = _meet(ranks, alike, own, refused)
+        if not equal:
             differ = "the ranks do not call the same layer with equal parts of its input"
             ranks.equal([own], differ, f"Give each rank a part of the same size. {REMEDY}")
             alike = False
@@ -219,6 +224,22 @@ class ModelCheck(Watcher):
 
             self._memories = Memories(model, lambda layer: layer.gather is None, self._replicas)
         self._remembers |= self._memories.reduce(optimizer, reductions)
+
+
+def _meet(ranks: Ranks, alike: bool, own: str, refused: Exception | None) -> bool:
+    """Whether all ranks have an equal input that is new to them. If not all come, a rank that refuses its own raises
+    soon, and another one after it has waited long."""
+    text = f"{digest(f'{alike}, {own}'):x}"
+    equal = ranks.meet("inputs", text, None if refused is None else meeting.SOON, f"{_NEW}: {own}. {REMEDY}")
+    if equal is not None:
+        return equal
+    if refused is not None:
+        refused.add_note("Not all ranks have come to compare their inputs: the others wait until this process ends.")
+        raise refused
+    raise RuntimeError(f"{_NEW}, for {meeting.limit():.0f} s: {own}. Give each rank a part of the same size. {REMEDY}")
+
+
+_NEW = "this rank has an input that is new, and waits to compare it with the other ranks', of which not all have come"
 
 
 def _has_ranks() -> bool:

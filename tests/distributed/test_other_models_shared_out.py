@@ -9,7 +9,9 @@ import gc
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from differing import E5M2, SAID, STAGED, X, compares, net, parallel, refused, training
 from ranks import agreed, fully_shard, mesh_of, on_ranks
 from torch import Tensor, nn
@@ -109,9 +111,31 @@ def test_a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
             return compares(lambda: model(x)), met.call_count
 
     with mock.patch.object(model_check, "FREE", ()):
-        assert [times(x) for x in (X, X, X[:, :16], X[:, :16], X)] == [(2, 2), (0, 0), (2, 0), (0, 0), (0, 0)]
+        assert [times(x) for x in (X, X, X[:, :16], X[:, :16], X)] == [(0, 4), (0, 0), (0, 2), (0, 0), (0, 0)]
         model[2].recipe = "fp8-current"
         assert [times(x) for x in (X, X)] == [(0, 1), (0, 0)]
+
+
+@on_ranks(2)
+def test_on_gpus_a_rank_does_not_wait_for_others_that_know_their_input(rank: int) -> None:
+    """It refuses its own, or says that it is new; here the other one does nothing meanwhile. All go on to work, and
+    where all have new inputs, all raise."""
+    model, soon = parallel(), mock.patch.object(meeting, "SOON", 0.2)
+    with mock.patch.object(model_check, "FREE", ()), soon:
+        expected = model(X)
+        if rank == 1:
+            with pytest.raises(TypeError, match=r"the input is torch\.int64; float32") as error:
+                model(X.long())
+            assert error.value.__notes__ == [mock.ANY]
+            alone = pytest.raises(RuntimeError, match=r"new, and waits.* for 0 s: .*\[2, 16, 64\].* the same size")
+            with mock.patch.object(meeting, "limit", return_value=0.2), alone:
+                model(X[:, :16])
+        dist.barrier()
+        assert torch.equal(model(X), expected)
+    with mock.patch.object(model_check, "FREE", ()):
+        begins = "the ranks do not call the same layer with equal parts of its input: "
+        refused(lambda: model(X.long() if rank else X[:, :8]), "torch.int64; float32", "[2, 8, 64]", begins=begins)
+        assert torch.equal(model(X), expected)
 
 
 @on_ranks(2)
