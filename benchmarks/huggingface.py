@@ -34,8 +34,8 @@ from benchmarks.contenders import training_step
 from benchmarks.profiles import busy, functions
 from benchmarks.rows import Row, Task, one_by_one
 from benchmarks.shapes import Decoder
-from benchmarks.stack import Failed, begun, gathered_in, meeting, together, worst
-from benchmarks.timing import launching, one_after_another
+from benchmarks.stack import Failed, begun, gathered_in, meeting, timed, together
+from benchmarks.timing import launching
 from lpq.bench.contenders import Contender
 
 PROFILED = 10
@@ -93,15 +93,12 @@ def _of(
     try:
         with together(peers):
             step = _step(contender, shape, checkpointing, device)
-        with together(peers):
-            timing, loss = one_after_another(step, steps, device)
-            peak = torch.cuda.max_memory_allocated() if on_gpu else None
+        timing, loss, peak = timed(step, steps, device, peers)
         with together(peers):
             few = min(steps, 8)
             host, gpu = (launching(step, few) * 1e3, busy(step) * 1e3) if on_gpu else (None, None)
             gathered = gathered_in(step, contender) if peers is not None else None
             found = functions(step, steps=PROFILED, warm=1, order="tottime") if profile else ""
-        timing, peak = worst(peers, timing, peak)
         speed = shape.tokens / timing.median
         result |= {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
         result |= {"host_ms": host, "gpu_ms": gpu, "gathered_bytes": gathered}

@@ -23,13 +23,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import parallelize_module
 
+from benchmarks import overlap
 from benchmarks.contenders import training_step
 from benchmarks.llama import Block, Llama, rotations
 from benchmarks.mixtures import Routed, mixture
 from benchmarks.rows import Row, Task, one_by_one
 from benchmarks.shapes import ONE_GPU, Mixture, Stack
-from benchmarks.stack import Failed, begun, gathered_in, meeting, together, told, worst
-from benchmarks.timing import one_after_another
+from benchmarks.stack import Failed, begun, gathered_in, meeting, timed, together, told
 from lpq.bench.contenders import Contender, by_recipes, plain
 from lpq.distributed import tensor_parallel
 from lpq.distributed.expert_parallel import ExpertParallel
@@ -143,7 +143,9 @@ def measure(
 
 
 def _meant(layout: Layout, contender: Contender) -> bool:
-    """Rows travel encoded by recipes that allow it."""
+    """Rows travel encoded by recipes that allow it; in bf16 the compiler alone overlaps what is sent with products."""
+    if layout.overlap and contender.library == "torch" and not contender.compiled:
+        return False
     return layout.dispatch != "encoded" or contender.recipe.endswith("-one-copy")
 
 
@@ -167,16 +169,13 @@ def _measured(
     try:
         with together(peers):
             step = _step(layout, contender, shape, mesh, device)
-        with together(peers):
-            timing, loss = one_after_another(step, steps, device)
-            loss *= layout.tensor
-            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        timing, loss, peak = timed(step, steps, device, peers)
         with together(peers):
             gathered = gathered_in(step, contender)
     except Failed as error:
         return {**result, "failure": str(error), "peak_bytes": None}
-    timing, peak = worst(peers, timing, peak)
-    losses = [loss for loss in told(peers, loss) if loss == loss]  # a rank without the last stage has none
+    every = told(peers, loss * layout.tensor)
+    losses = [one for one in every if one == one]  # a rank without the last stage has none
     return {
         **result, **timing.record("ms"), "tokens_per_second": shape.tokens / timing.median, "peak_bytes": peak,
         "gathered_bytes": gathered, "loss": sum(losses) / len(losses), "failure": None,
@@ -251,7 +250,8 @@ def _share_out(block: Block, layout: Layout, contender: Contender, mesh: DeviceM
     if routed is not None and layout.experts > 1:
         parallelize_module(routed.experts, mesh["experts"], ExpertParallel(dispatch=layout.dispatch))
     if contender.compiled:
-        block.compile(fullgraph=routed is None, dynamic=False, mode=contender.mode)
+        how = overlap.options(contender, layout.overlap, layout.overlap, mesh["tensor"].get_group())
+        block.compile(fullgraph=routed is None, dynamic=False, **how)
     if routed is not None and layout.experts > 1:
         _shard(routed.experts, mesh["shards"], layout.parts)
     _shard(block, _data(layout, mesh))

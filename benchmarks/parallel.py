@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
+from benchmarks import overlap
 from benchmarks.contenders import compile_afresh
 from benchmarks.shapes import Pair
 from benchmarks.stack import Failed, gathered_in, together
@@ -112,14 +112,8 @@ def _step(contender: Contender, shape: Pair, mesh: DeviceMesh) -> Callable[[], N
     }
     parallelize_module(model, mesh, plan)
     if contender.compiled:
-        fuses = overlapped and contender.library == "torch"
-        torch._inductor.config._micro_pipeline_tp = fuses
-        if fuses:
-            enable_symm_mem_for_group(mesh.get_group().group_name)
-        how: dict[str, Any] = {"mode": contender.mode}
-        if contender.library == "lpq" and contender.recipe.endswith((IN_ORDER, OVERLAPPED)):
-            of_mode = torch._inductor.list_mode_options(contender.mode or "default")
-            how = {"options": of_mode | {"reorder_for_peak_memory": False}}
+        in_order = contender.recipe.endswith((IN_ORDER, OVERLAPPED))
+        how = overlap.options(contender, overlapped, in_order, mesh.get_group())
         model.compile(fullgraph=True, dynamic=False, **how)
     torch.manual_seed(1 + mesh.get_local_rank())
     mine = shape.tokens // mesh.size()

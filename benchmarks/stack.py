@@ -83,12 +83,9 @@ def _of(contender: Contender, shape: Stack, steps: int, device: torch.device, pe
     try:
         with together(peers):
             step = _step(contender, shape, device)
-        with together(peers):
-            timing, loss = one_after_another(step, steps, device)
-            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        timing, loss, peak = timed(step, steps, device, peers)
         with together(peers):
             gathered = gathered_in(step, contender)
-        timing, peak = worst(peers, timing, peak)
         speed = shape.tokens / timing.median
         result |= {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
         result["gathered_bytes"] = gathered
@@ -101,14 +98,12 @@ def _of(contender: Contender, shape: Stack, steps: int, device: torch.device, pe
 
 
 def begun(device: torch.device) -> Row:
-    """Begin a row without what earlier ones left: compiled code, models, and the most memory that they needed. What is
-    still allocated stands in the row."""
+    """Begin a row without compiled code and models of earlier ones. What is still allocated stands in the row."""
     compile_afresh()
     gc.collect()
     if device.type != "cuda":
         return {}
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     return {"left_bytes": torch.cuda.memory_allocated()}
 
 
@@ -121,11 +116,19 @@ def told(peers: dist.ProcessGroup | None, mine: T) -> list[T]:
     return found
 
 
-def worst(peers: dist.ProcessGroup | None, timing: Timing, peak: int | None) -> tuple[Timing, int | None]:
-    """The times of the slowest rank, and the most memory that a rank had allocated."""
+def timed(
+    step: Callable[[], Tensor], steps: int, device: torch.device, peers: dist.ProcessGroup | None
+) -> tuple[Timing, float, int | None]:
+    """The times of the slowest rank, this rank's last loss, and the most memory that a rank had allocated in a step. To
+    build the model may have taken more."""
+    with together(peers):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        timing, loss = one_after_another(step, steps, device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     every = told(peers, (timing, peak))
     slowest = max((times for times, _ in every), key=lambda times: times.median)
-    return slowest, max((most for _, most in every if most is not None), default=None)
+    return slowest, loss, max((most for _, most in every if most is not None), default=None)
 
 
 def gathered_in(step: Callable[[], object], contender: Contender) -> int | None:

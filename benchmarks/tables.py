@@ -344,11 +344,12 @@ def layouts(result: Result) -> dict[str, Table]:
     for row in rows:
         layout, who, speed = row["layout"], name(row), row.get("tokens_per_second")
         same = label("torch", "bf16", row["compiled"])
+        alike = layout.removesuffix(", overlapped")  # bf16 is overlapped by the compiler alone
         loss, other = row.get("loss"), of(ONE_GPU, label(row["library"], row["recipe"], False), "loss")
         apart = f"{abs(loss / other - 1):.1e}" if loss is not None and other else NONE
         cells.append([
             f"{layout}: {who}", measured(row, "ms", 1), number(speed, 0),
-            ratio(speed, of(layout, same, "tokens_per_second")),
+            ratio(speed, of(layout, same, "tokens_per_second") or of(alike, same, "tokens_per_second")),
             number(row["peak_bytes"] / 2**30 if row["peak_bytes"] else None, 1),
             _mebibytes(row.get("gathered_bytes")), apart,
         ])  # fmt: skip

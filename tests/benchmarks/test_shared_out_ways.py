@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ranks import on_ranks, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks import environment, layouts, saving, stored, tables
+from benchmarks import environment, layouts, overlap, saving, stored, tables
 from benchmarks.shapes import TINY, Decoder, Mixture
 
 CPU = torch.device("cpu")
@@ -48,6 +49,33 @@ def _alike(result: dict[str, Any], names: set[str]) -> None:
     assert losses["one GPU", "bf16"] != losses["one GPU", "mxfp8"]
     (table,) = tables.layouts(result).values()
     assert len(table.rows) == len(rows)
+
+
+def test_what_the_compiler_alone_overlaps_is_not_run_without_it() -> None:
+    """An overlapped row of lpq is then compared with bf16 in the same layout without overlap."""
+    (layout,) = [way for way in layouts.of_blocks(4) if way.name == "TP 4, overlapped"]
+    everyone = layouts.contenders(("mxfp8",), compiled=True, of=SMALL)
+    meant = [one.name for one in everyone if layouts._meant(layout, one)]
+    assert meant == ["bf16, compiled", "lpq mxfp8", "lpq mxfp8, compiled"]
+    rows = [
+        {"layout": "TP 4", **everyone[0].record(), "tokens_per_second": 100.0, "peak_bytes": None},
+        {"layout": "TP 4, overlapped", **everyone[2].record(), "tokens_per_second": 150.0, "peak_bytes": None},
+    ]
+    (table,) = tables.layouts({**asdict(SMALL), "ranks": 4, "results": rows}).values()
+    assert [row[3] for row in table.rows] == ["1.00", "1.50"]
+
+
+def test_the_compiler_overlaps_bf16_and_leaves_the_order_of_lpq(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[str] = []
+    group: Any = SimpleNamespace(group_name="all")
+    monkeypatch.setattr(overlap, "enable_symm_mem_for_group", groups.append)
+    plain, mine = layouts.contenders(("mxfp8",), compiled=True, of=SMALL)[1::2]
+    cuts_up = []
+    for contender, overlapped in ((plain, True), (plain, False), (mine, True), (mine, False)):
+        how = overlap.options(contender, overlapped, overlapped, group)
+        cuts_up.append(torch._inductor.config._micro_pipeline_tp)
+        assert ("options" in how) == (overlapped and contender is mine)
+    assert (cuts_up, groups) == ([True, False, False, False], ["all"])
 
 
 @on_ranks(2)
