@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,6 @@ from imitated_gpu import calls_of
 from quantizers import KINDS, SIDES
 from support.comparing import equal_quantized
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lpq
 from lpq.core import PrecisionWarning, QuantizedTensor
@@ -32,48 +29,6 @@ def make(text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, sh
 
 def buffers(t: QuantizedTensor) -> set[int]:
     return {b.untyped_storage()._cdata for _, s in t.operands for b in s.tensors()}
-
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "detach": lambda t: t.detach(), "view": lambda t: t.view(2, ROWS // 2, COLS), "flatten": lambda t: t.view(-1),
-    "rows": lambda t: t[128:256], "narrow": lambda t: t.narrow(0, 0, 128), "columns": lambda t: t[:, 128:256],
-    "negative": lambda t: t[-128:], "rows of a flattened tensor": lambda t: t.view(-1)[128 * COLS :],
-    "rows of a 3-D tensor": lambda t: t.view(2, ROWS // 2, COLS)[1:], "split": lambda t: t.split(128)[1],
-    "ragged split": lambda t: t.split([128, 128])[0], "chunk": lambda t: t.chunk(2)[1],
-    "split columns": lambda t: t.split(128, dim=1)[2],
-    "as_strided": lambda t: t.as_strided((128, COLS), (COLS, 1), 128 * COLS), "empty slice": lambda t: t[128:128],
-    "unsqueeze": lambda t: t.unsqueeze(0),
-}  # fmt: skip
-
-
-@every
-@sides
-def test_views_share_the_buffers_of_a_tensor_that_says_what_it_stands_for(text: str, row: bool, col: bool) -> None:
-    t = make(text, row, col, torch.bfloat16, (4, 64, COLS))
-    assert (t.shape, t.dtype, t.device.type) == ((4, 64, COLS), torch.bfloat16, "cpu")
-    assert (t.row is not None, t.col is not None) == (row, col)
-    assert all(s.shape == ((ROWS, COLS) if d == "row" else (COLS, ROWS)) for d, s in t.operands)
-    assert (t.dequantize().dtype, t.dequantize(torch.float32).dtype) == (torch.bfloat16, torch.float32)
-    t = make(text, row, col)
-    decoded = t.dequantize()
-    for name, view in VIEWS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", PrecisionWarning)
-            out = view(t)
-        assert isinstance(out, QuantizedTensor), name
-        expected = view(decoded)
-        assert out.shape == expected.shape, name
-        assert torch.equal(out.dequantize(), expected), name
-        assert buffers(out) <= buffers(t), name
-
-
-@every
-@sides
-def test_joining_pieces_of_columns_gives_the_whole(text: str, row: bool, col: bool) -> None:
-    t = make(text, row, col)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PrecisionWarning)
-        assert equal_quantized(torch.cat(t.split(128, 1), 1), t)
 
 
 @pytest.mark.parametrize(("one", "other", "dim"), [((2, 32, 64), (2, 64, 64), 0), ((4, 32, 64), (2, 64, 64), -1)])
@@ -95,22 +50,6 @@ def test_pieces_of_no_size_are_refused_as_torch_does(size: int) -> None:
     (empty,) = t[:0].split(0)
     assert isinstance(empty, QuantizedTensor)
     assert empty.shape == (0, COLS)
-
-
-@every
-def test_saving_needs_no_unsafe_pickle(text: str) -> None:
-    t = make(text, True, True)
-    file = io.BytesIO()
-    torch.save({"tensor": t, "parameter": nn.Parameter(t)}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert equal_quantized(loaded["tensor"], t)
-    assert isinstance(loaded["parameter"], nn.Parameter)
-    assert loaded["parameter"].requires_grad
-    assert equal_quantized(loaded["parameter"].detach(), t)
-    deep = copy.deepcopy(loaded["parameter"])
-    assert isinstance(deep, nn.Parameter)
-    assert deep.requires_grad
 
 
 @every
@@ -159,44 +98,6 @@ def test_a_shard_without_its_group_is_not_written_to() -> None:
     blocks = make("mxfp8", True, False).new_zeros(ROWS // 2, COLS)
     blocks.fill_(1)  # its blocks lie in the shard
     assert blocks.dequantize().eq(1).all()
-
-
-WRITES: dict[str, Callable[[Tensor], object]] = {
-    "copy_": lambda t: t.copy_(torch.linspace(-2, 3, ROWS * COLS).view(ROWS, COLS)), "zero_": lambda t: t.zero_(),
-    "fill_": lambda t: t.fill_(0.5),
-    "_foreach_copy_": lambda t: torch._foreach_copy_([t], [torch.full((ROWS, COLS), 0.75)]),
-    "out=": lambda t: torch.add(torch.ones(ROWS, COLS), 1, out=t), "of itself, out=": lambda t: torch.mul(t, 3, out=t),
-}  # fmt: skip
-
-
-@nearest
-@sides
-def test_writes_encode_again(text: str, row: bool, col: bool) -> None:
-    start = make(text, row, col)
-    before = start.dequantize()
-    for name, write in WRITES.items():
-        t, expected = start.clone(), before.clone()
-        held, version = buffers(t), t._version
-        write(t)
-        write(expected)
-        assert equal_quantized(t, lpq.quantizer(text).quantize(expected, row=row, col=col)), name
-        assert not torch.equal(t.dequantize(), before), name
-        assert buffers(t) == held, name
-        assert t._version > version, name
-
-
-@every
-@sides
-def test_fake_tensors_have_the_real_shapes(text: str, row: bool, col: bool) -> None:
-    real = make(text, row, col)
-    with FakeTensorMode() as mode:
-        made = lpq.quantizer(text).quantize(torch.empty(ROWS, COLS), row=row, col=col)
-        carried = mode.from_tensor(real)
-    for fake in (made, carried):
-        for (_, a), (_, b) in zip(fake.operands, real.operands, strict=True):
-            one, other = ([(x.shape, x.dtype, x.stride()) for x in operand.tensors()] for operand in (a, b))
-            assert one == other
-    assert made.dequantize().shape == (ROWS, COLS)
 
 
 @pytest.mark.parametrize("text", ["nvfp4(stochastic=true)", "hybrid(row=mxfp8, col=nvfp4)"])

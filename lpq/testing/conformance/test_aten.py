@@ -32,7 +32,12 @@ VIEWS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "flatten and back": lambda t, m, k: t.view(-1).view(2 * m, 2 * k),
     "as_strided": lambda t, m, k: t.as_strided((2 * m, 2 * k), (2 * k, 1), 0),
     "as_strided part": lambda t, m, k: t.as_strided((m, 2 * k), (2 * k, 1), m * 2 * k),
+    "unsqueeze": lambda t, m, k: t.unsqueeze(0),
     "slice": lambda t, m, k: t[m:],
+    "slice from the end": lambda t, m, k: t[-m:],
+    "empty slice": lambda t, m, k: t[m:m],
+    "slice of a flattened tensor": lambda t, m, k: t.view(-1)[m * 2 * k :],
+    "slice of a 3-D tensor": lambda t, m, k: t.view(2, m, 2 * k)[1:],
     "slice columns": lambda t, m, k: t[:, k:],
     "narrow": lambda t, m, k: t.narrow(0, 0, m),
     "chunk": lambda t, m, k: torch.chunk(t, 2)[1],
@@ -42,8 +47,13 @@ VIEWS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "cat": lambda t, m, k: torch.cat([t[:m], t[m:]]),
 }
 """Operations that buffers can express, on a tensor ``[2m, 2k]`` cut at whole blocks: the result is quantized."""
-CUTS = {**dict.fromkeys(("as_strided part", "slice", "narrow", "chunk", "split", "cat"), 0),
-        **dict.fromkeys(("slice columns", "split_with_sizes"), 1)}  # fmt: skip
+COPIES = ("clone", "cat")
+"""Operations whose result has memory of its own; the others give views of the buffers."""
+OF_ROWS = (
+    "as_strided part", "slice", "slice from the end", "empty slice", "slice of a flattened tensor",
+    "slice of a 3-D tensor", "narrow", "chunk", "split", "cat",
+)  # fmt: skip
+CUTS = {**dict.fromkeys(OF_ROWS, 0), **dict.fromkeys(("slice columns", "split_with_sizes"), 1)}
 """The dimension along which each operator cuts the tensor."""
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,12 +78,16 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 @HELD
 @QUIET
 def test_views_stay_quantized(quantizer: Quantizer, held: str) -> None:
-    """Views and copies on whole blocks are quantized and stand for what they must."""
+    """Views and copies on whole blocks are quantized, say nothing of decoding, and stand for what they must; views
+    share the memory of the buffers."""
     rows, cols = cut(quantizer)
     tensor = quantized(quantizer, held, 2 * rows, 2 * cols)
     decoded = tensor.dequantize()
     for name, op in VIEWS.items():
-        what, result = f"{name} of {quantizer} ({held})", op(tensor, rows, cols)
+        what = f"{name} of {quantizer} ({held})"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", PrecisionWarning)
+            result = op(tensor, rows, cols)
         directions = [d for d, _ in tensor.operands]
         if name in CUTS and no_parts(quantizer, CUTS[name], directions):
             assert not isinstance(result, QuantizedTensor), (
@@ -84,7 +98,15 @@ def test_views_stay_quantized(quantizer: Quantizer, held: str) -> None:
                 f"{what} decoded the tensor; on whole blocks its buffers can be viewed, and it must stay quantized"
             )
             equal([d for d, _ in result.operands], directions, f"{what}: the operands that it holds")
+            equal([str(one.message) for one in said], [], f"{what}: what was said of decoding")
+            shared = storages(result) <= storages(tensor)
+            equal(shared, name not in COPIES, f"{what}: whether it shares the memory of the buffers")
         same_values(result, op(decoded, rows, cols), what, exact=not rotated(quantizer))
+
+
+def storages(tensor: QuantizedTensor) -> set[int]:
+    """Where the memory of each buffer of a tensor begins."""
+    return {b.untyped_storage().data_ptr() for _, operand in tensor.operands for b in operand.tensors()}
 
 
 @HELD

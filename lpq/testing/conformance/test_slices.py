@@ -59,16 +59,18 @@ def test_any_slice_has_the_right_values(quantizer: Quantizer, begin: int, length
     same_values(piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer))
 
 
-def test_split_and_cat_are_the_whole(quantizer: Quantizer) -> None:
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_split_and_cat_are_the_whole(quantizer: Quantizer, dim: int) -> None:
     """``torch.cat(torch.split(t, …))`` is ``t``, buffer for buffer, with row only, column only and both."""
-    step = cut(quantizer)[0]
-    if no_parts(quantizer, 0):
-        pytest.skip("an operand of this format has no parts: its pieces are decoded")
-    x = normal(3 * step, 48)
+    size, step = [48, 48], cut(quantizer)[dim]
+    size[dim], name = 3 * step, "rows" if dim == 0 else "columns"
+    if no_parts(quantizer, dim):
+        pytest.skip(f"an operand of this format has no {name} that are parts: its pieces are decoded")
+    x = normal(size[0], size[1])
     for row, col in ((True, False), (False, True), (True, True)):
         tensor = quantizer.quantize(x, row=row, col=col, seed=SEED)
-        pieces = torch.split(tensor, step)
+        pieces = torch.split(tensor, step, dim)
         assert all(isinstance(piece, QuantizedTensor) for piece in pieces), (
-            f"{quantizer}: pieces of {step} rows lie on whole blocks and were decoded; they must stay quantized"
+            f"{quantizer}: pieces of {step} {name} lie on whole blocks and were decoded; they must stay quantized"
         )
-        same_quantized(torch.cat(pieces), tensor, f"{quantizer}: split in three and joined")
+        same_quantized(torch.cat(pieces, dim), tensor, f"{quantizer}: split into {name} and joined")

@@ -52,7 +52,15 @@ def test_copies_and_pickles(quantizer: Quantizer, held: str) -> None:
 
 @HELD
 def test_parameters(quantizer: Quantizer, held: str) -> None:
-    """It can be a frozen ``nn.Parameter``: in a state dict, copied and loaded."""
+    """It can be an ``nn.Parameter``: trained, frozen, in a file, in a state dict, copied and loaded."""
+    trained, file = torch.nn.Parameter(quantized(quantizer, held)), io.BytesIO()
+    torch.save(trained, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for made, how in ((loaded, "torch.save and torch.load"), (copy.deepcopy(loaded), "copied")):
+        kept = isinstance(made, torch.nn.Parameter), made.requires_grad
+        equal(kept, (True, True), f"{quantizer}, {how}: whether it is a parameter that is trained")
+        same_quantized(made.detach(), trained.detach(), f"{quantizer}, a parameter, {how}")
     module = torch.nn.Module()
     module.weight = original = torch.nn.Parameter(quantized(quantizer, held), requires_grad=False)
     other = copy.deepcopy(module)

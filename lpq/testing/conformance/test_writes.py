@@ -15,11 +15,14 @@ from lpq.testing.conformance.test_tensor import HELD, quantized
 from lpq.testing.expect import memory, plain, relative_error, same_quantized
 from lpq.testing.operands import normal, rotated
 from lpq.torch_private.operators import copy_each
+from lpq.torch_private.tensors import version_of
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda t, x: t.copy_(x),
     "fill_": lambda t, x: t.fill_(0.5),
+    "zero_": lambda t, x: t.zero_(),
     "mul(out=)": lambda t, x: torch.mul(x, 0.75, out=t),
+    "mul(out=) of itself": lambda t, x: torch.mul(t, 3, out=t),
     "copy_each": lambda t, x: copy_each([t], [x]),
 }
 
@@ -33,8 +36,9 @@ def test_writes_encode_again(quantizer: Quantizer, held: str) -> None:
         what = f"{name} of {quantizer} ({held})"
         tensor, values = start.clone(), start.dequantize()
         write(values, x)
-        before = memory(tensor)
+        before, version = memory(tensor), version_of(tensor)
         write(tensor, x)
+        assert version_of(tensor) > version, f"{what} is a write that autograd does not count"
         assert memory(tensor) == before, (
             f"{what} replaced the buffers: who refers to them misses the write; it must write into them"
         )
