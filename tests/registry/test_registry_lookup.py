@@ -4,8 +4,10 @@ that look up and register at once."""
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+import textwrap
 import time
 import types
 from collections.abc import Iterator
@@ -34,10 +36,29 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_importing_lpq_and_listing_formats_imports_no_torch() -> None:
-    heavy = "[m for m in ('torch', 'triton', 'rich', 'numpy') if m in sys.modules]"
-    assert run(f"import sys, lpq; print({heavy}, 'lpq.registry' in sys.modules)") == "[] False"
-    assert run(f"import sys, lpq; lpq.registry.formats(); lpq.registry.recipes(); print({heavy})") == "[]"
+def test_what_a_layer_that_trains_imports_beside_torch() -> None:
+    """Not the compiler, which takes longer than all of lpq: here its import fails, which the last call shows. Neither
+    DTensor by private names of torch, nor anything of CUDA by the table of kernels, nor of Hugging Face's libraries."""
+    light = "autograd, compiling, cuda, dispatch, memory, operators, optimizers, pytree, tensors, wrappers"
+    code = f"""
+        import sys, torch
+        sys.modules["torch._dynamo"] = None
+        before = {{*sys.modules}}
+        from lpq.torch_private import {light}
+        print([name for name in {{*sys.modules}} - before if name.startswith("torch")])
+        import lpq.kernels.table
+        print("lpq.kernels.nvrtc_cache" in sys.modules)
+        import lpq.integrations.transformers
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        lpq.convert(model, "nvfp4")
+        model(torch.ones(32, 32)).sum().backward()
+        imported = {{name.partition(".")[0] for name in {{*sys.modules}} - before}}
+        print([name for name in ("cuda", "peft", "transformers") if name in imported])
+        torch.compile(model)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[]", "True", "[]"], done.stderr
+    assert re.search(r"ModuleNotFoundError: .*torch\._dynamo", done.stderr)
 
 
 @pytest.mark.parametrize("module", ["formats", "tensor", "operations"])
