@@ -48,9 +48,10 @@ def test_a_stored_weight(recipe: str, run: Any) -> None:
         plain.weight.copy_(stored.weight.dequantize())
     own = stored.weight.quantizer.quantize(plain.weight.detach(), col=False)
     assert equal(own.row.decode(), stored.weight.row.decode()), "control: the two layers have one weight"
-    expected = gradients(plain, run)
+    expected = gradients(plain)
     assert equal(gradients(stored, run), expected)
-    assert not torch.equal(gradients(stored, run, seed=6)[1], expected[1]), "each pass draws for itself"
+    again = plainly if run is compiled else run  # each time a compiler takes a second
+    assert not torch.equal(gradients(stored, again, seed=6)[1], expected[1]), "each pass draws for itself"
 
 
 @pytest.mark.parametrize("recipe", [EDEN, ROUNDED])
