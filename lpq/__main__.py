@@ -96,6 +96,16 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+def remedy(error: Any, given: Sequence[str]) -> str:
+    """The remedy for words that no argument takes: they are parts of a recipe, or a recipe that an option takes."""
+    if "unexpected extra argument" not in error.format_message():
+        return ""
+    if any(word.endswith(",") for word in given):
+        return " A recipe with commas is one argument: put it between quotes."
+    options = [option for parameter in error.ctx.command.params for option in parameter.opts]
+    return " A recipe is given as --recipe NAME." if "--recipe" in options else ""
+
+
 app = typer.Typer(
     name="lpq",
     cls=Commands,
@@ -144,7 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ClickException as error:  # of typer, which would draw a frame around it
         about = getattr(getattr(error, "ctx", None), "command_path", "lpq")
         if words := error.format_message():  # there are none where the help was printed
-            print(f"lpq: {words}{'' if words.endswith(('.', '?')) else '.'} See {about} --help", file=sys.stderr)
+            stop = "" if words.endswith((".", "?")) else "."
+            hint = remedy(error, sys.argv[1:] if arguments is None else arguments)
+            print(f"lpq: {words}{stop}{hint} See {about} --help", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except LpqError as error:
         from lpq.cli.output import print_error  # it needs more than a command that ends well may
