@@ -151,6 +151,8 @@ class Registry:
                 if source.distribution != HERE:
                     raise source.error("it is installed, and its name cannot be taken", "choose another name")
             made = PluginSource(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
+            if isinstance(plugin, str):
+                raise made.error(f"{brief(plugin)} is a text", "import the module, and register the module itself")
             if isinstance(plugin, type) and any(
                 inspect.isfunction(inspect.getattr_static(plugin, hook, None)) for hook in HOOKS
             ):

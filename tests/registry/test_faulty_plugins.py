@@ -34,6 +34,7 @@ FAULTS = {
     "impl='acme_plugin:gone'": "'acme_plugin:gone' cannot be imported: AttributeError",
     "impl='acme_exits:run'": "'acme_exits:run' cannot be imported: SystemExit: bye",
     "impl='no colon'": "'no colon' is not an import string",
+    "impl=run": "is not an import string: write it as 'package.module:attribute'",
     "impl='acme_plugin:VALUE'": "'acme_plugin:VALUE' is 7, which cannot be called",
     "impl='acme_plugin:run', why_not='acme_gone:f'": "'acme_gone:f' cannot be imported",
     "impl='acme_plugin:run', why_not='acme_plugin:raises'": "'acme_plugin:run' serves this raised ZeroDivisionError",

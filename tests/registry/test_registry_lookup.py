@@ -316,6 +316,8 @@ def test_a_format_can_be_tried_without_packaging_it(site, monkeypatch: pytest.Mo
 def test_what_is_registered_by_hand_is_checked_at_once(site) -> None:
     with pytest.raises(PluginError, match=r"plugin mine \(registered in this process\).*implements no hook"):
         registry.register(types.ModuleType("empty"), name="mine")
+    with pytest.raises(PluginError, match=r"plugin mine .*: 'empty' is a text\. Remedy: import the module"):
+        registry.register("empty", name="mine")
     with pytest.raises(PluginError, match=r"plugin base \(lpq 9.9\).*its name cannot be taken"):
         registry.register(types.ModuleType("empty"), name="base")
     assert [p.name for p in registry.plugins()] == ["base"]
