@@ -47,7 +47,9 @@ class Files:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             if path.is_file():
-                raise CheckpointError("it is a file: give the directory in which it is")
+                known = "; lpq.checkpoint.import_file reads a file of layout='lpq'"
+                other = "" if path.suffix == ".safetensors" else known
+                raise CheckpointError(f"it is a file: give the directory in which it is{other}")
             raise CheckpointError("there is no such directory; lpq.export writes one")
         self.json = {name: read_json(path / name) for name in JSON_FILES if (path / name).is_file()}
         if CONFIG not in self.json:

@@ -378,6 +378,9 @@ def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Pa
         lpq.load_quantized(empty, exported["one"])
     with pytest.raises(CheckpointError, match=r"it is a file: give the directory"):
         lpq.load_quantized(Net(), exported["one"] / "model.safetensors")
+    lpq.export(lpq.convert(nn.Sequential(nn.Linear(16, 16)), "mxfp8"), tmp_path / "one.pt", layout="lpq")
+    with pytest.raises(CheckpointError, match=r"it is a file: .*; lpq\.checkpoint\.import_file reads"):
+        lpq.load_quantized(Net(), tmp_path / "one.pt")
     with pytest.raises(CheckpointError, match=r"path must be str or Path, got NoneType"):
         lpq.load_quantized(Net(), None)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="no such directory"):
