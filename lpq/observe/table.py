@@ -34,7 +34,7 @@ def normal_snr(text: str) -> float | None:
 def table(readings: Sequence[Reading], most: int | None) -> str:
     """The table as text."""
     if not readings:
-        return "no step was watched so far"
+        return "no step was watched so far: steps are watched inside of `with watch.step():`"
     shown = readings if most is None else readings[:most]
     made = drawn(f"step {readings[0].step}, the most noise first", COLUMNS, map(cells, shown))
     return made + (f"\n{len(readings) - len(shown)} more with less noise" if len(shown) < len(readings) else "")

@@ -330,7 +330,7 @@ def test_a_step_without_a_pass_is_told_of() -> None:
     with watch.step():
         pass
     assert watch.readings() == []
-    assert watch.table() == "no step was watched so far"
+    assert watch.table() == "no step was watched so far: steps are watched inside of `with watch.step():`"
 
 
 def test_a_nan_comes_first() -> None:
