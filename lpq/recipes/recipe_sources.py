@@ -153,7 +153,7 @@ def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
     name = value.strip()
     if not name:
         raise RecipeError(
-            "a recipe needs a name, and this is empty: `lpq plugins` lists them; 'bf16' is high precision"
+            "a recipe needs a name, and this is empty: `lpq recipes` lists them; 'bf16' is high precision"
         )
     if not NAME.fullmatch(name):
         _refuse_file(name)

@@ -208,7 +208,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(
         (("mxfp8", "mxfp8"), "name each recipe once"),
         ((BASELINE,), "is what every recipe is compared with"),
         (("mxfp8", "--schedule", "cosin"), "did you mean 'cosine'"),
-        ((), "there is nothing to compare with yet"),
+        ((), "there is nothing to compare with yet. Name recipes to train"),
     ):
         ended = lpq_command("compare", *arguments, "--out", out, "--device", "cpu")
         assert ended.status in (1, 2)

@@ -126,7 +126,7 @@ def _tell(out: Path, found: Any, other: str | None) -> None:
     if not (rows := gaps.gaps(done)):
         words = f"{out} has no training of a baseline that ended: there is nothing to compare with yet"
         if found is None:
-            raise TrainError(words)
+            raise TrainError(f"{words}. Name recipes to train")
         print_text(words)
         return
     table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
