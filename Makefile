@@ -111,7 +111,7 @@ sbom: dist  ## list what an installation of the wheel has, as CycloneDX in build
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.cdx.json build/installed/bin/python
 
 publish-docs: $(READY_FOR_RELEASE)  ## put the site as VERSION (and as ALIAS) beside the others on the branch gh-pages, and push it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --push --update-aliases $(if $(VERSION),$(VERSION),$(error name a VERSION)) $(ALIAS)
+	NO_MKDOCS_2_WARNING=1 LPQ_VERSIONS=mike $(BIN)/mike deploy --push --update-aliases $(if $(VERSION),$(VERSION),$(error name a VERSION)) $(ALIAS)
 	test -z "$(ALIAS)" || $(BIN)/mike set-default --push $(ALIAS)
 
 ci: test lint types docs check-example  ## everything that must pass

@@ -81,6 +81,21 @@ def test_the_header_leads_to_the_sources_and_asks_nobody_for_stars(site: Path) -
     assert 'data-md-component="source"' not in html
 
 
+def test_pages_ask_for_the_list_of_versions_only_where_it_is_published(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser that does not find it reports an error on each page."""
+    from mkdocs.config import load_config
+
+    assert '"provider": "mike"' not in (site / "index.html").read_text()
+    told = subprocess.run(
+        ["make", "--dry-run", "publish-docs", "VERSION=1"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "LPQ_VERSIONS=mike .venv/bin/mike deploy" in told.stdout
+    monkeypatch.setenv("LPQ_VERSIONS", "mike")
+    assert load_config(str(ROOT / "mkdocs.yml")).extra["version"] == {"provider": "mike"}
+
+
 def test_no_page_shows_markup(site: Path) -> None:
     """A fence or a link that Markdown did not understand is shown as it was written."""
     for page in site.rglob("*.html"):
