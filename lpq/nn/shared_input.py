@@ -31,14 +31,8 @@ class KnownInput(weakref.ref[Tensor]):
 
 class EncodedInputs(dict[object, KnownInput]):
     """The inputs that the layers of a model encoded last, the oldest first, each under a key of its own. A tensor that
-    dies drops its input, also one that another thread has dropped meanwhile."""
-
-    def add(self, x: Tensor, as_it_was: tuple[object, ...], made: Any, layer: int) -> None:
-        """Keep the operands of a tensor until it dies."""
-        key = object()
-        known = KnownInput(x, partial(self.pop, key))  # no Python runs then: an interrupt that came there would be lost
-        known.as_it_was, known.made, known.by = as_it_was, made, {layer}
-        self[key] = known
+    dies drops its input, if no other thread has, by ``pop`` with the key: no Python runs then, in which an interrupt
+    that comes would be lost."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies of a model's layers share encoded inputs among themselves, and begin with none."""
@@ -103,8 +97,11 @@ class LastInput(EncodedInputs):
 
     def keep(self, x: Tensor, how: tuple[object, ...], made: EncodedInput, layer: int) -> None:
         """Keep an encoded input until its tensor dies, or another one is kept."""
+        key = object()
+        known = KnownInput(x, partial(self.pop, key))
+        known.as_it_was, known.made, known.by = _as_it_is(x, how), made, {layer}
         self.clear()
-        self.add(x, _as_it_is(x, how), made, layer)
+        self[key] = known
 
 
 def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:

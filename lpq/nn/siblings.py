@@ -22,11 +22,12 @@ most ``MOST`` encoded inputs beside those of autograd, and none whose tensor is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lpq.nn.shared_input import EncodedInputs, LastInput
+from lpq.nn.shared_input import EncodedInputs, KnownInput, LastInput
 from lpq.operations.binding import Encoded
 from lpq.operations.encoder import Encoder, Known
 from lpq.operations.states import State
@@ -83,8 +84,8 @@ class SharedInputs(EncodedInputs):
         col = (encoder.col, encoder.derived, later)
         for known in [*self.values()]:
             if layer in known.by and known() is x:  # another pass, and x may have changed uncounted
-                for key in [key for key, other in [*self.items()] if other() is x]:
-                    self.pop(key, None)
+                for same in [key for key, other in [*self.items()] if other() is x]:
+                    self.pop(same, None)
                 break
         for known in [*self.values()]:
             if known() is x and known.as_it_was == as_it_is:
@@ -98,9 +99,12 @@ class SharedInputs(EncodedInputs):
             plain = row.quantizer.plain or (encoder.col is not None and encoder.col.quantizer.plain)
             of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
             of_col = of_col[1:] if later else of_col if encoder.col is not None else ()
-            for key in [*self][: 1 - MOST]:
-                self.pop(key, None)
-            self.add(x, as_it_is, (row, col, (of_row, of_col)), layer)
+            for oldest in [*self][: 1 - MOST]:
+                self.pop(oldest, None)
+            key = object()
+            known = KnownInput(x, partial(self.pop, key))
+            known.as_it_was, known.made, known.by = as_it_is, (row, col, (of_row, of_col)), {layer}
+            self[key] = known
         if encoder.col is None:
             return of_row, (), ()
         return of_row, (x, *of_col) if later else of_col, ()
