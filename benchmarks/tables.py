@@ -183,12 +183,11 @@ def host(result: Result) -> dict[str, Table]:
     rows: list[Result] = result["results"]
     readings = ("us", "one_thread_us", "graphed_us")
     base = {reading: next(row.get(reading) for row in rows if name(row) == BASELINE) for reading in readings}
-    base["graphed_us"] = base["us"]  # what it saves counts
     cells = [
         [name(row), *(text for r in readings for text in (number(row.get(r), 0), ratio(row.get(r), base[r])))]
         for row in rows
     ]
-    columns = ["", "µs", "÷ nn.Linear", "µs in one thread", "÷ the same", "µs as CUDA graphs", "÷ nn.Linear"]
+    columns = ["", "µs", "÷ nn.Linear", "µs in one thread", "÷ the same", "µs as CUDA graphs", "÷ the same"]
     return {"times": Table(f"Host time of a step at {result['shape']}", columns, cells)}
 
 
@@ -359,7 +358,7 @@ def layouts(result: Result) -> dict[str, Table]:
 
 
 def scaling(result: Result) -> dict[str, Table]:
-    """Tokens a second and GPU by the number of GPUs, and the share of those on the fewest."""
+    """Tokens a second and GPU by the number of GPUs, and the share of those on the fewest that held the model."""
     rows: list[Result] = result["results"]
     counts = sorted({row["ranks"] for row in rows})
     found = {(row["ranks"], name(row)): row for row in rows}
@@ -367,9 +366,11 @@ def scaling(result: Result) -> dict[str, Table]:
     for who in dict.fromkeys(name(row) for row in rows):
         of = [found.get((count, who), {}) for count in counts]
         speeds = [row.get("tokens_per_second") for row in of]
-        least = next((speed for speed in speeds if speed is not None), None)
+        known = [i for i, speed in enumerate(speeds) if speed is not None]
+        least = speeds[known[0]] if known else None
+        shares = [ratio(speed, least) if [i] != known[:1] else NONE for i, speed in enumerate(speeds)]
         shown = [measured(row, "tokens_per_second", 0) for row in of]
-        cells.append([who, *shown, *(ratio(speed, least) for speed in speeds[1:])])
+        cells.append([who, *shown, *shares[1:]])
     columns = ["", *_gpus(counts), *(f"{words} ÷ the fewest" for words in _gpus(counts[1:]))]
     return {"times": Table(f"Tokens/s and GPU of {model(result)}", columns, cells)}
 
