@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.extended import Extension, extend, restore
+from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.linear import Layer
 from lpq.nn.norms import EncodingNorm, Place
+from lpq.nn.stand_ins import Read, Trial
 from lpq.operations.norms import NormKind
 from lpq.operations.operators import ORDINARY
 from lpq.torch_private.tensors import local_part
@@ -36,7 +37,7 @@ def norm_of(module: nn.Module) -> NormKind | None:
         return None
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
-    return next((norm for norm in _kinds(module, bias is not None) if _is(module, norm)), None)
+    return next((norm for norm in _kinds(module, bias is not None) if _tried(module, norm) is not None), None)
 
 
 def adopt(
@@ -48,8 +49,9 @@ def adopt(
 ) -> None:
     """Have this very module encode its output for these layers: parameters, hooks and references to it stay."""
     if not isinstance(module, EncodingNorm):
+        reads = _tried(module, norm)
         extend(module, AdoptedNorm)
-        module.__dict__["_norm"] = norm
+        vars(module).update(lpq_norm=norm, lpq_reads=reads or ())
     assert isinstance(module, EncodingNorm)
     module.consumers, module.places, module.serves_others = consumers, places, serves_others
 
@@ -58,7 +60,7 @@ def release(module: EncodingNorm) -> None:
     """Make an adopted norm what it was, and have another one encode nothing."""
     if isinstance(module, AdoptedNorm):
         restore(module)
-        for name in ("_norm", "_calls", "consumers", "places", "serves_others"):
+        for name in ("lpq_norm", "lpq_reads", "_calls", "consumers", "places", "serves_others"):
             module.__dict__.pop(name, None)
     else:
         module.consumers, module.places, module.serves_others = (), (), False
@@ -67,11 +69,11 @@ def release(module: EncodingNorm) -> None:
 class AdoptedNorm(Extension, EncodingNorm):
     """A norm of another class, which the subclass extends as well."""
 
-    _norm: NormKind
+    lpq_norm: NormKind
 
     @property
     def norm(self) -> NormKind:
-        return self._norm
+        return self.lpq_norm
 
 
 def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:
@@ -85,35 +87,36 @@ def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:
             yield from (NormKind(eps), NormKind(eps, rounds=True), NormKind(eps, offset=True))
 
 
-def _is(module: nn.Module, norm: NormKind) -> bool:
-    """Whether a module computes this norm, and its gradients."""
-    drawn = torch.Generator().manual_seed(0)
-    like: Any = object.__new__(type(module))  # copy.copy calls the class, which FSDP2 makes call the former __init__
-    like.__dict__.update(module.__dict__)
+def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
+    """The attributes by which a module computes this norm, and its gradients; None if it computes something else."""
     names = [name for name, p in module._parameters.items() if p is not None]
     weight: Any = module._parameters["weight"]
-    cols = weight.shape[0]
+    cols, trial = weight.shape[0], Trial(grads=True)
 
     def run(x: Tensor, **parameters: Tensor) -> Tensor:
         like._parameters = {**module._parameters, **parameters}
-        y: Tensor = type(module).forward(like, x)
+        y: Tensor = class_before(module).forward(like, x)
         return y
 
-    for dtype in TRIED:
-        x, dy = (torch.randn(ROWS, cols, generator=drawn).to(dtype) for _ in range(2))
-        parameters = {name: torch.rand(cols, generator=drawn).sub(0.5).to(dtype) for name in names}
-        try:
-            same = map(torch.equal, *(_computed(f, x, dy, parameters) for f in (run, norm.compute)))
-            if not all(same):
-                return False
-        except Exception:  # other code's, which may raise anything on such an input
-            return False
-    return True
+    try:
+        with trial:
+            like = trial.copy(module, lambda *_: None)
+            drawn = torch.Generator("cpu").manual_seed(0)
+            for dtype in TRIED:
+                x, dy = (torch.randn(ROWS, cols, generator=drawn, device="cpu").to(dtype) for _ in range(2))
+                given = {n: torch.rand(cols, generator=drawn, device="cpu").sub(0.5).to(dtype) for n in names}
+                if not all(map(torch.equal, *(_computed(f, x, dy, given) for f in (run, norm.compute)))):
+                    return None
+    except Exception:  # other code's, which may raise anything on such an input
+        return None
+    like._parameters = dict(module._parameters)
+    if trial.drew or trial.wrote():
+        return None
+    return tuple(read for read in trial.of() if read.name not in names)
 
 
 def _computed(function: Callable[..., Tensor], x: Tensor, dy: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """The output, and the gradients of the input and of the parameters."""
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        x, *others = leaves = [t.detach().requires_grad_() for t in (x, *parameters.values())]
-        y = function(x, **dict(zip(parameters, others, strict=True)))
+    x, *others = leaves = [t.detach().requires_grad_() for t in (x, *parameters.values())]
+    y = function(x, **dict(zip(parameters, others, strict=True)))
     return [y, *torch.autograd.grad(y, leaves, dy)]

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lpq.nn.adopted_norms import norm_of
 from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.norms import Place
+from lpq.nn.stand_ins import Trial, aside
 from lpq.torch_private.pytree import tree_leaves
 from lpq.torch_private.tensors import local_part
 
@@ -50,12 +50,12 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
     if not norms:
         return {}
-    seen = _Uses()
-    like = _copy(block, seen, {})
-    given = _arguments(block, next(iter(norms.values())))
-    device = given[0][0].device.type
+    with aside():
+        given = _arguments(block, next(iter(norms.values())))
+    seen = _Uses(device=given[0][0].device)
     try:
-        with torch.no_grad(), torch.autocast(device if device != "meta" else "cpu", enabled=False), seen:
+        like = seen.copy(block, seen.stand_for)
+        with seen:
             out = class_before(block).forward(like, *given[0], **given[1])
     except Exception:  # other code's, which may raise anything on such an input
         return dict.fromkeys(norms, UNKNOWN)
@@ -85,11 +85,11 @@ def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mappin
     return (x,), {"position_embeddings": (x.new_ones(1, ROWS, 1), x.new_zeros(1, ROWS, 1))} if takes else {}
 
 
-class _Uses(TorchFunctionMode):
+class _Uses(Trial):
     """The tensors that layers were given, and those that anything else was given."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device)
         self.taken: list[tuple[Place, Tensor]] = []
         self.others: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
@@ -101,6 +101,13 @@ class _Uses(TorchFunctionMode):
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
             self.written.update({id(x): x for x in args[:1] if isinstance(x, Tensor)})
         return func(*args, **(kwargs or {}))
+
+    def stand_for(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
+        if isinstance(child, GroupedLayer):
+            return _Experts(self)
+        if isinstance(child, nn.Linear | Layer):
+            return _Linear((parent, name), child, self)
+        return None if norm_of(child) is None else _Norm()
 
     def note(self, values: Any) -> None:
         self.others.update({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)})
@@ -144,26 +151,3 @@ class _Experts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self.seen.note((args, kwargs))
         return torch.zeros_like(next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
-
-
-def _copy(module: nn.Module, seen: _Uses, copies: dict[int, nn.Module]) -> Any:
-    """A copy of a block with stand-ins in it, without an ``__init__``, and without a write to the block."""
-    like: Any = object.__new__(type(module))
-    children: dict[str, nn.Module | None] = {}
-    for name, child in module._modules.items():
-        if child is None:
-            children[name] = None
-        elif id(child) in copies:
-            children[name] = copies[id(child)]
-        elif isinstance(child, GroupedLayer):
-            children[name] = _Experts(seen)
-        elif isinstance(child, nn.Linear | Layer):
-            children[name] = _Linear((module, name), child, seen)
-        elif norm_of(child) is not None:
-            children[name] = _Norm()
-        else:
-            children[name] = _copy(child, seen, copies)
-        if child is not None:
-            copies[id(child)] = children[name]  # type: ignore[assignment]
-    like.__dict__.update(module.__dict__, _modules=children)
-    return like

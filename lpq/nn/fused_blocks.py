@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.nn.adopted_norms import adopt, norm_of, release
-from lpq.nn.extended import Extension, extend, restore
+from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
@@ -25,7 +25,7 @@ from lpq.nn.names import plain_name
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
-from lpq.nn.stand_ins import Functions, StandIn, has_written, is_another, settings_of, with_parts
+from lpq.nn.stand_ins import Read, StandIn, Trial, aside, changed, numbers
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.source import ACTIVATIONS
 from lpq.torch_private.hooks import has_hooks
@@ -59,8 +59,8 @@ class BlockParts(NamedTuple):
     """Whether one layer makes gate and up."""
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
-    settings: tuple[tuple[str, Any], ...]
-    """Its attributes, as they were then."""
+    reads: tuple[Read, ...]
+    """The attributes that its forward read then, of the block and of its activation."""
 
 
 class FusedBlock(Extension, nn.Module):
@@ -86,7 +86,7 @@ def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
 
 def _why_changed(block: FusedBlock) -> str | None:
     """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
-    before, down, _, behind, _, children, settings = block.lpq_parts
+    before, down, _, behind, _, children, reads = block.lpq_parts
     names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
@@ -94,11 +94,8 @@ def _why_changed(block: FusedBlock) -> str | None:
         return f"its {name} is another module since, {type(child).__name__}: call lpq.fuse again"
     if len(children) > len(before) + 1 and any(has_hooks(m) for name, m in children.items() if name not in names):
         return HOOKED
-    for name, value in settings:  # in a loop, as a call would cost each pass more
-        now = block.__dict__.get(name, settings)
-        if now is not value and is_another(now, value):
-            return f"its {name} was set since: call lpq.fuse again"
-    return None
+    was = changed(reads)
+    return None if was is None else f"its {was} was set since: call lpq.fuse again"
 
 
 def fuse(model: Model) -> Model:
@@ -186,8 +183,9 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
         if isinstance(found, tuple):
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, found[1])):
                 return HOOKED
+            activation, behind, reads = found
             halves = _makes_halves([children[name] for name in before], children[down])
-            return BlockParts((*before,), down, *found, halves, dict(module._modules), settings_of(module))  # type: ignore[arg-type]
+            return BlockParts((*before,), down, activation, behind, halves, dict(module._modules), reads)  # type: ignore[arg-type]
     return OTHER if something_else else None
 
 
@@ -273,60 +271,68 @@ def _gathered(model: nn.Module) -> Collection[nn.Module]:
     return {module for module, site in sites(outermost(model)).items() if not site.is_parallel}
 
 
-def _activation(module: nn.Module, before: Sequence[str], down: str) -> tuple[str, str | None] | str | None:
-    """The activation with which the forward of a block is ``mlp``, and the name of the dropout behind; ``OTHER`` if its
-    forward is something else; None if it does not run on rows alone, as of attention or a list of layers."""
-    x, y, dropped, *outputs = _numbers(len(before) + 3)
-    if _makes_halves([module._modules[name] for name in before], module._modules[down]):
-        (gate, up) = _numbers(2)
-        outputs = [torch.cat([gate, up], -1)]
-    layers = {name: StandIn(t) for name, t in zip((*before, down), (*outputs, y), strict=True)}
-    dropouts = {name: StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
-    like = with_parts(module, type(module), {**module._modules, **layers, **dropouts})
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), Functions() as functions:
-            out = type(module).forward(like, x)
-    except Exception:  # other code's, which may raise anything on such an input
-        return None
-    if has_written(like, module):
-        return OTHER
-    behind = next((name for name, stand_in in dropouts.items() if stand_in.given), None)
-    given = [stand_in.given for stand_in in (*layers.values(), *dropouts.values()) if stand_in.given]
-    if any(len(own) != 1 for own in given) or len(given) != len(layers) + (behind is not None):
-        return OTHER
-    if any(own[0] is not x for own in given[: len(before)]) or out is not (y if behind is None else dropped):
-        return OTHER
-    if behind is not None and given[-1][0] is not y:
-        return OTHER
-    activation = _named(given[len(before)][0], functions.count, outputs)
-    return OTHER if activation is None else (activation, behind)
+def _activation(
+    module: nn.Module, before: Sequence[str], down: str
+) -> tuple[str, str | None, tuple[Read, ...]] | str | None:
+    """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, and the attributes
+    by which the forward decided; ``OTHER`` if its forward is something else; None if it does not run on rows alone, as
+    of attention or a list of layers."""
+    with aside():
+        x, y, dropped, *outputs = numbers(len(before) + 3)
+        if _makes_halves([module._modules[name] for name in before], module._modules[down]):
+            (gate, up) = numbers(2)
+            outputs = [torch.cat([gate, up], -1)]
+        made = [t.clone().requires_grad_() * 1 for t in outputs]
+        layers = {name: StandIn(t) for name, t in zip((*before, down), (*made, y), strict=True)}
+        dropouts = {name: StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
+        stand_ins, trial = {**layers, **dropouts}, Trial(grads=True)
+        try:
+            like = trial.copy(module, lambda parent, name, _: stand_ins.get(name) if parent is module else None)
+            with trial:
+                out = class_before(module).forward(like, x)
+        except Exception:  # other code's, which may raise anything on such an input
+            return None
+        if trial.shows_little() or not all(map(torch.equal, made, outputs)):
+            return OTHER
+        behind = next((name for name, stand_in in dropouts.items() if stand_in.given), None)
+        given = [stand_in.given for stand_in in stand_ins.values() if stand_in.given]
+        if any(len(own) != 1 for own in given) or len(given) != len(layers) + (behind is not None):
+            return OTHER
+        if any(own[0] is not x for own in given[: len(before)]) or out is not (y if behind is None else dropped):
+            return OTHER
+        if behind is not None and given[-1][0] is not y:
+            return OTHER
+        activation = _named(given[len(before)][0], trial, made)
+        return OTHER if activation is None else (activation, behind, trial.of(module))
 
 
 def _gate(experts: FusedExperts) -> Gate | None:
     """The activation of experts; None if it is another one."""
-    halves = torch.cat(_numbers(2), -1)
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), Functions() as functions:
-            rows = activated(experts, halves)
-    except Exception:  # other code's, which may raise anything on such an input
-        return None
-    name = _named(rows, functions.count, [halves])
-    return None if name is None else Gate(name, dict(experts._modules))  # type: ignore[arg-type]
+    with aside():
+        halves, trial = torch.cat(numbers(2), -1).requires_grad_() * 1, Trial(grads=True)
+        try:
+            like = trial.copy(experts, lambda *_: None, type(experts))
+            with trial:
+                rows = activated(like, halves)
+        except Exception:  # other code's, which may raise anything on such an input
+            return None
+        name = None if trial.shows_little() else _named(rows, trial, [halves])
+        return None if name is None else Gate(name, dict(experts._modules), trial.of(experts))  # type: ignore[arg-type]
 
 
-def _named(given: Any, count: int, outputs: Sequence[Tensor]) -> str | None:
-    """The name of the activation of these outputs of layers, which so many functions computed."""
-    if not isinstance(given, Tensor):
+def _named(given: Any, trial: Trial, outputs: Sequence[Tensor]) -> str | None:
+    """The name of the activation of these outputs of layers, which the functions of a trial computed; its gradients are
+    compared, too."""
+    if not isinstance(given, Tensor) or not given.requires_grad:
         return None
+    (dy,), whole = numbers(1), outputs[0].shape == given.shape
+    dy = dy[..., :1].expand_as(given)
     for name, activation in ACTIVATIONS.items():
-        with Functions() as functions:
-            inputs = outputs if outputs[0].shape == given.shape else outputs[0].chunk(2, dim=-1)
-            expected = activation.compute(*inputs)
-        if count == functions.count and torch.equal(given, expected):
-            return name
+        inputs = [t.detach().requires_grad_() for t in outputs]
+        with Trial(grads=True) as own:
+            expected = activation.compute(*(inputs if whole else inputs[0].chunk(2, dim=-1)))
+        if (trial.count, trial.asked) == (own.count, own.asked) and torch.equal(given, expected):
+            found = torch.autograd.grad(given, outputs, dy, retain_graph=True)
+            if all(map(torch.equal, found, torch.autograd.grad(expected, inputs, dy))):
+                return name
     return None
-
-
-def _numbers(count: int) -> list[Tensor]:
-    drawn = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(count)]

@@ -20,6 +20,7 @@ from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.halves import activate
 from lpq.nn.plan import LayerBuffer
 from lpq.nn.read_past import Weight
+from lpq.nn.stand_ins import Read, changed
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
 from lpq.torch_private.hooks import has_hooks
@@ -42,6 +43,8 @@ class Gate(NamedTuple):
     activation: str
     children: dict[str, nn.Module]
     """The modules of the experts, as they were."""
+    reads: tuple[Read, ...] = ()
+    """The attributes by which it was computed."""
 
 
 class FusedExperts(Extension, GroupedLayer):
@@ -202,4 +205,5 @@ def why_as_before(experts: FusedExperts) -> str | None:
         return "its activation is another module since: call lpq.fuse again"
     if any(has_hooks(m) for m in experts.gate.children.values()):
         return "hooks are called with its activation"
-    return None
+    name = changed(experts.gate.reads)
+    return None if name is None else f"its {name} was set since: call lpq.fuse again"

@@ -12,6 +12,7 @@ computes as its class does, and ``why_not`` says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy, local_state, shared_state
+from lpq.nn.stand_ins import Read, changed
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import Wanted, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
@@ -34,7 +36,7 @@ from lpq.operations.producer import Output, bind_producer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
 from lpq.torch_private.hooks import hooks_before, hooks_behind, others_hang
-from lpq.torch_private.tensors import local_part
+from lpq.torch_private.tensors import local_part, version_of
 
 if TYPE_CHECKING:
     from lpq.nn.parallel_norms import DividedNorm
@@ -74,6 +76,8 @@ class EncodingNorm(nn.Module):
     places: tuple[Place, ...] = ()
     """Where each of them was found, if it was; the norm encodes as long as it is there, as an adapter around it would
     take the output as well."""
+    lpq_reads: tuple[Read, ...] = ()
+    """The attributes by which the other class computes ``norm``."""
     _calls: dict[object, _Call]
 
     def forward(self, *args: Any, residual: Tensor | None = None, with_sum: bool = False, **others: Any) -> Any:
@@ -125,6 +129,8 @@ class EncodingNorm(nn.Module):
             return _Call(NO_CONSUMERS)
         if hooks_behind(self) and others_hang(self, hooks_behind):
             return _Call(HOOKED)
+        if self.lpq_reads and (name := changed(self.lpq_reads)) is not None:
+            return _Call(f"its {name} was set since: call lpq.fuse again")
         trains, plans, own, shared, over = False, [], self._parameters.get("weight"), False, list[object]()
         if not can_bypass_dispatcher(x if type(x) in ORDINARY else local_part(x)):
             return _Call(WATCHED)
@@ -149,7 +155,10 @@ class EncodingNorm(nn.Module):
         if own is None or (type(own) not in ORDINARY and self not in gathered and not shared):
             return _Call(NO_WEIGHT)
         col = trains and torch.is_grad_enabled()
-        key = (x.shape, x.dtype, x.device, own.dtype, col, adds, kernels_allowed(), registry.epoch(), *map(id, plans))
+        key = (
+            x.shape, x.dtype, x.device, own.dtype, vars(self).get("eps"), col, adds, kernels_allowed(),
+            registry.epoch(), *map(id, plans),
+        )  # fmt: skip
         if shared:
             key = (*key, getattr(x, "placements", None), getattr(own, "placements", None), *over)
         calls = self.__dict__.setdefault("_calls", {})
@@ -323,17 +332,29 @@ def bind_norm(
                 rows = find(x)
             ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state or (),), (None,))
         of_side = None if side is None else side.over(of_col)
-        if others:
-            assert value is not None
-            encoded: QuantizedTensor = WithValue.of(value.view(shape), row.over(of_row), of_side, quantizer)
+        encoded: Any = WithValue(row.over(of_row), of_side, quantizer, shape, dtype)
+        if others and value is not None:
+            encoded.source = value.view(shape)
         else:
-            encoded = QuantizedTensor(row.over(of_row), of_side, quantizer, shape, dtype)
+            encoded.source = partial(_value_of, norm, x, columns, None if x.is_inference() else version_of(x))
         encoded.read = quantizer, of_row, of_col
         if state is not None or named is not None:
             encoded.encoded_by = EncodedBy(layers, shared or {}, measured, col, named)
         return encoded, x, rows
 
     return BoundNorm(norm, encode, gradients, over)
+
+
+def _value_of(norm: NormKind, x: Tensor, columns: Sequence[Tensor], version: int | None) -> Tensor:
+    """The output of a norm that has encoded it, for something that takes no operands in this pass. ``version``: of the
+    input then; None: nobody counts its writes."""
+    if version is not None and version_of(x) != version:
+        raise RuntimeError(
+            f"the input of a norm, {list(x.shape)}, was written to, and then something other than layers of lpq took "
+            "the output, which is computed for it: write to a copy, or call lpq.unfuse on the block"
+        )
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False), on_device(x.device):
+        return norm.compute(x.detach(), *columns)
 
 
 def _why_not_alike(layers: Sequence[tuple[Layer, Plan]]) -> str | None:

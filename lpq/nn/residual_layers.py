@@ -7,7 +7,7 @@ If it calls them so, and no function of torch beside these sums, another forward
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.norms import EncodingNorm
-from lpq.nn.stand_ins import Functions, has_written, is_another, settings_of, with_parts
+from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
 MOST_CALLS = 16
 """The number of kinds of calls of which a layer keeps what it does."""
 OTHER = "the forward of its block is not x + f(norm(x)), once or several times, and nothing else"
 FAILS = "its block does not run with stand-ins for its parts"
+ASKS = "its block asks it for the sum"
 HOOKED = "a backward hook is called with it"
 SINCE = "lpq.fuse has not looked at its block as it is now: call lpq.fuse again"
 
@@ -54,6 +55,15 @@ class Branch(NamedTuple):
 Course = tuple[Branch, ...]
 
 
+class KindOfCall(NamedTuple):
+    """A kind of calls of a layer, in each of which it does the same."""
+
+    course: Course | None
+    """None: something else than sums of branches."""
+    reads: tuple[Read, ...]
+    """The attributes by which it decided that."""
+
+
 class ResidualLayer(Extension, nn.Module):
     """A layer of another library that computes ``x + f(norm(x))`` one or several times; its norms add."""
 
@@ -61,9 +71,9 @@ class ResidualLayer(Extension, nn.Module):
     """Its children, as they were when it was fused."""
     lpq_several: tuple[str, ...]
     """The children that return several values."""
-    lpq_courses: dict[object, Course | None]
-    lpq_settings: tuple[tuple[str, Any], ...]
-    """Its attributes, as they were when its courses were found."""
+    lpq_either: tuple[str, ...]
+    """The children of which it takes the first value where they return several."""
+    lpq_calls: dict[object, KindOfCall]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the class before does."""
@@ -87,7 +97,7 @@ class ResidualLayer(Extension, nn.Module):
                     *(given[a.of] if type(a) is ArgumentAt else a for a in places),
                     **{key: given[a.of] if type(a) is ArgumentAt else a for key, a in named.items()},
                 )
-                if several:
+                if several or (type(value) is tuple and name in self.lpq_either):
                     value = value[0]
             made = value
         return total + made
@@ -97,19 +107,13 @@ class ResidualLayer(Extension, nn.Module):
         if not args or not isinstance(args[0], Tensor) or self._modules != self.lpq_parts or global_hooks():
             return None
         key = (self.training, *map(_kind, args[1:]), *kwargs, *map(_kind, kwargs.values()))
-        courses, own = self.lpq_courses, self.__dict__
-        for name, value in self.lpq_settings:  # in a loop, as a call would cost each pass more
-            now = own.get(name, courses)
-            if now is not value and is_another(now, value):
-                courses.clear()
-                self.lpq_settings = settings_of(self)
-                break
-        if key not in courses:
-            if len(courses) >= MOST_CALLS:
-                courses.clear()
-            found = _tried(self, self.lpq_several, args, kwargs)
-            courses[key] = None if isinstance(found, str) else found
-        return courses[key]
+        known = self.lpq_calls.get(key)
+        if known is None or (known.reads and changed(known.reads) is not None):
+            if len(self.lpq_calls) >= MOST_CALLS:
+                self.lpq_calls.clear()
+            found, reads = _tried(self, self.lpq_several, args, kwargs)
+            known = self.lpq_calls[key] = KindOfCall(None if isinstance(found, str) else found, reads)
+        return known.course
 
 
 def _kind(value: Any) -> Any:
@@ -126,25 +130,22 @@ def extend_residual(layer: nn.Module) -> None:
     """Have the norms of a layer add the residual, if it computes nothing else beside them and its branches."""
     if isinstance(layer, ResidualLayer):
         if layer._modules == layer.lpq_parts:
-            layer.lpq_courses.clear()
+            layer.lpq_calls.clear()
             return
         release_residual(layer)
     if isinstance(layer, Extension) or not _norms(layer):
         return
-    try:
-        found = _found(layer)
-    except _Asked:
-        return
+    found = _found(layer)
     if isinstance(found, tuple):
         extend(layer, ResidualLayer)
-        layer.__dict__.update(lpq_parts=dict(layer._modules), lpq_several=found, lpq_courses={})
-        layer.__dict__["lpq_settings"] = settings_of(layer)
+        own = {"lpq_parts": dict(layer._modules), "lpq_several": found, "lpq_either": _either(layer, found)}
+        vars(layer).update(own, lpq_calls={})
 
 
 def release_residual(layer: ResidualLayer) -> None:
     """Make a layer what it was."""
     restore(layer)
-    for name in ("lpq_parts", "lpq_several", "lpq_courses", "lpq_settings"):
+    for name in ("lpq_parts", "lpq_several", "lpq_either", "lpq_calls"):
         del layer.__dict__[name]
 
 
@@ -164,11 +165,8 @@ def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
         return HOOKED
     if isinstance(layer, ResidualLayer):
         return None if layer._modules == layer.lpq_parts else SINCE
-    try:
-        found = _found(layer)
-    except _Asked:
-        return None
-    return found if isinstance(found, str) else SINCE
+    found = _found(layer)
+    return SINCE if not isinstance(found, str) else None if found is ASKS else found
 
 
 def _norms(layer: nn.Module) -> list[EncodingNorm]:
@@ -179,44 +177,62 @@ def _found(layer: nn.Module) -> tuple[str, ...] | str:
     """The children of a layer that return several values, if it fits; or why it does not."""
     if "forward" in vars(layer):
         return OTHER
-    names = [
-        name for name, child in layer._modules.items() if child is not None and not isinstance(child, EncodingNorm)
-    ]
     why = FAILS
-    for several in chain.from_iterable(combinations(names, count) for count in range(3)):
-        found = _tried(layer, several, [None], {})
+    for several in chain.from_iterable(combinations(_branches(layer), count) for count in range(3)):
+        found, _ = _tried(layer, several, [None], {})
         if not isinstance(found, str):
             return several
+        if found is ASKS:
+            return ASKS
         why = OTHER if OTHER in (found, why) else FAILS
     return why
+
+
+def _either(layer: nn.Module, several: tuple[str, ...]) -> tuple[str, ...]:
+    """The children of which the layer takes the first value where they return several, though they need not."""
+    others = [name for name in _branches(layer) if name not in several]
+    return tuple(name for name in others if isinstance(_tried(layer, (*several, name), [None], {})[0], tuple))
+
+
+def _branches(layer: nn.Module) -> list[str]:
+    """The names of the children that are no norms that encode."""
+    children = layer._modules.items()
+    return [name for name, child in children if child is not None and not isinstance(child, EncodingNorm)]
 
 
 class _Asked(Exception):
     """A layer asks its norms for sums itself."""
 
 
-class _Trial:
-    """The calls of children, in their order, and the numbers that they return."""
+class _Argument:
+    """Stands for an argument, or for a value that a child returns beside the first: nothing may be found out about it,
+    as another call may have another one."""
 
-    def __init__(self, count: int) -> None:
-        self.calls: list[_ChildCall] = []
-        drawn = torch.Generator().manual_seed(0)
-        self.numbers = iter([torch.randn(1, 2, 64, generator=drawn).mul(4).bfloat16() for _ in range(count)])
+    def __init__(self, of: int | str) -> None:
+        vars(self)["of"] = of
+
+    def _is_decided_by(self, *_: object) -> Any:
+        raise TypeError("a layer decides by an argument")
+
+    __getattr__ = __eq__ = __hash__ = __bool__ = __str__ = __format__ = _is_decided_by
+    __class__ = property(_is_decided_by)
 
 
 class _Called(nn.Module):
     """Takes the place of a child: it notes each call, and returns other numbers each time."""
 
-    def __init__(self, name: str, of: nn.Module, several: bool, trial: _Trial) -> None:
+    def __init__(self, name: str, of: nn.Module, beside: tuple[object, ...], made: Iterator[Tensor]) -> None:
+        """``beside``: what it returns beside a tensor."""
         super().__init__()
-        self.name, self.of, self.several, self.trial = name, of, several, trial
+        self.name, self.of, self.beside, self.made = name, of, beside, made
+        self.calls = list[_ChildCall]()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.of, EncodingNorm) and kwargs.keys() & {"residual", "with_sum"}:
             raise _Asked
-        made = next(self.trial.numbers)
-        self.trial.calls.append(_ChildCall(self, args, kwargs, made))
-        return (made, None) if self.several else made
+        made = next(self.made)
+        self.calls.append(_ChildCall(self, args, kwargs, made))
+        return (made, *self.beside) if self.beside else made
 
 
 class _ChildCall(NamedTuple):
@@ -230,34 +246,70 @@ class _ChildCall(NamedTuple):
 
     def step(self, value: Tensor) -> BranchCall | None:
         """This call as a step of a branch that has made ``value``; None if it is given more than steps are."""
-        args = tuple(ArgumentAt(None) if a is value else a for a in self.args)
-        kwargs = {name: ArgumentAt(None) if a is value else a for name, a in self.kwargs.items()}
+
+        def place(a: Any) -> Any:
+            return ArgumentAt(None) if a is value else ArgumentAt(vars(a)["of"]) if type(a) is _Argument else a
+
+        args, kwargs = tuple(map(place, self.args)), {name: place(a) for name, a in self.kwargs.items()}
         if not all(isinstance(a, ArgumentAt | bool | int | float | str | None) for a in (*args, *kwargs.values())):
             return None
-        return BranchCall(self.child.name, args, kwargs, self.child.several)
+        return BranchCall(self.child.name, args, kwargs, bool(self.child.beside))
 
 
-def _tried(layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Course | str:
-    """Return what a layer does with such arguments, the first of which is the stream; or why that is something else."""
-    base: Any = class_before(layer)
-    children = layer._modules.items()
-    trial = _Trial(2 * len(children) + 1)
-    x = next(trial.numbers)
-    parts = {name: None if m is None else _Called(name, m, name in several, trial) for name, m in children}
-    like, before, functions = with_parts(layer, base, parts), x.clone(), Functions()  # type: ignore[arg-type]
-    given = [ArgumentAt(i) if _kind(value) is ArgumentAt else value for i, value in enumerate(args)]
-    named = {name: ArgumentAt(name) if _kind(value) is ArgumentAt else value for name, value in kwargs.items()}
+def _tried(
+    layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Course | str, tuple[Read, ...]]:
+    """Return what a layer does with such arguments, the first of which is the stream, or why that is something else;
+    and the attributes by which it decides that."""
+    with aside():
+        found, reads = _run(layer, several, args, kwargs, None)
+        if several and not isinstance(found, str):  # whatever else its children return
+            other, _ = _run(layer, several, args, kwargs, _Argument("beside"))
+            found = found if other == found else OTHER
+    return found, reads
+
+
+def _run(
+    layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], beside: object
+) -> tuple[Course | str, tuple[Read, ...]]:
+    trial, made = Trial(grads=True), iter([t.requires_grad_().clone() for t in numbers(2 * len(layer._modules) + 1)])
+    x, calls = next(made), list[_ChildCall]()
+
+    def stand_for(parent: nn.Module, name: str, child: nn.Module) -> nn.Module:
+        called = _Called(name, child, (beside,) if name in several else (), made)
+        called.calls = calls
+        return called
+
+    given = [_Argument(i) if _kind(value) is ArgumentAt else value for i, value in enumerate(args)]
+    named = {name: _Argument(name) if _kind(value) is ArgumentAt else value for name, value in kwargs.items()}
+    before = x.detach().clone()
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), functions:
-            out = base.forward(like, x, *given[1:], **named)
+        like = trial.copy(layer, stand_for)
+        with trial:
+            out = class_before(layer).forward(like, x, *given[1:], **named)
     except _Asked:
-        raise
+        return ASKS, trial.of(layer)
     except Exception:  # other code's, which may raise anything on such arguments
-        return FAILS
-    if has_written(like, layer):
-        return OTHER
-    course = _read(trial.calls, x, out)
-    return course if course and len(course) == functions.count and torch.equal(x, before) else OTHER
+        return FAILS, trial.of(layer)
+    if trial.shows_little() or trial.asked or not torch.equal(x, before):
+        return OTHER, trial.of(layer)
+    course = _read(calls, x, out)
+    given_to = [a for call in calls for a in call.args if type(a) is not _Argument and isinstance(a, Tensor)]
+    fits = course and len(course) == trial.count and _adds_alone([out, *given_to])
+    return course if fits else OTHER, trial.of(layer)
+
+
+def _adds_alone(values: Sequence[Tensor]) -> bool:
+    """Whether autograd has nothing but sums behind these tensors: another function may have other gradients."""
+    nodes: list[Any] = [value.grad_fn for value in values]
+    while nodes:
+        node = nodes.pop()
+        name = type(node).__name__
+        if name == "AddBackward0":
+            nodes += [following for following, _ in node.next_functions]
+        elif name != "CloneBackward0":  # of the numbers of the trial
+            return False
+    return True
 
 
 def _read(calls: Sequence[_ChildCall], x: Tensor, out: Any) -> Course:
@@ -273,7 +325,7 @@ def _read(calls: Sequence[_ChildCall], x: Tensor, out: Any) -> Course:
             branches[-1] = Branch(branches[-1].norm, (*branches[-1].steps, step))
         else:
             total = total if value is None else total + value
-            if call.kwargs or call.child.several or len(call.args) != 1 or not _same(call.args[0], total):
+            if call.kwargs or call.child.beside or len(call.args) != 1 or not _same(call.args[0], total):
                 return ()
             branches.append(Branch(call.child.name, ()))
         value = call.made

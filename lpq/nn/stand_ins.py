@@ -1,14 +1,50 @@
-"""Trials of other code's modules: a forward runs with stand-ins for its parts, and shows what it does with them."""
+"""Trials of other code's modules: a forward runs with stand-ins for its parts, and shows what it does with them.
+
+What a trial shows holds as long as all stays by which the forward decided. So a trial notes the attributes that it
+read, and leaves no trace: the forward runs on copies, and random numbers and modes stay as they are for others.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import cache
+from operator import is_
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-REGISTERED = ("_parameters", "_buffers")
-"""The dictionaries of parameters and of buffers, to which assignments go."""
+from lpq.nn.extended import class_before
+from lpq.torch_private.dispatch import without_modes
+from lpq.torch_private.tensors import version_of
+
+TORCHS = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes that each module has, by which a forward decides nothing."""
+ABSENT = "lpq: absent"
+"""The value of an attribute that is not the object's own, as a method."""
+TRIAL = "lpq_trial"
+"""The attribute of copies under which they find their trial."""
+MUTABLE = list, dict, set, deque
+DEEPEST = 3
+"""How deep the contents of an attribute are looked at: ``config.text_config.options``."""
+
+StandFor = Callable[[nn.Module, str, nn.Module], nn.Module | None]
+"""``stand_for(parent, name, child)``: what takes the place of a child; None: a copy of the child."""
+
+
+class Read(NamedTuple):
+    """An attribute that a forward read."""
+
+    module: nn.Module
+    name: str
+    value: Any
+    contents: Any
+    """The items of the value, if these can change while the object stays, as in a ``config``; else None."""
 
 
 class StandIn(nn.Module):
@@ -23,43 +59,197 @@ class StandIn(nn.Module):
         return self.returned
 
 
-class Functions(TorchFunctionMode):
-    """Counts the functions of torch that compute."""
+class Trial(TorchFunctionMode):
+    """One run of a forward. It counts the functions of torch that compute, and the attributes of tensors that are read:
+    a forward that reads a shape may do something else for another one."""
 
-    count = 0
+    def __init__(self, grads: bool = False, device: torch.device | None = None) -> None:
+        """``device``: where the forward runs; None: on the CPU."""
+        super().__init__()
+        self.count = self.asked = 0
+        self.grads, self.device = grads, device if device is not None and device.type != "meta" else torch.device("cpu")
+        self.reads: dict[tuple[int, str], Read] = {}
+        self.reads_tensors, self.drew = False, False
+        """Whether a parameter or a buffer was read, or that there is none; whether Python's random numbers were
+        drawn."""
+        self._copies: list[tuple[Any, dict[str, Any], list[int]]] = []
+
+    def __enter__(self) -> Self:
+        kind = self.device.type
+        self._drawn, self._around = random.getstate(), ExitStack()
+        devices, seeded = ([], "cuda") if kind == "cpu" else ([self.device], kind)
+        for context in (
+            aside(),
+            torch.random.fork_rng(devices, device_type=seeded),
+            torch.autocast(kind, enabled=False),
+            torch.enable_grad() if self.grads else torch.no_grad(),
+        ):
+            self._around.enter_context(context)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._around.__exit__(*raised)
+        self.drew = random.getstate() != self._drawn
+        random.setstate(self._drawn)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") != "__get__"  # an attribute of a tensor
+        if getattr(func, "__name__", "") == "__get__":
+            self.asked += 1
+        else:
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
+    def copy(self, module: nn.Module, stand_for: StandFor, base: type[nn.Module] | None = None) -> Any:
+        """A copy of a module with stand-ins in it, made without an ``__init__``. The module is not written to, nor are
+        its buffers. ``base``: its class; None: the class that it had before ``lpq.fuse``."""
+        return self._copy(module, stand_for, base, {})
 
-def with_parts(module: nn.Module, base: type[nn.Module], parts: dict[str, nn.Module | None]) -> Any:
-    """A copy of a module as an instance of ``base``, with these children: made without an ``__init__``, and without a
-    write to the module."""
-    like: Any = object.__new__(base)
-    like.__dict__.update(module.__dict__, _modules=parts)
-    like.__dict__.update({name: dict(module.__dict__[name]) for name in REGISTERED})
-    return like
+    def _copy(self, module: nn.Module, stand_for: StandFor, base: Any, known: dict[int, nn.Module]) -> Any:
+        cls: Any = base or class_before(module)
+        like: Any = object.__new__(_noting(cls))
+        known[id(module)] = like
+        children: dict[str, nn.Module | None] = dict(module._modules)
+        for name, child in module._modules.items():
+            if child is not None:
+                made = known.get(id(child)) or stand_for(module, name, child)
+                known[id(child)] = made = made or self._copy(child, stand_for, None, known)
+                children[name] = made
+        own = {k: copy(v) if k not in TORCHS and isinstance(v, MUTABLE) else v for k, v in vars(module).items()}
+        buffers = {name: None if b is None else b.detach().clone() for name, b in module._buffers.items()}
+        own.update(_modules=children, _parameters=dict(module._parameters), _buffers=buffers)
+        vars(like).update(own)
+        versions = [_version(b) for b in buffers.values()]
+        before = {name: copy(value) if isinstance(value, MUTABLE) else value for name, value in own.items()}
+        self._copies.append((like, before, versions))
+        vars(like)[TRIAL] = self._note, module
+        return like
+
+    def _note(self, module: nn.Module, name: str) -> None:
+        self.reads_tensors |= name in module._parameters or name in module._buffers
+        if (id(module), name) not in self.reads:
+            value = _value_of(module, name)
+            self.reads[id(module), name] = Read(module, name, value, _contents(value))
+
+    def shows_little(self) -> bool:
+        """Whether the next run of the forward may do something else: it drew a number or wrote something; or it has a
+        parameter or a buffer of its own."""
+        return self.drew or self.reads_tensors or self.wrote()
+
+    def wrote(self) -> bool:
+        """Whether the forward wrote an attribute or a buffer, as another forward in its place would not."""
+        for like, before, versions in self._copies:
+            now = {name: value for name, value in vars(like).items() if name != TRIAL}
+            same = now.keys() == before.keys() and all(_is_as(value, before[name]) for name, value in now.items())
+            if not same or [_version(b) for b in like._buffers.values()] != versions:
+                return True
+        return changed(self.reads.values()) is not None
+
+    def of(self, *modules: nn.Module) -> tuple[Read, ...]:
+        """The attributes that were read, but for the children of these modules, which others compare."""
+        skipped = {(id(module), name) for module in modules for name in module._modules}
+        return tuple(read for key, read in self.reads.items() if key not in skipped)
 
 
-def has_written(like: nn.Module, module: nn.Module) -> bool:
-    """Whether a forward of the copy wrote an attribute, as another forward in its place would not."""
-    mine, before = _attributes(like), _attributes(module)
-    return mine.keys() != before.keys() or any(value is not before[name] for name, value in mine.items())
+@contextmanager
+def aside() -> Iterator[None]:
+    """Here nothing that watches operators sees any, and tensors are ordinary: a trial may begin within a pass."""
+    with without_modes(), torch.inference_mode(False):
+        yield
 
 
-def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The attributes by which the forward of a module may decide, as they are now."""
-    torchs = vars(nn.Module())
-    return tuple((name, value) for name, value in vars(module).items() if name not in torchs and "lpq_" not in name)
+def changed(reads: Iterable[Read]) -> str | None:
+    """The name of an attribute that is another one since a forward read it; None if all are as they were."""
+    for module, name, value, contents in reads:
+        now = vars(module).get(name, ABSENT)
+        if now is ABSENT:
+            now = _value_of(module, name)
+        if (now is not value and _is_another(now, value)) or (contents is not None and _contents(now) != contents):
+            return name
+    return None
 
 
-def is_another(now: Any, before: Any) -> bool:
+def numbers(count: int) -> list[Tensor]:
+    """Tensors of a few rows, wherever tensors are made by default."""
+    drawn = torch.Generator("cpu").manual_seed(0)
+    return [torch.randn(1, 2, 64, generator=drawn, device="cpu").mul(4).bfloat16() for _ in range(count)]
+
+
+@cache
+def _noting(base: Any) -> Any:
+    """A subclass that tells a trial of the attributes that are read."""
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if name not in TORCHS and not name.startswith("__"):
+            note, module = object.__getattribute__(self, "__dict__").get(TRIAL, (None, None))
+            if note is not None:
+                note(module, name)
+        return base.__getattribute__(self, name)
+
+    own = {"__getattribute__": __getattribute__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), own)
+
+
+def _value_of(module: nn.Module, name: str) -> Any:
+    own = vars(module)
+    if name in own:
+        return own[name]
+    if name in module._modules:
+        return module._modules[name]
+    for tensors in (module._parameters, module._buffers):
+        if name in tensors:
+            return tensors[name] is not None
+    return ABSENT
+
+
+def _is_another(now: Any, before: Any) -> bool:
     """Whether an attribute, which is not the same object, is another: numbers and text come out of a pickle as equal
     objects."""
     return type(now) is not type(before) or type(now) not in (int, float, str) or now != before
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in module.__dict__.items() if name not in ("_modules", *REGISTERED)}
-    return {**own, **module._parameters, **module._buffers}
+class _Itself:
+    """An object that equals itself alone."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.it is other.it
+
+    __hash__ = object.__hash__
+
+
+def _contents(value: Any, depth: int = DEEPEST) -> Any:
+    """The items of an object, for comparing; None: it has none by which a forward would decide."""
+    if not depth or isinstance(value, nn.Module | Tensor | type) or callable(value):
+        return None
+    items: Sequence[tuple[Any, Any]]
+    if isinstance(value, dict):
+        items = [*value.items()]
+    elif isinstance(value, (list, tuple, set, deque)):
+        items = [*enumerate(value)]
+    elif hasattr(value, "__dict__"):
+        items = [*vars(value).items()]
+    else:
+        return None
+    plain = int, float, str, bool, type(None)
+    return [(key, v if type(v) in plain else (_Itself(v), _contents(v, depth - 1))) for key, v in items]
+
+
+def _is_as(now: Any, before: Any) -> bool:
+    """Whether an attribute of a copy is as it was; ``before`` has copies of lists and dictionaries."""
+    if now is before:
+        return True
+    if not isinstance(now, MUTABLE) or type(now) is not type(before) or len(now) != len(before):
+        return False
+    if isinstance(now, dict) and isinstance(before, dict):
+        return all(key in before and value is before[key] for key, value in now.items())
+    return all(map(is_, now, before))
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else version_of(tensor)

@@ -1,32 +1,35 @@
-"""An encoded tensor that carries the tensor which was encoded, for all that takes no operands."""
+"""An encoded tensor that knows the tensor which was encoded, for all that takes no operands."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Quantizer, Storage
+from lpq.formats.format import Storage
 from lpq.tensor.quantized_tensor import QuantizedTensor
 from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.pytree import tree_map
 
+Value = Tensor | Callable[[], Tensor]
+"""A tensor, or what computes it."""
+
 
 class WithValue(QuantizedTensor):
-    """The output of a producer whose consumers are layers, which multiply its operands, and other code beside them: a
-    router, an adapter, a residual. Every operator takes the tensor as it was before it was encoded, and nothing is
-    decoded. ``detach`` alone keeps the operands."""
+    """The output of a producer, whose consumers are layers, which multiply its operands. Other code may take it beside
+    them: a router, an adapter, a residual, a mask of one call in a hundred. Every operator takes the tensor as it was
+    before it was encoded, and nothing is decoded. ``detach`` alone keeps the operands."""
 
-    value: Tensor
+    source: Value
 
-    @classmethod
-    def of(cls, value: Tensor, row: Storage, col: Storage | None, quantizer: Quantizer) -> WithValue:
-        """``row`` and ``col`` are the operands of ``value``."""
-        made = cls(row, col, quantizer, value.shape, value.dtype)
-        assert isinstance(made, WithValue)
-        made.value = value
-        return made
+    @property
+    def value(self) -> Tensor:
+        """The tensor as it was before it was encoded. What computes it is called once."""
+        if not isinstance(self.source, Tensor):
+            self.source = self.source()
+        return self.source
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, context = super().__tensor_flatten__()
@@ -37,8 +40,8 @@ class WithValue(QuantizedTensor):
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
     ) -> WithValue:
         encoded = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
-        assert encoded.row is not None
-        return WithValue.of(inner["value"], encoded.row, encoded.col, encoded.quantizer)
+        row, col = encoded.stored
+        return _made(inner["value"], row, col, encoded)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -46,8 +49,8 @@ class WithValue(QuantizedTensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (t,) = args
-            assert t.row is not None
-            same = cls.of(t.value, t.row, t.col, t.quantizer)
+            row, col = t.stored
+            same = _made(t.source, row, col, t)
             same.read, same.encoded_by, same.writes = t.read, t.encoded_by, t.writes
             return same
         if schema_of(func).is_mutable and isinstance(args[0], WithValue):
@@ -57,6 +60,13 @@ class WithValue(QuantizedTensor):
             )
         args, kwargs = tree_map(_value, args), tree_map(_value, kwargs or {})
         return func(*args, **kwargs)
+
+
+def _made(source: Value, row: Storage | None, col: Storage | None, like: QuantizedTensor) -> WithValue:
+    made = WithValue(row, col, like.quantizer, like.shape, like.dtype)
+    assert isinstance(made, WithValue)
+    made.source = source
+    return made
 
 
 def _value(t: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
 
 __all__ = [
     "PRE_DISPATCH",
@@ -22,6 +22,7 @@ __all__ = [
     "return_and_correct_aliasing",
     "schema_of",
     "transforms",
+    "without_modes",
 ]
 
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
@@ -32,6 +33,9 @@ has_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes see every operator that runs in this thread."""
+
+without_modes: Callable[[], Any] = _disable_current_modes
+"""A context in which no mode sees operators."""
 
 transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether this runs inside of a transform of ``torch.func``."""

@@ -104,7 +104,7 @@ def test_adopted_it_computes_the_same_and_can_be_released(kind: Any) -> None:
     adopt(model[0], norm, (model[1],))
     assert isinstance(model[0], kind)
     assert norm_of(model[0]) == norm
-    assert type(model[0](torch.ones(2, DIM, dtype=torch.bfloat16))) is QuantizedTensor
+    assert isinstance(model[0](torch.ones(2, DIM, dtype=torch.bfloat16)), QuantizedTensor)
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert equal(step(other, given()), expected)
         assert other[0].consumers == (other[1],)

@@ -318,14 +318,17 @@ def test_others_get_the_output_of_a_norm_as_it_is(recipe: str, second: str, monk
     if second.startswith("in"):
         plain[0].second.recipe = None if second == "in high precision" else "fp8-row"
     net, x = lpq.fuse(copy.deepcopy(plain)), torch.randn(2, 16, 64).bfloat16()
-    made: list[Tensor] = []
-    own = WithValue.of.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(WithValue, "of", classmethod(lambda *args: (made.append(own(*args)), made[-1])[1]))
+    made: list[object] = []
+    kept = WithValue.__setattr__
+    monkeypatch.setattr(
+        WithValue, "__setattr__", lambda t, name, v: [made.append(v) if name == "source" else None, kept(t, name, v)][1]
+    )
     for _ in range(2):
         net.zero_grad()
         plain.zero_grad()
         assert equal(results(net, x), results(plain, x))
     assert bool(made) == (second != "in another format")
+    assert all(isinstance(source, Tensor) for source in made), "nothing is computed for them afterwards"
     assert norms(net) == ([] if second == "in another format" else ["0.norm"])
     assert ("inputs as fp8(scaling=row), and" in str(lpq.report(net))) == (second == "in another format")
 

@@ -7,8 +7,10 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from lpq.torch_private import dispatch
 from lpq.torch_private.hooks import (
     OWN,
     global_hooks,
@@ -89,3 +91,12 @@ def test_hooks_of_all_modules(kind: str) -> None:
     finally:
         handle.remove()
     assert not global_hooks()
+
+
+def test_a_trial_of_a_module_runs_without_modes() -> None:
+    with dispatch.FakeTensorMode():
+        with dispatch.without_modes():
+            assert not dispatch.modes()
+            assert type(torch.ones(2)) is torch.Tensor
+        assert dispatch.modes()
+        assert type(torch.ones(2)) is not torch.Tensor
