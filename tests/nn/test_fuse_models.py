@@ -10,41 +10,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.comparing import equal, equal_states
+from test_fuse_families import model as of_family
+from test_fuse_families import step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lpq
-from lpq.nn.adopted_norms import adopt, norm_of
-from lpq.nn.fused_blocks import FusedBlock, layers_of
 from lpq.tensor.with_value import WithValue
 
-transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
-SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}  # fmt: skip
-KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("Llama", {}), ("Llama", {"hidden_act": "gelu"}), ("Mistral", {}), ("Qwen2", {}), ("Qwen3", {}),
-    ("Gemma", {"head_dim": 32}), ("Llama", {"mlp_bias": True, "hidden_act": "gelu_new"}),
-)  # fmt: skip
 
-
-def model(kind: str = "Llama", recipe: str = "mxfp8", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    """The same weights each time."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
-    return lpq.convert(getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype), recipe)
-
-
-def step(net: Any) -> list[Tensor | None]:
-    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(2)
-    net.train()
-    net.zero_grad()
-    loss = net(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in net.parameters())]
+def model(family: str = "Llama", recipe: str = "mxfp8", **options: Any) -> Any:
+    """Of two layers."""
+    return of_family(family, recipe, num_hidden_layers=2, **options)
 
 
 def results(net: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -62,44 +39,6 @@ def norms(net: nn.Module) -> list[str]:
     return [entry.name for entry in lpq.report(net).fused if "norm" in entry.name]
 
 
-@pytest.fixture
-def fused_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one number with each pass of a fused block that is one function."""
-    from lpq.nn import fused_mlp
-
-    calls: list[int] = []
-    own = fused_mlp.FusedMLP.forward
-
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        calls.append(1)
-        return own(ctx, *args)
-
-    monkeypatch.setattr(fused_mlp.FusedMLP, "forward", staticmethod(forward))
-    return calls
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_a_fused_model_is_the_same_model(kind: str, options: Any, fused_passes: list[int]) -> None:
-    plain, net = model(kind, **options), model(kind, **options)
-    classes = [type(m) for m in net.modules()]
-    assert lpq.fuse(net) is net
-    assert blocks(net) == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    own = ("input_layernorm", "post_attention_layernorm")
-    assert norms(net) == [f"model.layers.{i}.{name}" for i in range(2) for name in own]
-    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
-    assert equal_states(net.state_dict(), plain.state_dict())
-    assert str(net) == str(plain)
-    assert all(isinstance(m, cls) for m, cls in zip(net.modules(), classes, strict=True))
-    assert equal(step(net), step(plain))
-    assert len(fused_passes) == 2
-    lpq.unfuse(net)
-    assert [type(m) for m in net.modules()] == classes
-    assert [vars(m).keys() for m in net.modules()] == [vars(m).keys() for m in plain.modules()]
-    assert blocks(net) == []
-    assert equal(step(net), step(plain))
-    assert len(fused_passes) == 2
-
-
 def test_by_convert(fused_passes: list[int]) -> None:
     net = lpq.convert(model(), "fp8-current", fuse=True)
     assert len(blocks(net)) == 2
@@ -109,39 +48,22 @@ def test_by_convert(fused_passes: list[int]) -> None:
     assert len(fused_passes) == 4
 
 
-def test_gradient_checkpointing(fused_passes: list[int]) -> None:
-    net = lpq.fuse(model(recipe="fp8-delayed"))
-    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert equal(step(net), step(model(recipe="fp8-delayed")))
-    assert len(fused_passes) == 4
-
-
 def test_layers_with_delayed_scaling_behind_norms_share_histories(tmp_path: Any) -> None:
     plain, net = model(recipe="fp8-delayed"), lpq.fuse(model(recipe="fp8-delayed"))
-    for block in net.model.layers:
-        of = block.self_attn, block.mlp
-        for norm, layers in (
-            (block.input_layernorm, (of[0].q_proj, of[0].k_proj, of[0].v_proj)),
-            (block.post_attention_layernorm, (of[1].gate_proj, of[1].up_proj)),
-        ):
-            kind = norm_of(norm)
-            assert kind is not None
-            adopt(norm, kind, layers)
+    assert len(norms(net)) == 4
     for _ in range(2):
         assert equal(step(net), step(plain))
         assert equal_states(net.state_dict(), plain.state_dict())
         net.eval().generate(torch.ones(2, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)
-    assert of[0].q_proj.x_amax is of[0].v_proj.x_amax is not of[1].up_proj.x_amax
-    assert of[1].up_proj.x_amax is of[1].gate_proj.x_amax
+    for block in net.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        assert attention.q_proj.x_amax is attention.k_proj.x_amax is attention.v_proj.x_amax is not mlp.up_proj.x_amax
+        assert mlp.up_proj.x_amax is mlp.gate_proj.x_amax
     net.save_pretrained(tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == plain.state_dict().keys()
-
-
-def test_generate(fused_passes: list[int]) -> None:
-    tokens = torch.randint(1, 64, (1, 4), generator=torch.Generator().manual_seed(1))
-    made = [net.eval().generate(tokens, max_new_tokens=4, do_sample=False) for net in (lpq.fuse(model()), model())]
-    assert torch.equal(*made)
-    assert fused_passes
+    lpq.unfuse(net)
+    assert equal(step(net), step(plain))
+    assert equal_states(net.state_dict(), plain.state_dict())
 
 
 def test_compiled_whole(fused_passes: list[int]) -> None:
@@ -153,22 +75,6 @@ def test_compiled_whole(fused_passes: list[int]) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, position_embeddings=(one, one)), expected)
     assert len(fused_passes) == 1
-
-
-def test_copies_and_pickles(tmp_path: Any, fused_passes: list[int]) -> None:
-    net = lpq.fuse(model())
-    expected = step(net)
-    net.zero_grad()
-    torch.save(net, tmp_path / "model.pt")
-    for other in (copy.deepcopy(net), torch.load(tmp_path / "model.pt", weights_only=False)):
-        fused_passes.clear()
-        assert equal(step(other), expected)
-        assert len(fused_passes) == 2
-        assert {id(m) for m in other.modules()}.isdisjoint(id(m) for m in net.modules())
-        (block, *_) = (m for m in other.modules() if isinstance(m, FusedBlock))
-        assert layers_of(block)[0] is block.gate_proj
-        lpq.unfuse(other)
-    assert len(blocks(net)) == 2
 
 
 def test_adapters(fused_passes: list[int]) -> None:
@@ -190,8 +96,6 @@ def test_adapters(fused_passes: list[int]) -> None:
         if not passes:
             assert "its gate_proj is another module since, Linear: call lpq.fuse again" in str(report)
         lpq.fuse(adapted[1])
-        for net in adapted:
-            net.zero_grad()
         assert len(norms(adapted[1])) == 4  # adapters get the outputs in high precision
         assert equal(*[step(net) for net in adapted])
 
@@ -246,17 +150,6 @@ def test_blocks_that_stay_apart(kind: str, options: Any, reason: str, fused_pass
     assert all(reason in note for note in apart)
     assert equal(step(net), step(plain))
     assert not fused_passes
-
-
-def test_histories_of_layers_behind_a_norm() -> None:
-    net, plain = lpq.fuse(model(recipe="fp8-delayed")), model(recipe="fp8-delayed")
-    for _ in range(3):
-        assert equal(step(net), step(plain))
-    assert len(norms(net)) == 4
-    assert equal_states(net.state_dict(), plain.state_dict())
-    lpq.unfuse(net)
-    assert equal(step(net), step(plain))
-    assert equal_states(net.state_dict(), plain.state_dict())
 
 
 def test_a_hook_of_attention_gets_an_ordinary_tensor() -> None:

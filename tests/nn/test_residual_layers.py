@@ -10,55 +10,18 @@ import pytest
 import torch
 from support.comparing import equal, equal_states
 from support.small_models import LlamaMlp
-from test_fuse_families import FAMILIES, model, step
+from test_fuse_families import model, residual_layers, step
 from torch import Tensor, nn
 
 import lpq
-from lpq.nn import norms
-from lpq.nn.residual_layers import ResidualLayer
-
-ADDING = {"Llama": 2, "Gemma": 2, "Phi3": 2, "GptOss": 1, "Mixtral": 1, "Qwen3Moe": 1, "GPT2": 2, "Gemma2": 2}
-"""Families of models, and the norms of a layer that add."""
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows with each norm that returns a sum, by whether it has made the sum itself."""
-    calls: list[bool] = []
-    own = norms.EncodedNorm.forward
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        if args[-1]:
-            calls.append(args[-2] is not None)
-        return own(ctx, *args)
-
-    monkeypatch.setattr(norms.EncodedNorm, "forward", staticmethod(forward))
-    return calls
-
-
-def layers(net: nn.Module) -> list[Any]:
-    return [m for m in net.modules() if isinstance(m, ResidualLayer)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family(family: str, added: list[bool]) -> None:
-    plain, net = model(family), lpq.fuse(model(family))
-    assert len(layers(net)) == (family in ADDING)
-    assert equal(step(net), step(plain))
-    assert added == [False, True][: ADDING.get(family, 0)]
-    notes = [entry.note for entry in lpq.report(net).fused if "norm" in entry.name or "ln_" in entry.name]
-    said = [note for note in notes if note.endswith("; it adds the residual, too")]
-    assert len(said) == ADDING.get(family, 0)
-    others = [note for note in notes if note not in said]
-    assert all("; torch adds what is added before: the forward of its block is not x + f(norm(x))" in n for n in others)
-    lpq.unfuse(net)
-    assert [type(m) for m in net.modules()] == [type(m) for m in plain.modules()]
-    assert [vars(m).keys() for m in net.modules()] == [vars(m).keys() for m in plain.modules()]
+from lpq.nn.fused_blocks import FusedBlock, layers_of
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_recipes_and_gradient_checkpointing(recipe: str, reentrant: bool | None, added: list[bool]) -> None:
+def test_recipes_and_gradient_checkpointing(
+    recipe: str, reentrant: bool | None, added: list[bool], fused_passes: list[int]
+) -> None:
     if reentrant and recipe == "fp8-delayed":
         pytest.skip("a recipe that remembers refuses it")
     plain, net = model("Llama", recipe), lpq.fuse(model("Llama", recipe))
@@ -66,36 +29,38 @@ def test_recipes_and_gradient_checkpointing(recipe: str, reentrant: bool | None,
         if reentrant is not None:
             each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     for _ in range(2):
-        plain.zero_grad()
-        net.zero_grad()
         assert equal(step(net), step(plain))
         assert equal_states(net.state_dict(), plain.state_dict())
-    assert len(added) == (4 if reentrant is None else 8)
+    assert len(added) == 2 * len(fused_passes) == (4 if reentrant is None else 8)
 
 
-def test_generate_and_what_a_layer_is_given(added: list[bool]) -> None:
+def test_generate_and_what_a_layer_is_given(added: list[bool], fused_passes: list[int]) -> None:
     plain, net = model("Llama").eval(), lpq.fuse(model("Llama")).eval()
     tokens = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0  # padding
     made = [each.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False) for each in (net, plain)]
     assert torch.equal(*made)
-    assert len(added) == 8
+    assert len(added) == 2 * len(fused_passes) == 8
     with torch.no_grad():
         found = [each(tokens, attention_mask=mask, output_hidden_states=True) for each in (net, plain)]
     assert equal(found[0].hidden_states, found[1].hidden_states)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_copies_and_pickles(family: str, added: list[bool]) -> None:
+def test_copies_and_pickles(family: str, added: list[bool], fused_passes: list[int]) -> None:
     net = lpq.fuse(model(family))
-    expected = step(net)
-    net.zero_grad()
+    expected, report = step(net), lpq.report(net)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         added.clear()
+        fused_passes.clear()
         assert equal(step(other), expected)
-        assert added == [False, True]
-        assert layers(other)[0] is not layers(net)[0]
+        assert (added, len(fused_passes)) == ([False, True], 1)
+        assert {id(m) for m in other.modules()}.isdisjoint(id(m) for m in net.modules())
+        (block,) = (m for m in other.modules() if isinstance(m, FusedBlock))
+        assert {*layers_of(block)} <= {*block.modules()}
+        lpq.unfuse(other)
+    assert lpq.report(net) == report
 
 
 @pytest.mark.parametrize("hook", ["before", "behind", "backward", "backward before"])
@@ -137,8 +102,6 @@ def test_hooks_of_a_layer_and_of_others_are_called(added: list[bool]) -> None:
     assert added == [True]  # the hook of attention keeps the first norm from encoding
     handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: None)
     try:
-        for each in (plain, net):
-            each.zero_grad()
         assert equal(step(net), step(plain))
     finally:
         handle.remove()
@@ -161,8 +124,6 @@ def test_a_part_that_is_replaced(added: list[bool]) -> None:
     assert equal(step(net), step(plain))
     assert True not in added
     lpq.fuse(net)
-    for each in (plain, net):
-        each.zero_grad()
     assert equal(step(net), step(plain))
     assert added == [False, True]
 
@@ -204,7 +165,7 @@ def test_layers_of_one_s_own(kind: str, added: list[bool]) -> None:
     torch.manual_seed(0)
     plain = lpq.convert(nn.Sequential(Layer(kind)).bfloat16(), "mxfp8")
     net: Any = lpq.fuse(copy.deepcopy(plain))
-    assert len(layers(net)) == (kind in FITS)
+    assert len(residual_layers(net)) == (kind in FITS)
 
     def run(of: Any, *args: Any, **kwargs: Any) -> list[Any]:
         torch.manual_seed(1)
@@ -249,7 +210,7 @@ class Noting(nn.Module):
 
 def test_a_layer_that_writes_an_attribute_keeps_its_forward() -> None:
     net = lpq.convert(nn.Sequential(Noting(), Noting()), "fp8-current", fuse=True)
-    assert layers(net) == []
+    assert residual_layers(net) == []
     net(torch.randn(2, 3, 64))
     assert [layer.calls for layer in net] == [1, 1]
     (note,) = {entry.note for entry in lpq.report(net).fused if "norm" in entry.name}
@@ -271,7 +232,7 @@ class Switched(nn.Module):
 def test_an_attribute_that_is_set_later_is_seen() -> None:
     plain, net = (lpq.convert(nn.Sequential(Switched()), "mxfp8", fuse=fuse) for fuse in (False, True))
     net.load_state_dict(plain.state_dict())
-    assert len(layers(net)) == 1
+    assert len(residual_layers(net)) == 1
     x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
     plain, net = plain.bfloat16(), net.bfloat16()
     found = []

@@ -1,0 +1,39 @@
+"""Notes of what runs fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lpq.nn import fused_mlp, norms
+
+
+@pytest.fixture
+def fused_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one number with each pass of a fused block that is one function."""
+    calls: list[int] = []
+    own = fused_mlp.FusedMLP.forward
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        calls.append(1)
+        return own(ctx, *args)
+
+    monkeypatch.setattr(fused_mlp.FusedMLP, "forward", staticmethod(forward))
+    return calls
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows with each norm that returns a sum, by whether it has made the sum itself."""
+    calls: list[bool] = []
+    own = norms.EncodedNorm.forward
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        if args[-1]:
+            calls.append(args[-2] is not None)
+        return own(ctx, *args)
+
+    monkeypatch.setattr(norms.EncodedNorm, "forward", staticmethod(forward))
+    return calls
