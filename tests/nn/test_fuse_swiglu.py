@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from imitated_gpu import BLACKWELL, HOPPER, imitated_gpu
+from support.comparing import equal
+from support.passes import Run, autocast, offloaded, plainly, recomputed, reentrant
+from support.passes import step as step_of_any
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
@@ -56,83 +58,64 @@ def is_fused(y: Tensor) -> bool:
 
 
 def step(
-    model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor] | None = None, *, scale: float = 1.0,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[Tensor | None]:  # fmt: skip
+    model: nn.Module, run: Run = plainly, *, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16, **how: Any
+) -> list[Tensor | None]:
     """The output, the gradients and the states of a step."""
-    model.zero_grad()
-    torch.manual_seed(7)
-    x = (torch.randn(2, 32, 64, dtype=dtype) * scale).requires_grad_()
-    y = model(x * 1.0) if run is None else run(model, x * 1.0)
-    assert is_fused(y) != isinstance(model, Plain)
-    y.float().square().mean().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
 
+    def checked(model: nn.Module, x: Tensor) -> Tensor:
+        y = run(model, x * 1.0)
+        assert run is reentrant or is_fused(y) != isinstance(model, Plain)
+        return y
 
-def assert_alike(fused: list[Tensor | None], plain: list[Tensor | None]) -> None:
-    for i, (a, b) in enumerate(zip(fused, plain, strict=True)):
-        assert (a is None) == (b is None), i
-        assert a is None or b is None or (a.dtype is b.dtype and torch.equal(a, b)), i
+    x = torch.randn(2, 32, 64, dtype=dtype, generator=torch.Generator().manual_seed(7))
+    return step_of_any(model, x * scale, checked, **how)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps_are_those_of_the_layers(recipe: str) -> None:
     fused, plain = pair(recipe)
     for scale in (1.0, 3.0, 0.5):
-        assert_alike(step(fused, scale=scale), step(plain, scale=scale))
+        assert equal(step(fused, scale=scale), step(plain, scale=scale))
 
 
 def test_recipes_that_differ() -> None:
     every = ("gate*", "fp8-row"), ("up*", "mxfp8"), ("down*", "nvfp4")
     fused, plain = pair({"rules": [{"match": match, "recipe": recipe} for match, recipe in every]})
-    assert_alike(step(fused), step(plain))
+    assert equal(step(fused), step(plain))
+
+
+def only(*patterns: str) -> list[str]:
+    return [name for name in NAMES if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+NAMES = [f"{layer}_proj.{kind}" for layer in ("gate", "up", "down") for kind in ("weight", "bias")]
+TRAINED = {
+    **{name: [name] for name in NAMES}, "all": NAMES, "biases": only("*.bias"), "weights": only("*.weight"),
+    "but gate": only("up*", "down*"), "but up": only("gate*", "down*"), "but down": only("gate*", "up*"), "none": [],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
-@pytest.mark.parametrize("frozen", ["gate", "up", "down", "gate up", "gate up down", "up down"])
-def test_frozen_weights(recipe: str, frozen: str) -> None:
-    fused, plain = pair(recipe)
+@pytest.mark.parametrize("trained", TRAINED)
+def test_parts_that_are_frozen(recipe: str, trained: str) -> None:
+    """With a gradient of the input, and without."""
+    fused, plain = pair(recipe, bias=True)
     for model in (fused, plain):
-        for name in frozen.split():
-            model.get_submodule(f"{name}_proj").requires_grad_(False)
-    assert_alike(step(fused), step(plain))
+        for name, p in model.named_parameters():
+            p.requires_grad_(name in TRAINED[trained])
+    for needs_dx in (True, False) if TRAINED[trained] else (True,):
+        found = step(fused, needs_dx=needs_dx)
+        assert equal(found, step(plain, needs_dx=needs_dx))
+        assert sum(grad is not None for grad in found[2:8]) == len(TRAINED[trained])
 
 
-@pytest.mark.parametrize("trained", ["gate", "up", "down"])
-def test_one_weight_alone(trained: str) -> None:
-    """Without a gradient of the input."""
-    found = []
-    for model in pair("mxfp8"):
-        model.requires_grad_(False)
-        model.get_submodule(f"{trained}_proj").requires_grad_(True)
-        torch.manual_seed(7)
-        model(torch.randn(32, 64, dtype=torch.bfloat16)).float().sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert sum(grad is not None for grad in found[0]) == 1
-    assert_alike(*found)
-
-
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "fp8-current"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed(recipe: str, reentrant: bool) -> None:
-    if reentrant and recipe == "fp8-delayed":
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "fp8-current", "fp8-row"])
+@pytest.mark.parametrize("run", [recomputed, reentrant, offloaded])
+def test_ways_to_run(recipe: str, run: Run) -> None:
+    if run is reentrant and recipe == "fp8-delayed":
         pytest.skip("layers refuse it")
     fused, plain = pair(recipe)
-
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        if not reentrant:
-            return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
-        y: Tensor = checkpoint(model, x, use_reentrant=True)
-        return y
-
-    found = []
-    for model in (fused, plain):
-        torch.manual_seed(7)
-        x = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
-        y = run(model, x)
-        y.float().square().mean().backward()
-        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
-    assert_alike(*found)
+    assert equal(step(fused, run), step(plain, run))
 
 
 def test_two_forwards_before_backward_of_a_recipe_that_remembers() -> None:
@@ -145,17 +128,7 @@ def test_two_forwards_before_backward_of_a_recipe_that_remembers() -> None:
         for y in reversed(ys):
             y.float().square().mean().backward()
         found.append([p.grad for p in model.parameters()] + list(model.buffers()))
-    assert_alike(*found)
-
-
-def test_saved_tensors_elsewhere() -> None:
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        with save_on_cpu():
-            y: Tensor = model(x)
-        return y
-
-    fused, plain = pair("fp8-row")
-    assert_alike(step(fused, run), step(plain, run))
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
@@ -171,22 +144,17 @@ def test_gradients_asked_for_one_by_one(recipe: str) -> None:
         grads += torch.autograd.grad(loss, wanted, retain_graph=True)
         loss.backward()
         found.append([*grads, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
-    assert_alike(*found)
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current"])
 def test_masters_in_fp32_under_autocast(recipe: str) -> None:
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y: Tensor = model(x)
-        return y
-
     fused, plain = pair(recipe, torch.float32, bias=False)
-    found = step(fused, run, dtype=torch.float32)
-    assert found[0] is not None
-    assert found[0].dtype is torch.bfloat16
-    assert_alike(found, step(plain, run, dtype=torch.float32))
-    assert_alike(step(fused, dtype=torch.float32), step(plain, dtype=torch.float32))
+    for run, dtype in ((autocast, torch.bfloat16), (plainly, torch.float32)):
+        found = step(fused, run, dtype=torch.float32)
+        assert found[0] is not None
+        assert found[0].dtype is dtype
+        assert equal(found, step(plain, run, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fprop=mxfp8, dgrad=nvfp4(), wgrad=fp8()"])
@@ -199,7 +167,7 @@ def test_an_encoded_input(recipe: str) -> None:
         assert is_fused(y) != isinstance(model, Plain)
         y.float().square().mean().backward()
         found.append([y.detach(), *(p.grad for p in model.parameters())])
-    assert_alike(*found)
+    assert equal(*found)
 
 
 def test_gradients_added_in_place() -> None:
@@ -211,23 +179,7 @@ def test_gradients_added_in_place() -> None:
         step(model)
         assert all(p.grad is None for p in model.parameters())
         found.append([p.main_grad for p in model.parameters()])  # type: ignore[attr-defined]
-    assert_alike(*found)
-
-
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
-@pytest.mark.parametrize("trained", ["all", "biases", "gate_proj.bias", "up_proj.bias", "down_proj.bias", "no bias"])
-def test_biases(recipe: str, trained: str) -> None:
-    found = []
-    for model in pair(recipe, bias=True):
-        for name, p in model.named_parameters():
-            of = {"all": True, "biases": name.endswith("bias"), "no bias": not name.endswith("bias")}
-            p.requires_grad_(of.get(trained, name == trained))
-        found.append(step(model))
-        if trained == "up_proj.bias":  # and no gradient of the input
-            x = torch.randn(32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3))
-            model(x).float().square().mean().backward()
-            found[-1].append(model.up_proj.bias.grad)
-    assert_alike(*found)
+    assert equal(*found)
 
 
 def test_without_gradients() -> None:
@@ -241,7 +193,7 @@ def test_without_gradients() -> None:
 def test_held_weights() -> None:
     fused, plain = pair("mxfp8")
     with lpq.hold_weights(fused), lpq.hold_weights(plain):
-        assert_alike(step(fused), step(plain))
+        assert equal(step(fused), step(plain))
 
 
 def test_recipes_that_change_by_step() -> None:
@@ -253,7 +205,7 @@ def test_recipes_that_change_by_step() -> None:
             lpq.set_step(model, at)
             of_model += step(model)
         found.append(of_model)
-    assert_alike(*found)
+    assert equal(*found)
 
 
 def test_nothing_of_the_product_is_kept() -> None:
@@ -269,10 +221,9 @@ def test_nothing_of_the_product_is_kept() -> None:
 def test_copies_and_pickles(tmp_path: Any) -> None:
     fused, _ = pair("mxfp8")
     expected = step(fused)
-    fused.zero_grad()
     torch.save(fused, tmp_path / "model.pt")
     for other in (copy.deepcopy(fused), torch.load(tmp_path / "model.pt", weights_only=False)):
-        assert_alike(step(other), expected)
+        assert equal(step(other), expected)
 
 
 def test_a_second_derivative_is_refused() -> None:
