@@ -21,11 +21,12 @@ import torch
 from commit import commit
 from hypothesis import settings
 from support.commands import lpq_command
+from support.plugins import install
 
 from lpq import registry
 from lpq.registry.loader import GROUP, OWN
 
-__all__ = ["lpq_command"]
+__all__ = ["install", "lpq_command"]
 
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("distributed", "formats")]  # which others share
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.plugins import Install
 
 import lpq
 from lpq import registry
 from lpq.recipes import PluginRecipeError, RecipeError, RecipeWarning
 from lpq.registry import RecipeSpec, hookimpl
 from lpq.registry.errors import PluginError
-
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put a distribution with one plugin on the path: ``install("acme", "…source…")``."""
-
-    def write(name: str, source: str, version: str = "1.2") -> None:
-        package, metadata = tmp_path / f"lpq_{name}.py", tmp_path / f"{name}_lowbits-{version}.dist-info"
-        package.write_text(textwrap.dedent(source))
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-lowbits\nVersion: {version}\n")
-        (metadata / "entry_points.txt").write_text(f"[lpq.plugins]\n{name} = lpq_{name}\n")
-        registry.refresh()
-
-    monkeypatch.syspath_prepend(tmp_path)
-    yield write
-    for module in [m for m in sys.modules if Path(getattr(sys.modules[m], "__file__", None) or "/").parent == tmp_path]:
-        del sys.modules[module]
-    monkeypatch.undo()
-    registry.refresh()
 
 
 def recipes(**specs: object) -> str:
@@ -52,6 +28,7 @@ def recipes(**specs: object) -> str:
 def test_a_plugins_recipes_appear_beside_lpqs_own(install: Install) -> None:
     install(
         "acme",
+        "1.2",
         recipes(acme="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", acme__all={"x": "acme", "w": "acme", "dy": "mxfp8"}),
     )
     acme = lpq.recipe("acme")
@@ -79,8 +56,8 @@ def test_a_recipe_registered_in_the_process(register: Callable[..., object]) -> 
 
 
 def test_a_recipe_of_an_unknown_format_is_told_by_plugin_and_name(install: Install) -> None:
-    install("acme", recipes(acme="fprop=mxfp8, dgrad=int7, wgrad=bf16", acme__good="mxfp8"))
-    words = r"(?s)recipe acme of plugin acme \(acme-lowbits 1\.2\) cannot be built.*dgrad: .*'int7'.*Remedy: "
+    install("acme", "1.2", recipes(acme="fprop=mxfp8, dgrad=int7, wgrad=bf16", acme__good="mxfp8"))
+    words = r"(?s)recipe acme of plugin acme \(lpq-acme 1\.2\) cannot be built.*dgrad: .*'int7'.*Remedy: "
     with pytest.raises(PluginRecipeError, match=words):
         lpq.recipe("acme")
     assert lpq.recipe("acme-good") == lpq.recipe("mxfp8")
@@ -100,14 +77,16 @@ def test_a_recipe_of_an_unknown_format_is_told_by_plugin_and_name(install: Insta
 def test_whatever_is_wrong_with_a_plugins_recipe_is_told_by_plugin_and_name(
     install: Install, recipe: object, word: str
 ) -> None:
-    install("acme", recipes(acme=recipe))
+    install("acme", "1.2", recipes(acme=recipe))
     with pytest.raises(PluginRecipeError, match="recipe acme of plugin acme") as error:
         lpq.recipe("acme")
     assert word in str(error.value)
 
 
 def test_a_recipe_made_of_itself_is_refused_in_words(install: Install) -> None:
-    install("acme", recipes(acme="acme", acme__a="fprop=mxfp8, dgrad=acme-b, wgrad=bf16", acme__b={"x": "acme-a"}))
+    install(
+        "acme", "1.2", recipes(acme="acme", acme__a="fprop=mxfp8, dgrad=acme-b, wgrad=bf16", acme__b={"x": "acme-a"})
+    )
     with pytest.raises(PluginRecipeError, match=r"recipe acme of .* made of itself \(acme → acme\).*acme\(\)"):
         lpq.recipe("acme")
     with pytest.raises(PluginRecipeError, match=r"made of itself \(acme-a → acme-b → acme-a\)"):
@@ -115,7 +94,7 @@ def test_a_recipe_made_of_itself_is_refused_in_words(install: Install) -> None:
 
 
 def test_the_recipe_at_fault_is_named_and_not_those_made_of_it(install: Install) -> None:
-    install("acme", recipes(acme="fprop=mxfp8, dgrad=acme-bad, wgrad=bf16", acme__bad="int7"))
+    install("acme", "1.2", recipes(acme="fprop=mxfp8, dgrad=acme-bad, wgrad=bf16", acme__bad="int7"))
     with pytest.raises(PluginRecipeError) as error:
         lpq.recipe("acme")
     assert str(error.value).count("cannot be built") == 1
@@ -123,9 +102,9 @@ def test_the_recipe_at_fault_is_named_and_not_those_made_of_it(install: Install)
 
 
 def test_the_recipe_of_a_plugin_that_cannot_be_imported(install: Install) -> None:
-    install("broken", "raise RuntimeError('out of order')")
-    install("acme", recipes(acme="fprop=mxfp8, dgrad=broken, wgrad=bf16"))
-    with pytest.raises(PluginError, match=r"plugin broken \(broken-lowbits 1\.2\).*out of order"):
+    install("broken", "1.2", "raise RuntimeError('out of order')")
+    install("acme", "1.2", recipes(acme="fprop=mxfp8, dgrad=broken, wgrad=bf16"))
+    with pytest.raises(PluginError, match=r"plugin broken \(lpq-broken 1\.2\).*out of order"):
         lpq.recipe("broken")
     with pytest.raises(PluginRecipeError, match=r"recipe acme of plugin acme .*dgrad: plugin broken .*out of order"):
         lpq.recipe("acme")
@@ -135,7 +114,7 @@ def test_the_recipe_of_a_plugin_that_cannot_be_imported(install: Install) -> Non
 
 
 def test_a_kept_recipe_does_not_need_the_plugin_that_named_it(install: Install) -> None:
-    install("acme", recipes(acme="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"))
+    install("acme", "1.2", recipes(acme="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"))
     recipe = lpq.recipe("acme")
     table, text = recipe.to_dict(), str(recipe)
     assert "acme" not in text
