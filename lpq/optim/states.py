@@ -156,6 +156,8 @@ class QuantizedStates(Optimizer):
             return False
         state: State = self.state[p]
         if not state:
+            if any(self._why_stays(form, p) is not None for form in (first, second)):
+                return False  # the wrapped optimizer begins as it does: fused, it counts steps on the device
             zero = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name in self.forms}
             state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zero)
             self._store(state, {})

@@ -172,6 +172,18 @@ def test_states_that_lpq_does_not_encode_stay_and_the_steps_are_the_wrapped_opti
     assert f"as it was, because it is of {dtype}, which lpq does not encode: [64, 128]" in optimizer.report()
 
 
+def test_the_wrapped_optimizer_begins_with_states_of_its_own_where_it_takes_the_step() -> None:
+    """Fused, AdamW counts steps on the device; a count that lpq began on the host would not be found there."""
+    narrow = nn.Parameter(torch.randn(5000, 2, dtype=torch.bfloat16))
+    inner, begun = AdamW([narrow], fused=True), []
+    inner.register_step_pre_hook(lambda *_: begun.append(len(inner.state[narrow])))
+    optimizer = QuantizedStates(inner, **ADAM)
+    narrow.grad = torch.randn_like(narrow)
+    optimizer.step()
+    assert set(begun) == {0}
+    assert [[*state] for state in _stored(optimizer)] == [["exp_avg"]]  # the other one would not be smaller
+
+
 def test_states_of_sparse_gradients_stay() -> None:
     layers = [nn.Embedding.from_pretrained(torch.ones(128, 64), freeze=False, sparse=True) for _ in range(2)]
     plain, wrapped = (SGD(layer.parameters(), lr=1e-2, momentum=0.9) for layer in layers)
