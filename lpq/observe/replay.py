@@ -5,6 +5,7 @@ other recipes for some layers. Afterwards all is as before: recipes, states, gra
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ class Bits(NamedTuple):
     """The states of the generators that a step may draw from."""
 
     python: Any
-    """Python's own, by which some models leave layers out."""
+    numpy: Any
+    """Python's and NumPy's own, by which some models leave out layers or mask inputs. None: nobody imported NumPy."""
     cpu: Tensor
     gpus: dict[torch.device, Tensor]
     """Those of the GPUs that hold a part of the model."""
@@ -60,11 +62,14 @@ class Before:
     def bits(self) -> Bits:
         """The state of the generators."""
         gpus = {device: torch.cuda.get_rng_state(device) for device in self._gpus}
-        return Bits(random.getstate(), torch.get_rng_state(), gpus)
+        numpy = sys.modules.get("numpy")
+        return Bits(random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), gpus)
 
     def set_bits(self, bits: Bits) -> None:
         """Set the state of the generators."""
         random.setstate(bits.python)
+        if bits.numpy is not None:
+            sys.modules["numpy"].random.set_state(bits.numpy)
         torch.set_rng_state(bits.cpu)
         for device, state in bits.gpus.items():
             torch.cuda.set_rng_state(state, device)

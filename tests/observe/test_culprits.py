@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.comparing import equal
@@ -66,28 +68,32 @@ def closure_of(net: Any, x: Tensor) -> Any:
 
 
 class Skips(nn.Module):
-    """A model that leaves layers out by Python's own random numbers."""
+    """A model that leaves layers out by random numbers that are not torch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.draw = draw
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = x if number and random.random() < 0.5 else layer(x).relu()
+            x = x if number and self.draw() < 0.5 else layer(x).relu()
         return x
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_layers_that_python_s_random_numbers_leave_out_are_left_out_in_the_replay(seed: int) -> None:
+@pytest.mark.parametrize("of", [random, numpy.random], ids=["python", "numpy"])
+def test_layers_that_other_random_numbers_leave_out_are_left_out_in_the_replay(of: Any, seed: int) -> None:
     torch.manual_seed(0)
-    random.seed(seed)
-    net, x = lpq.convert(Skips(), "nvfp4", include="all"), batch()
+    of.seed(seed)
+    net, x = lpq.convert(Skips(of.random), "nvfp4", include="all"), batch()
     before = lpq.observe.Before(net)
     closure_of(net, x)()
-    now = random.getstate()
+    state = lpq.observe.Before(net)
+    expected = of.random()
+    state.restore()
     assert lpq.observe.culprits(net, closure_of(net, x), before=before).replays
-    assert random.getstate() == now
+    assert of.random() == expected
 
 
 def test_random_bits_of_all_gpus_with_a_part_of_the_model_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
