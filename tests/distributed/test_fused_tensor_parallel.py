@@ -65,7 +65,7 @@ def nodes_of(y: Tensor) -> set[str]:
 def run(
     net: nn.Module, sequence: bool, dtype: torch.dtype = torch.float32, steps: int = 2
 ) -> tuple[list[Tensor], set[str]]:
-    """Outputs, gradients and states of some steps; and the functions that autograd had."""
+    """Outputs, gradients, over all ranks, and states of some steps; and the functions that autograd had."""
     found, nodes = list[Tensor](), set[str]()
     for step in range(steps):
         net.zero_grad()
@@ -79,7 +79,7 @@ def run(
         grads = [p.grad for p in net.parameters()]
         states = [b.clone() for _, b in net.named_buffers(remove_duplicate=False)]
         found += [y.detach(), leaf.grad]
-        found += [t.to_local() if isinstance(t, DTensor) else t for t in (*grads, *states) if t is not None]
+        found += [t.full_tensor() if isinstance(t, DTensor) else t for t in (*grads, *states) if t is not None]
     return found, nodes
 
 
