@@ -184,6 +184,22 @@ def test_the_wrapped_optimizer_begins_with_states_of_its_own_where_it_takes_the_
     assert [[*state] for state in _stored(optimizer)] == [["exp_avg"]]  # the other one would not be smaller
 
 
+def test_a_nan_in_a_gradient_reaches_the_weights_of_its_block_alone() -> None:
+    params = _params()
+    optimizer = QuantizedStates(AdamW(params, lr=1e-2), **ADAM)
+    _train(params, optimizer)
+    _give_gradients(params, 3)
+    gradient = params[1].grad
+    assert gradient is not None
+    gradient[1, 300] = torch.nan
+    optimizer.step()
+    _train(params, optimizer, 4, 6)
+    assert [bool(p.isnan().any()) for p in params] == [False, True, False, False, False]
+    rows, cols = params[1].isnan().nonzero(as_tuple=True)
+    assert {*rows.tolist()} == {1}
+    assert {*cols.tolist()} == {*range(256, 384)}, "128 elements share the scale of the second moment"
+
+
 def test_states_of_sparse_gradients_stay() -> None:
     layers = [nn.Embedding.from_pretrained(torch.ones(128, 64), freeze=False, sparse=True) for _ in range(2)]
     plain, wrapped = (SGD(layer.parameters(), lr=1e-2, momentum=0.9) for layer in layers)
