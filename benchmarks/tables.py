@@ -300,7 +300,9 @@ def failures(result: Result) -> list[str]:
     """The contenders that could not be measured, and why, one line each."""
     found: dict[str, str] = {}
     for part in result.get("shapes", [result]):
-        found |= {name(row): row["failure"] for row in part.get("results", []) if row.get("failure")}
+        for row in part.get("results", []):
+            if row.get("failure"):
+                found[f"{row['layout']}: {name(row)}" if "layout" in row else name(row)] = row["failure"]
     found |= {f"{row['library']} {row['name']}": row["failure"] for row in result.get("peers", []) if "failure" in row}
     return [f"{who}: {why}" for who, why in found.items()]
 

@@ -100,6 +100,9 @@ def test_what_failed_stands_in_the_table_and_what_is_missing_below(
     assert tables.absent(results["linear"]) == ""
     assert tables.failures(results["linear"]) == ["bf16, compiled: ValueError: it cannot"]
     assert tables.failures(results["host"]) == []
+    for row_ in results["layouts-4"]["results"]:
+        row_["failure"] = "no" if row_["recipe"] == "bf16" else None
+    assert tables.failures(results["layouts-4"]) == ["one GPU: bf16: no", "TP 4: bf16: no"]
     results["casts"]["peers"] = [{"library": "TransformerEngine", "name": "casts", "sides": "", "failure": "no"}]
     assert row(tables.casts(results["casts"])["times"], "TransformerEngine casts")[1] == tables.NONE
     assert tables.failures(results["casts"]) == ["TransformerEngine casts: no"]
