@@ -92,6 +92,16 @@ def register() -> Iterator[Callable[..., object]]:
     registry.refresh()
 
 
+@pytest.fixture
+def no_storm() -> Iterator[None]:
+    """Have an error raised where torch compiles one function more often than its limit: beyond that it would run it
+    eagerly."""
+    from torch._dynamo import config
+
+    with config.patch(fail_on_recompile_limit_hit=True):  # type: ignore[no-untyped-call]
+        yield
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     patch = pytest.MonkeyPatch()
     costly.guard(patch)

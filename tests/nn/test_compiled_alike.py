@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
 import lpq
 
+pytestmark = pytest.mark.usefixtures("no_storm")
 WIDTH, BLOCKS = 64, 2
 
 
@@ -68,3 +70,16 @@ def test_an_error_of_a_layer_that_is_not_compiled_has_its_place() -> None:
     model = lpq.convert(nn.Sequential(Block()), "mxfp8")
     with pytest.raises(ValueError, match=r"layer 0\.up, lpq\.nn\.Linear\(64, 64\): the input is \[1, 3\]"):
         model(torch.zeros(1, 3))
+
+
+def test_a_storm_of_compilations_is_an_error() -> None:
+    """Control of all tests with ``no_storm``."""
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager", dynamic=False)
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    with pytest.raises(FailOnRecompileLimitHit):
+        [double(torch.ones(rows)) for rows in range(1, 12)]
+    torch.compiler.reset()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lpq
 
+pytestmark = pytest.mark.usefixtures("no_storm")
 WIDTH, FFN, TOKENS = 64, 192, 128
 DELAYED_AND_SAVED = ", ".join([f"{t}=fp8(scaling=delayed)" for t in ("x", "w", "dy")] + ["x.save=input, w.save=weight"])
 EVERYTHING_STOCHASTIC = "x=nvfp4(stochastic=true), w=nvfp4(stochastic=true), dy=nvfp4(stochastic=true)"
