@@ -81,7 +81,8 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
         bound = passes.bound_calls()[key] = _bind([*calls, call], activation, summed, like)
     calls.append(call._replace(step=bound.down))
     compute: Any = FusedMLP.apply
-    tensors = prepared[0].input, *(of.weight for of in prepared), *(of.bias for of in prepared)
+    x_of_gate = (prepared[0].input,) if len(before) > 1 else ()
+    tensors = prepared[0].input, *(of.weight for of in prepared), *(of.bias for of in prepared), *x_of_gate
     finish = prepared[-1].finish
     y: Tensor
     with on_device(x.device):
@@ -215,7 +216,8 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
 
 class FusedMLP(torch.autograd.Function):
     """The layers and what lies between them. Its tensors are the input, the weights and then the biases of all layers,
-    the last layer's behind the others."""
+    the last layer's behind the others; and the input once more, if there is a gate. Autograd adds the gradients of the
+    input as it adds those of the layers: the input may go elsewhere, too, and three tensors have sums of two orders."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundMLP, calls: Sequence[LayerCall], x: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -228,7 +230,7 @@ class FusedMLP(torch.autograd.Function):
             inputs.append(Multiplication.forward(part, x, weight, tensors[count + i], calls[i], None, True))
         w_down = tensors[count - 1]
         assert w_down is not None
-        y = Multiplication.forward(down, inputs[0], w_down, tensors[-1], calls[-1], inputs, True)
+        y = Multiplication.forward(down, inputs[0], w_down, tensors[2 * count - 1], calls[-1], inputs, True)
         kept = list(inputs)
         for part in parts:
             kept += part.saved_tensors
@@ -273,17 +275,15 @@ class FusedMLP(torch.autograd.Function):
             return kept if bound.kept else column
 
         _, *of_down, _ = Multiplication.backward(down, dy, source=source)
-        dx: Tensor | None = None
+        dx: list[Tensor | None] = []
         grads: list[Sequence[Tensor | None]] = [(None, None)] * len(before)
         for i, (part, y, given) in reversed([*enumerate(zip(before, inputs, made, strict=False))]):
             shaped = y if given.value is None else given.value.view(y.shape)
             also, dw, db, _ = Multiplication.backward(part, shaped, given)
             grads[i] = dw, db
-            if dx is not None and also is not None:
-                dx.add_(also)
-            else:
-                dx = also if dx is None else dx
+            dx.append(also)
         for part in parts:
             part.saved_tensors = ()
         weights, biases = zip(*grads, of_down, strict=True)
-        return None, None, dx, *weights, *biases
+        last, *first = dx or [None] * len(before)
+        return None, None, last, *weights, *biases, *first

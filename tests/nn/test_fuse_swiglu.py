@@ -170,6 +170,15 @@ def test_an_encoded_input(recipe: str) -> None:
     assert equal(*found)
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
+def test_an_input_that_goes_elsewhere_too(recipe: str) -> None:
+    """As of blocks with a norm behind them: autograd adds three gradients, and in the order in which it did."""
+    fused, plain = pair(recipe)
+    for _ in range(2):
+        found = [step(model, lambda model, x: x + model(x)) for model in (fused, plain)]
+        assert equal(*found)
+
+
 def test_gradients_added_in_place() -> None:
     found = []
     for model in pair("fp8-current"):
