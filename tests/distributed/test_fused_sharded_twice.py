@@ -1,0 +1,79 @@
+"""Fused blocks and norms of which tensor parallelism and FSDP2 both share out the weights: the same bits as apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import fully_shard, mesh_of, on_ranks
+from sharded import decoded
+from support.comparing import equal
+from support.small_models import Normed
+from test_fused_tensor_parallel import nodes_of
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+TOKENS = 128
+
+
+def sharded(recipe: str, weights: Any, sequence: bool, fuse: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Normed(nn.RMSNorm), Normed(nn.RMSNorm)).bfloat16()
+    with torch.no_grad():
+        model[0].mlp.gate_proj.weight[-1, -1] = 30.0  # on one rank alone
+    net: Any = lpq.convert(model, recipe, include="all", weights=weights, fuse=fuse)
+    mesh, rows = mesh_of("dp", "tp"), Shard(1) if sequence else Replicate()
+    for layer in net:
+        column = ColwiseParallel(input_layouts=rows)
+        plan: dict[str, Any] = {"mlp.gate_proj": column, "mlp.up_proj": column}
+        plan["mlp.down_proj"] = RowwiseParallel(output_layouts=rows)
+        if sequence:
+            plan["norm"] = SequenceParallel(use_local_output=True)
+        parallelize_module(layer, mesh["tp"], plan)
+    for unit in (*net, net):
+        fully_shard(unit, mesh=mesh["dp"])
+    return net
+
+
+def trained(net: nn.Module, rank: int, sequence: bool) -> tuple[list[Tensor], set[str]]:
+    """The outputs, the gradients of inputs, and this rank's parts of the weights and of the states after two steps; and
+    the functions that autograd had."""
+    optimizer, found, nodes = torch.optim.SGD(net.parameters(), lr=0.1), list[Tensor](), set[str]()
+    for step in range(2):
+        drawn = torch.Generator().manual_seed(2 * step + rank // 2)  # each pair of ranks has a batch of its own
+        x = torch.randn(2, TOKENS, 64, generator=drawn).bfloat16()
+        x[1, -1, 3] = 100.0
+        x = (x.chunk(2, 1)[rank % 2].contiguous() if sequence else x).requires_grad_()
+        torch.manual_seed(step)  # of random bits
+        y = net(x)
+        nodes = nodes_of(y)
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    states = [buffer.clone() for _, buffer in net.named_buffers(remove_duplicate=False)]
+    return [*found, *map(decoded, net.parameters()), *states], nodes
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4"])
+@on_ranks(4)
+def test_training_is_that_of_the_layers_apart(rank: int, recipe: str, sequence: bool) -> None:
+    for weights in (None, "high_precision"):
+        net = sharded(recipe, weights, sequence, True)
+        names = ["0.norm", "0.mlp", "1.norm", "1.mlp"]
+        for _ in range(2):  # the report before a pass, and behind it
+            assert [entry.name for entry in lpq.report(net).fused] == names, lpq.report(net).apart
+            fused, nodes = trained(net, rank, sequence)
+        assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes
+        other = sharded(recipe, weights, sequence, False)
+        trained(other, rank, sequence)
+        apart, others = trained(other, rank, sequence)
+        assert not {"EncodedNormBackward", "FusedMLPBackward"} & others
+        assert equal(fused, apart), (recipe, weights)
