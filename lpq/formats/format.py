@@ -236,6 +236,12 @@ class Quantizer(Options):
 
     def ready(self) -> Self:
         """Make all cached lookups now: ``torch.compile``, which cannot trace them, then finds them done."""
+        _ = self._ready
+        return self
+
+    @cached_property
+    def _ready(self) -> None:
+        """Made once, as each layer asks for it: a check tries a format's state out."""
         for quantizer in (self, self.side("row"), self.side("col")):
             _ = quantizer.text, quantizer.storage
         for direction in get_args(Direction):
@@ -243,7 +249,6 @@ class Quantizer(Options):
             check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
             _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut, side.basis
             check_side(self, side, direction, Quantizer, Storage)
-        return self
 
 
 class Storage:

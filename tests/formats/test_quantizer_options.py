@@ -99,3 +99,13 @@ def test_a_value_whose_equality_misleads_is_refused() -> None:
         with pytest.raises(OptionError, match=words):
             dataclasses.replace(right, **options)
     assert dataclasses.replace(right, mode="c") != right
+
+
+def test_what_a_format_declares_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides: list[object] = []
+    monkeypatch.setattr("lpq.formats.format.check_side", lambda quantizer, side, *_: sides.append(side))
+    new = lpq.quantizer("acme(steps=17)")
+    assert len(sides) == 2  # one for each direction
+    for same in (new, lpq.quantizer("acme(steps=17)")):
+        same.ready()
+    assert len(sides) == 2
