@@ -460,3 +460,25 @@ def test_inputs_with_an_amax_for_each_row_have_one_scale_in_files(layout: str, t
     assert tiny.config(done.path) == tiny.config(tmp_path / "one")
     assert [note for note in done.notes if "training with a scale for each row" in note]
     assert "4 layers: NVFP4, inputs in high precision" in str(lpq.export(rows, tmp_path / "weights", layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "same", "other"),
+    [
+        ("mxfp8-one-copy", "mxfp8", "mxfp4"),
+        ("fp8-block-one-copy", "fp8-block", "fp8-row"),
+        ("nvfp4-eden", "x=bf16, w=nvfp4(search=four_over_six, norm=256), dy=bf16", "nvfp4"),
+        ("nvfp4-eden-delayed", "nvfp4-eden", "nvfp4"),
+        ("nvfp4-row-fwd-decoded-bwd", "x=bf16, w=nvfp4(), dy=bf16", "nvfp4-eden"),
+    ],
+)
+def test_files_have_the_row_operand_whatever_the_column_operand_is_made_of(
+    recipe: str, same: str, other: str, tmp_path: Path
+) -> None:
+    files = []
+    for name in (recipe, same, other):
+        torch.manual_seed(0)
+        model = lpq.convert(Net(dtype=torch.bfloat16), name)
+        files.append(tensors(lpq.export(model, tmp_path / str(len(files)), layout="compressed-tensors").path))
+    assert equal_states(files[0], files[1])
+    assert not equal_states(files[0], files[2])
