@@ -23,8 +23,8 @@ NARROW = 0.75
 TOGETHER = 4
 """The exponent by which the times of GPU and host are joined: high, as the slower one hides the other."""
 FILL = 600
-"""The bytes of depth that a tile of a product of groups costs beside its own: to fill and drain the pipeline that feeds
-it. Products of one layer hide this behind other tiles."""
+"""The depth, in bytes, that filling and draining the pipeline adds to each tile of a product of groups. Products of one
+layer hide it behind other tiles."""
 BLOCKS_IN_GROUPS = 0.83
 """The rate of products of groups with scales along the contraction, as a part of ``Gpu.blocks``: another kernel makes
 them. Both were fitted to ``benchmarks/results/grouped.json``."""

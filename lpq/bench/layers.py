@@ -93,7 +93,7 @@ def inputs(size: LayerSize, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def ends(size: LayerSize, device: torch.device) -> tuple[Tensor, ...]:
-    """Where the rows of each expert end, all of whom get as many; nothing for a layer that has no experts."""
+    """The end of each expert's rows, where all experts get as many; empty for a layer that has no experts."""
     if not isinstance(size, StackSize):
         return ()
     counted = torch.arange(1, size.experts + 1, device=device) * size.tokens // size.experts

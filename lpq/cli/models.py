@@ -92,7 +92,7 @@ def _of_config(path: Path, option: str) -> nn.Module:
 
 def layer_sizes(model: nn.Module, tokens: int, chosen: int | None) -> dict[str, tuple[LayerSize, ...]]:
     """The sizes of all layers that were converted, by name: one size of a linear layer, one for each stack of experts.
-    No size where nobody says how many rows the experts get, which are taken to get equally many.
+    Experts are taken to get equally many rows. They have no size where nobody says to how many of them a token goes.
 
     Args:
         model: The model, converted.

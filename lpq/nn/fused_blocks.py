@@ -102,9 +102,9 @@ def fuse(model: Model) -> Model:
     """Compute blocks of a converted model as one function each, where encoded operands may go from layer to layer.
 
     A block of Llama, ``down(silu(gate(x)) * up(x))``, is found by what it computes. So is a norm whose output goes to
-    layers of lpq alone: it encodes the output for them. Results and gradients stay the same to the bit, but for the
-    order in which a norm's kernels add on a GPU, and in which autograd adds the gradients of the input of an RMSNorm in
-    fp32; classes, parameters, hooks and the keys of the state dict stay, too.
+    layers of lpq: it encodes the output for them. Results and gradients stay the same to the bit, but for the
+    order of some sums: of a norm's kernels on a GPU, and of gradients that autograd adds where a tensor goes elsewhere,
+    too. Classes, parameters, hooks and the keys of the state dict stay.
     A pass in which something stands between the layers, such as a hook of one of them, runs as before. ``lpq.report``
     lists the fused blocks, and says of others why they are not. Returns the model.
 
@@ -280,8 +280,7 @@ def _activation(
     with aside():
         x, y, dropped, *outputs = numbers(len(before) + 3)
         if _makes_halves([module._modules[name] for name in before], module._modules[down]):
-            (gate, up) = numbers(2)
-            outputs = [torch.cat([gate, up], -1)]
+            outputs = [torch.cat(numbers(2), -1)]
         made = [t.clone().requires_grad_() * 1 for t in outputs]
         layers = {name: StandIn(t) for name, t in zip((*before, down), (*made, y), strict=True)}
         dropouts = {name: StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}

@@ -51,9 +51,8 @@ def over_ranks(x: Tensor, norm: nn.Module, layers: Sequence[Layer], plan: Plan, 
         if x.device_mesh != mesh or not isinstance(own, DTensor) or own.placements != (Replicate(),):
             return "its input or its weight lies over ranks otherwise than the layers that take its output"
         given = x.placements[0]
-    elif (
-        isinstance(own, DTensor) and own.device_mesh == mesh
-    ):  # asked before a pass, in which a style lays out the input
+    elif isinstance(own, DTensor) and own.device_mesh == mesh:
+        # Asked before a pass, in which a style lays out the input.
         given = vars(norm).get(SEQUENCE, Partial())
     if isinstance(given, Shard) and not isinstance(x, DTensor):
         sizes[given.dim] *= ranks

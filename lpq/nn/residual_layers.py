@@ -174,7 +174,7 @@ def _norms(layer: nn.Module) -> list[EncodingNorm]:
 
 
 def _found(layer: nn.Module) -> tuple[str, ...] | str:
-    """The children of a layer that return several values, if it fits; or why it does not."""
+    """The children of a layer that return several values, if it computes sums of branches; or why it does not."""
     if "forward" in vars(layer):
         return OTHER
     why = FAILS
@@ -221,11 +221,12 @@ class _Argument:
 class _Called(nn.Module):
     """Takes the place of a child: it notes each call, and returns other numbers each time."""
 
-    def __init__(self, name: str, of: nn.Module, beside: tuple[object, ...], made: Iterator[Tensor]) -> None:
-        """``beside``: what it returns beside a tensor."""
+    def __init__(
+        self, name: str, of: nn.Module, beside: tuple[object, ...], made: Iterator[Tensor], calls: list[_ChildCall]
+    ) -> None:
+        """``beside``: the values that it returns beside a tensor. ``calls``: the calls of all children, in order."""
         super().__init__()
-        self.name, self.of, self.beside, self.made = name, of, beside, made
-        self.calls = list[_ChildCall]()
+        self.name, self.of, self.beside, self.made, self.calls = name, of, beside, made, calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.of, EncodingNorm) and kwargs.keys() & {"residual", "with_sum"}:
@@ -276,9 +277,7 @@ def _run(
     x, calls = next(made), list[_ChildCall]()
 
     def stand_for(parent: nn.Module, name: str, child: nn.Module) -> nn.Module:
-        called = _Called(name, child, (beside,) if name in several else (), made)
-        called.calls = calls
-        return called
+        return _Called(name, child, (beside,) if name in several else (), made, calls)
 
     given = [_Argument(i) if _kind(value) is ArgumentAt else value for i, value in enumerate(args)]
     named = {name: _Argument(name) if _kind(value) is ArgumentAt else value for name, value in kwargs.items()}
@@ -291,9 +290,8 @@ def _run(
         return ASKS, trial.of(layer)
     except Exception:  # other code's, which may raise anything on such arguments
         return FAILS, trial.of(layer)
-    if trial.shows_little() or trial.asked or not torch.equal(x, before):
-        return OTHER, trial.of(layer)
-    course = _read(calls, x, out)
+    decides = trial.shows_little() or trial.asked or not torch.equal(x, before)
+    course = () if decides else _read(calls, x, out)
     given_to = [a for call in calls for a in call.args if type(a) is not _Argument and isinstance(a, Tensor)]
     fits = course and len(course) == trial.count and _adds_alone([out, *given_to])
     return course if fits else OTHER, trial.of(layer)

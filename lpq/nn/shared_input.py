@@ -30,9 +30,9 @@ class KnownInput(weakref.ref[Tensor]):
 
 
 class EncodedInputs(dict[object, KnownInput]):
-    """The inputs that the layers of a model encoded last, the oldest first, each under a key of its own. A tensor that
-    dies drops its input, if no other thread has, by ``pop`` with the key: no Python runs then, in which an interrupt
-    that comes would be lost."""
+    """The inputs that the layers of a model encoded last, the oldest first, each under a key of its own. When a
+    tensor dies, ``pop`` with the key drops its input, if no other thread has: no Python code runs there, in which an
+    interrupt would be lost."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies of a model's layers share encoded inputs among themselves, and begin with none."""

@@ -23,8 +23,8 @@ from lpq.nn.extended import class_before
 from lpq.torch_private.dispatch import without_modes
 from lpq.torch_private.tensors import version_of
 
-TORCHS = frozenset(vars(nn.Module())) - {"training"}
-"""The attributes that each module has, by which a forward decides nothing."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes of every module, which a trial does not note: no forward decides by them."""
 ABSENT = "lpq: absent"
 """The value of an attribute that is not the object's own, as a method."""
 TRIAL = "lpq_trial"
@@ -69,9 +69,10 @@ class Trial(TorchFunctionMode):
         self.count = self.asked = 0
         self.grads, self.device = grads, device if device is not None and device.type != "meta" else torch.device("cpu")
         self.reads: dict[tuple[int, str], Read] = {}
-        self.reads_tensors, self.drew = False, False
-        """Whether a parameter or a buffer was read, or that there is none; whether Python's random numbers were
-        drawn."""
+        self.reads_tensors = False
+        """Whether the name of a parameter or a buffer was read, even one that is None."""
+        self.drew = False
+        """Whether Python's random numbers were drawn."""
         self._copies: list[tuple[Any, dict[str, Any], list[int]]] = []
 
     def __enter__(self) -> Self:
@@ -116,7 +117,9 @@ class Trial(TorchFunctionMode):
                 made = known.get(id(child)) or stand_for(module, name, child)
                 known[id(child)] = made = made or self._copy(child, stand_for, None, known)
                 children[name] = made
-        own = {k: copy(v) if k not in TORCHS and isinstance(v, MUTABLE) else v for k, v in vars(module).items()}
+        own = {
+            k: copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v for k, v in vars(module).items()
+        }
         buffers = {name: None if b is None else b.detach().clone() for name, b in module._buffers.items()}
         own.update(_modules=children, _parameters=dict(module._parameters), _buffers=buffers)
         vars(like).update(own)
@@ -133,8 +136,8 @@ class Trial(TorchFunctionMode):
             self.reads[id(module), name] = Read(module, name, value, _contents(value))
 
     def shows_little(self) -> bool:
-        """Whether the next run of the forward may do something else: it drew a number or wrote something; or it has a
-        parameter or a buffer of its own."""
+        """Whether the next run of the forward may do something else: this one drew a number, wrote something, or read a
+        parameter or a buffer of the module's own."""
         return self.drew or self.reads_tensors or self.wrote()
 
     def wrote(self) -> bool:
@@ -147,14 +150,14 @@ class Trial(TorchFunctionMode):
         return changed(self.reads.values()) is not None
 
     def of(self, *modules: nn.Module) -> tuple[Read, ...]:
-        """The attributes that were read, but for the children of these modules, which others compare."""
+        """The attributes that were read, without the children of these modules, which the caller compares."""
         skipped = {(id(module), name) for module in modules for name in module._modules}
         return tuple(read for key, read in self.reads.items() if key not in skipped)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Here nothing that watches operators sees any, and tensors are ordinary: a trial may begin within a pass."""
+    """Inside, no mode sees an operator, and tensors are no inference tensors: a trial may begin within a pass."""
     with without_modes(), torch.inference_mode(False):
         yield
 
@@ -181,7 +184,7 @@ def _noting(base: Any) -> Any:
     """A subclass that tells a trial of the attributes that are read."""
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if name not in TORCHS and not name.startswith("__"):
+        if name not in OF_EVERY_MODULE and not name.startswith("__"):
             note, module = object.__getattribute__(self, "__dict__").get(TRIAL, (None, None))
             if note is not None:
                 note(module, name)

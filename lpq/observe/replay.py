@@ -29,11 +29,12 @@ class Bits(NamedTuple):
     """The states of the generators that a step may draw from."""
 
     python: Any
+    """The state of ``random``, by which some models leave out layers or mask inputs."""
     numpy: Any
-    """Python's and NumPy's own, by which some models leave out layers or mask inputs. None: nobody imported NumPy."""
+    """The state of ``numpy.random``; None: nobody imported NumPy."""
     cpu: Tensor
     gpus: dict[torch.device, Tensor]
-    """Those of the GPUs that hold a part of the model."""
+    """The states of the GPUs that hold a part of the model."""
 
 
 class Before:

@@ -14,7 +14,7 @@ from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.pytree import tree_map
 
 Value = Tensor | Callable[[], Tensor]
-"""A tensor, or what computes it."""
+"""A tensor, or a function that computes it."""
 
 
 class WithValue(QuantizedTensor):
@@ -26,7 +26,7 @@ class WithValue(QuantizedTensor):
 
     @property
     def value(self) -> Tensor:
-        """The tensor as it was before it was encoded. What computes it is called once."""
+        """The tensor as it was before it was encoded. A function that computes it is called once."""
         if not isinstance(self.source, Tensor):
             self.source = self.source()
         return self.source
