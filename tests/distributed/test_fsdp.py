@@ -70,6 +70,13 @@ def test_every_recipe(rank: int, recipe: str) -> None:
     _every_way(recipe, ways[:-1] if recipe == "fp8-delayed" else ways)  # what stays is encoded as it was recalled
 
 
+@on_ranks(2)
+def test_named_recipes(rank: int) -> None:
+    """Those that no other test trains: each in one way."""
+    for i, recipe in enumerate(sorted({*lpq.registry.recipes()} - {*RECIPES, "bf16"})):
+        _every_way(recipe, [[*WAYS][i % 2]], blocks=1)
+
+
 @pytest.mark.parametrize(("ranks", "recipe"), [(1, "fp8-current"), (1, "fp8-delayed"), (4, "nvfp4"), (4, THREE)])
 @on_ranks()
 def test_other_numbers_of_ranks(rank: int, ranks: int, recipe: str) -> None:

@@ -16,7 +16,7 @@ NOTHING = ""
 TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Linear layers": {
         "every named recipe": (
-            f"{LINEAR}::the_three_gemms_multiply_the_encoded_operands", f"{SHARDED}/test_fsdp.py::every_recipe",
+            f"{LINEAR}::the_three_gemms_multiply_the_encoded_operands", f"{SHARDED}/test_fsdp.py::named_recipes",
             f"{RECIPES}::layers_that_ranks_share_out",
         ),
         "every format, and hybrids of any two": (
