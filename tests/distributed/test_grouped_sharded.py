@@ -93,6 +93,14 @@ def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | 
     _as_one(rank, recipe, weights)
 
 
+@on_ranks(2)
+def test_named_recipes(rank: int) -> None:
+    """All that experts take, each in one way."""
+    for i, recipe in enumerate(sorted(lpq.registry.recipes())):
+        if recipe != "bf16" and "delayed" not in recipe:
+            _as_one(rank, recipe, ("high_precision", None)[i % 2])
+
+
 @pytest.mark.parametrize(
     ("way", "weights"),
     [("accumulated", "high_precision"), ("checkpointed", "quantized"), ("checkpointed", "high_precision"),

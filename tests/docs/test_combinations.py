@@ -72,7 +72,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Experts": {
         "every named recipe, but those that remember": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
-            f"{SHARDED}/test_grouped_sharded.py::two_ranks_compute_what_one_does",
+            f"{SHARDED}/test_grouped_sharded.py::named_recipes",
             f"{RECIPES}::experts_that_ranks_share_out",
         ),
         "a recipe with one scale for a tensor, with blocks, a hybrid": (
