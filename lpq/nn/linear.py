@@ -93,7 +93,7 @@ class Layer(WeightedLayer):
             given = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, input, needs_dw)
             if given is None:
                 if isinstance(input, WithValue):
-                    return self.forward(input.view(input.shape), within)
+                    return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
                 given = input_buffers(self.title, plan, input, needs_dw, by is not None)
             if by is not None and (needs_dw or (torch.is_grad_enabled() and input.requires_grad)):

@@ -13,6 +13,8 @@ from lpq.tensor.quantized_tensor import QuantizedTensor
 from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.pytree import tree_map
 
+aten = torch.ops.aten
+SAME = aten.detach.default, aten.alias.default
 Value = Tensor | Callable[[], Tensor]
 """A tensor, or a function that computes it."""
 
@@ -20,7 +22,8 @@ Value = Tensor | Callable[[], Tensor]
 class WithValue(QuantizedTensor):
     """The output of a producer, whose consumers are layers, which multiply its operands. Other code may take it beside
     them: a router, an adapter, a residual, a mask of one call in a hundred. Every operator takes the tensor as it was
-    before it was encoded, and nothing is decoded. ``detach`` alone keeps the operands."""
+    before it was encoded, and nothing is decoded. ``detach`` keeps the operands, and a view of the same shape, as a
+    ``DTensor`` takes one of its part."""
 
     source: Value
 
@@ -47,8 +50,8 @@ class WithValue(QuantizedTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            (t,) = args
+        if func in SAME or (func is aten.view.default and [*args[1]] == [*args[0].shape]):
+            t = args[0]
             row, col = t.stored
             same = _made(t.source, row, col, t)
             same.read, same.encoded_by, same.writes = t.read, t.encoded_by, t.writes

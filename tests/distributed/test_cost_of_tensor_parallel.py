@@ -52,9 +52,9 @@ PAIR = {
 
 FUSED = {
     # The same of a norm and a SwiGLU behind it, fused.
-    "fp8-current": (Cost(297, 157, 8), Cost(394, 318, 14)),
-    "fp8-delayed": (Cost(304, 107, 7), Cost(395, 300, 14)),
-    "mxfp8": (Cost(252, 68, 3), Cost(335, 381, 9)),
+    "fp8-current": (Cost(275, 149, 7), Cost(367, 310, 11)),
+    "fp8-delayed": (Cost(305, 107, 6), Cost(391, 300, 11)),
+    "mxfp8": (Cost(230, 60, 2), Cost(308, 373, 6)),
 }
 
 

@@ -214,6 +214,20 @@ def test_what_looks_at_the_tensor_gets_an_ordinary_one() -> None:
     assert "it knows no layer" in why()
 
 
+def test_a_view_of_the_same_shape_stays_encoded_and_any_other_does_not() -> None:
+    """``DTensor.from_local`` takes such a view."""
+    plain, fused = pair("mxfp8")
+    x, norm = given(), fused.norm
+    y = norm(x)
+    assert isinstance(y, QuantizedTensor)
+    for same in (y.view_as(y), y.detach()):
+        assert isinstance(same, QuantizedTensor)
+        assert torch.equal(fused.q(same), fused.q(y))
+    other = y.view(-1)
+    assert type(other) is Tensor
+    assert torch.equal(other, plain.norm(x).view(-1))
+
+
 def test_copies_and_pickles_know_their_own_layers() -> None:
     _, fused = pair("mxfp8")
     fused(given())
