@@ -179,8 +179,8 @@ class NVFP4Quantizer(Quantizer):
 
     # ------------------------------------------------------------------------------ the amax of the step before
 
-    @property
-    def state(self) -> tuple[StateBuffer, ...]:
+    @cached_property
+    def state(self) -> tuple[StateBuffer, ...]:  # a compiler cannot trace super().state
         return super().state if self.static or not self.delayed else STATE
 
     @property
