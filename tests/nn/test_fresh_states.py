@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,11 +224,11 @@ def test_producers_wait_for_the_first_step(recipe: str) -> None:
 def test_it_is_refused_without_a_state() -> None:
     with pytest.raises(OptionError, match=r"fresh.*must be 'recall' but for scaling=delayed"):
         lpq.quantizer("fp8(fresh=measure)")
-    side = lpq.quantizer("mxfp8")
+    new = replace(lpq.quantizer("mxfp8"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(side), "fresh", "measure")
+        patch.setattr(type(new), "fresh", "measure")
         with pytest.raises(PluginError, match="mxfp8 has fresh='measure', and no state"):
-            side.ready()
+            new.ready()
     static = lpq.quantizer(f"fp8({FRESH})").frozen()
     assert static.state
     assert not measures_fresh(static)
