@@ -198,7 +198,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, int]:
-    """What is asked for that differs from the model."""
+    """The options by which a run differs from the model's own."""
     given = {field.name: getattr(options, field.name) for field in fields(shapes.Decoder)}
     usual = shapes.MODELS[options.model]
     return {name: value for name, value in given.items() if value is not None and value != getattr(usual, name)}

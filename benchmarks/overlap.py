@@ -12,7 +12,7 @@ from lpq.bench.contenders import Contender
 
 
 def options(contender: Contender, overlapped: bool, in_order: bool, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What ``compile`` is to be told; set for this contender what the compiler takes from its configuration alone.
+    """Return the arguments of ``compile``; set what the compiler takes from its configuration alone for this contender.
 
     In bf16 the compiler itself cuts products up, so that they begin with what has arrived. lpq does that by itself, and
     ``in_order`` keeps its operators in the order in which it wrote them: the compiler's own takes the least memory, and

@@ -64,7 +64,7 @@ def drawn(result: Result) -> str:
 
 
 def caption(result: Result) -> str:
-    """What a chart shows, in words."""
+    """The words for what a chart shows."""
     first, *_ = tables.OF[result["part"]](result).values()
     return first.title
 

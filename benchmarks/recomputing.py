@@ -24,7 +24,7 @@ SAVED = frozenset({
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten.max.default,
 })  # fmt: skip
-"""What is never computed again: attention, and the amaxes that torchao finds by ``max``."""
+"""Operators that never run again: attention, and ``max``, by which torchao finds amaxes."""
 
 
 def wrapped(block: nn.Module, way: str) -> nn.Module:

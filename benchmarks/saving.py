@@ -90,7 +90,7 @@ def measured(
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of all tensors by their names: it depends on each bit and its place, and not on how ranks share them out."""
+    """A digest of all tensors by their names: each bit and its place count, and not how ranks share tensors out."""
     tensors = (*model.state_dict().items(), *_moments(model, optimizer))
     first = dist.get_rank() == 0
     sums = [

@@ -152,7 +152,7 @@ SMALL: dict[str, int] = {
     "layers": 2, "hidden": 128, "ffn": 256, "width": 256, "words": 256, "sequence": 64, "heads": 8, "kv_heads": 8,
     "head": 16,
 }  # fmt: skip
-"""Of a model for the same, but for what says how ranks share it out."""
+"""The same options of a model, without those that say how ranks share it out."""
 Model = TypeVar("Model", bound=Stack | Decoder)
 
 

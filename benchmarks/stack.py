@@ -98,7 +98,7 @@ def _of(contender: Contender, shape: Stack, steps: int, device: torch.device, pe
 
 
 def begun(device: torch.device) -> Row:
-    """Begin a row without compiled code and models of earlier ones. What is still allocated stands in the row."""
+    """Begin a row without compiled code and models of earlier rows. Memory still allocated stands in the row."""
     compile_afresh()
     gc.collect()
     if device.type != "cuda":
@@ -108,7 +108,7 @@ def begun(device: torch.device) -> Row:
 
 
 def told(peers: dist.ProcessGroup | None, mine: T) -> list[T]:
-    """What each rank has to tell."""
+    """The values that each rank tells."""
     if peers is None:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size(peers)

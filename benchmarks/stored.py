@@ -23,7 +23,7 @@ CHART = re.compile(r"assets/performance-([\w-]+)\.svg")
 
 
 SAME = ("device", "devices", "processor", "torch", "cuda", "lpq", "peers")
-"""What rows of one file have in common."""
+"""The entries that rows of one file have in common."""
 
 
 class StoredError(Exception):

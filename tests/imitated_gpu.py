@@ -136,7 +136,7 @@ def imitated_gpu() -> Iterator[Gpu]:
         patch.setattr(CudaKernel, "bind", bind)
         library = CublasLt(gpu)
         patch.setattr(cublaslt, "library", lambda: library)
-        patch.setattr(cublaslt, "_DESCRIPTIONS", [])  # nobody destroys those of its plans after this has ended
+        patch.setattr(cublaslt, "_DESCRIPTIONS", [])  # descriptions of imitated plans are not destroyed afterwards
         patch.setattr(cublaslt, "_destroy_what_is_left", lambda: None)
         for name in ("ALIGNED", "SCALED_ALIGNED"):
             patch.setattr(cublaslt, name, 1)  # to more a CPU's memory is aligned by chance

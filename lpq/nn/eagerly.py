@@ -22,7 +22,7 @@ _FORMER = ExitStack()
 def run_eagerly() -> Iterator[None]:
     """Run what is compiled eagerly inside, compiled functions of other threads as well: the compiler has one stance for
     all threads. Blocks may be nested, and blocks of several threads may end in any order: the first that begins changes
-    the stance, and the last that ends restores it. What was compiled before serves again behind the block.
+    the stance, and the last that ends restores it. Code that was compiled before serves again behind the block.
 
     A block cannot begin in compiled code.
     """

@@ -217,7 +217,7 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
 class FusedMLP(torch.autograd.Function):
     """The layers and what lies between them. Its tensors are the input, the weights and then the biases of all layers,
     the last layer's behind the others; and the input once more, if there is a gate. Autograd adds the gradients of the
-    input as it adds those of the layers: the input may go elsewhere, too, and three tensors have sums of two orders."""
+    input as it adds gradients of layers: the input may go elsewhere, too, and three tensors have sums of two orders."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundMLP, calls: Sequence[LayerCall], x: Tensor, *tensors: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Trials of other code's modules: a forward runs with stand-ins for its parts, and shows what it does with them.
 
-What a trial shows holds as long as all stays by which the forward decided. So a trial notes the attributes that it
+A trial holds as long as the attributes stay by which the forward decided. So it notes the attributes that were
 read, and leaves no trace: the forward runs on copies, and random numbers and modes stay as they are for others.
 """
 
@@ -141,7 +141,7 @@ class Trial(TorchFunctionMode):
         return self.drew or self.reads_tensors or self.wrote()
 
     def wrote(self) -> bool:
-        """Whether the forward wrote an attribute or a buffer, as another forward in its place would not."""
+        """Whether the forward wrote an attribute or a buffer: another forward in its place would not write."""
         for like, before, versions in self._copies:
             now = {name: value for name, value in vars(like).items() if name != TRIAL}
             same = now.keys() == before.keys() and all(_is_as(value, before[name]) for name, value in now.items())

@@ -135,8 +135,8 @@ def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
 
 
 def noise_order(reading: Reading) -> tuple[int, float]:
-    """The key that sorts readings by their noise, the most first. Of those without an SNR the ones with a NaN come
-    first, and the ones without an error, or of zeros alone, last."""
+    """The key that sorts readings by their noise, the most first. Among readings without an SNR those with a NaN
+    come first, and the ones without an error, or of zeros alone, last."""
     if reading.snr_db is not None:
         return 1, reading.snr_db
     return (2, 0.0) if reading.shrinkage is not None or reading.amax == 0 else (0, 0.0)

@@ -33,8 +33,8 @@ UNFITTED = {
     ("linear-h100-quick", "8192x2048x2048", "mxfp8-fwd-nvfp4-bwd"),
     ("linear-reduce-overhead", "8192x4096x4096", "fp8-block"),
 }
-"""What the model does not fit. In each the host takes about as long as the GPU, and the measurement's own rounds are
-further apart than what is asked of the model."""
+"""Layers that the model does not fit. In each the host takes about as long as the GPU, and the measurement's own rounds
+are further apart than what is asked of the model."""
 
 
 @cache

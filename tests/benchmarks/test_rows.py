@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 def gradients(recipe: str | None, way: str, backend: Any = None) -> list[Tensor]:
-    """Of the input and the weights, after a step of the net, which ``backend`` compiles."""
+    """Gradients of the input and the weights, after a step of the net, which ``backend`` compiles."""
     torch.manual_seed(0)
     net = Net()
     if recipe is not None:

@@ -128,7 +128,7 @@ def test_the_first_step_of_compiled_layers_is_measured(rank: int, form: str, pre
 @pytest.mark.parametrize(("weights", "prepare"), [("high_precision", _units), (None, _replicated)])
 @on_ranks(2)
 def test_eden_takes_the_amax_of_the_step_before(rank: int, weights: Any, prepare: Prepare) -> None:
-    """Of x and dy; the weight travels as its row operand."""
+    """The amaxes of x and dy; the weight travels as its row operand."""
     (late, fresh), (measured, _) = (
         _train(recipe, weights, prepare, rank, 2) for recipe in ("nvfp4-eden-delayed", "nvfp4-eden")
     )

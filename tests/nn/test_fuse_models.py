@@ -20,7 +20,7 @@ from lpq.tensor.with_value import WithValue
 
 
 def model(family: str = "Llama", recipe: str = "mxfp8", **options: Any) -> Any:
-    """Of two layers."""
+    """A converted model of two layers."""
     return of_family(family, recipe, num_hidden_layers=2, **options)
 
 

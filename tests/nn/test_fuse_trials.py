@@ -1,5 +1,5 @@
-"""lpq.fuse finds out by trials what a forward computes. What a trial cannot know, or what changes after it, changes no
-bit: the block computes as it did, or the norm's output is what it was before it was encoded."""
+"""lpq.fuse finds out by trials what a forward computes. Where a trial cannot know something, or something changes
+after it, no bit changes: the block computes as it did, or the norm's output is what it was before it was encoded."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class Attending(nn.Module):
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
 @pytest.mark.parametrize("way", ["mask", "layer", "attention", "in place"])
 def test_whatever_takes_the_output_of_a_norm_gets_it_as_it_was(way: str, recipe: str) -> None:
-    """What no trial has seen: nothing decodes."""
+    """Code that no trial has seen takes the value: nothing decodes."""
     plain, net = pair(Attending, recipe)
     assert fused(net) == 1
     mask = torch.tensor(3.0).bfloat16() if way == "mask" else None

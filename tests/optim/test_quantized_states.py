@@ -173,7 +173,7 @@ def test_states_that_lpq_does_not_encode_stay_and_the_steps_are_the_wrapped_opti
 
 
 def test_the_wrapped_optimizer_begins_with_states_of_its_own_where_it_takes_the_step() -> None:
-    """Fused, AdamW counts steps on the device; a count that lpq began on the host would not be found there."""
+    """Fused, AdamW counts steps on the device; AdamW would not find a count there that lpq began on the host."""
     narrow = nn.Parameter(torch.randn(5000, 2, dtype=torch.bfloat16))
     inner, begun = AdamW([narrow], fused=True), []
     inner.register_step_pre_hook(lambda *_: begun.append(len(inner.state[narrow])))
@@ -181,7 +181,7 @@ def test_the_wrapped_optimizer_begins_with_states_of_its_own_where_it_takes_the_
     narrow.grad = torch.randn_like(narrow)
     optimizer.step()
     assert set(begun) == {0}
-    assert [[*state] for state in _stored(optimizer)] == [["exp_avg"]]  # the other one would not be smaller
+    assert [[*state] for state in _stored(optimizer)] == [["exp_avg"]]  # a stored ``exp_avg_sq`` would not be smaller
 
 
 def test_a_nan_in_a_gradient_reaches_the_weights_of_its_block_alone() -> None:

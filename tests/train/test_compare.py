@@ -275,7 +275,7 @@ def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
 
 
 def test_recipes_beside_another_one_and_the_part_of_its_gap_that_they_close() -> None:
-    """Half of the gap, but for 0.001 more or less; the error of the share is that of a simulation."""
+    """Half of the gap, but for 0.001 more or less; the error of the share was simulated."""
     base, gap = (1.0, 1.1, 0.9, 1.2), (0.02, 0.024, 0.018, 0.022)
     found = [*made("bf16", *base), *made("nvfp4", *(b * (1 + g) for b, g in zip(base, gap, strict=True)))]
     left = [g / 2 + e for g, e in zip(gap, (0.001, -0.001, 0.001, -0.001), strict=True)]
