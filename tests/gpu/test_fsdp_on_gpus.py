@@ -195,6 +195,8 @@ def test_two_gpus(check: Any) -> None:
 # ---------------------------------------------------------------------------------- a rank that raises
 
 PLACES = ("forward", "backward", "the reduction of masters")
+START = 100
+"""Seconds in which processes begin, with others beside them."""
 TIMEOUT = 5
 """Seconds, of the process group, once the ranks work together."""
 PATIENCE = 90
@@ -249,8 +251,11 @@ def _lost(folder: Path, device: str, backend: str) -> None:
     for process in processes:
         process.start()
     ended: dict[str, float] = {}
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + START
     while len(ended) < len(pairs) and time.monotonic() < deadline:
+        begun = [float(file.read_text() or "inf") for own, _ in pairs.values() for file in own.glob("begun0")]
+        if len(begun) == len(pairs):  # the patience of each counts from its own begin
+            deadline = max(begun) + TIMEOUT + PATIENCE
         for place, (_, pair) in pairs.items():
             if pair[0].exitcode is not None:
                 ended.setdefault(place, time.monotonic())

@@ -33,10 +33,10 @@ def test_a_stream_takes_nothing_of_another() -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             model.k(x)
-        of_q, of_k = inputs
+        of_q, of_k = inputs.values()
         assert of_q.by == {id(model.q)}
         assert of_k.by == {id(model.k)}
         torch.cuda.synchronize()
         model.v(x)
-        assert [*inputs] == [of_q, of_k]
+        assert [*inputs.values()] == [of_q, of_k]
         assert of_q.by == {id(model.q), id(model.v)}, "on the first layer's stream its operands are taken"
