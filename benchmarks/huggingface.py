@@ -7,8 +7,8 @@ Each contender has a fresh model, one after the other, since a GPU does not hold
 and allocated once it is sharded, so no rank ever holds the whole of it. Each decoder layer is compiled by itself, as
 users of large models do.
 
-Beside the time of a step stand the host's, which launches it, and the GPU's, without what is sent: the larger one of
-the two decides.
+Beside the time of a step stand the host's, which launches it, and the GPU's, in which it computes, only sends, or has
+nothing to do: the larger one of host and GPU decides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import recomputing
 from benchmarks.contenders import training_step
-from benchmarks.profiles import busy, functions
+from benchmarks.profiles import functions, spent
 from benchmarks.rows import Row, Task, one_by_one
 from benchmarks.shapes import Decoder
 from benchmarks.stack import Failed, begun, gathered_in, meeting, timed, together
@@ -96,12 +96,14 @@ def _of(
         timing, loss, peak = timed(step, steps, device, peers)
         with together(peers):
             few = min(steps, 8)
-            host, gpu = (launching(step, few) * 1e3, busy(step) * 1e3) if on_gpu else (None, None)
+            host, gpu = (launching(step, few) * 1e3, spent(step)) if on_gpu else (None, None)
             gathered = gathered_in(step, contender) if peers is not None else None
             found = functions(step, steps=PROFILED, warm=1, order="tottime") if profile else ""
         speed = shape.tokens / timing.median
         result |= {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
-        result |= {"host_ms": host, "gpu_ms": gpu, "gathered_bytes": gathered}
+        result |= {"host_ms": host, "gathered_bytes": gathered}
+        if gpu is not None:
+            result |= {"gpu_ms": gpu.computing * 1e3, "sending_ms": gpu.sending * 1e3, "idle_ms": gpu.idle * 1e3}
         result["graph_breaks"] = sum(counters["graph_break"].values()) if contender.compiled else None
         result["graphs"] = counters["stats"]["unique_graphs"] if contender.compiled else None
     except Failed as error:  # what one library cannot do is a result, and the others go on
@@ -110,7 +112,7 @@ def _of(
     if result.get("host_ms"):
         best, peak = shape.tokens / result["fastest_ms"] * 1e3, result["peak_bytes"] / 2**30
         said += f" (best {best:,.0f}), {result['ms']:.0f} ms, host {result['host_ms']:.0f}, GPU {result['gpu_ms']:.0f}"
-        said += f", {peak:.1f} GiB"
+        said += f" (only sends {result['sending_ms']:.0f}, idle {result['idle_ms']:.0f}), {peak:.1f} GiB"
     if result.get("graph_breaks"):
         said += f", {result['graph_breaks']} graph breaks"
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -74,14 +74,40 @@ def kernels(step: Step, steps: int = 8) -> list[Kernel]:
     return kernels_of(_traced(step, steps), steps)
 
 
-def busy(step: Step, steps: int = 3) -> float:
-    """The seconds of a step in which the GPU computes or copies, whatever it sends or receives meanwhile."""
-    events = [e for e in _traced(step, steps) if not str(e["name"]).startswith("nccl")]
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a GPU in a step."""
+
+    computing: float
+    """It computes or copies, whatever it sends or receives meanwhile."""
+    sending: float
+    """It only sends or receives."""
+    idle: float
+    """It does nothing: it waits for the host."""
+
+
+def spent(step: Step, steps: int = 3) -> Spent:
+    """Where the GPU's time goes, from the first kernel of so many steps to the last."""
+    return spent_in(_traced(step, steps), steps)
+
+
+def spent_in(events: list[dict[str, object]], steps: int) -> Spent:
+    """The same, of a trace in microseconds."""
+    sends = [str(e["name"]).startswith("nccl") for e in events]
+    spans = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]  # type: ignore[arg-type]
+    computing = _covered([span for span, sent in zip(spans, sends, strict=True) if not sent])
+    either = _covered(spans)
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    return Spent(*(t / steps / 1e6 for t in (computing, either - computing, whole - either)))
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of spans."""
     end = total = 0.0
-    for start, took in sorted((float(e["ts"]), float(e["dur"])) for e in events):  # type: ignore[arg-type]
-        total += max(0.0, start + took - max(start, end))
-        end = max(end, start + took)
-    return total / steps / 1e6
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _traced(step: Step, steps: int) -> list[dict[str, object]]:

@@ -276,9 +276,12 @@ def _training(result: Result, title: str) -> dict[str, Table]:
     ]  # fmt: skip
     columns = ["", "tokens/s", "÷ bf16", "÷ bf16, compiled", "fastest step", "GiB at most"]
     if any(row.get("host_ms") for row in rows):
-        columns += ["ms", "host", "GPU"]
-        times = [[number(row.get(what), 0) for what in ("ms", "host_ms", "gpu_ms")] for row in rows]
-        cells = [[*line, *three] for line, three in zip(cells, times, strict=True)]
+        shown = {"ms": "ms", "host_ms": "host", "gpu_ms": "GPU"}
+        if any(row.get("sending_ms") for row in rows):
+            shown |= {"sending_ms": "only sends", "idle_ms": "idle"}
+        columns += shown.values()
+        times = [[number(row.get(what), 0) for what in shown] for row in rows]
+        cells = [[*line, *more] for line, more in zip(cells, times, strict=True)]
     if any(row.get("gathered_bytes") for row in rows):
         columns.append("MiB gathered")
         cells = [[*line, _mebibytes(row.get("gathered_bytes"))] for line, row in zip(cells, rows, strict=True)]

@@ -182,11 +182,11 @@ def test_a_model_of_experts_is_trained_with_fused_blocks() -> None:
     assert plain != apart == fused
 
 
-def test_the_gpu_is_busy_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = [("gemm", 0, 10), ("copy", 5, 10), ("ncclAllGather", 15, 50), ("gemm", 20, 10)]
-    events = [{"name": name, "ts": ts, "dur": dur} for name, ts, dur in spans]
-    monkeypatch.setattr(profiles, "_traced", lambda step, steps: events)
-    assert profiles.busy(lambda: None, 1) == pytest.approx(25e-6)
+def test_a_gpu_computes_or_only_sends_or_is_idle() -> None:
+    spans = [("gemm", 0, 10), ("copy", 5, 10), ("ncclAllGather", 15, 20), ("gemm", 20, 10), ("gemm", 45, 10)]
+    events: list[dict[str, object]] = [{"name": name, "ts": 100 + ts, "dur": dur} for name, ts, dur in spans]
+    found = profiles.spent_in([*events[2:], *events[:2]], 1)
+    assert (found.computing, found.sending, found.idle) == pytest.approx((35e-6, 10e-6, 10e-6))
 
 
 def _failing_on_one_rank(module: nn.Module) -> nn.Module:
