@@ -5,7 +5,6 @@ A folder in benchmarks/results/curves has the files that one ``lpq compare --out
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any
 
 from benchmarks.stored import CHARTS, DOCS, FOLDER
 from lpq.train import beside, gaps, plot, trainings
-from lpq.train.gaps import Gap
 from lpq.train.trainings import Training
 
 CURVES = FOLDER / "curves"
@@ -77,38 +75,15 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:,.{0 if count >= 10e6 else 2}f} M"
 
 
-def late(found: Sequence[Training]) -> str:
-    """Tell how much of a recipe's gap the late switch closes: the recipe with it and without it, seed by seed."""
-    return _beside_nvfp4(found, "nvfp4-late-switch", "the switch")
-
-
-def preset(found: Sequence[Training]) -> str:
-    """Tell how much of its gap the policy for pretraining closes, and how many seeds would show 0.2 %."""
-    told = _beside_nvfp4(found, "nvfp4-pretrain", "`nvfp4-pretrain`")
-    spread = _switched(found, "nvfp4-pretrain").spread
-    if spread is None:
-        return told
-    enough = math.ceil((2 * spread / beside.NARROW) ** 2)
-    return (
-        f"{told} The differences of the seeds have a spread of {100 * spread:.2f} %: two standard errors are "
-        f"{100 * beside.NARROW:g} % with {enough} seeds."
-    )
-
-
-def _switched(found: Sequence[Training], title: str) -> Gap:
-    """A recipe beside ``nvfp4``, seed by seed."""
-    _, other = beside.beside([t for t in found if t.title in ("nvfp4", title)], "nvfp4")
-    return other
-
-
-def _beside_nvfp4(found: Sequence[Training], title: str, words: str) -> str:
-    other = _switched(found, title)
-    if other.mean is None or other.half is None:
-        return f"{other.verdict or 'Nothing'} of {other.seeds} seeds."
-    return (
-        f"Beside `nvfp4` of the same seed, the loss with {words} is {100 * other.mean:+.2f} %, ± "
-        f"{100 * other.half:.2f} % at 95 %: {other.verdict}{' shown' * (other.verdict == 'nothing')}."
-    )
+def closed(found: Sequence[Training]) -> str:
+    """Tell how much of the gap of ``nvfp4`` the policies for pretraining close."""
+    parts = []
+    for title in ("nvfp4-pretrain", "nvfp4-late-switch"):
+        part = beside.closed(found, title, "nvfp4")
+        if part is not None:
+            parts.append(f"`{title}` closes {100 * part.share:.0f} % ± {100 * part.error:.0f} %")
+    told = " and ".join(parts) or "no policy is shown to close any"
+    return f"Of the gap between `nvfp4` and bf16, {told}; ± has two standard errors."
 
 
 def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:
@@ -136,8 +111,7 @@ def table(found: Sequence[Training]) -> str:
 OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "table": table,
     "made": made,
-    "late": late,
-    "preset": preset,
+    "closed": closed,
     "beside-nvfp4": partial(beside.markdown, of="nvfp4"),
     "beside": beside_searched,
     "beside-32": partial(beside_searched, policy="searched-32"),
