@@ -39,12 +39,14 @@ class Quantizer(Options):
         """A quantizer never changes. A compiler, which copies what it guards, then compares one object with itself."""
         return self
 
+    declarations = "stats", "transposable", "state", "static", "stochastic", "fresh", "plain", "col_source", "moves"
+
     # ------------------------------------------------------------------------------ what a format writes
 
     @property
     def stats(self) -> tuple[Stat, ...]:
-        """The statistics that ``encode`` needs. This and the properties below may be plain class attributes, and
-        cached ones: a layer reads them at every step."""
+        """The statistics that ``encode`` needs. This and the properties below may be plain class attributes. The core
+        computes each once (``declarations``)."""
         return ()
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
@@ -247,7 +249,7 @@ class Quantizer(Options):
         for direction in get_args(Direction):
             side = self.side(direction)
             check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
-            _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut, side.basis
+            _ = side.names, side._uncut, side.basis, [getattr(side, name) for name in side.declarations]
             check_side(self, side, direction, Quantizer, Storage)
 
 

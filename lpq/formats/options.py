@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from functools import cached_property
+from inspect import getattr_static
 from types import NoneType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from lpq import registry
 from lpq.registry.errors import OptionError
@@ -16,8 +18,38 @@ VALUES = (bool, int, float, str, NoneType)
 KINDS = "true or false, a number that is not NaN, a word, none or a quantizer"
 
 
+class Declared:
+    """A property that is computed once for each object, whose options never change. The value then lies in the object,
+    where ``torch.compile`` finds a constant: of a property it traces the code, and it cannot trace ``super()`` there.
+
+    ``super().name`` is computed at each call: the object has the value of its own class alone."""
+
+    def __init__(self, name: str, function: Callable[[Any], object]) -> None:
+        self.name, self.fget, self.__doc__ = name, function, function.__doc__
+
+    def __get__(self, options: Any, cls: type) -> object:
+        if options is None:
+            return self
+        value = self.fget(options)
+        if getattr_static(cls, self.name) is self:
+            vars(options)[self.name] = value
+        return value
+
+
 class Options:
     """Fields of a frozen dataclass, checked by their annotations when one is made."""
+
+    declarations: ClassVar[tuple[str, ...]] = ()
+    """The attributes that a subclass, or a class beside it, may write as properties and that are computed once."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.declarations:
+            found = getattr_static(cls, name)
+            if isinstance(found, property) and found.fget is not None:
+                setattr(cls, name, Declared(name, found.fget))
+            elif isinstance(found, cached_property):
+                setattr(cls, name, Declared(name, found.func))
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:

@@ -57,12 +57,12 @@ class ResidualQuantizer(Quantizer):
     def side(self, direction: Direction) -> Quantizer:
         return self._sides[direction]
 
-    @cached_property
-    def stats(self) -> tuple[Stat, ...]:  # type: ignore[override]
+    @property
+    def stats(self) -> tuple[Stat, ...]:
         return parts.named(base=self.base.stats)
 
-    @cached_property
-    def uncut(self) -> tuple[int, ...]:  # type: ignore[override]
+    @property
+    def uncut(self) -> tuple[int, ...]:
         return parts.uncut(self.base, later=[self.rest])
 
     @property

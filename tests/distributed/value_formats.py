@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -66,8 +65,8 @@ class CodebookQuantizer(Quantizer):
     block: Literal["256x32", "1x32", "tensor"] = "256x32"
     error_bound: ClassVar[float] = 0.25
 
-    @cached_property
-    def stats(self) -> tuple[Stat, ...]:  # type: ignore[override]
+    @property
+    def stats(self) -> tuple[Stat, ...]:
         return () if self.block == "1x32" else (Stat("amax", block=BLOCKS[self.block]),)
 
     @property

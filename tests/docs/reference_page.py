@@ -14,6 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lpq.formats.options import Declared
+
+PROPERTIES = property, Declared
 DOCS = Path(__file__).parents[2] / "docs"
 INDEX = DOCS / "api.md"
 API = tuple(
@@ -98,10 +101,10 @@ def described(path: str, options: str) -> list[str]:
             if name.startswith("_") or value is None:
                 continue
             inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-            inner = inner.fget if isinstance(inner, property) else inner
+            inner = inner.fget if isinstance(inner, PROPERTIES) else inner
             if not inner.__doc__:
                 continue
-            shown = signed(inner, name) if not isinstance(value, property) else f"`{name}`"
+            shown = signed(inner, name) if not isinstance(value, PROPERTIES) else f"`{name}`"
             lines.append(f"    - {shown}{first_sentence(inner)}")
     return lines
 
@@ -117,7 +120,7 @@ def is_protocol(target: Any) -> bool:
 
 def is_method(name: str, value: Any, module: str) -> bool:
     """Whether a class defines this method, or property, for everybody; others may be given to it at run time."""
-    if isinstance(value, property):
+    if isinstance(value, PROPERTIES):
         value = value.fget
     value = getattr(value, "__func__", value)
     return not name.startswith("_") and inspect.isfunction(value) and value.__module__ == module

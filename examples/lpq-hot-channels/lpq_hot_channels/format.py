@@ -68,12 +68,12 @@ class HotChannelsQuantizer(Quantizer):
     def side(self, direction: Direction) -> Self:
         return self.sides[direction]
 
-    @cached_property
-    def stats(self) -> tuple[Stat, ...]:  # type: ignore[override]
+    @property
+    def stats(self) -> tuple[Stat, ...]:
         # No amax is of the whole matrix: a compiler must not measure it in the place of ``measure``.
         return parts.named(rest=[replace(stat, largest=False) for stat in self.rest.stats])
 
-    @cached_property
+    @property
     def uncut(self) -> tuple[int, ...]:
         return tuple({*parts.uncut(self.rest), 1})  # columns have numbers of their own
 

@@ -57,7 +57,7 @@ class MeanSplitQuantizer(Quantizer):
     def side(self, direction: Direction) -> Self:
         return self.sides[direction]
 
-    @cached_property
+    @property
     def uncut(self) -> tuple[int, ...]:
         return parts.uncut(later=[self.rest])
 

@@ -79,11 +79,11 @@ class FP8Quantizer(Quantizer):
         test = "test_the_same_numbers_give_the_same_bytes[bf16]"
         return {test: "a scale that would be infinite is the largest number of the dtype, which in bf16 is another one"}
 
-    @cached_property
+    @property
     def stats(self) -> tuple[Stat, ...]:
         return STATS[self.scaled_block]
 
-    @cached_property
+    @property
     def transposable(self) -> bool:
         rows, cols = self.scaled_block
         return rows == cols
@@ -112,7 +112,7 @@ class FP8Quantizer(Quantizer):
 
     # ------------------------------------------------------------------------------ delayed scaling
 
-    @cached_property
+    @property
     def state(self) -> tuple[StateBuffer, ...]:
         if self.static or self.scaling != "delayed":
             return super().state

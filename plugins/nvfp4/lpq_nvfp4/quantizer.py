@@ -179,8 +179,8 @@ class NVFP4Quantizer(Quantizer):
 
     # ------------------------------------------------------------------------------ the amax of the step before
 
-    @cached_property
-    def state(self) -> tuple[StateBuffer, ...]:  # a compiler cannot trace super().state
+    @property
+    def state(self) -> tuple[StateBuffer, ...]:
         return super().state if self.static or not self.delayed else STATE
 
     @property
