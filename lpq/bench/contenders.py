@@ -50,7 +50,9 @@ def plain(compiled: bool = False) -> Iterator[Contender]:
 
 
 def by_recipes(recipes: tuple[str, ...], compiled: bool = False, **options: Any) -> Iterator[Contender]:
-    """Yield a contender for each recipe of lpq, and each that is compiled; ``options`` go to ``lpq.convert``."""
+    """Yield a contender for each recipe of lpq, and each that is compiled; ``options`` go to ``lpq.convert``. A policy
+    that changes in a run is measured as the run begins."""
+    options = {"steps": "later", **options}
     for is_compiled in (False, True)[: 1 + compiled]:
         for recipe in recipes:
             yield Contender("lpq", recipe, is_compiled, partial(lpq.convert, policy=recipe, include="all", **options))
