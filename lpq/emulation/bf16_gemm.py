@@ -21,7 +21,7 @@ from lpq.kernels.products import bind_product_with_alpha, product, scaled_produc
 from lpq.operations.binding import Multiply, Operand, Product, unbound_product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
-from lpq.operations.multiplying import gemm_reference
+from lpq.operations.references import gemm_reference
 from lpq.torch_private.compiling import once_when_traced
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from lpq.kernels.table import bound_once
 from lpq.nn.encoded_inputs import of_given, why_no_gradient
 from lpq.nn.plan import Plan
 from lpq.operations.binding import Multiply, Product
-from lpq.operations.bound import bind_product, product_through_operators
+from lpq.operations.bound import bind_product
 from lpq.operations.compiled_calls import spare_the_dispatcher
 from lpq.operations.encoder import (
     BindEncoder,
@@ -28,6 +28,7 @@ from lpq.operations.encoder import (
     operands_of,
     through_operators,
 )
+from lpq.operations.multiplying import product_through_operators
 from lpq.operations.states import Moving, State, bind_remember
 
 BindProduct = Callable[[Product], Multiply]

@@ -11,9 +11,10 @@ from lpq.operations import group_products as group_products
 from lpq.operations import groups as groups
 from lpq.operations.decoding import decode, decode_reference
 from lpq.operations.measuring import measure, measure_reference
-from lpq.operations.multiplying import gemm, gemm_reference
+from lpq.operations.multiplying import gemm
 from lpq.operations.operands import encode_operands
-from lpq.operations.quantizing import quantize, quantize_reference
+from lpq.operations.quantizing import quantize
+from lpq.operations.references import gemm_reference, quantize_reference
 from lpq.operations.sides import declared
 from lpq.operations.states import remember
 from lpq.operations.transposing import transpose, transpose_reference

@@ -20,8 +20,7 @@ from lpq.formats.sections import Sections, piece
 from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import bound_once
 from lpq.operations.exact_form import Form, Multiplicand
-from lpq.operations.multiplying import gemm_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import gemm_reference, quantize_reference
 from lpq.operations.transposing import transpose_reference
 from lpq.torch_private import cuda
 

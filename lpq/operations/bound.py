@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from lpq.kernels import choose
+from lpq.kernels.table import bound_once
 from lpq.operations import fused_pair
-from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Product
+from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Operand, Product
+from lpq.operations.exact_form import form_of
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.inputs import as_matrix
-from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
-from lpq.operations.quantizing import quantize_reference
-from lpq.operations.sides import serving, shared
+from lpq.operations.references import gemm_reference, plain_gemm, quantize_reference
+from lpq.operations.sides import quantizer_of, serving, shared
 
 Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
 """``run(x, stats, seed)``."""
@@ -157,11 +158,34 @@ def bind_writing(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor], Te
     return write
 
 
-def product_through_operators(p: Product) -> Multiply:
-    """Make the same product from an operator."""
-    a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
+# ---------------------------------------------------------------------------------------------- by shape, for operators
 
-    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return gemm(a.over(left), b.over(right), bias=bias, dtype=dtype, fast_accumulate=fast, in_a_pass=True)
+OperandKey = tuple[str, int, tuple[int, ...], torch.dtype]
+"""An operand as an operator is given it: its ``Storage.text``, how many tensors, its shape and its dtype."""
+NEITHER = False, False
+"""No operand is made in its exact form."""
 
-    return multiply
+
+@bound_once
+def encoding(
+    row: str, col: str, shape: torch.Size, held: torch.dtype, dtype: torch.dtype, device: torch.device,
+    given: tuple[bool, ...], offset: int, measure: bool, exact: tuple[bool, bool], dispatched: bool,
+) -> Run:  # fmt: skip
+    """An encoding that is bound to this shape and these options; what it returns an operator may return."""
+    return bind_run(Encoding(
+        quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), held, dtype, device,
+        given if True in given else (), measure, offset, exact, apart=True, dispatched=dispatched,
+    ))  # fmt: skip
+
+
+@bound_once
+def product(
+    a: OperandKey, b: OperandKey, dtype: torch.dtype, device: torch.device, fast: bool, dispatched: bool
+) -> Multiply:
+    """A product of these operands, bound."""
+    return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast, dispatched))
+
+
+def _operand(text: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Operand:
+    form, name = form_of(text, count)
+    return Operand(quantizer_of(name), (shape[0], shape[1]), dtype, form)

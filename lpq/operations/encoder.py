@@ -25,6 +25,7 @@ from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.exact_form import Form
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import bind_measure, measure
+from lpq.operations.multiplicands import multiplicands
 from lpq.operations.quantizing import quantized
 from lpq.operations.recoding import Recode, bind_recode
 from lpq.operations.sectioned import same_amaxes
@@ -170,7 +171,7 @@ def through_operators(wanted: Wanted) -> Encoder:
         if wanted.sections is None:
             x = as_matrix(x)
         if exact != (False, False) and row is not None and side is not None:
-            made = fused_pair.multiplicands(x, row, side, seed, exact)
+            made = multiplicands(x, row, side, seed, exact)
             if made is not None:
                 return made[0].tensors(), made[1].tensors(), ()
         stats = known if wanted.given else recall(quantizer, *sides, known) if wanted.remembers and known else None

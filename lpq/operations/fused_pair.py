@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.format import Direction, Quantizer
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
 from lpq.kernels.nvrtc_cache import csrc
@@ -33,10 +33,8 @@ from lpq.kernels.tiles import (
     tile_kernels,
     tiles,
 )
-from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
-from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, unbound
 from lpq.operations.exact_form import Form
-from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import shared
 from lpq.torch_private.compiling import once_when_traced
 
@@ -225,33 +223,6 @@ def _ops(exact: tuple[bool, bool]) -> tuple[str, str]:
     return "exact_tile" if exact[0] else "tile", "exact_tile" if exact[1] else "tile"
 
 
-def multiplicands(
-    x: Tensor, row: Quantizer, col: Quantizer, seed: Tensor | None, exact: tuple[bool, bool]
-) -> tuple[Storage, Storage] | None:
-    """Make both operands of ``x``, at least one in its ``exact`` form, without encoding it first; None if that is not
-    possible."""
-    rows, cols = x.shape
-    if rows % ALIGNED or cols % ALIGNED or x.numel() == 0:
-        return None
-    if not ((row.whole(cols) or not exact[0]) and (col.whole(rows) or not exact[1])):
-        return None
-    if seed is None and (row.stochastic or col.stochastic):
-        return None
-    forms = exact_forms(row.text, col.text, *exact, x.device)
-    if forms is None:
-        return None
-    texts = row.text, col.text
-    if can_call_directly(x):
-        both = _multiplicands(x, *texts, seed, *exact)
-    else:
-        both = torch.ops.lpq.multiplicands(x, *texts, seed, *exact, layout_hash(*texts))
-    at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
-    return (
-        Operand(row, (rows, cols), x.dtype, forms[0]).over(both[:at]),
-        Operand(col, (cols, rows), x.dtype, forms[1]).over(both[at:]),
-    )
-
-
 def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
     """The pair that makes both operands, each encoded or in its exact form; None if there is none."""
     ops = _ops((exact_row, exact_col))
@@ -270,38 +241,6 @@ def exact_forms(
     """The form in which each operand is made, None of one that is encoded. None: they cannot be made so."""
     pair = _making(row, col, exact_row, exact_col, device)
     return None if pair is None else (pair.row.exact, pair.col.exact)
-
-
-def _multiplicands(
-    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
-) -> list[Tensor]:
-    pair = _making(row, col, exact_row, exact_col, x.device)
-    assert pair is not None
-    x = x.contiguous()
-    at, shape, exact = x.data_ptr(), (x.shape[0], x.shape[1]), (exact_row, exact_col)
-    e = Encoding(registry.quantizer(row), registry.quantizer(col), shape, x.dtype, x.dtype, x.device, exact=exact)
-    encode = pair.bind(e._replace(aligned=at % ALIGNED_BYTES == 0, apart=True, dispatched=True))
-    assert encode is not None
-    with on_device(x.device):
-        of_row, of_col, _ = encode(x, at, (), seed)
-    return [*of_row, *of_col]
-
-
-def _multiplicands_fake(
-    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
-) -> list[Tensor]:
-    rows, cols = x.shape
-    forms = exact_forms(row, col, exact_row, exact_col, x.device)
-    assert forms is not None
-    out: list[Tensor] = []
-    for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
-        if form is None:
-            quantizer: Quantizer = registry.quantizer(text)
-            out += quantizer.storage.fresh(quantizer, shape, x).tensors()
-        else:
-            out += [x.new_empty(shape, dtype=torch.bfloat16)]
-            out += [x.new_empty((), dtype=torch.float32)] if form.factor else []
-    return out
 
 
 class Pair:
@@ -372,11 +311,3 @@ def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "t
     first = side_of(registry.quantizer(row), "row", device, row_op)
     second = side_of(registry.quantizer(col), "col", device, col_op)
     return None if isinstance(first, str) or isinstance(second, str) else Pair(first, second)
-
-
-define(
-    "multiplicands(Tensor x, str row, str col, Tensor? seed, bool exact_row, bool exact_col, "
-    'str layouts="") -> Tensor[]',
-    _multiplicands,
-    _multiplicands_fake,
-)

@@ -22,9 +22,8 @@ from lpq.operations.exact_form import BoundExact, Exact, ToExact
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.group_products import Run
 from lpq.operations.measuring import measure_reference
-from lpq.operations.multiplying import gemm_reference
-from lpq.operations.quantizing import quantize_reference
 from lpq.operations.recoding import CodeReader
+from lpq.operations.references import gemm_reference, quantize_reference
 from lpq.operations.stored_tile import StoredTile
 from lpq.operations.transposing import transpose_reference
 from lpq.registry.operations import Operation

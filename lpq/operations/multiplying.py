@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from lpq.formats.format import Storage
 from lpq.formats.layout import check_there
-from lpq.kernels import choose
 from lpq.operations.argument_checks import unfit_bias
+from lpq.operations.binding import Multiply, Product, on_device
+from lpq.operations.bound import product
 from lpq.operations.decoding import decode
-from lpq.operations.exact_form import operand_of
 from lpq.operations.operators import can_call_directly, define
+from lpq.operations.references import plain_gemm
+from lpq.torch_private.dispatch import autocasts, modes
 
 
 def gemm(
@@ -59,62 +62,44 @@ def gemm(
         if not torch.compiler.is_compiling():
             check_there(second[0])
         return plain_gemm(first[0], second[0], bias, dtype)
+    how = (first, second, bias, a.text, b.text, a.shape, b.shape, a.dtype, b.dtype, dtype, fast_accumulate)
     if can_call_directly(first[0]):
-        check_there(first[0])
-        check_there(second[0])
-        return _product(a, b, bias, dtype, fast_accumulate, first[0].device)
-    return cast(
-        "Tensor",
-        torch.ops.lpq.gemm(
-            first, second, bias, a.text, b.text,
-            a.shape, b.shape, a.dtype, b.dtype, dtype, fast_accumulate,
-        ),
-    )  # fmt: skip
+        with on_device(first[0].device):
+            return gemm_tensors(*how)
+    return cast("Tensor", torch.ops.lpq.gemm(*how))
 
 
-def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    common = torch.promote_types(a.dtype, b.dtype)
-    bias = bias.to(common) if bias is not None else None
-    product = torch.nn.functional.linear(a.to(common), b.to(common), bias)
-    # torch.compile of torch 2.11 loses the gradient of a product that is cast to the dtype it has.
-    return product if product.dtype == dtype else product.to(dtype)
-
-
-def gemm_reference(
-    a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
-) -> Tensor:
-    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
-    if a.quantizer.basis == b.quantizer.basis:  # a rotation of both drops out of the product
-        left, right = a.decode_rotated(), b.decode_rotated()
-    else:
-        left, right = a.decode(), b.decode()
-    product = left.float() @ right.float().t()
-    if bias is not None:
-        product += bias.float()
-    return product.to(dtype)
-
-
-def _product(
-    a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool, device: torch.device
-) -> Tensor:
-    impl = choose("gemm", (a.quantizer.text, b.quantizer.text), device).impl or gemm_reference
-    product: Tensor = impl(a, b, bias, dtype, fast_accumulate)
-    return product
-
-
-def _gemm(
-    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
-    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
+def gemm_tensors(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: Sequence[int],
+    shape_b: Sequence[int], dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    left, right = operand_of(a, qa, shape_a, dtype_a), operand_of(b, qb, shape_b, dtype_b)
-    return _product(left, right, bias, dtype, fast_accumulate, a[0].device)
+    """The operator's body. Compiled code calls it in place of the operator."""
+    device = a[0].device
+    if autocasts() and torch.is_autocast_enabled(device.type):  # it would round what the reference multiplies
+        with torch.autocast(device.type, enabled=False):
+            return gemm_tensors(a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast_accumulate)
+    check_there(a[0])
+    check_there(b[0])
+    left, right = (qa, len(a), tuple(shape_a), dtype_a), (qb, len(b), tuple(shape_b), dtype_b)
+    return product(left, right, dtype, device, fast_accumulate, modes() > 0)(a, b, bias)
 
 
 define(
     "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
     "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
-    _gemm,
+    gemm_tensors,
     lambda a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast_accumulate: a[0].new_empty(
         (shape_a[0], shape_b[0]), dtype=dtype
     ),
+    on_device,
 )
+
+
+def product_through_operators(p: Product) -> Multiply:
+    """Make the same product from an operator."""
+    a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return gemm(a.over(left), b.over(right), bias=bias, dtype=dtype, fast_accumulate=fast, in_a_pass=True)
+
+    return multiply

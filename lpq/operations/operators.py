@@ -4,6 +4,7 @@ the arguments that an operator writes to."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from zlib import crc32
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
 F = TypeVar("F", bound=Callable[..., Any])
+Inside = Callable[[torch.device], AbstractContextManager[object]]
 ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
 
@@ -42,17 +44,21 @@ def opaque_when_traced(function: F) -> F:
     return cast("F", call)
 
 
-def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
-    """Give an operator its body on every device, and its results for fake tensors."""
+def define(
+    schema: str, body: Callable[..., Any], fake: Callable[..., Any], inside: Inside = lambda device: nullcontext(),
+    **options: Any,
+) -> None:  # fmt: skip
+    """Give an operator its body on every device, and its results for fake tensors. ``inside``: a context for the device
+    of the first tensor, in which the body runs."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
     arguments = schema_of(getattr(torch.ops.lpq, name).default).arguments
     lists = [i for i, a in enumerate(arguments[1:]) if isinstance(a.type, torch.ListType)]
-    LIBRARY.impl(name, _by_itself(body, lists), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, _by_itself(body, lists, inside), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"lpq::{name}", fake, lib=LIBRARY)
 
 
-def _by_itself(body: Callable[..., Any], lists: Sequence[int]) -> Callable[..., Any]:
+def _by_itself(body: Callable[..., Any], lists: Sequence[int], inside: Inside) -> Callable[..., Any]:
     """Run a body without autocast, which would round the operands of a reference's matmul, and without autograd, which
     would record the operations inside, and with which not every body can run.
 
@@ -63,11 +69,11 @@ def _by_itself(body: Callable[..., Any], lists: Sequence[int]) -> Callable[..., 
         for i in lists:
             if i < len(args) and args[i] is None:
                 args = (*args[:i], [], *args[i + 1 :])
-        device = (first if isinstance(first, Tensor) else first[0]).device.type
-        with torch.no_grad():
-            if device == "meta" or not torch.is_autocast_enabled(device):
+        device = (first if isinstance(first, Tensor) else first[0]).device
+        with torch.no_grad(), inside(device):
+            if device.type == "meta" or not torch.is_autocast_enabled(device.type):
                 return body(first, *args)
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(device.type, enabled=False):
                 return body(first, *args)
 
     return run

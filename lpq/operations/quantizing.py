@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.random_bits import RandomBits
 from lpq.formats.sections import is_stack, transposed
+from lpq.operations.binding import on_device
+from lpq.operations.bound import NEITHER, encoding
 from lpq.operations.format_calls import encoded_by
-from lpq.operations.measuring import empty_stats, measure_reference, traced_stats
-from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
+from lpq.operations.measuring import empty_stats, traced_stats
+from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.random_seeds import draw_seeds
-from lpq.operations.sides import quantizer_of, serving, shared, text_of
-from lpq.operations.transposing import transpose_reference
+from lpq.operations.references import quantize_reference
+from lpq.operations.sides import quantizer_of, shared, text_of
+from lpq.torch_private.dispatch import autocasts, modes
 
 Quantized = tuple[Sequence[Tensor], Sequence[Tensor], list[Tensor]]
 """The buffers of the row operand and of the column operand, and the statistics."""
@@ -74,7 +75,10 @@ def quantized(
         seed = draw_seeds(x, x, x.shape[0]) if is_stack(x.shape) else draw_seeds(x, x, 1)[0]
     dtype = dtype or x.dtype
     if can_call_directly(x):
-        out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype, across)
+        with on_device(x.device):
+            out = quantize_tensors(
+                x, stats or (), text_of(row), text_of(col), seed, offset, measure, across=across, dtype=dtype
+            )
     else:
         texts, x = (text_of(row), text_of(col)), x.to(dtype)
         traced = [] if stats or at_hand else traced_stats(x, row, col)
@@ -114,95 +118,46 @@ def _plain(side: Quantizer, x: Tensor) -> Tensor:
     return data.view(x.shape) if is_stack(x.shape) else data
 
 
-def quantize_reference(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    across: int = 0,
-) -> list[Tensor]:
-    """Return the buffers of the wanted operands in the order of their layouts, the row operand's first; then, with
-    ``measure``, the statistics of ``x``.
-
-    ``stats``: the statistics to encode with, in the order in which ``measure_reference`` returns them. They may come
-    from other ranks or steps, and be views of one memory. Each that is None is measured; with ``()`` all are. ``seed``
-    is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
-    ``across`` its first column.
-    """
-    measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
-    known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
-    out: list[Tensor] = []
-    encoded = None
-    if row is not None:
-        bits = RandomBits(seed, 0, (offset, across)) if row.stochastic and seed is not None else None
-        encoded = encoded_by(row, x, _named(row, known), bits)
-        out += encoded.tensors()
-    if col is not None:
-        if encoded is not None and shared(row, col):
-            out += transpose_reference(encoded).tensors()
-        else:
-            bits = RandomBits(seed, 1, (across, offset)) if col.stochastic and seed is not None else None
-            named = _named(col, known[len(known) - len(col.stats) :])
-            out += encoded_by(col, x.t(), named, bits).tensors()
-    return unaliased(out + (measured if measure else []), stats, row, col)
-
-
-def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    return {s.name: cast("Tensor", t) for s, t in zip(side.stats, stats, strict=False)}
-
-
-def _encoded(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    dtype: torch.dtype,
-    across: int = 0,
-) -> list[Tensor]:
-    if is_stack(x.shape):
-        return _encoded_stack(x, stats, row, col, seed, offset, dtype)
-    if across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
-        return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure, across)
-    choice = serving("quantize", row, col, x.device)
-    if choice is not None:
-        if choice.impl is None:
-            return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
-        impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
-        made: list[Tensor] = impl(x, stats, row, col, seed, offset, measure)
-        return made
-    assert row is not None
-    assert col is not None
-    known = len(row.stats) if stats else 0
-    first = _encoded(x, stats[:known], row, None, seed, offset, measure, dtype)
-    second = _encoded(x, stats[known:], None, col, seed, offset, measure, dtype)
-    at, end = len(row.layout), len(col.layout)
-    return unaliased(first[:at] + second[:end] + first[at:] + second[end:], stats, row, col)
-
-
-def _encoded_stack(
-    x: Tensor, stats: Sequence[Tensor | None], row: Quantizer | None, col: Quantizer | None, seed: Tensor | None,
-    offset: int, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    """Return the buffers of a stack: the buffers of its matrices, stacked."""
-    seeds = [None] * x.shape[0] if seed is None else seed.unbind()
-    of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
-    made = [_encoded(m, own, row, col, s, offset, False, dtype) for m, own, s in zip(x, of_each, seeds, strict=True)]
-    if not made:
-        return _fresh(x, row, col)
-    return [torch.stack(buffers) for buffers in zip(*made, strict=True)]
-
-
-def _quantize(
+def quantize_tensors(
     x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
-    layouts: str = "", across: int = 0,
+    layouts: str = "", across: int = 0, dtype: torch.dtype | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    return _encoded(x, stats, quantizer_of(row), quantizer_of(col), seed, offset, measure, x.dtype, across)
+    """The operator's body: the buffers of both operands, then the statistics. Compiled code calls it in place of the
+    operator. ``dtype``: ``x`` is rounded to it first."""
+    if autocasts() and torch.is_autocast_enabled(x.device.type):  # it would round what a reference multiplies
+        with torch.autocast(x.device.type, enabled=False):
+            return quantize_tensors(x, stats, row, col, seed, offset, measure, layouts, across, dtype)
+    dtype = dtype or x.dtype
+    if across or x.dim() != 2:
+        return _unusual(x, stats, row, col, seed, offset, measure, across, dtype)
+    if stats:
+        stats = [s if s is None or s.is_contiguous() else s.contiguous() for s in stats]
+        given = tuple([s is not None for s in stats])
+    else:
+        given = ()
+    run = encoding(row, col, x.shape, x.dtype, dtype, x.device, given, offset, measure, NEITHER, modes() > 0)
+    of_row, of_col, measured = run(x, stats, seed)
+    return [*of_row, *of_col, *measured]
+
+
+def _unusual(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
+    across: int, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Encode a matrix that does not begin at the first column, from which kernels draw random bits; or a stack: its
+    buffers are the buffers of its matrices, stacked."""
+    sides = quantizer_of(row), quantizer_of(col)
+    if is_stack(x.shape):
+        seeds = [None] * x.shape[0] if seed is None else seed.unbind()
+        of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
+        made = [
+            quantize_tensors(matrix, own, row, col, s, offset, False, dtype=dtype)
+            for matrix, own, s in zip(x, of_each, seeds, strict=True)
+        ]
+        return [torch.stack(buffers) for buffers in zip(*made, strict=True)] if made else _fresh(x, *sides)
+    if any(side is not None and side.stochastic for side in sides):
+        return quantize_reference(x.to(dtype), stats, *sides, seed, offset, measure, across)
+    return quantize_tensors(x, stats, row, col, seed, offset, measure, dtype=dtype)
 
 
 def _quantize_fake(
@@ -226,6 +181,7 @@ def _fresh(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tens
 define(
     "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure, "
     'str layouts="", int across=0) -> Tensor[]',
-    _quantize,
+    quantize_tensors,
     _quantize_fake,
+    on_device,
 )

@@ -20,7 +20,7 @@ from lpq.formats import Quantizer, Stat
 from lpq.formats.blocks import block_amax, expand_blocks
 from lpq.operations.decoding import decode_reference
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 
 TWICE = 2.0
 """The factor by which rounding may enlarge a first moment, and lessen the root of a second moment."""

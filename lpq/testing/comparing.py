@@ -16,6 +16,7 @@ from lpq.formats import Quantizer, Storage
 from lpq.operations import fused_pair as pairs_of_any
 from lpq.operations.binding import on_device, operand_like
 from lpq.operations.exact_form import Multiplicand
+from lpq.operations.multiplicands import multiplicands
 from lpq.operations.recoding import bind_recode
 from lpq.registry import KernelSpec
 from lpq.testing.calls import calls, fresh, of_operands, on, parts
@@ -210,7 +211,7 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
     seed = torch.tensor(SEED, device=x.device)
     with torch.no_grad():
         with Poisoned():  # type: ignore[no-untyped-call]
-            made = pairs_of_any.multiplicands(x, row, col, seed, exact)
+            made = multiplicands(x, row, col, seed, exact)
         encoded = operations.quantize(x, None, row, col, seed)
     for got, operand in zip(made or (), encoded, strict=False):
         assert isinstance(operand, Storage), "quantize returns its operands first"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import lpq
 from lpq import operations, registry
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.testing.comparing import Poisoned, compare_multiplicands
 from lpq.testing.expect import relative_error, same
 

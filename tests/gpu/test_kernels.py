@@ -30,7 +30,7 @@ from lpq import operations
 from lpq.core import Quantizer, Storage
 from lpq.formats.random_bits import RandomBits
 from lpq.kernels import choose, tiles
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.testing.calls import on as on_device
 from lpq.testing.comparing import Poisoned, check_order
 

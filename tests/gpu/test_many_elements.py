@@ -12,8 +12,8 @@ import lpq
 from lpq import operations
 from lpq.distributed import cast_master_weights, finish_gather
 from lpq.emulation.bf16_gemm import exact as exact_form
-from lpq.operations import fused_pair
 from lpq.operations.exact_form import Multiplicand
+from lpq.operations.multiplicands import multiplicands
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 SHAPE = (2**16 + 128, 2**15)
@@ -87,7 +87,7 @@ def test_exact_forms(text: str) -> None:
     row, col = quantizer.side("row"), quantizer.side("col")
     x = _matrix(torch.bfloat16)
     with torch.no_grad():
-        made = fused_pair.multiplicands(x, row, col, seed(), (True, True))
+        made = multiplicands(x, row, col, seed(), (True, True))
         encoded = operations.quantize(x, None, row, col, seed())
     assert made is not None
     for got, operand in zip(made, encoded, strict=False):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.operations import fused_pair
+from lpq.operations.multiplicands import multiplicands
 from lpq.testing.comparing import compare_multiplicands
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -61,7 +61,7 @@ def test_other_shapes_are_encoded(shape: tuple[int, int]) -> None:
     quantizer = lpq.quantizer("mxfp8")
     x = torch.randn(shape, device="cuda")
     with torch.no_grad():
-        assert fused_pair.multiplicands(x, quantizer, quantizer, None, (True, True)) is None
+        assert multiplicands(x, quantizer, quantizer, None, (True, True)) is None
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

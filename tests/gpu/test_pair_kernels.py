@@ -29,7 +29,7 @@ from lpq.kernels.fresh import fresh
 from lpq.operations import fused_pair
 from lpq.operations.binding import unbound
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.testing.comparing import Poisoned, check_order
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")

@@ -23,8 +23,8 @@ from lpq.operations import derived_operands
 from lpq.operations.binding import Encoding, operand_like, unbound
 from lpq.operations.derived_operands import Derived
 from lpq.operations.fused_pair import Pair
-from lpq.operations.quantizing import quantize_reference
 from lpq.operations.recoding import bind_sides
+from lpq.operations.references import quantize_reference
 from lpq.testing.calls import RAGGED, matrices, of_all_sizes
 from lpq.testing.comparing import Poisoned
 from lpq.testing.conformance.test_kernels import FEW, SIZES

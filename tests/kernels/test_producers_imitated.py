@@ -20,7 +20,7 @@ from lpq.operations.encoder import KnownStats, Wanted, bind_encoder
 from lpq.operations.part_encoders import SpanningStats, bind_part
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.producer import Output
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.operations.source import ACTIVATIONS, Source
 from lpq.testing.comparing import Poisoned
 from lpq.testing.operands import SEED

@@ -15,7 +15,7 @@ from support import kept
 
 import lpq
 from lpq import registry
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 
 pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
 

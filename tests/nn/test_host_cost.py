@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import lpq
 from lpq.formats.format import Storage
 from lpq.kernels import tiles
-from lpq.operations import bound, multiplying, sides
+from lpq.operations import bound, sides
 from lpq.registry import refresh
 
 SIZE = 128
@@ -61,7 +61,7 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def chosen(op: str, operands: tuple[str, ...], device: torch.device) -> Any:
         return replace(choose(op, operands, device), impl=made[op], bind=None)
 
-    for module in (sides, multiplying, bound):
+    for module in (sides, bound):
         monkeypatch.setattr(module, "choose", chosen)
     refresh()
     yield

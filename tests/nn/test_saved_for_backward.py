@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lpq
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.operations import quantizing
+from lpq.operations import references
 from lpq.operations.encoder import Wanted, bind_encoder, in_two_steps, through_operators
 from lpq.operations.measuring import measure_reference
 from lpq.registry import refresh, register
@@ -173,7 +173,7 @@ def test_the_amax_of_a_tensor_is_measured_once(option: str, monkeypatch: pytest.
         measured.append(tuple(x.shape))
         return measure_reference(x, *sides)
 
-    monkeypatch.setattr(quantizing, "measure_reference", counted)
+    monkeypatch.setattr(references, "measure_reference", counted)
     module, (x,) = layer(f"{RECIPES[0]}, {option}"), inputs()
     module(x).sum().backward()
     assert measured == [(ROWS, WIDTH), (OUT, WIDTH), (ROWS, OUT)]

@@ -13,7 +13,8 @@ from lpq.formats.layout import as_bytes
 from lpq.kernels import Choice
 from lpq.operations import binding, bound
 from lpq.operations.binding import OUT_ALIGNED, Encode, Encoded, Encoding, Operand, Product
-from lpq.operations.quantizing import quantize, quantize_reference
+from lpq.operations.quantizing import quantize
+from lpq.operations.references import quantize_reference
 from lpq.registry import KernelSpec
 
 

@@ -22,8 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import lpq
 from lpq import operations, registry
-from lpq.operations import compiled_calls
+from lpq.operations.multiplying import gemm_tensors
 from lpq.operations.operators import layout_hash
+from lpq.operations.quantizing import quantize_tensors
 from lpq.operations.sides import quantizer_of
 
 SIDES = [
@@ -41,14 +42,14 @@ def test_what_is_encoded_is_that_of_the_operator(row: str, col: str, autocast: b
     how = (x, [], row, col, seed, 0, True, layout_hash(row, col))
     with torch.autocast("cpu", enabled=autocast):
         expected = torch.ops.lpq.quantize.default(*how)
-        found = compiled_calls.quantize(*how)
+        found = quantize_tensors(*how)
         assert equal_bytes(found, expected)
         count = sum(len(q.stats) for q in map(quantizer_of, (row, col)) if q is not None)
         if count and len(expected) > count and row != col:
             stats = [s * 2 for s in expected[len(expected) - count :]]
             given = (x, stats, row, col, seed, 16, False, layout_hash(row, col))
-            assert equal_bytes(compiled_calls.quantize(*given), torch.ops.lpq.quantize.default(*given))
-            assert not equal_bytes(compiled_calls.quantize(*given), found)
+            assert equal_bytes(quantize_tensors(*given), torch.ops.lpq.quantize.default(*given))
+            assert not equal_bytes(quantize_tensors(*given), found)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -60,7 +61,7 @@ def test_a_product_is_that_of_the_operator(text: str, autocast: bool) -> None:
     dtype = torch.float32
     how = (left, right, torch.ones(48), text, text, [32, 64], [48, 64], dtype, dtype, dtype, False)
     with torch.autocast("cpu", enabled=autocast):
-        assert torch.equal(compiled_calls.gemm(*how), torch.ops.lpq.gemm.default(*how))
+        assert torch.equal(gemm_tensors(*how), torch.ops.lpq.gemm.default(*how))
 
 
 CALLS, PRODUCT_CALLS = (4, 4), (7, 2)
@@ -75,11 +76,11 @@ def test_no_call_and_no_buffer_is_added() -> None:
 
         def encode() -> None:
             nonlocal operands
-            operands = compiled_calls.quantize(x, [amax], text, text, None, 0, False, "")
+            operands = quantize_tensors(x, [amax], text, text, None, 0, False, "")
 
         def multiply() -> None:
             how = (None, text, text, [256, 512], [256, 512], dtype, dtype, dtype, False)
-            compiled_calls.gemm(operands[:2], operands[:2], *how)
+            gemm_tensors(operands[:2], operands[:2], *how)
 
         operands: list[Tensor] = []
         for call in (encode, multiply):

@@ -25,6 +25,7 @@ from lpq.operations import fused_pair
 from lpq.operations.binding import unbound
 from lpq.operations.exact_form import Exact, Multiplicand, operand_of
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
+from lpq.operations.multiplicands import multiplicands
 from lpq.registry import FormatSpec, KernelSpec, hookimpl, refresh, register
 
 GPU = torch.device("cuda", 0)
@@ -212,7 +213,7 @@ def test_operands_are_made_for_a_product(
 ) -> None:
     monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
     sides = lpq.quantizer(row).side("row"), lpq.quantizer(col).side("col")
-    made = fused_pair.multiplicands(torch.randn(64, 96), *sides, None, exact)
+    made = multiplicands(torch.randn(64, 96), *sides, None, exact)
     assert made is not None
     for operand, side, wanted, shape in zip(made, sides, exact, ((64, 96), (96, 64)), strict=True):
         assert isinstance(operand, Multiplicand) == wanted
@@ -231,18 +232,18 @@ def test_where_they_cannot_be_made_operands_are_encoded(gpu: list[Any], monkeypa
     monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
     mxfp8, fp8, random = (lpq.quantizer(text) for text in ("mxfp8", "fp8", "nvfp4(stochastic=true)"))
     x = torch.randn(32, 32)
-    assert fused_pair.multiplicands(x, mxfp8, mxfp8, None, (True, True)) is not None
+    assert multiplicands(x, mxfp8, mxfp8, None, (True, True)) is not None
     for other in (x[:31], x[:, :24], x[:0]):
-        assert fused_pair.multiplicands(other, mxfp8, mxfp8, None, (True, True)) is None
-    assert fused_pair.multiplicands(x, fp8, mxfp8, None, (True, False)) is None  # fp8 has no need of it
-    assert fused_pair.multiplicands(x, fp8, mxfp8, None, (False, True)) is not None
-    assert fused_pair.multiplicands(x, random, mxfp8, None, (True, False)) is None  # without a seed
-    assert fused_pair.multiplicands(x, random, mxfp8, torch.tensor(1), (True, False)) is not None
+        assert multiplicands(other, mxfp8, mxfp8, None, (True, True)) is None
+    assert multiplicands(x, fp8, mxfp8, None, (True, False)) is None  # fp8 has no need of it
+    assert multiplicands(x, fp8, mxfp8, None, (False, True)) is not None
+    assert multiplicands(x, random, mxfp8, None, (True, False)) is None  # without a seed
+    assert multiplicands(x, random, mxfp8, torch.tensor(1), (True, False)) is not None
     monkeypatch.setattr(table, "_installed", lambda module: module != "cuda.core")
     refresh()
-    assert fused_pair.multiplicands(x, mxfp8, mxfp8, None, (True, True)) is None
+    assert multiplicands(x, mxfp8, mxfp8, None, (True, True)) is None
     monkeypatch.setenv("LPQ_KERNELS", "cuda")
-    assert fused_pair.multiplicands(x, mxfp8, mxfp8, None, (True, True)) is None
+    assert multiplicands(x, mxfp8, mxfp8, None, (True, True)) is None
 
 
 def test_what_is_made_for_a_product_decodes_to_what_it_stands_for() -> None:

@@ -16,7 +16,7 @@ from lpq.kernels import Choice
 from lpq.operations import sides
 from lpq.operations.derived_operands import Derived, bind_derive_into, derive_col
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.registry import KernelSpec
 
 HYBRIDS = [

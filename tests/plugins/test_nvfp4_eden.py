@@ -17,7 +17,7 @@ from torch import Tensor
 import lpq
 from lpq.core import RandomBits, gemm
 from lpq.formats.elements import decode_e2m1, decode_float8, unpack_nibbles
-from lpq.operations.multiplying import gemm_reference
+from lpq.operations.references import gemm_reference
 from lpq.registry.errors import OptionError
 
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -18,7 +18,7 @@ from lpq.operations.binding import Operand, Transposes
 from lpq.operations.derived_operands import Derived, bind_derive_into
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.kernel_protocols import BindSeveral
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.operations.several_sides import bind_side
 from lpq.testing.expect import same
 from lpq.testing.operands import encode

@@ -12,8 +12,7 @@ from lpq.core import Quantizer, Storage
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Exact
 from lpq.operations.measuring import measure_reference
-from lpq.operations.multiplying import gemm_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import gemm_reference, quantize_reference
 from lpq.operations.transposing import transpose_reference
 from lpq.registry import KernelSpec
 

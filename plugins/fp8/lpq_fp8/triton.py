@@ -38,7 +38,7 @@ from lpq.kernels.triton.tiles import (
 from lpq.operations.decoding import decode_reference
 from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.operations.sides import declared, shared
 from lpq.operations.stored_tile import StoredTile
 from lpq.operations.transposing import transpose_reference

@@ -41,7 +41,7 @@ from lpq.kernels.triton.tiles import (
 from lpq.operations.decoding import decode_reference
 from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq_mxfp4.quantizer import MXFP4Quantizer
 from lpq_mxfp4.reference import BLOCK, GROUP, RULES
 from lpq_mxfp4.storage import MXFP4Storage

@@ -27,7 +27,7 @@ from lpq.kernels.triton.tiles import (
 from lpq.operations.decoding import decode_reference
 from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq.operations.stored_tile import StoredTile
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK

@@ -28,7 +28,7 @@ from lpq.kernels.triton.tiles import block_amax, load_tile, place_of_tile, sprea
 from lpq.operations.decoding import decode_reference
 from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
+from lpq.operations.references import quantize_reference
 from lpq_nvfp4 import eden
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
