@@ -15,6 +15,7 @@ LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 ACTIVATE := To use lpq in this shell: source $(BIN)/activate; then python -m lpq --help lists the commands.
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
+READY_FOR_TYPES := $(VENV)/.ready-for-types
 READY_FOR_RELEASE := $(VENV)/.ready-for-release
 VLLM := .venv-vllm
 
@@ -72,8 +73,14 @@ lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)  ## mypy, strict
+# The wheel of basedpyright has pyright and all that it needs; mypy alone comes with `make install`, which newcomers wait for.
+$(READY_FOR_TYPES): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group types
+	touch $@
+
+types: $(READY_FOR_TYPES)  ## mypy, strict; and pyright, of a user's script
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 docs: $(READY)  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
