@@ -76,7 +76,7 @@ def refuse_parts(states: Mapping[str, State]) -> None:
 
 @once_when_traced
 def _spare_the_dispatcher() -> None:
-    call_in_place_of("lpq::refuse_parts", refuse_a_part)
+    call_in_place_of("lpq::refuse_parts", __name__, "refuse_a_part")
 
 
 def refuse_part_of(title: str) -> None:

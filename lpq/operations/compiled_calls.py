@@ -14,6 +14,9 @@ from lpq.operations.quantizing import quantize_tensors
 from lpq.operations.random_seeds import drawn
 from lpq.torch_private.compiling import call_in_place_of, once_when_traced
 
+quantize, multiplicands, gemm, draw_seeds = quantize_tensors, multiplicand_tensors, gemm_tensors, drawn
+"""Code that a compiler keeps on disk imports these by name, and outlives the lpq that it was written under."""
+
 
 @once_when_traced
 def spare_the_dispatcher() -> None:
@@ -23,7 +26,5 @@ def spare_the_dispatcher() -> None:
 
 @cache
 def _spare() -> None:
-    call_in_place_of("lpq::quantize", quantize_tensors)
-    call_in_place_of("lpq::multiplicands", multiplicand_tensors)
-    call_in_place_of("lpq::gemm", gemm_tensors)
-    call_in_place_of("lpq::draw_seeds", drawn)
+    for name in ("quantize", "multiplicands", "gemm", "draw_seeds"):
+        call_in_place_of(f"lpq::{name}", __name__, name)

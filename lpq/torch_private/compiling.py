@@ -71,11 +71,12 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
-def call_in_place_of(operator: str, function: Callable[..., Any]) -> None:
+def call_in_place_of(operator: str, module: str, function: str) -> None:
     """Have the Python that Inductor writes call a function in place of an operator, which costs the dispatcher.
 
-    ``operator``: its name with the namespace, and no overload. ``function``: a module's function with the arguments and
-    results of the operator. Code of other kinds than a graph's Python goes on calling the operator.
+    ``operator``: its name with the namespace, and no overload. ``function``: what ``module`` calls a function with the
+    arguments and results of the operator; Inductor keeps code that imports it. Code of other kinds than a graph's
+    Python goes on calling the operator.
     """
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine, PythonWrapperCodegen
@@ -86,7 +87,7 @@ def call_in_place_of(operator: str, function: Callable[..., Any]) -> None:
     def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = V.graph.wrapper_code
         if type(wrapper) is PythonWrapperCodegen:  # a part of a graph would import nothing
-            wrapper.add_import_once(f"from {function.__module__} import {function.__name__} as {name}")
+            wrapper.add_import_once(f"from {module} import {function} as {name}")
             node.python_kernel_name = name
         writeline(ExternKernelAllocLine(wrapper, node))
 

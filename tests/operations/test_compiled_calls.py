@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import inspect
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as autograd_config
 from torch._inductor import config
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
@@ -26,6 +29,7 @@ from lpq.operations.multiplying import gemm_tensors
 from lpq.operations.operators import layout_hash
 from lpq.operations.quantizing import quantize_tensors
 from lpq.operations.sides import quantizer_of
+from lpq.torch_private.dispatch import schema_of
 
 SIDES = [
     ("fp8", ""), ("", "fp8"), ("fp8", "fp8"), ("fp8(scaling=row)", "fp8(scaling=row)"), ("mxfp8", "nvfp4"),
@@ -114,6 +118,26 @@ def test_compiled_layers_call_no_operator() -> None:
             found.append((y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()))
     assert not {event.name for event in seen.events() if event.name.startswith("lpq::")}
     assert equal(*found)
+
+
+@pytest.mark.parametrize("name", ["quantize", "multiplicands", "gemm", "draw_seeds"])
+def test_code_on_disk_finds_the_functions(name: str) -> None:
+    """A newer lpq runs code that Inductor wrote under this one: it imports these names, and passes what the operator
+    takes."""
+    takes = [argument.name for argument in schema_of(getattr(torch.ops.lpq, name).default).arguments]
+    function = getattr(importlib.import_module("lpq.operations.compiled_calls"), name)
+    assert [*inspect.signature(function).parameters][: len(takes)] == takes
+
+
+def test_code_imports_no_other_names() -> None:
+    layers = nn.Sequential(lpq.convert(nn.Linear(64, 64), "fprop=mxfp8, dgrad=nvfp4, wgrad=fp8-current"))
+    x = torch.randn(64, 64, requires_grad=True)
+    torch._dynamo.reset()
+    with config.patch(fx_graph_cache=False), autograd_config.patch(enable_autograd_cache=False):
+        _, codes = run_fw_bw_and_get_code(lambda: torch.compile(layers, fullgraph=True)(x))
+    imported = {line for code in codes for line in code.splitlines() if line.startswith("from lpq")}
+    assert {line.split()[1] for line in imported} == {"lpq.operations.compiled_calls"}
+    assert {line.split()[3] for line in imported} <= {"quantize", "multiplicands", "gemm", "draw_seeds"}
 
 
 # ------------------------------------------------------------------------------------------ layouts

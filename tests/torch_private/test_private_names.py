@@ -463,7 +463,7 @@ def test_the_code_that_is_generated_calls_a_function(tmp_path: Path, monkeypatch
     compiled = torch.compile(lambda x: torch.ops.lpq_test.twice(x) + 1, fullgraph=True)
     x = torch.ones(3)
     assert torch.equal(compiled(x), x + 2)
-    compiling.call_in_place_of("lpq_test::twice", thrice)
+    compiling.call_in_place_of("lpq_test::twice", __name__, "thrice")
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
     assert torch.equal(compiled(x), x * 3 + 1)
