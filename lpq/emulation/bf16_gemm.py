@@ -54,7 +54,8 @@ def as_stored(operand: Storage) -> Storage:
 
 def in_its_basis(operand: S, exact: Callable[[S], Exact]) -> Exact | None:
     """The ``exact`` form of an operand whose columns fill its rotation's blocks. Where a rotation has mixed columns of
-    padding into the last block, the columns that cannot be cut from it are the rest; None if all are."""
+    padding into the last block, the columns of that block are the rest, decoded: what padding became counts in no
+    product. None if all are."""
     basis, cols = operand.quantizer.basis, operand.shape[1]
     if basis is None or cols % basis.block == 0:
         return exact(operand)
@@ -63,7 +64,7 @@ def in_its_basis(operand: S, exact: Callable[[S], Exact]) -> Exact | None:
     whole, last = operand.narrow(1, 0, cols - cut), operand.narrow(1, cols - cut, cols)
     if whole is None or last is None or cols == cut:
         return None
-    return exact(whole)._replace(rest=last.decode_rotated())
+    return exact(whole)._replace(rest=decode(last, torch.float32))
 
 
 def multiplied_exactly(pair: tuple[Quantizer, Quantizer] | None, device: torch.device) -> bool:

@@ -32,7 +32,8 @@ class Exact(NamedTuple):
     constant: float = 1.0
     """A part of the factor that is the same for all operands of the format; 1 if there is none."""
     rest: Tensor | None = None
-    """In fp32: the last columns, 16 or so, where bf16 does not hold their values. They have no factor."""
+    """In fp32: the last columns, fewer than a block of the rotation, decoded and not rotated; None: there are none.
+    They have no factor."""
 
 
 class BoundExact(NamedTuple):

@@ -178,6 +178,27 @@ def test_no_operator_no_buffer_no_launch_and_no_call_is_added(recipe: str, sm: i
     assert launched(recipe, sm, gpu) == LAUNCHES[recipe, sm]
 
 
+RAGGED = 97, 211
+"""Operators and Python calls of a layer of 320 features: its gradients contract no whole number of the 128 columns that
+are rotated together. Its operands' last columns are decoded by a kernel; by the reference these are 2,000 operators."""
+
+
+def test_the_last_columns_of_a_rotation_are_decoded_by_a_kernel(gpu: Gpu) -> None:
+    gpu.sm = HOPPER
+    refresh()
+    layer = lpq.convert(nn.Sequential(nn.Linear(320, 320, bias=False, dtype=torch.bfloat16)), "nvfp4-eden")
+    x, dy = (torch.zeros(TOKENS, 320, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step() -> None:
+        layer(x).backward(dy)
+
+    for _ in range(STEPS - 1):
+        step()
+    found = _operators(step)[1], calls_of(step)
+    assert all(now <= before for now, before in zip(found, RAGGED, strict=True)), found
+
+
 BLOCKS = {
     # recipe: launches and Python calls of three layers as one function, and of the same layers one after the other.
     "fp8-current": (26, 97, 28, 89),
