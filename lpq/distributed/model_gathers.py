@@ -59,8 +59,7 @@ class Gathering(Watcher):
         return Gathering, (None,)
 
     def __setstate__(self, root: nn.Module) -> None:
-        """Begin anew, in a pickle of the previous version."""
-        Gathering.__init__(self, root)
+        """Leave it to the layers to refuse a pickle of an earlier version."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
         """Begin anew, with the copy of the module if that is copied."""

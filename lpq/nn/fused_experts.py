@@ -9,13 +9,12 @@ Nothing waits for the device.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.extended import Extension, extend, fresh
+from lpq.nn.extended import Extension, extend
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.halves import activate
 from lpq.nn.plan import LayerBuffer
@@ -115,10 +114,6 @@ def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
     module.transposed = is_transposed(module)
     module.recipe = recipe
     return module
-
-
-_empty = partial(fresh, FusedExperts)
-"""The name of ``fresh`` in pickles of the previous version."""
 
 
 def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

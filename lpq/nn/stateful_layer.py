@@ -15,7 +15,6 @@ from lpq import recipes
 from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
-from lpq.nn.former_layers import as_now
 from lpq.nn.fresh_states import FreshStates, decide
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
@@ -58,7 +57,13 @@ class StatefulLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""
-        super().__setstate__(as_now(self, state))  # type: ignore[no-untyped-call]
+        if "passes" not in state:
+            raise RuntimeError(
+                f"layer {state.get('qualified_name', '')}: another version of lpq pickled it, and only that version "
+                "loads a model that was pickled whole: save model.state_dict() there, then call lpq.convert and "
+                "model.load_state_dict here"
+            )
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.watch_fresh()
 
     def join(self, model: ConvertedModel) -> None:

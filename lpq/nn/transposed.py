@@ -6,12 +6,11 @@ They multiply by a transposed view of the weight, which keeps its name, its shap
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lpq.nn.extended import Extension, extend, fresh
+from lpq.nn.extended import Extension, extend
 from lpq.nn.linear import Layer
 
 if TYPE_CHECKING:
@@ -44,7 +43,3 @@ def adopt(module: nn.Module, recipe: RecipeLike | None) -> TransposedLayer:
     module.in_features, module.out_features = module.weight.shape
     module.recipe = recipe
     return module
-
-
-_empty = partial(fresh, TransposedLayer)
-"""The name of ``fresh`` in pickles of the previous version."""
