@@ -51,7 +51,7 @@ class Calibrated:
 
     method: str
     samples: int
-    """The number of samples that went through the model, of all ranks together."""
+    """The number of samples that went through the model, of all ranks together; 0: no input has a static scale."""
     batches: int
     values: Mapping[str, Tensor]
     """The static statistics, by the name of the layer and of its buffer: ``blocks.0.up_proj.x_amax``."""
@@ -63,8 +63,10 @@ class Calibrated:
 
     def __str__(self) -> str:
         """A line for people to read."""
-        where, of = number(len(self.layers), "layer"), number(self.samples, "sample")
-        text = f"static scales by {self.method} in {where}, from {of}"
+        where = number(len(self.layers), "layer")
+        text = f"static scales by {self.method} in {where}, from {number(self.samples, 'sample')}"
+        if not self.samples:
+            text = f"static scales of weights alone in {where}: inputs are measured as before, so no batch was read"
         text += f"; scales of blocks are searched in {len(self.searched)}" if self.searched else ""
         return f"{text}; all is measured as before in {number(len(self.left), 'layer')}" if self.left else text
 
@@ -127,6 +129,11 @@ def calibrate(
         search = method if method in SEARCHING else None
         chosen = targets(model, search)
         _check_targets(model, chosen, siblings)
+        if method == "percentile" and not any(target.names("x") for target in chosen):
+            raise CalibrationError(
+                'method="percentile" cuts scales of inputs, and here no input has a scale of a whole tensor. Use '
+                'method="max", for the scales of weights'
+            )
         return (
             chosen,
             _searched(chosen, search),
@@ -164,7 +171,7 @@ def calibrate(
 def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
     """The layers in which scales of blocks of the weight are searched; an error if a search is wanted and there is no
     such layer."""
-    searched = tuple(target.name for target in chosen if search is not None and searches(target))
+    searched = tuple(target.name for target in chosen if search is not None and searches(target, search))
     if search is not None and not searched:
         raise CalibrationError(
             f"method={search!r} searches scales of blocks of weights, and here there are none: that is for formats "

@@ -186,9 +186,10 @@ def _dynamic(recipe: Recipe) -> Recipe:
     return _with(recipe, lambda quantizer, _: quantizer.frozen(static=False))
 
 
-def searches(target: Target) -> bool:
-    """Whether scales of its weight are searched."""
-    return target.dynamic.w.frozen() != target.w and target.weight is not None
+def searches(target: Target, search: str) -> bool:
+    """Whether scales of its weight are searched, as by its recipe or from now on."""
+    before = any(getattr(target.w.side(side), "search", None) == search for side in ("row", "col"))
+    return target.weight is not None and (before or target.dynamic.w.frozen() != target.w)
 
 
 def _static(recipe: Recipe, search: str | None, *, weights: bool) -> Recipe:

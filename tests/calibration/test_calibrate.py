@@ -146,6 +146,31 @@ def test_scales_of_weights_are_searched_where_their_format_can(method: Any) -> N
         lpq.calibrate(converted("fp8-current"), data(), method=method)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-four-over-six", "nvfp4-eden"])
+def test_a_recipe_that_searches_already_is_searched_by_the_method(recipe: str) -> None:
+    """``error`` and ``norm`` are options of its own search: another one starts without them."""
+    for method, options in (("four_over_six", "search=four_over_six, norm=256"), ("mse", "search=mse")):
+        net = converted(recipe)
+        made = lpq.calibrate(net, data(), method=method)  # type: ignore[arg-type]
+        assert made.searched == made.layers
+        weight = layers(net)["0.attn.q_proj"].recipe.w.side("row")
+        assert str(weight) in (f"nvfp4(block=16x16, static=true, {options})", f"nvfp4(static=true, {options})")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-row-fwd-mxfp8-bwd", "nvfp4-row-fwd-decoded-bwd", "w=fp8(), x=bf16, dy=bf16"])
+def test_where_weights_alone_have_static_scales_no_batch_is_read(recipe: str) -> None:
+    """An amax of each row follows its row, and the record says that no batch was read in place of a count of 0."""
+    net = converted(recipe)
+    made = lpq.calibrate(net, data())
+    assert (made.samples, len(made.layers)) == (0, 13)
+    assert all(".w_" in name for name in made.values)
+    assert (
+        str(made) == "static scales of weights alone in 13 layers: inputs are measured as before, so no batch was read"
+    )
+    with pytest.raises(CalibrationError, match="no input has a scale of a whole tensor"):
+        lpq.calibrate(converted(recipe), data(), method="percentile")
+
+
 def test_calibrating_again_does_not_depend_on_what_was_static() -> None:
     net = converted("fp8-current", experts=0)
     lpq.calibrate(net, data())

@@ -199,5 +199,11 @@ def test_kernels_leave_a_search_to_the_reference() -> None:
         lpq.quantizer("nvfp4(norm=256)")
     with pytest.raises(OptionError, match="with scaling=row leave out block, rht and static"):
         lpq.quantizer("nvfp4(scaling=row, rht=true)")
+    for kind in ("mse", "four_over_six"):  # whose scales cut elements, so the mean of roundings would be too small
+        with pytest.raises(OptionError, match="a search may choose others: leave search out"):
+            lpq.quantizer(f"nvfp4(stochastic=unbiased, search={kind})")
+        assert (
+            str(lpq.quantizer("nvfp4(stochastic=unbiased)").frozen(kind)) == "nvfp4(stochastic=unbiased, static=true)"
+        )
     with pytest.raises(OptionError, match="leave stochastic out"):
         lpq.quantizer("nvfp4(search=four_over_six, norm=256, stochastic=true)")

@@ -75,6 +75,11 @@ class NVFP4Quantizer(Quantizer):
                 raise OptionError.invalid(type(self).__name__, name, getattr(self, name), " or ".join(map(repr, words)))
         if self.search != "four_over_six" and (self.error, self.norm) != ("mse", 448):
             raise OptionError("nvfp4: error and norm are options of search=four_over_six: set that, or leave them out")
+        if self.stochastic == "unbiased" and self.searches:
+            raise OptionError(
+                "nvfp4: stochastic=unbiased needs scales that cut no element, and a search may choose others: leave "
+                "search out, or set stochastic=true"
+            )
         if self.norm != 448 and self.stochastic:
             raise OptionError("nvfp4: norm=256 chooses scales by rounding to the nearest: leave stochastic out")
         if self.scaling == "row" and (self.block != "1x16" or self.rht or self.static):
@@ -122,7 +127,10 @@ class NVFP4Quantizer(Quantizer):
         return self.block == "16x16" and not self.rht and not self.stochastic
 
     def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
-        return super().frozen(None if self.eden else search, static=static)
+        search = None if self.unbiased else search
+        if search not in (None, self.search) and (self.error, self.norm) != ("mse", 448):  # of its own search
+            return replace(self, error="mse", norm=448).frozen(search, static=static)
+        return super().frozen(search, static=static)
 
     @property
     def rotation(self) -> Rotation | None:
