@@ -56,12 +56,12 @@ def test_a_matrix_of_another_dtype_is_rounded_first(
 
         return encode
 
+    x, cpu = torch.randn(64, 32), torch.device("cpu")
+    wanted = [s for s in quantize(x.bfloat16(), None, row, col)[:2] if s is not None]  # bound by the reference
     if kernel is not None:
         spec = KernelSpec.cuda("quantize", "", rounds=kernel)
         monkeypatch.setattr(bound, "serving", lambda *_: Choice("cuda", spec, quantize_reference, (), bind))
-    x, cpu = torch.randn(64, 32), torch.device("cpu")
     run = bound.bind_run(Encoding(row, col, (64, 32), torch.float32, torch.bfloat16, cpu))
-    wanted = [s for s in quantize(x.bfloat16(), None, row, col)[:2] if s is not None]
     found = [t for buffers in run(x, (), None)[:2] for t in buffers]
     for got, expected in zip(found, [t for s in wanted for t in s.tensors()], strict=True):
         assert torch.equal(as_bytes(got), as_bytes(expected))
