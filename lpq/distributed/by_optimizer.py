@@ -29,7 +29,3 @@ class ByOptimizer(Generic[V]):
             if ref() is None:
                 self._known.pop(number, None)
         self._known[id(optimizer)] = weakref.ref(optimizer), value
-
-    def values(self) -> list[V]:
-        """The values of all optimizers that live."""
-        return [value for ref, value in [*self._known.values()] if ref() is not None]

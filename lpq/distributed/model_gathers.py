@@ -24,7 +24,7 @@ from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.several_matrices import Measuring, Scratch
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shard_statistics import measure_all, stale
-from lpq.distributed.trained import Trained
+from lpq.distributed.trained import check_once
 from lpq.distributed.weight_gather import Gather, GatheredLayer
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.fsdp_protocol import Gathered
@@ -47,7 +47,6 @@ class Gathering(Watcher):
         self._first: Gather | None = None
         """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
-        self._trained = Trained()
         self._memories: Memories | None = None
         self._measuring = Measuring()
         self.scratch = Scratch()
@@ -195,7 +194,7 @@ class Gathering(Watcher):
                 )
             if getattr(part, "amax_group", None) == "unattached":
                 attach(param)
-        self._trained.check(optimizer, params, self.weights)
+        check_once(optimizer, params, self.weights)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Reduce the statistics of all weights of this optimizer (all, since a compiled step writes without a trace)

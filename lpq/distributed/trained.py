@@ -1,75 +1,29 @@
-"""A check that optimizers train each weight of a model exactly once.
+"""A check that no optimizer has a weight of a model several times.
 
 Some libraries exchange the parameters of an optimizer for the parameters of a sharded model. Where that goes wrong, an
-optimizer has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several
-optimizers may divide a model among them, have parameters of other models, too, and leave out weights that are frozen or
-get no gradient.
+optimizer has one weight several times, and other weights are in none, and the loss may fall nevertheless.
 
-The decision depends on facts that are equal on all ranks: the optimizers that have stepped, and their parameters.
+The decision depends on facts that are equal on all ranks: the optimizer and its parameters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.by_optimizer import ByOptimizer
 from lpq.registry.showing import listed
-from lpq.registry.warning import warn
-
-PATIENCE = 16
-"""The number of steps of one optimizer after which another one should have stepped, too."""
 
 Named = Mapping[str, Tensor]
 """Weights that belong to one model, by their names in it."""
 
 
-class Trained:
-    """The optimizers that have stepped weights of one model, and the weights that are in none of these optimizers."""
-
-    def __init__(self) -> None:
-        self._seen: ByOptimizer[_Seen] = ByOptimizer()
-        self._left: dict[str, Tensor] = {}
-        """The weights, by name, that are in none of these optimizers; mostly there are none. They are not weak
-        references: ``module.to()`` could not exchange a parameter that has one."""
-
-    def check(self, optimizer: Optimizer, params: Sequence[Tensor], weights: Callable[[], Named]) -> None:
-        """Raise, before a step of an optimizer, if it has one of its parameters several times. Warn if a weight still
-        gets gradients that no optimizer has stepped: one that will may step seldom."""
-        seen = self._seen.get(optimizer)
-        if seen is None or seen.ids != [*map(id, params)]:
-            named = weights()
-            seen = _Seen([*map(id, params)])
-            if len({*seen.ids}) < len(seen.ids):
-                raise RuntimeError(_twice(optimizer, params, named))
-            self._seen.put(optimizer, seen)
-            known = {number for one in self._seen.values() for number in one.ids}
-            self._left = {name: weight for name, weight in named.items() if id(weight) not in known}
-        seen.steps += 1
-        if seen.steps == PATIENCE and (
-            lost := [name for name, weight in self._left.items() if _gets_a_gradient(weight)]
-        ):
-            warn(
-                f"no optimizer that has made a step has {listed(lost, 3)}, though they get gradients, and this "
-                f"{type(optimizer).__name__} has made {PATIENCE} steps with other weights of the model: if no other "
-                "one will, they are never trained. Give them to an optimizer, or freeze them by requires_grad_(False)"
-            )
-
-
-@dataclass
-class _Seen:
-    """An optimizer as it stepped last: the ids of its parameters, and how often."""
-
-    ids: list[int]
-    steps: int = 0
-
-
-def _gets_a_gradient(weight: Tensor) -> bool:
-    return weight.requires_grad and weight.grad is not None
+def check_once(optimizer: Optimizer, params: Sequence[Tensor], weights: Callable[[], Named]) -> None:
+    """Raise, before a step of an optimizer, if it has one of its parameters several times."""
+    if len({*map(id, params)}) < len(params):
+        raise RuntimeError(_twice(optimizer, params, weights()))
 
 
 def _twice(optimizer: Optimizer, params: Sequence[Tensor], weights: Named) -> str:

@@ -1,4 +1,4 @@
-"""Each weight of a model is trained, and once: where none or two parts of an optimizer have it, the step is refused."""
+"""A step of an optimizer that has a weight of a model several times is refused, and no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import lpq
-from lpq.distributed import trained
 from lpq.distributed.model_gathers import Gathering
 from lpq.optim import MasterWeights
 
@@ -62,22 +61,6 @@ def _one_that_stands_in_it_several_times(net: nn.Module, wrap: Wrap) -> None:
     )
 
 
-def _one_that_stands_in_none(net: nn.Module, wrap: Wrap) -> None:
-    """It is named once, after so many steps that an optimizer of it would have made one."""
-    weights, rest = _split(net)
-    optimizer = wrap(AdamW([*rest, *weights[:1]]))
-    _backward(net)
-    for _ in range(trained.PATIENCE - 1):
-        optimizer.step()  # which warns of nothing: warnings are errors
-    words = (
-        r"no optimizer that has made a step has 0\.down\.weight, 1\.up\.weight, 1\.down\.weight, though they get "
-        rf"gradients, and this \w+ has made {trained.PATIENCE} steps"
-    )
-    with pytest.warns(UserWarning, match=words):
-        optimizer.step()
-    optimizer.step()
-
-
 def _frozen_weights(net: nn.Module) -> Iterator[Optimizer]:
     weights, rest = _split(net)
     for weight in weights[1:]:
@@ -95,6 +78,12 @@ def _unused_weights(net: nn.Module) -> Iterator[Optimizer]:
 def _two_optimizers(net: nn.Module) -> Iterator[Optimizer]:
     weights, rest = _split(net)
     yield from (SGD(weights[:3], lr=0.1), AdamW([*weights[3:], *rest]))
+
+
+def _one_for_some_weights(net: nn.Module) -> Iterator[Optimizer]:
+    """The others get gradients that nobody steps, as where a part of a model is tuned."""
+    weights, rest = _split(net)
+    yield AdamW([*rest, *weights[:1]])
 
 
 def _one_for_what_is_no_weight(net: nn.Module) -> Iterator[Optimizer]:
@@ -123,7 +112,8 @@ def _one_for_each_weight(net: nn.Module) -> Iterator[Optimizer]:
 
 
 LEGITIMATE = [
-    _frozen_weights, _unused_weights, _two_optimizers, _one_for_what_is_no_weight, _several_models, _one_for_each_weight
+    _frozen_weights, _unused_weights, _two_optimizers, _one_for_some_weights, _one_for_what_is_no_weight,
+    _several_models, _one_for_each_weight,
 ]  # fmt: skip
 
 
@@ -142,17 +132,6 @@ def _what_is_legitimate(make: Callable[[], nn.Module]) -> None:
                 weight.grad = None
 
 
-def _one_that_steps_later(net: nn.Module) -> None:
-    """An optimizer that is there, and does not step each time."""
-    weights, rest = _split(net)
-    often, seldom = AdamW([*rest, *weights[:2]]), SGD(weights[2:], lr=0.1)
-    for number in range(trained.PATIENCE + 1):
-        _backward(net)
-        for optimizer in (often, seldom) if number % 8 == 7 else (often,):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def _exchanged_under_masters(net: nn.Module, other: nn.Module) -> None:
     """Its masters are those of weights that are not the model's any more."""
     optimizer = MasterWeights(AdamW(net.parameters()))
@@ -165,10 +144,7 @@ def _all(make: Callable[[str], nn.Module]) -> None:
     plain: Wrap = lambda optimizer: optimizer  # noqa: E731
     for weights, wrap in (("high_precision", plain), ("quantized", plain), ("quantized", MasterWeights)):
         _one_that_stands_in_it_several_times(make(weights), wrap)
-        if weights == "high_precision" or wrap is MasterWeights:
-            _one_that_stands_in_none(make(weights), wrap)
     _what_is_legitimate(lambda: make("high_precision"))
-    _one_that_steps_later(make("high_precision"))
     _exchanged_under_masters(make("quantized"), make("quantized"))
 
 
@@ -249,13 +225,3 @@ def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     params = optimizer.param_groups[1]["params"]
     params.append(params[2])
     _refused(optimizer, r"has 0\.up\.weight 2 times")
-
-
-def test_a_model_moves_after_a_step_without_some_of_its_weights() -> None:
-    """To exchange a tensor, torch wants no weak reference to it."""
-    net = _unsharded("high_precision")
-    (optimizer,) = _frozen_weights(net)
-    _backward(net)
-    optimizer.step()
-    net.to(torch.bfloat16)
-    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
