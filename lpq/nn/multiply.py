@@ -25,7 +25,8 @@ from lpq.nn.plan import Plan
 from lpq.nn.shared_input import EncodedInput
 from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import SharedInputs
-from lpq.nn.step import Shapes, Step, bind_few, through_dispatcher
+from lpq.nn.step import Shapes, Step, bind_few
+from lpq.nn.traced_step import through_dispatcher
 from lpq.nn.wanted import Accumulate, asked, is_summed, refuse_part_of, refuse_parts, sum_in_place
 from lpq.operations import remember
 from lpq.operations.binding import on_device

@@ -58,6 +58,8 @@ def check_names(layer: nn.Module, recipe: Recipe, own: Collection[str], title: s
 class Plan:
     """The decisions of a recipe on the three tensors of a layer and their products."""
 
+    text: str
+    """The text of the recipe, which a compiler takes for the plan."""
     x: Quantizer
     w: Quantizer
     dy: Quantizer
@@ -114,8 +116,8 @@ class Plan:
         named = zip(TENSORS, tensors, strict=True)
         fresh = tuple(tensor for tensor, quantizer in named if measures_fresh(quantizer))
         return cls(
-            *tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, fresh, shares, *keeps,
-            made_at_use(recipe.w), *of,
+            recipe.text, *tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, fresh, shares,
+            *keeps, made_at_use(recipe.w), *of,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

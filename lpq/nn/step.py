@@ -16,7 +16,6 @@ from lpq.nn.encoded_inputs import of_given, why_no_gradient
 from lpq.nn.plan import Plan
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.bound import bind_product
-from lpq.operations.compiled_calls import spare_the_dispatcher
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
@@ -125,13 +124,10 @@ bind_few = bound_once(bind)
 """``bind`` for all layers of a model that have the same plan and shapes."""
 
 
-def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
+def by_operators(plan: Plan, shapes: Shapes, *, compiled: bool) -> Step:
     """Bind by operators, for tracers and dispatch modes. Under all but a compiler every operand is encoded."""
-    exact = torch.compiler.is_dynamo_compiling()
-    if exact:
-        spare_the_dispatcher()
     shapes = shapes._replace(watched=True)
-    return step_of(plan, shapes, through_operators, product_through_operators, exact=exact)
+    return step_of(plan, shapes, through_operators, product_through_operators, exact=compiled)
 
 
 def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct, *, exact: bool = False) -> Step:
@@ -189,6 +185,7 @@ def gradient_wanted(plan: Plan, shapes: Shapes) -> Wanted:
 
 def _by_state(wanted: Wanted, tensor: str, plan: Plan, shapes: Shapes) -> Wanted:
     """The same encoding by the state of a tensor, if it has one, or by what is measured for a fresh state."""
+    wanted = wanted._replace(compiled=shapes.compiled)
     if tensor in shapes.fresh:
         return wanted._replace(measures=True)
     return wanted._replace(remembers=True) if tensor in plan.remembered else wanted

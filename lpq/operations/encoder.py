@@ -105,6 +105,8 @@ class Wanted(NamedTuple):
     """Whether the statistics are measured apart, by ``Encoder.measure``, before they are given."""
     decoded: bool = False
     """Whether the tensor is the decoded row operand, of which the column operand is made."""
+    compiled: bool = False
+    """Whether a compiler traces the pass that makes the tensor."""
     sections: Sections | None = None
     """How the tensor is divided; None: it is one matrix. ``shape`` is the shape of all rows, or of one matrix of the
     stack."""
@@ -175,8 +177,10 @@ def through_operators(wanted: Wanted) -> Encoder:
             if made is not None:
                 return made[0].tensors(), made[1].tensors(), ()
         stats = known if wanted.given else recall(quantizer, *sides, known) if wanted.remembers and known else None
-        at_hand, across = wanted.at_hand, wanted.across
-        return quantized(x, stats, *sides, seed, wanted.offset, measure=measures, across=across, at_hand=at_hand)
+        return quantized(
+            x, stats, *sides, seed, wanted.offset, measure=measures, across=wanted.across, at_hand=wanted.at_hand,
+            compiled=wanted.compiled,
+        )  # fmt: skip
 
     finds = partial(measure, row=sides[0], col=sides[1]) if wanted.apart else None
     return Encoder(*operands_of(wanted, forms), encode, measure=finds)

@@ -57,11 +57,14 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
     return measured_by(side, x) if side.stats else []
 
 
-def traced_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor | None]:
+def traced_stats(
+    x: Tensor, row: Quantizer | None, col: Quantizer | None, compiled: bool = False
+) -> list[Tensor | None]:
     """The amaxes of a whole matrix, as operators of PyTorch, which a compiler puts into the pass that makes the matrix.
     They are in the order of ``declared``, None for a statistic that is measured otherwise; empty where there are no
     amaxes, or no compiler traces."""
-    if not torch.compiler.is_dynamo_compiling() or is_exporting() or x.dim() != 2 or not surely(x.numel() > 0):
+    traces = compiled or torch.compiler.is_dynamo_compiling()
+    if not traces or is_exporting() or x.dim() != 2 or not surely(x.numel() > 0):
         return []
     needed = [stat.largest and stat.block == (None, None) for stat, _ in declared(row, col)]
     if True not in needed:

@@ -57,6 +57,7 @@ def quantized(
     dtype: torch.dtype | None = None,
     across: int = 0,
     at_hand: bool = False,
+    compiled: bool = False,
 ) -> Quantized:
     """Encode the matrix ``x``, rounded to ``dtype`` if one is given, into the wanted operands; return the buffers of
     both and, with ``measure``, the statistics of ``x``. In a stack ``x`` each matrix is encoded by itself: given
@@ -64,7 +65,7 @@ def quantized(
     ``offset`` and ``across``: the first row and the first column of ``x`` in the whole tensor, by which random bits are
     drawn. Kernels begin at the first column; from any other one the reference draws the random bits. ``at_hand``: no
     graph that is traced makes ``x``, so none of its passes could measure ``x`` without reading it once more: the kernel
-    measures it.
+    measures it. ``compiled``: a compiler traces it, which is known to Dynamo alone otherwise.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
@@ -81,7 +82,7 @@ def quantized(
             )
     else:
         texts, x = (text_of(row), text_of(col)), x.to(dtype)
-        traced = [] if stats or at_hand else traced_stats(x, row, col)
+        traced = [] if stats or at_hand else traced_stats(x, row, col, compiled)
         known = measure and len(traced) > 0 and None not in traced
         asked = not known and measure
         out = torch.ops.lpq.quantize(x, stats or traced, *texts, seed, offset, asked, layout_hash(*texts), across)

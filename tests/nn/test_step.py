@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import lpq
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.plan import Plan
-from lpq.nn.step import Shapes, Step, bind_few, step_of, through_dispatcher
+from lpq.nn.step import Shapes, Step, bind_few, step_of
+from lpq.nn.traced_step import through_dispatcher
 
 ROWS, FEATURES, OUTPUTS = 32, 64, 96
 multiply: Any = Multiplication.apply

@@ -20,7 +20,8 @@ from lpq import operations, registry
 from lpq.emulation import bf16_gemm
 from lpq.kernels import choose, cuda, table, tiles
 from lpq.kernels.cuda import CudaKernel
-from lpq.nn.step import Shapes, bind, through_dispatcher
+from lpq.nn.step import Shapes, bind
+from lpq.nn.traced_step import through_dispatcher
 from lpq.operations import fused_pair
 from lpq.operations.binding import unbound
 from lpq.operations.exact_form import Exact, Multiplicand, operand_of
