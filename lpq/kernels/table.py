@@ -152,9 +152,15 @@ def why_not(
 
 
 @bound_once
+def lacking(kernel: KernelSpec, device: torch.device) -> str | None:
+    """Why a kernel that belongs to no format may not run on a device; None: it may."""
+    return why_not(kernel, (), device, allowed_by(os.environ.get(ENVIRONMENT)))
+
+
+@bound_once
 def serves(kernel: KernelSpec, device: torch.device) -> bool:
     """Whether a kernel that belongs to no format may run on a device."""
-    return why_not(kernel, (), device, allowed_by(os.environ.get(ENVIRONMENT))) is None
+    return lacking(kernel, device) is None
 
 
 def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]) -> str | None:
@@ -184,8 +190,8 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.devi
         if not _installed(module):
             remedy = f": {cuda.INSTALL}" if module == cuda.NEEDED else ""
             return f"needs {module}, which is not installed{remedy}"
-        if module == cuda.NEEDED and (lacking := cuda.why_not(device)) is not None:
-            return lacking
+        if module == cuda.NEEDED and (refused := cuda.why_not(device)) is not None:
+            return refused
     if kernel.op == "transpose" and not quantizers[0].transposable:
         return f"{quantizers[0]} is not transposable"
     if kernel.why_not is not None:

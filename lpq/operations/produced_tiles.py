@@ -17,6 +17,7 @@ from torch import Tensor
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import Allocate, Fresh, allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.table import lacking
 from lpq.kernels.tiles import (
     INPUTS,
     SQUARE,
@@ -33,6 +34,7 @@ from lpq.operations.fused_pair import NOTHING, BoundSide, Made, Struct, TileSide
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
+from lpq.registry import KernelSpec
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction
@@ -41,6 +43,10 @@ PIECE = 8
 """The elements that a thread reads at once: lines are multiples of it."""
 SEARCHES = 4
 """Blocks of threads of a multiprocessor that search the amaxes."""
+
+
+SPEC = KernelSpec.cuda("produce", "lpq.operations.produced_tiles:bind")
+"""All sources have kernels of this kind, and of no other."""
 
 
 class TiledOutput(NamedTuple):
@@ -74,8 +80,8 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
     """Why no kernel computes a source's matrices of this kind; None: one does."""
     if not source.struct:
         return f"{source.name} has no kernel"
-    if device.type != "cuda":
-        return f"there are no such kernels for {device.type}"
+    if (why := lacking(SPEC, device)) is not None:
+        return f"the kernel of sources {why}"
     if dtype.itemsize != 2:
         return f"a source is computed by kernels in bfloat16 and float16, and not in {dtype}"
     if 0 in shape or shape[1] % PIECE:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import lpq
+from lpq import registry
+from lpq.kernels import cuda, table
+from lpq.operations import produced_tiles
 from lpq.operations.encoder import Wanted
 from lpq.operations.producer import Output, bind_producer
 from lpq.operations.source import ACTIVATIONS, Source
@@ -61,3 +66,38 @@ def test_gradients_of_activations_are_autograd_s(name: str, dtype: torch.dtype) 
         *grads, again = backward.compute(*inputs, dy)
         assert torch.equal(again, y)
         assert all(map(torch.equal, grads, torch.autograd.grad(y, leaves, dy)))
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Answers about this machine are kept: none from before the test, and none of it behind it."""
+    registry.refresh()
+    yield
+    registry.refresh()
+
+
+@pytest.mark.parametrize(("without", "reason"), [
+    ("allowed", "LPQ_KERNELS does not allow cuda"), ("nvidia", "is for NVIDIA's GPUs"),
+    ("sm", "needs compute capability 8.0, this GPU has 7.5"), ("cuda.core", "needs cuda.core, which is not installed"),
+])  # fmt: skip
+def test_where_no_cuda_kernel_runs_torch_computes(
+    without: str, reason: str, monkeypatch: pytest.MonkeyPatch, asked_anew: None
+) -> None:
+    """As on AMD's GPUs, where Triton's kernels encode: a source has no kernel in Triton."""
+    source, gpu = ACTIVATIONS["silu"].gated.product, torch.device("cuda", 0)
+    asked = source, (ROWS, COLS), torch.bfloat16, gpu
+    monkeypatch.delenv("LPQ_KERNELS", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0.0" if without == "nvidia" else None, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if without == "sm" else (9, 0))
+    monkeypatch.setattr(table, "_installed", lambda module: without != "cuda.core")
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    if without == "allowed":
+        assert produced_tiles.why_not(*asked) is None
+        monkeypatch.setenv("LPQ_KERNELS", "triton,reference")
+    why = produced_tiles.why_not(*asked)
+    assert why is not None
+    assert reason in why
+    halves = torch.randn(ROWS, 2 * COLS).bfloat16()
+    made = produced_tiles.bind_halves(*asked)(halves)
+    assert torch.equal(made, source.compute(*halves.chunk(2, 1))[0])
