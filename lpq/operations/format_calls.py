@@ -50,7 +50,8 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, 
     except KeyError as error:
         raise _lacking(quantizer, method, error) from None
     if _is_unchecked(quantizer, method, x):
-        _check(quantizer, method, x, _unfit_stats(quantizer, found, x))
+        of, fault = _unfit_stats(quantizer, method, found, x)
+        _check(quantizer, of, x, fault)
     return measured
 
 
@@ -151,20 +152,23 @@ def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
     return None
 
 
-def _unfit_stats(quantizer: Quantizer, found: Mapping[str, Tensor], x: Tensor) -> Fault | None:
-    """The fault of the statistics of a matrix; None if they have none."""
+def _unfit_stats(quantizer: Quantizer, method: str, found: Mapping[str, Tensor], x: Tensor) -> tuple[str, Fault | None]:
+    """The fault of the statistics of a matrix, with the method that returned it; ``method`` and None if they have
+    none."""
     name, shape = type(quantizer).__name__, (x.shape[0], x.shape[1])
     if extra := set(found) - {stat.name for stat in quantizer.stats}:
-        return f"returned {min(extra)}, which {name}.stats does not declare", "declare it, or leave it out"
+        return method, (f"returned {min(extra)}, which {name}.stats does not declare", "declare it, or leave it out")
     for stat in quantizer.stats:
+        of = "measure" if stat.round == 1 else method
         fault = _unfit(found[stat.name], stat, stat.dtype, shape, x)
         if fault:
             wanted = _declared(stat, stat.dtype, shape)
-            return f"returned {stat.name} {fault}; {name}.stats declares {wanted}", AS_DECLARED
+            remedy = f"{AS_DECLARED}. A count is an int64 tensor since plugin interface 2" * (stat.reduce == "sum")
+            return of, (f"returned {stat.name} {fault}; {name}.stats declares {wanted}", remedy or AS_DECLARED)
         if _can_be_read(x) and bool((found[stat.name] < 0).any()):
             cause = f"returned {stat.name} below 0, and ranks combine the bits of statistics, which order so from 0 on"
-            return cause, "for a least value measure the largest of -x, at least 0"
-    return None
+            return of, (cause, "for a least value measure the largest of -x, at least 0")
+    return method, None
 
 
 def _unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
