@@ -25,5 +25,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None if torch.cuda.is_available() else WithoutDevice.from_parent(parent, path=module_path)
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Forget layers that other tests of this process compiled: they count towards torch's limit of compilations."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker("gpu")

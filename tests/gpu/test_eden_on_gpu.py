@@ -75,7 +75,6 @@ def test_a_step_by_kernels_is_the_step_of_the_reference(
 ) -> None:
     """To the order of sums: both draw the same signs. Tokens that fill no group of 128 are multiplied apart."""
     pytest.importorskip("cuda.core")
-    torch._dynamo.reset()  # layers that other tests compiled count towards the limit
     by_kernels, compiled = step(recipe, tokens), step(recipe, tokens, compiled=True)
     monkeypatch.setenv("LPQ_KERNELS", "reference")
     registry.refresh()
