@@ -77,13 +77,15 @@ def _millions(count: int) -> str:
 
 def closed(found: Sequence[Training]) -> str:
     """Tell how much of the gap of ``nvfp4`` the policies for pretraining close."""
-    parts = []
+    told = []
     for title in ("nvfp4-pretrain", "nvfp4-late-switch"):
         part = beside.closed(found, title, "nvfp4")
         if part is not None:
-            parts.append(f"`{title}` closes {100 * part.share:.0f} % ± {100 * part.error:.0f} %")
-    told = " and ".join(parts) or "no policy is shown to close any"
-    return f"Of the gap between `nvfp4` and bf16, {told}; ± has two standard errors."
+            told.append(f"`{title}` closes {100 * part.share:.0f} % ± {100 * part.error:.0f} %")
+    gap = "the gap between `nvfp4` and bf16"
+    return (
+        f"{' and '.join(told)} of {gap}; ± has two standard errors." if told else f"No policy is shown to close {gap}."
+    )
 
 
 def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:

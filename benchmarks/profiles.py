@@ -87,7 +87,7 @@ class Spent:
 
 
 def spent(step: Step, steps: int = 3) -> Spent:
-    """Where the GPU's time goes, from the first kernel of so many steps to the last."""
+    """How long the GPU computes, sends and waits in a step, between the first kernel of all steps and the last."""
     return spent_in(_traced(step, steps), steps)
 
 

@@ -141,7 +141,7 @@ class Trial(TorchFunctionMode):
         return self.drew or self.reads_tensors or self.wrote()
 
     def wrote(self) -> bool:
-        """Whether the forward wrote an attribute or a buffer: another forward in its place would not write."""
+        """Whether the forward wrote an attribute or a buffer: a forward that replaces this one would not write."""
         for like, before, versions in self._copies:
             now = {name: value for name, value in vars(like).items() if name != TRIAL}
             same = now.keys() == before.keys() and all(_is_as(value, before[name]) for name, value in now.items())

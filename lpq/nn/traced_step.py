@@ -34,20 +34,27 @@ def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
     sizes, facts = shapes[:3], shapes[3:]
     there = _functions(plan.text, facts)
 
-    def function(name: str) -> Callable[..., Any] | None:
-        return partial(_call, plan.text, sizes, facts, name) if f" {name} " in there else None
+    def function(name: str) -> Callable[..., Any]:
+        return partial(_call, plan.text, sizes, facts, name)
 
-    def encoder(name: str) -> Encoder | None:
-        encode = function(f"{name}.encode")
-        return None if encode is None else Encoder(None, None, encode, function(f"{name}.later"))
+    def encoder(name: str) -> Encoder:
+        later = f"{name}.later"
+        return Encoder(None, None, function(f"{name}.encode"), function(later) if f" {later} " in there else None)
 
-    fprop, dgrad, wgrad = function("fprop"), function("dgrad"), function("wgrad")
-    return Step(encoder("x"), encoder("w"), encoder("dy"), fprop, dgrad, wgrad, why_no_gradient(plan))  # type: ignore[arg-type]
+    return Step(
+        encoder("x") if " x.encode " in there else None,
+        encoder("w") if " w.encode " in there else None,
+        encoder("dy"),
+        function("fprop"),
+        function("dgrad") if " dgrad " in there else None,
+        function("wgrad") if " wgrad " in there else None,
+        why_no_gradient(plan),
+    )
 
 
 @once_when_traced
 def _functions(text: str, facts: tuple[Any, ...]) -> str:
-    """The names of the functions that a step has."""
+    """The names of the functions that a step has, each between spaces: a text, which Dynamo takes for a constant."""
     torch.compiler.allow_in_graph(_call)  # type: ignore[no-untyped-call]
     step, found = _step(text, (0, 0, 0), facts), [""]
     for name in ("x", "w", "dy"):

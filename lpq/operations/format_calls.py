@@ -163,8 +163,8 @@ def _unfit_stats(quantizer: Quantizer, method: str, found: Mapping[str, Tensor],
         fault = _unfit(found[stat.name], stat, stat.dtype, shape, x)
         if fault:
             wanted = _declared(stat, stat.dtype, shape)
-            remedy = f"{AS_DECLARED}. A count is an int64 tensor since plugin interface 2" * (stat.reduce == "sum")
-            return of, (f"returned {stat.name} {fault}; {name}.stats declares {wanted}", remedy or AS_DECLARED)
+            count = ". A count is an int64 tensor since plugin interface 2" if stat.reduce == "sum" else ""
+            return of, (f"returned {stat.name} {fault}; {name}.stats declares {wanted}", f"{AS_DECLARED}{count}")
         if _can_be_read(x) and bool((found[stat.name] < 0).any()):
             cause = f"returned {stat.name} below 0, and ranks combine the bits of statistics, which order so from 0 on"
             return of, (cause, "for a least value measure the largest of -x, at least 0")

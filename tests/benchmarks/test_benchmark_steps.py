@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import on_ranks, spawn
 from torch import nn
 
+import lpq
 from benchmarks import after_step, contenders, group_choice, grouped, huggingface, parallel, profiles, stack
 from benchmarks.contenders import of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
@@ -20,7 +21,7 @@ from benchmarks.llama import Llama, rotations
 from benchmarks.rows import CUT
 from benchmarks.shapes import TINY, Decoder, Experts, Pair
 from benchmarks.timing import WARM
-from lpq.bench.contenders import Contender
+from lpq.bench.contenders import Contender, by_recipes
 from lpq.bench.layers import Layers, LayerSize
 from lpq.bench.timing import Effort, Step, Timing
 
@@ -180,6 +181,14 @@ def test_a_model_of_experts_is_trained_with_fused_blocks() -> None:
     ]  # fmt: skip
     plain, apart, fused = (row["loss"] for row in result["results"])
     assert plain != apart == fused
+
+
+def test_a_policy_that_changes_in_a_run_is_measured_as_the_run_begins() -> None:
+    (one,) = by_recipes(("nvfp4-pretrain",))
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(8))
+    one.convert(nn.ModuleDict({"layers": layers}))
+    recipes = [getattr(linear, "recipe", None) for layer in layers for linear in layer.children()]
+    assert recipes == [lpq.recipe("nvfp4-eden")] * 6 + [None] * 2
 
 
 def test_a_gpu_computes_or_only_sends_or_is_idle() -> None:

@@ -1,4 +1,4 @@
-"""What a format declares by properties is computed once for each quantizer: then compiled layers read constants."""
+"""Declarations that are properties are computed once for each quantizer: then compiled layers read constants."""
 
 from __future__ import annotations
 
