@@ -67,6 +67,10 @@ class FusedExperts(Extension, GroupedLayer):
         own = super().state_buffers()
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
+    @property
+    def transposed(self) -> bool:  # type: ignore[override]  # of other layers, the class knows it
+        return is_transposed(self)
+
     @classmethod
     def attributes_for(cls, base: Any) -> dict[str, Any]:
         weights = {name: Weight() for name in (*UP, DOWN)}
@@ -111,7 +115,6 @@ def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
         assert isinstance(module, FusedExperts)
         module.begin()
     assert isinstance(module, FusedExperts)
-    module.transposed = is_transposed(module)
     module.recipe = recipe
     return module
 

@@ -25,6 +25,14 @@ class TransposedLayer(Extension, Layer):
 
     transposed = True
 
+    @property
+    def in_features(self) -> int:  # type: ignore[override]  # an nn.Linear sets it
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        return self.weight.shape[1]
+
     @classmethod
     def attributes_for(cls, base: Any) -> dict[str, Any]:
         return {"kind": base.__name__}
@@ -40,6 +48,5 @@ def adopt(module: nn.Module, recipe: RecipeLike | None) -> TransposedLayer:
     extend(module, TransposedLayer)
     assert isinstance(module, TransposedLayer)
     module.begin()
-    module.in_features, module.out_features = module.weight.shape
     module.recipe = recipe
     return module

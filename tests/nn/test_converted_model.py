@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.hugging_face import small
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import lpq
 from lpq.distributed.model_gathers import Gathering
 from lpq.nn import Layer
+from lpq.nn.fused_experts import FusedExperts
 from lpq.observe import observing
 
 OWN = {"model", "passes", "schedule", "qualified_name", "gather"}
@@ -45,6 +48,26 @@ def test_a_layer_has_few_attributes_of_its_own(policy: Any, weights: Any) -> Non
         model(torch.randn(16, 64)).square().mean().backward()
     made = [*layers(model), *layers(copy.deepcopy(model)), lpq.nn.Linear(64, 64, recipe="mxfp8")]
     assert all(vars(layer).keys() - plain <= OWN for layer in made)
+
+
+@pytest.mark.parametrize("of", ["Llama", "Qwen3Moe", "GptOss", "Conv1D"])
+def test_a_layer_of_any_kind_has_at_most_six(of: str) -> None:
+    """Also a block or norm that ``lpq.fuse`` extends. Parallelism adds one: ``layouts`` or ``expert_exchange``."""
+    before, model = (nn.Sequential(Conv1D(64, 64)) if of == "Conv1D" else small(of) for _ in range(2))
+    lpq.convert(model, "fp8-current", fuse=True)
+    if of == "Conv1D":
+        model(torch.randn(16, 64)).sum().backward()
+    else:
+        model(input_ids=torch.arange(32)[None]).logits.sum().backward()
+    pairs = zip(before.modules(), model.modules(), strict=True)
+    own = {type(made): vars(made).keys() - vars(plain).keys() for plain, made in pairs if type(made) is not type(plain)}
+    assert own
+    assert {kind: names for kind, names in own.items() if len(names) + issubclass(kind, Layer | FusedExperts) > 6} == {}
+
+
+def test_a_layer_of_groups_has_its_sizes_besides() -> None:
+    made = lpq.convert(nn.Sequential(lpq.nn.GroupedLinear(2, 64, 64, recipe=None)), "mxfp8")[0]
+    assert vars(made).keys() - vars(nn.Module()).keys() == {*OWN, "num_groups", "in_features", "out_features"}
 
 
 def test_layers_that_one_call_converts_have_one_model() -> None:
