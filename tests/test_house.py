@@ -470,15 +470,3 @@ def test_the_editable_install_lists_every_format(tmp_path: Path) -> None:
     location, formats = formats_installed_from(target).stdout.splitlines()
     assert Path(location).is_relative_to(ROOT)
     assert set(formats.split()) == built_in()
-
-
-# ---------------------------------------------------------------------------------------------- words
-
-
-def test_no_docstring_begins_with_a_part_of_a_sentence() -> None:
-    """``Of …``, ``What …`` and ``Who …`` name nothing, and begin no sentence that can stand alone."""
-
-    def odd(path: Path) -> list[str]:
-        return re.findall(r'"""(?:Of|What|Who) [a-z][^\n]{0,60}', path.read_text())
-
-    assert found_in(files("lpq/**/*.py", "plugins/**/*.py"), odd) == {}

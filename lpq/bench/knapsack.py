@@ -1,8 +1,8 @@
 """One option for each layer, under a budget of time or of error: a knapsack, filled greedily.
 
-An option takes time and adds to the squared error of the gradients. Of the options of a layer those are looked at that
-lie on the lower convex hull of both: from the most exact one on, each next step saves time at a higher price in error.
-The steps of all layers are taken in the order of this price. That is the best choice but for the last step.
+An option takes time and adds to the squared error of the gradients. A layer's options that lie on the lower convex hull
+of both are looked at: from the most exact one on, each next step saves time at a higher price in error. The steps of
+all layers are taken in the order of this price. That is the best choice but for the last step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _price(slow: Option, fast: Option) -> float:
 
 
 def _steps(hulls: Sequence[Sequence[Option]]) -> list[int]:
-    """The layers whose next step is taken, the cheapest step first. Those of a layer stay in their order."""
+    """The layers whose next step is taken, the cheapest step first. The steps of one layer stay in their order."""
     priced = [
         (_price(slow, fast), layer, number)
         for layer, each in enumerate(hulls)

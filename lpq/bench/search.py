@@ -170,7 +170,7 @@ def search(
         gpu: The GPU for which times are predicted, a name that ``lpq advise --gpu`` takes; None: this machine's.
         tokens: The tokens of a step on each GPU, for the prediction.
         seconds: In place of predictions, for example from measurements.
-        tell: Is called with the number of replays done and that of all.
+        tell: Is called with the number of replays done and the number of all replays.
     """
     check_model(model)
     if (time is None) == (error is None):

@@ -89,7 +89,7 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             raise CheckpointError(
                 f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(one).__name__}: pass "
-                "the optimizers themselves, those of a dict as list(optimizers.values())"
+                "the optimizers themselves, a dict's as list(optimizers.values())"
             )
     return [unwrapped(one) for one in every]
 

@@ -53,7 +53,7 @@ def save(
         directory: The directory of the run. Without ``step`` it is the checkpoint itself.
         optimizer: The optimizer, or a sequence of several.
         step: The number of the step, from 0 on.
-        extra: Whatever else the run needs (a scheduler's state, the position in the data), if ``torch.load(…,
+        extra: Other data that the run needs (a scheduler's state, the position in the data), if ``torch.load(…,
             weights_only=True)`` can read it. The first rank's is kept.
         keep: The number of whole checkpoints of this run that stay, up to this one. The others are removed. None: all
             stay.

@@ -38,7 +38,7 @@ Quantizers = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="QUANTIZER",
-        help="Quantizers whose kernels to list, as 'fp8(scaling=block)'; default: those of all formats.",
+        help="Quantizers whose kernels to list, as 'fp8(scaling=block)'; default: the quantizers of all formats.",
     ),
 ]
 

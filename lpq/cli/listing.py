@@ -27,7 +27,7 @@ TOKENS, WIDTH = 8192, 4096
 
 
 def formats(json: Json = False) -> None:
-    """List the number formats that are installed, those of other packages included."""
+    """List the number formats that are installed, other packages' formats included."""
     plugins = registry.plugins()
     found = [(plugin, spec) for plugin in plugins for spec in plugin.formats.values()]
     if json:

@@ -80,7 +80,7 @@ def memory(
     title = f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]} and parts of bf16's (fp32 shards)"
     table(title, ("", *found), rows)
     print_text(
-        f"{plain.parameters:,} parameters; {converted:,} are converted: those of the blocks' linear layers, but for "
+        f"{plain.parameters:,} parameters; {converted:,} are converted: the blocks' linear layers, but for "
         f"weights that {ranks} ranks cannot cut into whole blocks."
     )
     for way, m in found.items():

@@ -120,7 +120,7 @@ class EncodedLoad(_Quantized):
     def __init__(
         self, gathers: Sequence[Gather], shards: Sequence[Tensor], ways: Sequence[Way], encoders: Encoders | None
     ) -> None:
-        """``encoders``: those of the unit; None where nothing is sent, and operands stay until they are read."""
+        """``encoders``: the unit's encoders; None where nothing is sent, and operands stay until they are read."""
         super().__init__(gathers, ways)
         self._ways = ways
         numbers = range(len(gathers))

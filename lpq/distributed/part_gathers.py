@@ -94,7 +94,7 @@ def gathering(
     """An encoder that gathers the whole operands of what ``part`` encodes, which is bound by ``part_wanted``: the row
     operand at once, and the column operand, if not ``at_once`` too, when ``begin`` is called. ``begin``: whether the
     row operand is sent, and not multiplied part by part as it arrives. ``bind``: binds what makes the column operand of
-    the whole row operand with random bits, which are those of the pass."""
+    the whole row operand with the random bits of the pass."""
     quantizer, derived, drawn = wanted.quantizer, derives_col(wanted.quantizer), made_at_use(wanted.quantizer)
     own, source = part.encoder, part.encoder.row if derived else part.encoder.col
     of_row = OperandGather(own.row, 0, cut, group) if own.row is not None else None

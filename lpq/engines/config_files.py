@@ -40,7 +40,7 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
         assert config is not None
         found: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
         found["architectures"] = [_class_of(model).__name__]
-        if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has that of its loading
+        if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has the dtype of its loading
             found[next((key for key in DTYPE if key in found), DTYPE[0])] = _text(dtype)
     elif base is not None:
         found = read_json(_own(base / CONFIG, base)) if (base / CONFIG).is_file() else {}

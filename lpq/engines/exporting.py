@@ -99,8 +99,8 @@ class Export:
         ranks do not share, or the directory of a checkpoint, is exported by rank 0 alone.
 
         ``layout="lpq"`` writes the whole model into one file, ``path``, for ``lpq.checkpoint.import_file``: all tensors
-        bit for bit, whatever their names. The first rank has the whole model in the CPU's memory on the way. Of the
-        arguments below it takes ``decode`` and ``process_group``.
+        bit for bit, whatever their names. The first rank has the whole model in the CPU's memory on the way. It
+        takes the arguments ``decode`` and ``process_group`` alone.
 
         Args:
             model: A model that ``lpq.convert`` converted, however its weights are stored and sharded; or the directory

@@ -99,7 +99,7 @@ class ExportPlan:
         return tuple(name for name in first if all(name in readers for readers in others))
 
     def remarks(self, dtype: str | None) -> list[str]:
-        """The limits of readers that these layers meet in a model of this dtype; None: in that of each weight."""
+        """The limits of readers that these layers meet in a model of this dtype; None: in the dtype of each weight."""
         found: dict[str, list[str]] = {}
         for tensor in self.tensors:
             if tensor.scheme is None:

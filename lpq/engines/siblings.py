@@ -19,7 +19,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """Patterns of the last parts of the names of layers that are fused if they are beside each other.
 
-They are those of vLLM's ``packed_modules_mapping``. Names that other models give to layers which stay apart, as ``fc1``
+vLLM's ``packed_modules_mapping`` has them. Names that other models give to layers which stay apart, as ``fc1``
 and ``fc3``, are left out."""
 EXPERTS = re.compile(r"((?:.*\.)?experts)\..*")
 """The names of layers in a block of experts, which engines hold in one layer."""

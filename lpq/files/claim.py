@@ -94,7 +94,7 @@ class Claim:
         return _lines(self._lock)[1:]
 
     def release(self) -> None:
-        """Release it for other jobs. What was written and has no name yet was not finished, and is removed."""
+        """Release it for other jobs. Files without a name yet were not finished, and are removed."""
         with self._releasing:
             if self._descriptor < 0:
                 return

@@ -78,8 +78,8 @@ def is_ours(path: Path) -> bool:
 def remove(path: Path, heir: Path | None = None) -> None:
     """Remove the files that the manifest of a checkpoint lists, and the directory if no other is in it.
 
-    The manifest goes last: if this ends half-way, the rest is a checkpoint that is not whole. What else is in it is not
-    lpq's. It moves to the directory ``heir``, which takes this one's place, or stays; a warning names it.
+    The manifest goes last: if this ends half-way, the rest is a checkpoint that is not whole. Other files in it are not
+    lpq's. They move to the directory ``heir``, which takes this one's place, or stay; a warning names them.
     """
     manifest = read_manifest(path)
     assert isinstance(manifest, Manifest)

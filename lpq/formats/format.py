@@ -97,8 +97,8 @@ class Quantizer(Options):
     fresh: str = "recall"
     """Where statistics come from while a layer's state is empty: ``"recall"`` reads it, ``"measure"`` measures."""
     unbiased: bool = False
-    """Whether the mean of the decoded matrix, over all random bits, is the matrix. The conformance kit asks that of a
-    format that says so, of the largest element of each block, too."""
+    """Whether the mean of the decoded matrix, over all random bits, is the matrix. The conformance kit
+    then tests it, and that the mean of each block's largest element is the element."""
     plain: ClassVar[bool] = False
     """Whether the operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
     col_source: Literal["original", "row"] = "original"

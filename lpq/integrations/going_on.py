@@ -36,7 +36,7 @@ def go_on(
         steps: The length of the run; None: the trainer does not know it.
         policy: The policy of the checkpoint, of ``policy_of``; None: there is none to compare.
         any_policy: Go on under another policy.
-        remedy: What to call where layers would lose what they remember, as the end of a sentence.
+        remedy: The call that helps where layers would lose their states, as the end of a sentence.
     """
     if steps is not None:
         _plan(model, steps)

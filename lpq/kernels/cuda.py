@@ -298,7 +298,7 @@ def why_not(device: torch.device) -> str | None:
     if compiles_for(10 * major + minor):
         return None
     return (
-        f"NVRTC, which compiles the CUDA kernels, is that of CUDA {version} and compiles nothing for compute "
+        f"NVRTC, which compiles the CUDA kernels, is of CUDA {version} and compiles nothing for compute "
         f"capability {major}.{minor}: install a newer one"
     )
 

@@ -1,7 +1,7 @@
 """Placing: one launch puts in their places the bytes that ranks sent of several buffers.
 
-A rank sends a piece of each line of a buffer, or one piece of the whole. What it sent lies in one place, piece by
-piece; in the buffer, the pieces of all ranks follow each other line by line. The addresses are arguments of the
+A rank sends a piece of each line of a buffer, or one piece of the whole. The pieces that it sent lie one behind the
+other; in the buffer, the pieces of all ranks follow each other line by line. The addresses are arguments of the
 launch, since memory for what arrives is allocated anew each time.
 """
 

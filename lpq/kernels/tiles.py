@@ -149,8 +149,8 @@ def zeros(x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest magnitudes (fp32) of pieces of a contiguous matrix, rounded to ``dtype``; that of the whole is the
-    largest of them."""
+    """The largest magnitudes (fp32) of pieces of a contiguous matrix, rounded to ``dtype``; the
+    largest of them is the amax of the whole."""
     count = x.numel()
     parts = at_once(max(-(-count // PER_PART), 1), PARTS_AT_ONCE, x.get_device())
     out = x.new_empty((parts,), dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Norms of other libraries that encode their output: known by what they compute, and not by their class.
 
-A module is tried on a few rows. If its output and its gradients are, to the bit, those of a norm that lpq knows, that
-norm may stand for it.
+A module is tried on a few rows. If a norm that lpq knows has the same output and gradients, to the bit, that norm
+may stand for it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def check_layers(
         transposed = is_transposed(module) if holds else holds_transposed(module) or isinstance(module, TransposedLayer)
         if accumulate is not None and transposed:
             raise ValueError(
-                f"accumulate={accumulate!r} is for weights of [out, in], and that of {name or 'the layer'} "
+                f"accumulate={accumulate!r} is for weights of [out, in], and the weight of {name or 'the layer'} "
                 f"({type(module).__name__}) is [in, out]: leave accumulate out, or have the policy give it no recipe"
             )
         weights: Mapping[str, Any] = stacks(module) if holds else {"weight": module.weight}

@@ -23,7 +23,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     called = {name: [plain_name(alias) for alias in aliases] for name, aliases in names.items()}
     modules = {name: model.get_submodule(name) for name in names}
     layers = {name: cast("Any", module) for name, module in modules.items() if convertible(module)}
-    weights = {name: [*layer.weight.shape[-2:]] for name, layer in layers.items()}  # of experts, that of one
+    weights = {name: [*layer.weight.shape[-2:]] for name, layer in layers.items()}  # the shape of one expert
     small = {name for name, shape in weights.items() if min(shape) < policy.least}
     large = [alias for name in weights if name not in small for alias in called[name]]
     named_patterns = _patterns_without(large, policy) if small else []

@@ -85,11 +85,11 @@ class EncodingNorm(nn.Module):
         sum.
 
         Args:
-            *args: ``x``, and whatever else the other class takes.
+            *args: ``x``, and further arguments of the other class.
             residual: The residual stream, to which ``x`` is added in the kernel that finds what rows have in common.
             with_sum: Return the sum also where there is no residual. It is ``x`` then. In backward the gradients by the
                 output and by the sum are added in the kernel of the norm.
-            **others: Whatever else the other class takes.
+            **others: Further arguments of the other class.
         """
         with_sum = with_sum or residual is not None
         bound = None

@@ -16,7 +16,7 @@ Autograd keeps the column operand for backward, once for all siblings. The row o
 sibling, but no layer can find out that it is the last, and the tensor may live on: autograd keeps it where an adapter
 or a router, which are not encoded, multiplies it too. So operands are freed when the tensor dies, when ``MOST`` others
 have been encoded, or when a gradient arrives at any of the layers. In evaluation as in training a model thus holds at
-most ``MOST`` encoded inputs beside those of autograd, and none whose tensor is gone.
+most ``MOST`` encoded inputs besides the inputs that autograd keeps, and none whose tensor is gone.
 """
 
 from __future__ import annotations

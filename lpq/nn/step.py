@@ -81,7 +81,8 @@ class Shapes(NamedTuple):
 class Step(NamedTuple):
     """A plan bound to shapes.
 
-    A product takes the buffers that encoders return. What travels between ranks arrives in the product that needs it.
+    A product takes the buffers that encoders return. Buffers that travel between ranks arrive in the product that needs
+    them.
     """
 
     x: Encoder | None

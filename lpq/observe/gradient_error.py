@@ -41,8 +41,9 @@ class OverRanks:
 
 
 class GradientError:
-    """The length of the error of gradients over the length of the exact gradients. Of several replays, each of a batch
-    of its own, the mean gradients count: noise of random bits averages out, and what stays is the bias."""
+    """The length of the error of gradients over the length of the exact gradients. Where there are several replays,
+    each of a batch of its own, the mean gradients count: noise of random bits averages out, and the bias
+    stays."""
 
     def __init__(self, ranks: OverRanks, replays: Sequence[Replay], exact: Parts) -> None:
         """``exact``: the recipes with which there is no error."""

@@ -46,7 +46,7 @@ class Job(NamedTuple):
     """One wanted operand of matrices of one shape, which are contiguous and not empty."""
 
     shape: tuple[int, int]
-    """The shape of the operand: that of the matrix, or of its transpose."""
+    """The shape of the operand: the matrix's, or its transpose's."""
     dtype: torch.dtype
     """The dtype of the matrix."""
     device: torch.device
@@ -77,10 +77,10 @@ class Made(NamedTuple):
 
 
 Make = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None, Sequence[Tensor] | None], Made]
-"""``make(stats, found, seed, into)``, on the current device. ``stats``: those statistics of the operand that are given,
+"""``make(stats, found, seed, into)``, on the current device. ``stats``: the statistics of the operand that are given,
 contiguous. ``found``: statistics that were measured before, if they were needed. ``into``: the buffers, where they
-exist already. These are those of sections, each of which has an amax and a seed; for an operand that is decoded, its
-matrix alone."""
+exist already: buffers of sections, each of which has an amax and a seed; for an operand that is decoded, its matrix
+alone."""
 Look = Callable[[int], tuple[Tensor, Tensor | None]]
 """``look(x)``, of an address: the statistics for one operand and, if wanted, the amax of the matrix."""
 Finder = Callable[[SectionedMatrix, "Direction", bool, bool], tuple[Find, bool]]

@@ -124,8 +124,8 @@ class BindExact(Protocol):
     """The ``bind`` of a kernel for ``exact``."""
 
     def __call__(self, operand: Operand, device: torch.device, /) -> BoundExact | ToExact | None:
-        """Decide all but the buffers; None: ``impl`` is called. Of a ``BoundExact``, which names its form, products are
-        bound without a check of each operand."""
+        """Decide all but the buffers; None: ``impl`` is called. A ``BoundExact`` names its form, and so its products
+        are bound without a check of each operand."""
 
 
 class Tile(Protocol[Q]):

@@ -59,7 +59,7 @@ def bind_producer(source: Source, outputs: Sequence[Output], group: str = "") ->
     """Choose and bind the kernel that computes all outputs, and encodes those whose formats have sides for it. An
     encoder encodes the others. Where no kernel computes them, the source's definition does.
 
-    Of parts that the ranks of ``group`` have, the statistics that span ranks are measured and reduced before, in one
+    Where the ranks of ``group`` have parts, the statistics that span ranks are measured and reduced before, in one
     collective; the source computes once to be measured and once to be encoded."""
     if len(outputs) != source.outputs:
         raise ValueError(f"{source.name} has {source.outputs} outputs, and {len(outputs)} are described")

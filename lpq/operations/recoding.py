@@ -1,8 +1,8 @@
 """Column operands that are made of row operands, by one kernel: the values of the codes are encoded as they are read.
 
 A format says how its codes are read, by a kernel for ``reader``, and how a column operand is made tile by tile, by one
-for ``tile``. Any two such formats go together, if the second needs no statistic beforehand. The bytes are those of the
-decoded row operand's column operand.
+for ``tile``. Any two such formats go together, if the second needs no statistic beforehand. Encoding the
+decoded row operand gives the same bytes.
 """
 
 from __future__ import annotations

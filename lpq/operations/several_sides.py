@@ -36,8 +36,8 @@ def bind_side(
     side: TileSide, direction: Direction, shapes: Sequence[Shape | tuple[int, int]], dtype: torch.dtype,
     device: torch.device,
 ) -> EncodeSeveral:  # fmt: skip
-    """Bind this side of matrices of these shapes, which are rounded to ``dtype``. Of their statistics the first must be
-    given if the side needs it, and no other."""
+    """Bind this side of matrices of these shapes, which are rounded to ``dtype``. The first of their statistics must
+    be given if the side needs it, and no other."""
     shape, of_row = side.shape, direction == "row"
     if of_row:  # a smaller tile holds more of them at a time; tall ones are for what is written along columns
         shape = min(shape, SQUARE)

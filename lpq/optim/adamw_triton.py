@@ -58,7 +58,7 @@ def launch_step(
         p: The parameter, in ``rows`` and ``cols``.
         gradient: Its gradient.
         m: The codes and scales of the first moment.
-        root: Those of the root of the second moment.
+        root: The codes and scales of the root of the second moment.
         rows: The rows of the parameter as a matrix.
         cols: Its columns.
         numbers: The seven numbers of the kernel, in their order.

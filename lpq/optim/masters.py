@@ -98,7 +98,7 @@ class MasterWeights(Optimizer):
         self._rounded: set[Tensor] = set()
         """The weights that ``lpq.convert`` rounded, whose masters begin with what these decode to."""
         self._due: set[Tensor] = set()
-        """The weights to encode from their masters. Those of a step that raised remain for the next one."""
+        """The weights to encode from their masters. Weights of a step that raised remain for the next step."""
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._copy_of(p) for p in group["params"]]

@@ -256,7 +256,7 @@ class QuantizedStates(Optimizer):
     def report(self) -> str:
         """Tell which states are stored in which format, and why others are not. It is known after the first step."""
         if not self.state:
-            return "What is stored in a format is known after a step"
+            return "The states that are stored in a format are known after a step"
         lines: list[str] = []
         for name, form in self.forms.items():
             stored = [held for state in self.state.values() if (held := _held(state.get(form.key))) is not None]

@@ -85,7 +85,7 @@ TABLE = {
             impl="MakeStoredTile", reference=False,
         ),
         Operation(
-            name="remember", meaning="the statistics of a step, joined to those of past steps",
+            name="remember", meaning="the statistics of a step, joined to the statistics of past steps",
             impl="Remember", bind="BindRemember", needs="moves",
         ),
         Operation(

@@ -57,7 +57,7 @@ class Registry:
         self.lock = threading.RLock()
 
     def _look_again(self) -> None:
-        """Take in what was installed since, and try plugins again that could not be used. What is loaded stays."""
+        """Take in newly installed packages, and try plugins again that could not be used. Loaded plugins stay."""
         if (places := _places()) == self._places:
             return
         self._places = places

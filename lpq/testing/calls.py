@@ -111,10 +111,13 @@ def _of_quantize(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> Ite
     yield "no statistics given", (x, (), row, col, unneeded, 0, False)
     yield "its statistics asked for", (x, [None] * len(own), row, col, unneeded, 16, True)
     if own:
-        yield "those of another matrix given", (x, _views(others), row, col, unneeded, 32, False)
-        yield "those of another given, its own asked for", (x, _views(others), row, col, unneeded, 0, True)
+        yield "another matrix's statistics given", (x, _views(others), row, col, unneeded, 32, False)
+        yield "another matrix's given, its own asked for", (x, _views(others), row, col, unneeded, 0, True)
     if len(own) > 1:
-        yield "one of another given", (x, [*_views(others[:1]), *[None] * (len(own) - 1)], row, col, unneeded, 0, False)
+        yield (
+            "one of another matrix's given",
+            (x, [*_views(others[:1]), *[None] * (len(own) - 1)], row, col, unneeded, 0, False),
+        )
 
 
 def _views(stats: Sequence[Tensor]) -> list[Tensor]:

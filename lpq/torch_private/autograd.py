@@ -28,7 +28,7 @@ runs_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_ch
 
 at_the_end_of_backward: Callable[[Callable[[], None]], None]
 at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
-"""Have a function called when the backward that runs now has made all gradients. What it raises backward raises."""
+"""Have a function called when the backward that runs now has made all gradients. Backward raises its errors."""
 
 
 hooks_that_save: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)

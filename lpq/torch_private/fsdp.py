@@ -117,7 +117,7 @@ class Site:
 
     @property
     def stays(self) -> bool:
-        """Whether the parameter stays gathered from forward to backward. FSDP2 decides that of the outermost module in
+        """Whether the parameter stays gathered from forward to backward. FSDP2 decides it for the outermost module in
         its first forward, unless ``reshard_after_forward`` is given: then it stays."""
         return self._root or not self._group._reshard_after_forward
 

@@ -99,7 +99,7 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
         shutil.rmtree(config.unfinished, ignore_errors=True)
     missing = sum(not job.curve.exists() for job in jobs)
     if failed:
-        raise TrainError("; ".join(failed) + ". What ended is kept, and the same command does the rest")
+        raise TrainError("; ".join(failed) + ". Trainings that ended are kept, and the same command does the rest")
     if interrupt.signum is not None:
         raise Stopped(f"stopped: {missing} trainings are left, and the same command goes on", interrupt.signum)
     if missing:
@@ -113,7 +113,7 @@ def _refuse_other_policies(done: Sequence[Training], jobs: Sequence[TrainingJob]
         source = wanted.get(training.title)
         if source is not None and lpq.policy(source).to_toml() != training.policy:
             raise TrainError(
-                f"{training.title} is another recipe than that of the trainings that are there: give it another name, "
+                f"{training.title} is another recipe than the trainings that are there have: give it another name, "
                 f"or another directory with --out. Theirs is:\n{training.policy}"
             )
 
@@ -237,7 +237,7 @@ def _bars(jobs: Sequence[TrainingJob], console: Console) -> Iterator[Bar]:
 
 
 def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> None:
-    """Do one training, or the rest of it. What it leaves is its curve, or a checkpoint if ``stop`` ended it."""
+    """Do one training, or the rest of it. It leaves its curve, or a checkpoint if ``stop`` ended it."""
     config = job.config
     device, directory = pick_device(config.device), Path(str(config.out))
     if device.type == "cuda":

@@ -331,7 +331,7 @@ UNFIT: dict[str, tuple[str, Any, str, str]] = {
     ),
     "scales": (
         "compressed-tensors", "fp8-block",
-        r"its scales are no powers of two, as those of fp8\(scaling=block, block=128x128\)",
+        r"its scales are no powers of two, as the scales of fp8\(scaling=block, block=128x128\)",
         "fp8(scaling=block, pow2=false, block=128x128)",
     ),
     "rows": ("rows", "nvfp4", r"q_proj: its rows have scales of their own, and nvfp4\(block=16x16\)", "nvfp4"),

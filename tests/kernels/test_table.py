@@ -252,7 +252,7 @@ def test_a_gpu_that_nvrtc_does_not_know_is_left_to_others(nvrtc: Nvrtc) -> None:
     choice = choose("decode", ("mxfp8",), torch.device("cuda", 1))
     assert choice.backend == "triton"
     ((_, reason),) = choice.rejected
-    assert "is that of CUDA 13.0 and compiles nothing for compute capability 12.1: install a newer one" in reason
+    assert "is of CUDA 13.0 and compiles nothing for compute capability 12.1: install a newer one" in reason
     nvrtc.known = [*nvrtc.known, 121]
     refresh()
     assert choose("decode", ("mxfp8",), torch.device("cuda", 1)).backend == "cuda"

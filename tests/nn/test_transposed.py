@@ -107,7 +107,9 @@ def test_it_follows_a_policy_and_high_precision_is_its_own() -> None:
 
 
 def test_what_it_does_in_another_way_is_said() -> None:
-    with pytest.raises(ValueError, match=r"accumulate='grad' is for weights of \[out, in\], and that of 0 \(Conv1D\)"):
+    with pytest.raises(
+        ValueError, match=r"accumulate='grad' is for weights of \[out, in\], and the weight of 0 \(Conv1D\)"
+    ):
         conv(accumulate="grad")
     for weights in ("high_precision", "quantized"):
         model = conv(weights=weights)

@@ -133,7 +133,7 @@ def forgetful_quantize(*arguments: Any) -> list[Tensor]:
     return quantize_reference(*arguments[:-1], False)
 
 
-@wrong("quantize", "those of another matrix given, output * elements differ")
+@wrong("quantize", "another matrix's statistics given, output * elements differ")
 def deaf_quantize(x: Tensor, stats: Any, *rest: Any) -> list[Tensor]:
     """Measures for itself, whatever it is given."""
     return quantize_reference(x, [None] * len(stats), *rest)

@@ -78,7 +78,7 @@ class AnyRotation(Rotation):
         return 0
 
 
-@found_by("test_products_are_those_of_decoded_operands", "(flip=true) is off by *: the product of the values that dec")
+@found_by("test_products_are_those_of_decoded_operands", "(flip=true) is off by *: the values that dec")
 class EqualsAny(Pairs):
     """Its rotation says that it is any other one."""
 

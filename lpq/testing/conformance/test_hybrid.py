@@ -63,7 +63,7 @@ def test_pairs_train(family: Family, partner: str) -> None:
         losses = train(layer)
         assert losses[-1] < 0.7 * losses[0], (
             f"{forward} forward, {backward} backward: the loss of a linear task went from {losses[0]:.3f} to "
-            f"{losses[-1]:.3f}; it must fall below 0.7 of the first: compare y, dx and dw with those of fp32"
+            f"{losses[-1]:.3f}; it must fall below 0.7 of the first: compare y, dx and dw with y, dx and dw in fp32"
         )
 
 

@@ -97,7 +97,7 @@ def test_it_trains(quantizer: Quantizer) -> None:
     losses = train(Linear(K, N, recipe=recipe_of(quantizer)))
     assert losses[-1] < 0.6 * losses[0], (
         f"{quantizer}: the loss of a linear task went from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} "
-        "steps; it must fall below 0.6 of the first: compare y, dx and dw with those of fp32"
+        "steps; it must fall below 0.6 of the first: compare y, dx and dw with y, dx and dw in fp32"
     )
 
 

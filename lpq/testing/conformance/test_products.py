@@ -43,7 +43,7 @@ def test_products_are_those_of_decoded_operands(family: Family) -> None:
 def _remedy(a: Quantizer, b: Quantizer) -> str:
     if a.basis != b.basis:
         return "undo rotations that are not equal in kernels for gemm"
-    return "the product of the values that decode_stored returns must be that of the matrices"
+    return "the values that decode_stored returns must have the product of the matrices"
 
 
 def _multiplied(family: Family) -> Iterator[Quantizer]:

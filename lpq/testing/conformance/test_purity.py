@@ -23,7 +23,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "a NaN": lambda x: _with(x, torch.nan),
     "an infinity": lambda x: _with(x, torch.inf),
 }
-"""Matrices that a format may treat in its own way, beside those of the table."""
+"""Matrices that a format may treat in its own way, beside the table's matrices."""
 
 
 def _with(x: Tensor, value: float) -> Tensor:

@@ -140,4 +140,4 @@ def test_compile_without_a_break(family: Family) -> None:
     names = [f"{quantizer}: the {direction} operand" for quantizer, direction in ways.values()]
     for given, how in ((x, "compiled"), (other, "compiled for another shape")):
         for name, traced, eager in zip(names, compiled(given), round_trips(given), strict=True):
-            same(traced, eager, f"{name} of {list(given.shape)}, {how}, beside that of eager execution")
+            same(traced, eager, f"{name} of {list(given.shape)}, {how}, beside eager execution")

@@ -83,7 +83,7 @@ def _scheme(layout: str, title: str, quantizer: str, scale: Part, config: Mappin
     def read(quantizer: FP8Quantizer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         weight, found = parts
         if quantizer.pow2_scales and not bool((torch.frexp(found).mantissa == 0.5).all()):
-            raise ValueError(f"its scales are no powers of two, as those of {quantizer} are")
+            raise ValueError(f"its scales are no powers of two, as the scales of {quantizer} are")
         return weight, found.reshape(quantizer.layout[1].grid(*weight.shape))
 
     return Scheme(

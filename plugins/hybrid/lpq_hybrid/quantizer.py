@@ -38,7 +38,7 @@ class HybridQuantizer(Quantizer):
 
     def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
         row, col = self.row.frozen(search, static=static), self.col
-        if self.col_source == "original":  # else its statistics are those of the decoded row operand
+        if self.col_source == "original":  # else it has the statistics of the decoded row operand
             col = col.frozen(search, static=static)
         same = (row, col) == (self.row, self.col)
         return self if same else HybridQuantizer(row=row, col=col, col_source=self.col_source).ready()

@@ -17,7 +17,7 @@ ALIGNED = 16
 
 
 def why_not(a: MXFP8Quantizer, b: MXFP8Quantizer) -> str | None:
-    """Whatever the scales are, the elements must be some that are multiplied together."""
+    """Say why no hardware multiplies elements of these two; the scales do not matter."""
     if a.dtype == b.dtype == "e5m2":
         return "no hardware multiplies E5M2 by E5M2: let one operand be E4M3"
     return None
