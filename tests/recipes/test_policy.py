@@ -474,7 +474,7 @@ def test_nvfp4_rl_leaves_attention_as_it_is() -> None:
 
 HIGH = {
     "nvfp4-pretrain": [*range(17)], "nvfp4-late-switch": [*range(20)], "fp8-current-edges-bf16": [*range(1, 19)],
-    "nvfp4-rl": [*range(2, 16)],
+    "nvfp4-last-blocks": [*range(17)], "nvfp4-rl": [*range(2, 16)],
 }  # fmt: skip
 """The blocks of 20 that are quantized."""
 
@@ -486,6 +486,10 @@ def test_the_forward_of_nvfp4_pretrain_ends_before_the_run() -> None:
     assert late is not None
     assert late.fprop == lpq.recipe("mxfp8").fprop
     assert late.dy == lpq.recipe("nvfp4-eden").dy
-    schedule = lpq.policy("nvfp4-late-switch").placed(["layers.0.up"]).schedule("layers.0.up", 1000)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-late-switch", "nvfp4-last-blocks"])
+def test_a_policy_in_nvfp4_whose_forward_ends_in_bf16(name: str) -> None:
+    schedule = lpq.policy(name).placed(["layers.0.up", "layers.9.up"]).schedule("layers.0.up", 1000)
     assert schedule.at(819) == lpq.recipe("nvfp4")
     assert schedule.at(820) == lpq.recipe("fprop=bf16, dgrad=nvfp4, wgrad=nvfp4")
