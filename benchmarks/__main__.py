@@ -159,6 +159,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
     parser.add_argument("--fused", action="store_true", help="with llama: lpq also with fused blocks, not compiled")
+    parser.add_argument(
+        "--recorded", action="store_true", help="with llama: each also with its whole step recorded in a CUDA graph"
+    )
     parser.add_argument("--liger", action="store_true", help="with llama: all have Liger's rotary positions and loss")
     parser.add_argument("--layout", action="append", help="with layouts: one whose name begins so; may be repeated")
     parser.add_argument("--mixture", choices=sorted(filter(None, shapes.SHARED)), help="with layouts: has experts")
@@ -269,7 +272,7 @@ def _measure(part: str, options: argparse.Namespace, before: rows.Row | None = N
     if part == "llama":
         sharded = environment.by_torchrun()
         recipes = tuple(options.recipe or contenders.MODELS)
-        everyone = contenders.of_models(recipes, not options.no_compile, sharded, options.fused)
+        everyone = contenders.of_models(recipes, not options.no_compile, sharded, options.fused, options.recorded)
         everyone = contenders.chosen(everyone, options.only, options.leave_out)
         with stack.group() if sharded else nullcontext():
             yield from huggingface.measure(

@@ -36,6 +36,8 @@ GATHERED_IN_BF16 = ", gathered in bf16"
 """Ends the recipe of a sharded model whose weights are not gathered quantized."""
 FUSED = ", fused"
 """Ends the recipe of a model whose blocks are fused."""
+RECORDED = ", recorded"
+"""Ends the recipe of a model whose whole step is recorded in a CUDA graph."""
 PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
 """Other libraries, and what one imports of them."""
 KINDS = {
@@ -66,10 +68,15 @@ def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list
 
 
 def of_models(
-    recipes: tuple[str, ...] = MODELS, compiled: bool = True, sharded: bool = False, fused: bool = False
+    recipes: tuple[str, ...] = MODELS,
+    compiled: bool = True,
+    sharded: bool = False,
+    fused: bool = False,
+    recorded: bool = False,
 ) -> list[Contender]:
     """All that can run a whole model of Hugging Face's, without and with ``torch.compile``; of one that is sharded lpq
-    gathers the weights in bf16, and quantized. ``fused``: lpq's without ``torch.compile`` also with fused blocks."""
+    gathers the weights in bf16, and quantized. ``fused``: lpq's without ``torch.compile`` also with fused blocks.
+    ``recorded``: each once more, its whole step recorded in a CUDA graph."""
     others = [
         one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
     ]
@@ -78,7 +85,8 @@ def of_models(
         lpq_ = partial(by_recipes, recipes, compiled and not ending, fuse=bool(ending))
         made += _ending(f"{ending}{GATHERED_IN_BF16 if sharded else ''}", lpq_())
         made += _ending(ending, lpq_(weights="high_precision")) if sharded else []
-    return made
+    again = [replace(one, recorded=True) for one in made] if recorded else []
+    return [*made, *_ending(RECORDED, again)]
 
 
 def _ending(ending: str, everyone: Iterable[Contender]) -> list[Contender]:
@@ -136,7 +144,7 @@ def compile_afresh() -> None:
 
 def training_step(contender: Contender, model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A step of training by fused AdamW, which returns its loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=contender.recorded)
 
     def step() -> Tensor:
         loss = loss_of()

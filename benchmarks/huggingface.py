@@ -35,7 +35,7 @@ from benchmarks.profiles import functions, spent
 from benchmarks.rows import Row, Task, one_by_one
 from benchmarks.shapes import Decoder
 from benchmarks.stack import Failed, begun, gathered_in, meeting, timed, together
-from benchmarks.timing import launching
+from benchmarks.timing import launching, recorded
 from lpq.bench.contenders import Contender
 
 PROFILED = 10
@@ -99,6 +99,7 @@ def _of(
             host, gpu = (launching(step, few) * 1e3, spent(step)) if on_gpu else (None, None)
             gathered = gathered_in(step, contender) if peers is not None else None
             found = functions(step, steps=PROFILED, warm=1, order="tottime") if profile else ""
+        peak = None if contender.recorded else peak  # a graph has its memory, which is not allocated anew
         speed = shape.tokens / timing.median
         result |= {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
         result |= {"host_ms": host, "gathered_bytes": gathered}
@@ -110,9 +111,11 @@ def _of(
         result |= {"peak_bytes": None, "failure": str(error)}
     said = result["failure"] or f"{result['tokens_per_second']:,.0f} tokens/s"
     if result.get("host_ms"):
-        best, peak = shape.tokens / result["fastest_ms"] * 1e3, result["peak_bytes"] / 2**30
+        best = shape.tokens / result["fastest_ms"] * 1e3
         said += f" (best {best:,.0f}), {result['ms']:.0f} ms, host {result['host_ms']:.0f}, GPU {result['gpu_ms']:.0f}"
-        said += f" (only sends {result['sending_ms']:.0f}, idle {result['idle_ms']:.0f}), {peak:.1f} GiB"
+        said += f" (only sends {result['sending_ms']:.0f}, idle {result['idle_ms']:.0f})"
+    if result["peak_bytes"]:
+        said += f", {result['peak_bytes'] / 2**30:.1f} GiB"
     if result.get("graph_breaks"):
         said += f", {result['graph_breaks']} graph breaks"
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -123,7 +126,8 @@ def _of(
 def _step(contender: Contender, shape: Decoder, checkpointing: str, device: torch.device) -> Callable[[], Tensor]:
     """A step of training, which returns its loss."""
     model = made(contender, shape, checkpointing, device)
-    return training_step(contender, model, loss_of(model, shape, device))
+    step = training_step(contender, model, loss_of(model, shape, device))
+    return recorded(step) if contender.recorded else step
 
 
 def loss_of(model: nn.Module, shape: Decoder, device: torch.device) -> Callable[[], Tensor]:
@@ -143,8 +147,10 @@ def made(contender: Contender, shape: Decoder, checkpointing: str, device: torch
     ranks, and allocated."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, masking_utils
 
-    # No sequence is packed here. To see that, each step would wait for the GPU.
+    # No sequence is packed here. To see that, each step would wait for the GPU. And no mask is made, nor while a CUDA
+    # graph is recorded: attention is causal.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    vars(masking_utils)["is_tracing"] = lambda *_: False
     mesh = init_device_mesh(device.type, (ranks(),)) if dist.is_initialized() else None  # before what may fail in one
     of_experts: dict[str, Any] = {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
     kinds: tuple[Any, Any] = (MixtralForCausalLM, MixtralConfig) if shape.experts else (LlamaForCausalLM, LlamaConfig)

@@ -33,6 +33,8 @@ class Contender:
     """The function that its users call after each step of the optimizer."""
     mode: str | None = None
     """How a layer is compiled, if it is; None: as torch.compile does by default."""
+    recorded: bool = False
+    """Whether a whole step of training is recorded in a CUDA graph, by a program that can."""
 
     @property
     def name(self) -> str:

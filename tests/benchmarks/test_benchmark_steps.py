@@ -183,6 +183,15 @@ def test_a_model_of_experts_is_trained_with_fused_blocks() -> None:
     assert plain != apart == fused
 
 
+def test_whole_steps_are_recorded_beside_those_that_are_not() -> None:
+    everyone = contenders.of_models(("mxfp8",), sharded=True, recorded=True)
+    ours = [one for one in everyone if one.library in ("torch", "lpq")]
+    plain, again = ours[: len(ours) // 2], ours[len(ours) // 2 :]
+    assert [one.name for one in plain] == [one.name.replace(", recorded", "") for one in again]
+    assert not any(one.recorded for one in plain)
+    assert all(one.recorded and ", recorded" in one.name for one in again)
+
+
 def test_a_policy_that_changes_in_a_run_is_measured_as_the_run_begins() -> None:
     (one,) = by_recipes(("nvfp4-pretrain",))
     layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(8))

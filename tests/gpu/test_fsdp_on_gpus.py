@@ -9,6 +9,7 @@ import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from support.comparing import copy_bytes, equal_states
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from operands import gathered
 from ranks import spawn
-from sharded import W8, How, batch, built, give_gradients, same_parts, step, train, whole
+from sharded import W8, How, batch, built, give_gradients, optimizer_for, same_parts, step, train, whole
 from test_bytes import every_collective_of_a_step
 from test_failures import MISHAPS, Mishap, Run
 from test_fsdp import RECIPES
@@ -91,6 +92,61 @@ def _compiled(rank: int, device: str) -> None:
         for recipe in ("fp8-current", "nvfp4"):
             how = How(recipe, compile=True, device=device, vectors=False, **way)
             _same(replace(how, weights=None), how)
+
+
+# ---------------------------------------------------------------------------------- recorded in a CUDA graph
+
+
+def _recorded(rank: int, device: str) -> None:
+    """A whole step, gathers and optimizer with it, as docs/sharding.md records it."""
+    for weights in (None, "high_precision"):
+        for recipe in ("fp8-current", "fp8-delayed", "mxfp8", "nvfp4"):
+            for compiled in (False, True):
+                how = How(
+                    recipe, weights=weights, mixed=True, vectors=False, compile=compiled, device=device,
+                    optimizer=partial(AdamW, lr=1e-2, fused=True, capturable=True),
+                )  # fmt: skip
+                expected, ours = _steps(how, record=False), _steps(how, record=True)
+                for number, (a, b) in enumerate(zip(ours, expected, strict=True)):
+                    assert torch.equal(a, b), (how, number)
+                assert len({float(loss) for loss in expected[:STEPS]}) == STEPS  # else a graph could repeat itself
+
+
+STEPS, BEFORE = 6, 3
+
+
+def _steps(how: How, record: bool) -> list[torch.Tensor]:
+    """The losses of some steps, each on data of its own, and the weights then; ``record``: all but the first ones are
+    replays."""
+    torch.manual_seed(0)
+    net = built(how)
+    optimizer, x = optimizer_for(how, net), batch(0, how)
+
+    def one() -> torch.Tensor:
+        loss = (net(x) - x.roll(1, 0)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run, losses = one, []
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    for number in range(STEPS):
+        x.copy_(batch(number, how))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            losses.append(run().clone())
+        torch.cuda.current_stream().wait_stream(stream)
+        if record and number == BEFORE - 1:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                loss = one()
+
+            def run(loss: torch.Tensor = loss) -> torch.Tensor:
+                graph.replay()
+                return loss
+
+    torch.cuda.synchronize()
+    return [*losses, *(whole(parameter.detach()) for parameter in net.parameters())]
 
 
 # ---------------------------------------------------------------------------------- as unsharded
@@ -184,7 +240,7 @@ def _the_host_does_not_wait(rank: int, device: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        _trains_alike, _stored_weights_train_alike, _compiled, _stored_as_unsharded, _bytes_and_reductions,
+        _trains_alike, _stored_weights_train_alike, _compiled, _recorded, _stored_as_unsharded, _bytes_and_reductions,
         _the_host_does_not_wait,
     ],
 )  # fmt: skip
