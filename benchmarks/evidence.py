@@ -78,7 +78,7 @@ def _millions(count: int) -> str:
 def closed(found: Sequence[Training]) -> str:
     """Tell how much of the gap of ``nvfp4`` the policies for pretraining close."""
     told = []
-    for title in ("nvfp4-pretrain", "nvfp4-late-switch"):
+    for title in ("nvfp4-pretrain", "nvfp4-last-blocks", "nvfp4-late-switch"):
         part = beside.closed(found, title, "nvfp4")
         if part is not None:
             told.append(f"`{title}` closes {100 * part.share:.0f} % ± {100 * part.error:.0f} %")
