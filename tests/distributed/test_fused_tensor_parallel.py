@@ -218,8 +218,8 @@ def test_compiled_code_computes_the_same_layer_by_layer() -> None:
     with imitated_ranks():
         for fuse in (True, False):
             net = normed("fp8-row", "local", fuse)
-            net.compile(backend="aot_eager")
+            net.compile(backend="eager")  # others have one node for the whole graph
             made, nodes = run(net, True, torch.bfloat16, 1)
-            assert "FusedMLPBackward" not in nodes
+            assert "SiluBackward0" in nodes, nodes  # a block that is one function has none
             found.append(made)
     assert equal(*found)
