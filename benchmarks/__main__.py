@@ -126,7 +126,10 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
         ways.append(f"{model.batch}x{model.sequence}")
     if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
-    told = (("liger", options.liger), ("one-thread", options.one_thread), ("tiny", options.tiny))
+    told = (
+        ("liger", options.liger), ("recorded", options.recorded), ("one-thread", options.one_thread),
+        ("tiny", options.tiny),
+    )  # fmt: skip
     ways += [way for way, on in told if on]
     return "-".join([part, *ways])
 
