@@ -14,6 +14,7 @@ from lpq.calibration.parallel import Peers, is_shared_out, sending_nothing
 from lpq.calibration.reducing import Together
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
+from lpq.distributed.ranks import difference
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.observing import observing
 from lpq.registry.errors import words
@@ -258,9 +259,10 @@ def _heads(facts: Sequence[_Facts]) -> dict[tuple[int, ...], int]:
     for rank, one in enumerate(facts):
         first = heads.setdefault(one.team, rank)
         if facts[first].samples != one.samples:
+            batches = {at: [f"{facts[at].samples or 'no'} samples"] for at in (first, rank)}
             raise CalibrationError(
-                f"the ranks {[*one.team]} share layers under tensor parallelism, and rank {first} has a batch of "
-                f"{facts[first].samples} samples where rank {rank} has {one.samples}: give them the same batches"
+                f"the ranks {[*one.team]} share layers under tensor parallelism and have other batches: "
+                f"{difference(batches)}. Give them the same batches"
             )
     return heads
 

@@ -163,14 +163,17 @@ class Ranks:
         """
         if len({*self.exchange(words("\n".join(facts))).values()}) == 1:
             return
-        known = self.exchange([*facts])
-        first = min(known)
-        other = min(rank for rank in known if known[rank] != known[first])
-        mine, theirs = _lacking(known[first], known[other]), _lacking(known[other], known[first])
-        if mine is theirs is None:
-            mine, theirs = next((a, b) for a, b in zip_longest(known[first], known[other]) if a != b)
-        has = f"rank {first} has [{mine or none}], and rank {other} has [{theirs or none}]"
-        raise self.error(f"{differ}: {has}. {remedy}")
+        raise self.error(f"{differ}: {difference(self.exchange([*facts]), none)}. {remedy}")
+
+
+def difference(facts: Mapping[int, Sequence[str]], none: str = "none") -> str:
+    """Say, of ranks that do not all have the same facts, the first that differs. ``none``: see ``Ranks.equal``."""
+    first = min(facts)
+    other = min(rank for rank in facts if facts[rank] != facts[first])
+    mine, theirs = _lacking(facts[first], facts[other]), _lacking(facts[other], facts[first])
+    if mine is theirs is None:
+        mine, theirs = next((a, b) for a, b in zip_longest(facts[first], facts[other]) if a != b)
+    return f"rank {first} has [{mine or none}], and rank {other} has [{theirs or none}]"
 
 
 def _lacking(facts: Sequence[str], others: Iterable[str]) -> str | None:

@@ -238,7 +238,7 @@ def test_multiplied_in_parts_it_would_differ(rank: int) -> None:
         assert not equal_states(statics(net), statics(expected))
         assert equal_states(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"
     with pytest.raises(
-        CalibrationError, match=r"ranks \[2, 3\] share layers.*rank 2 has a batch of 4 .* rank 3 has 3:"
+        CalibrationError, match=r"ranks \[2, 3\] share layers.*rank 2 has \[4 samples\], and rank 3 has \[3 samples\]"
     ):
         calibrated([batch[: 3 if rank == 3 else 4] for batch in mine])
     net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
