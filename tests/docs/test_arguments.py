@@ -47,6 +47,15 @@ def test_each_parameter_is_explained_in_its_place(path: str) -> None:
     assert unexplained(functions()[path]) == ([], [])
 
 
+def test_a_model_is_the_first_argument() -> None:
+    names = {
+        path: [name for name in inspect.signature(f).parameters if name != "self"] for path, f in functions().items()
+    }
+    with_model = {path: own for path, own in names.items() if "model" in own}
+    assert len(with_model) > 20
+    assert {path: own for path, own in with_model.items() if own[0] != "model"} == {}
+
+
 def test_a_parameter_that_is_not_explained_is_noticed() -> None:
     def silent(x: int) -> None:
         """Do nothing."""

@@ -34,6 +34,15 @@ def test_what_it_says_of_them_stands_in_them() -> None:
                 assert name.rpartition(".")[2] in source, (path, name)
 
 
+@pytest.mark.parametrize("page", ["reading", "design"])
+def test_a_name_beside_a_file_is_defined_there(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    named = re.findall(r"`(\w+)`\s(?:\(|of\s|in\s)`((?:lpq|plugins)/[\w/]+\.py)`", text)
+    assert len(named) > 5
+    defined = r"^ *(?:class |def )?{}\b(?:\(|:| =)"
+    assert [one for one in named if not re.search(defined.format(one[0]), (ROOT / one[1]).read_text(), re.M)] == []
+
+
 def test_the_parts_that_features_hand_in_are_there() -> None:
     rows = re.findall(r"^\| [\w ,()]+ \| `([\w/.]+)` \| `(\w+)` as `(\w+)\.(\w+)` \((\d+)\) \|", PAGE, re.MULTILINE)
     assert len(rows) == 6
