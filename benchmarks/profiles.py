@@ -87,8 +87,10 @@ class Spent:
 
 
 def spent(step: Step, steps: int = 3) -> Spent:
-    """How long the GPU computes, sends and waits in a step, between the first kernel of all steps and the last."""
-    return spent_in(_traced(step, steps), steps)
+    """How long the GPU computes, sends and waits in a step, between the first kernel of these steps and the last. In a
+    step before them ranks meet, which begin their traces one later than the other."""
+    events = sorted(_traced(step, 1 + steps), key=lambda e: float(e["ts"]))  # type: ignore[arg-type]
+    return spent_in(events[len(events) // (1 + steps) :], steps)
 
 
 def spent_in(events: list[dict[str, object]], steps: int) -> Spent:

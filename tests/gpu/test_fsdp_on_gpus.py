@@ -118,6 +118,7 @@ STEPS, BEFORE = 6, 3
 def _steps(how: How, record: bool) -> list[torch.Tensor]:
     """The losses of some steps, each on data of its own, and the weights then; ``record``: all but the first ones are
     replays."""
+    torch.compiler.reset()
     torch.manual_seed(0)
     net = built(how)
     optimizer, x = optimizer_for(how, net), batch(0, how)
