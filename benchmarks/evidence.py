@@ -6,10 +6,13 @@ A folder in benchmarks/results/curves has the files that one ``lpq compare --out
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import lpq
+from benchmarks import widened
 from benchmarks.stored import CHARTS, DOCS, FOLDER
 from lpq.train import beside, gaps, plot, trainings
 from lpq.train.trainings import Training
@@ -98,6 +101,23 @@ def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def within_time(found: Sequence[Training], policy: str) -> str:
+    """List all recipes that come with lpq and whose predicted time is at most that of a searched policy, and all others
+    that were trained: their times, and how much more loss they have than the policy of the same seed."""
+    of = {t.title: t for t in found if not t.baseline}
+    speeds = {title: widened.speedup(t.settings, lpq.policy(tomllib.loads(t.policy))) for title, t in of.items()}
+    settings = of[policy].settings
+    shipped = {name: widened.speedup(settings, recipe) for name, recipe in widened.uniform().items()}
+    fast = {name: speed for name, speed in shipped.items() if speed >= speeds[policy]}
+    cells = {gap.title: gap.cells() for gap in beside.beside([t for t in found if not t.baseline], policy)}
+    rows: list[tuple[str, ...]] = [("recipe", "times as fast as bf16", "loss beside the policy's", "± 95 %", "shown")]
+    rows.append(("---", "---:", "---:", "---:", "---"))
+    for title, speed in sorted({**fast, **speeds}.items(), key=lambda one: -one[1]):
+        told = cells[title][3:6] if title in cells else ("", "", "not trained")
+        rows.append((title, f"{speed:.2f}", *told))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def table(found: Sequence[Training]) -> str:
     """Return the table of the gaps; of trainings that differ in the states of their optimizers, with the bytes of these
     for each weight."""
@@ -117,6 +137,8 @@ OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "beside-nvfp4": partial(beside.markdown, of="nvfp4"),
     "beside": beside_searched,
     "beside-32": partial(beside_searched, policy="searched-32"),
+    "half-way": partial(within_time, policy="searched-5m"),
+    "slower": partial(within_time, policy="searched-5m-slower"),
 }
 """What a marked place may show."""
 

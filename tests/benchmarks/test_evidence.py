@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import evidence
+import lpq
+from benchmarks import evidence, widened
 from lpq.train import gaps
 
 FOUND = evidence.read()
@@ -46,3 +47,27 @@ def test_a_figure_has_every_recipe(name: str) -> None:
 def test_a_mark_without_curves_stays(tmp_path: Path) -> None:
     page = "<!-- curves: none table -->\nkept\n<!-- end -->\n"
     assert evidence.filled(page, FOUND) == page
+
+
+def test_a_searched_policy_is_beside_every_recipe_that_is_as_fast() -> None:
+    """Those that were not trained are told, so that a policy cannot win by what it was compared with."""
+    rows = [
+        row.strip("| ").split(" | ") for row in evidence.within_time(FOUND["searched"], "searched").splitlines()[2:]
+    ]
+    told = {row[0]: row[-1].strip("| ") for row in rows}
+    assert {"nvfp4", "nvfp4-eden", "nvfp4-eden-delayed", "nvfp4-four-over-six"} == {
+        title for title, shown in told.items() if shown == "not trained"
+    }
+    assert {t.title for t in FOUND["searched"] if not t.baseline} <= {*told}
+    assert not {"mxfp8", "fp8-current", "bf16"} & {*told}, "they are slower"
+    speeds = [float(row[1]) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_times_of_a_policy_are_those_of_its_layers() -> None:
+    layers = widened.sizes(layers=2, heads=2, width=64)
+    assert {size.inputs for size in layers.values()} == {widened.WIDTH, 4 * widened.WIDTH}
+    half = lpq.policy({"rules": [{"match": "blocks.0.*", "recipe": "nvfp4"}, {"match": "*", "recipe": "mxfp8"}]})
+    nvfp4, mxfp8 = (widened.whole(layers, lpq.policy(name)) for name in ("nvfp4", "mxfp8"))
+    assert widened.whole(layers, half) == pytest.approx((nvfp4 + mxfp8) / 2)
+    assert nvfp4 < mxfp8 < widened.whole(layers, None)
