@@ -25,6 +25,7 @@ from lpq.formats.declarations import TURN, check_declared, check_side, why_no_pa
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
 from lpq.formats.rotation import Rotation
+from lpq.registry.specs import INT64_COUNTS
 
 if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
@@ -202,6 +203,12 @@ class Quantizer(Options):
         return self.basis.apply(x, bits.turn if self.basis.drawn and bits is not None else None)
 
     @cached_property
+    def counts_in_fp32(self) -> tuple[str, ...]:
+        """The counts that the format measures in fp32 and wants back so, as plugins of interface 1 do."""
+        counts = tuple(stat.name for stat in self.stats if stat.reduce == "sum")
+        return counts if counts and registry.format_of(type(self)).api_version < INT64_COUNTS else ()
+
+    @cached_property
     def storage(self) -> type[Storage]:
         """The storage class of the format."""
         storage: type[Storage] = registry.storage_class(registry.format_of(type(self)).name)
@@ -249,7 +256,8 @@ class Quantizer(Options):
         for direction in get_args(Direction):
             side = self.side(direction)
             check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
-            _ = side.names, side._uncut, side.basis, [getattr(side, name) for name in side.declarations]
+            _ = side.names, side._uncut, side.basis, side.counts_in_fp32
+            _ = [getattr(side, name) for name in side.declarations]
             check_side(self, side, direction, Quantizer, Storage)
 
 

@@ -23,6 +23,7 @@ from lpq.kernels.errors import KernelError, UnknownBackend
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
 from lpq.registry.operations import TABLE
+from lpq.registry.specs import INT64_COUNTS
 
 BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
@@ -194,6 +195,9 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.devi
             return refused
     if kernel.op == "transpose" and not quantizers[0].transposable:
         return f"{quantizers[0]} is not transposable"
+    counts = kernel.op in ("measure", "quantize") and any(stat.reduce == "sum" for q in quantizers for stat in q.stats)
+    if counts and kernel.api_version < INT64_COUNTS:
+        return "is of plugin interface 1, in which counts are in fp32; they are int64 since interface 2"
     if kernel.why_not is not None:
         with _current(device):  # the only device that it can inspect
             reason: str | None = registry.resolve(kernel.why_not)(*quantizers)

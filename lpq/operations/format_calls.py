@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 Shape = tuple[int, int]
 Fault = tuple[str, str]
 """The fault, and its remedy."""
+FP32_COUNTS = 2**24
+"""The greatest number up to which fp32 has all integers."""
 AS_DECLARED = "return it as declared, or declare what is returned"
+OF_COUNTS = ". A count is an int64 tensor since plugin interface 2, and in fp32 where the spec has api_version=1"
 
 
 def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
@@ -40,11 +43,14 @@ def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
 def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tensor]) -> list[Tensor]:
     """The given statistics of round 1, and those that the format's ``measure_again`` finds with them, in the order of
     ``stats``."""
-    found = quantizer.measure_again(quantizer.rotated(x), first) or {}
+    wanted = _handed_back(quantizer, first) if quantizer.counts_in_fp32 else first
+    found = quantizer.measure_again(quantizer.rotated(x), wanted) or {}
     return _measured(quantizer, "measure_again", x, {**first, **found})
 
 
 def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, Tensor]) -> list[Tensor]:
+    if quantizer.counts_in_fp32:
+        found = _counted(quantizer, method, x, found)
     try:
         measured = [found[stat.name] for stat in quantizer.stats]
     except KeyError as error:
@@ -53,6 +59,19 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, 
         of, fault = _unfit_stats(quantizer, method, found, x)
         _check(quantizer, of, x, fault)
     return measured
+
+
+def _counted(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The statistics of a format of interface 1, with its counts, which are in fp32, in int64."""
+    if x.numel() > FP32_COUNTS:
+        cause = f"counts in fp32, as in plugin interface 1, exact up to 2^24 elements, and these are {x.numel():,}"
+        raise _fault(quantizer, method, cause, "count in int64, and write api_version=2 in the spec")
+    return {n: t.to(torch.int64) if n in quantizer.counts_in_fp32 else t for n, t in found.items()}
+
+
+def _handed_back(quantizer: Quantizer, stats: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Statistics as the format wants them: counts in fp32 where it is of interface 1."""
+    return {n: t.to(torch.float32) if n in quantizer.counts_in_fp32 else t for n, t in stats.items()}
 
 
 def recalling(
@@ -85,6 +104,8 @@ def recalling(
 
 def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
     """The operand that the format's ``encode`` makes of a matrix, or, with random bits, ``encode_stochastic``."""
+    if quantizer.counts_in_fp32:
+        stats = _handed_back(quantizer, stats)
     method = "encode" if bits is None else "encode_stochastic"
     own = quantizer.rotated(x, bits)
     made = quantizer.encode(own, stats) if bits is None else quantizer.encode_stochastic(own, stats, bits)
@@ -163,8 +184,8 @@ def _unfit_stats(quantizer: Quantizer, method: str, found: Mapping[str, Tensor],
         fault = _unfit(found[stat.name], stat, stat.dtype, shape, x)
         if fault:
             wanted = _declared(stat, stat.dtype, shape)
-            count = ". A count is an int64 tensor since plugin interface 2" if stat.reduce == "sum" else ""
-            return of, (f"returned {stat.name} {fault}; {name}.stats declares {wanted}", f"{AS_DECLARED}{count}")
+            remedy = AS_DECLARED + (OF_COUNTS if stat.reduce == "sum" else "")
+            return of, (f"returned {stat.name} {fault}; {name}.stats declares {wanted}", remedy)
         if _can_be_read(x) and bool((found[stat.name] < 0).any()):
             cause = f"returned {stat.name} below 0, and ranks combine the bits of statistics, which order so from 0 on"
             return of, (cause, "for a least value measure the largest of -x, at least 0")

@@ -65,6 +65,21 @@ class Floats(CountedQuantizer):
         return {name: value.float() for name, value in super().measure(x).items()}
 
 
+class Old(CountedQuantizer):
+    """It counts in fp32, and wants fp32 back, as plugins of interface 1 do."""
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in super().measure(x).items()}
+
+    def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert stats["nonzero"].dtype == torch.float32
+        return {name: value.float() for name, value in super().measure_again(x, stats).items()}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        assert {value.dtype for value in stats.values()} == {torch.float32}
+        return super().encode(x, stats)
+
+
 class Below(CountedQuantizer):
     """Wrongly has the least element for a statistic."""
 
@@ -113,3 +128,4 @@ register = Plugin(
         **{f"counted_{name}": f"{kind} CountedStorage" for name, kind in KINDS.items()},
     },
 ).register
+register_old = Plugin(__name__, "oldcounts", {"oldcounts": "Old CountedStorage"}, api_version=1).register

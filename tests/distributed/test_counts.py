@@ -18,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import lpq
 from lpq.core import remember
 from lpq.distributed.shardability import why_not
+from lpq.kernels import table
 from lpq.operations import reduce_statistics
-from lpq.registry import PluginError
+from lpq.operations.measuring import measure
+from lpq.registry import KernelSpec, PluginError
 
 ROWS, COLS, RANKS = 64, 48, 2
 
@@ -149,6 +151,64 @@ def test_statistics_that_ranks_cannot_combine_are_refused(name: str, words: str)
     counted_format.register()
     with pytest.raises(PluginError, match=words):
         lpq.quantizer(f"counted_{name}").quantize(torch.randn(32, 32))
+
+
+LARGE = (4096, 4096)
+"""The elements are as many as fp32 can count."""
+
+
+def _large() -> Tensor:
+    """Few elements of all are above half the largest, and of those of the first rank there are more than a few."""
+    x = torch.full(LARGE, 0.4)
+    x[:60] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@on_ranks(RANKS)
+def test_counts_of_plugin_interface_1_are_those_of_one_process(rank: int, reduced: bool) -> None:
+    counted_format.register_old()
+    whole = lpq.quantizer("oldcounts").quantize(_large())
+    assert whole.row.scale == 0.5 / 127 * torch.ones(())
+    size = LARGE[0] // RANKS
+    shard = lpq.quantizer("oldcounts").quantize(torch.ones(size, LARGE[1]), amax_group=dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        if not reduced:
+            patch.setattr(reduce_statistics, "reduce_sum", lambda values, group: list(values))
+        shard.copy_(_own(_large()))
+    assert equal_states(parts(shard), parts(whole[rank * size : rank * size + size])) is reduced
+    if rank == 0:
+        assert (shard.row.scale.item() == whole.row.scale.item()) is reduced
+
+
+def test_counts_of_plugin_interface_1_are_integers_outside_of_the_plugin() -> None:
+    counted_format.register()
+    counted_format.register_old()
+    x = torch.randn(64, 96)
+    old, new = lpq.quantizer("oldcounts"), lpq.quantizer("counted")
+    assert [t.dtype for t in measure(x, old, None)] == [torch.float32, torch.int64, torch.int64]
+    assert all(map(torch.equal, measure(x, old, None), measure(x, new, None)))
+    assert equal_states(parts(old.quantize(x)), parts(new.quantize(x)))
+
+
+def test_more_elements_than_plugin_interface_1_can_count_are_refused() -> None:
+    counted_format.register_old()
+    with pytest.raises(PluginError, match=r"counts in fp32.*up to 2\^24 elements, and these are 16,781,312.*int64"):
+        lpq.quantizer("oldcounts").quantize(torch.ones(4097, 4096))
+
+
+def test_a_kernel_of_plugin_interface_1_measures_no_counts() -> None:
+    counted_format.register()
+    counted, cpu = lpq.quantizer("counted"), torch.device("cpu")
+    for op, format, version, refused in (
+        ("measure", counted, 1, True),
+        ("measure", counted, 2, False),
+        ("decode", counted, 1, False),
+        ("measure", lpq.quantizer("nvfp4"), 1, False),
+    ):
+        kernel = KernelSpec(op=op, impl="any:any", backend="torch", device="cpu", api_version=version)
+        reason = table.why_not(kernel, (format,), cpu)
+        assert (reason is not None and "plugin interface 1" in reason) is refused
 
 
 def test_a_weight_of_two_rounds_is_gathered_in_high_precision() -> None:
