@@ -81,6 +81,7 @@ def of_models(
         one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
     ]
     made = [*plain(compiled), *sorted(others, key=lambda one: one.compiled)]
+    made += _blocks_of_transformer_engine() if fused and not sharded else ()
     for ending in ("", FUSED)[: 1 + fused]:
         lpq_ = partial(by_recipes, recipes, compiled and not ending, fuse=bool(ending))
         made += _ending(f"{ending}{GATHERED_IN_BF16 if sharded else ''}", lpq_())
@@ -134,6 +135,14 @@ def _transformer_engine() -> Iterator[Contender]:
         return
     for recipe in transformer_engine.RECIPES:
         yield Contender("TransformerEngine", recipe, False, partial(transformer_engine.convert, name=recipe))
+
+
+def _blocks_of_transformer_engine() -> Iterator[Contender]:
+    if installed("TransformerEngine") is None:
+        return
+    for name in (None, "current", "delayed"):
+        convert = partial(transformer_engine.with_own_blocks, name=name)
+        yield Contender("TransformerEngine", f"{name or 'bf16'}, its own blocks", False, convert)
 
 
 def compile_afresh() -> None:
