@@ -175,7 +175,7 @@ def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
     if search is not None and not searched:
         raise CalibrationError(
             f"method={search!r} searches scales of blocks of weights, and here there are none: that is for formats "
-            'with an option search, and weights that are not stored quantized. Use method="max"'
+            'with an option search or a searched_by, and weights that are not stored quantized. Use method="max"'
         )
     return searched
 

@@ -188,8 +188,9 @@ def _dynamic(recipe: Recipe) -> Recipe:
 
 def searches(target: Target, search: str) -> bool:
     """Whether scales of its weight are searched, as by its recipe or from now on."""
-    before = any(getattr(target.w.side(side), "search", None) == search for side in ("row", "col"))
-    return target.weight is not None and (before or target.dynamic.w.frozen() != target.w)
+    return target.weight is not None and (
+        target.w.side("row").searched_by(search) or target.w.side("col").searched_by(search)
+    )
 
 
 def _static(recipe: Recipe, search: str | None, *, weights: bool) -> Recipe:

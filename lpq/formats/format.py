@@ -170,6 +170,11 @@ class Quantizer(Options):
             return self
         return replace(self, **options).ready()  # type: ignore[type-var]
 
+    def searched_by(self, method: str) -> bool:
+        """Whether scales of blocks are searched as this ``method`` of ``lpq.calibrate`` names it: the option ``search``
+        has its name. A format that says it by another option defines this and ``frozen``."""
+        return getattr(self, "search", None) == method
+
     def new_state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Fresh state for one tensor, for ``quantize(state=…)``; empty if the format remembers nothing."""
         return {

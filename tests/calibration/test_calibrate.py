@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import searched_format
 import torch
 from counting import encodings
 from models import converted, data, layers, model, statics
@@ -144,6 +145,17 @@ def test_scales_of_weights_are_searched_where_their_format_can(method: Any) -> N
     assert "search" not in str(recipe.x)
     with pytest.raises(CalibrationError, match="searches scales of blocks of weights, and here there are none"):
         lpq.calibrate(converted("fp8-current"), data(), method=method)
+
+
+def test_a_format_tells_by_which_method_its_scales_are_searched() -> None:
+    """Also where a format has an option of its own for it, and in one direction alone."""
+    searched_format.register()
+    for recipe in ("w=rows(), x=fp8(), dy=bf16", "w=hybrid(row=rows(best=true), col=mxfp8), x=fp8(), dy=bf16"):
+        net = converted(recipe)
+        assert lpq.calibrate(net, data(), method="mse").searched == tuple(layers(net))
+        assert layers(net)["0.attn.q_proj"].recipe.w.side("row").best
+        with pytest.raises(CalibrationError, match="searches scales of blocks of weights, and here there are none"):
+            lpq.calibrate(converted(recipe), data(), method="four_over_six")
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-four-over-six", "nvfp4-eden"])
