@@ -25,6 +25,7 @@ from lpq.operations.measuring import measure_reference
 from lpq.operations.recoding import CodeReader
 from lpq.operations.references import gemm_reference, quantize_reference
 from lpq.operations.stored_tile import StoredTile
+from lpq.operations.tile_program import TileProgram
 from lpq.operations.transposing import transpose_reference
 from lpq.registry.operations import Operation
 
@@ -147,6 +148,14 @@ class MakeStoredTile(Protocol[Q]):
 
     def __call__(self, quantizer: Q, /) -> StoredTile | None:
         """Describe how a tile of a row operand is read and written; None: it is not."""
+
+
+class MakeTileProgram(Protocol[Q]):
+    """A kernel for ``tile_program``."""
+
+    def __call__(self, quantizer: Q, direction: Direction, dtype: torch.dtype, /) -> TileProgram | None:
+        """Describe how a tile of the operand of this direction is measured and written, of a matrix in this dtype;
+        None: it is not."""
 
 
 class Remember(Protocol[Q]):

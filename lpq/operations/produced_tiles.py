@@ -1,4 +1,4 @@
-"""Kernels that encode, tile by tile, what a source computes.
+"""Kernels in CUDA C++ that encode, tile by tile, what a source computes.
 
 They are one kernel, ``csrc/common/produce.cu``, compiled for a source and the formats of its outputs. No source and no
 format has code for the other.
@@ -46,7 +46,7 @@ SEARCHES = 4
 
 
 SPEC = KernelSpec.cuda("produce", "lpq.operations.produced_tiles:bind")
-"""All sources have kernels of this kind, and of no other."""
+"""All sources have kernels of this kind, where they may run."""
 
 
 class TiledOutput(NamedTuple):
@@ -263,7 +263,7 @@ def bind(
         copies = []
         for i, (x, (count, held)) in enumerate(zip(inputs, wanted_inputs, strict=True)):
             if x.numel() != count or x.dtype is not held:
-                raise _unfit(source, i, x, count, held)
+                raise unfit(source, i, x, count, held)
             address = x.data_ptr()
             if address % ALIGNED or not x.is_contiguous():
                 copies += aligned(x)  # which lives until the launch
@@ -317,7 +317,7 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
     return run
 
 
-def _unfit(source: Source, i: int, x: Tensor, count: int, dtype: torch.dtype) -> ValueError:
+def unfit(source: Source, i: int, x: Tensor, count: int, dtype: torch.dtype) -> ValueError:
     """An input that a kernel would read wrongly."""
     return ValueError(
         f"{source.name}: input {i} has {x.numel()} elements in {x.dtype}, and not {count} in {dtype}: give what this "

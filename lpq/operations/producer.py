@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lpq.operations import produced_tiles
-from lpq.operations.binding import Encoded, Operand
+from lpq.operations import produced_programs, produced_tiles
+from lpq.operations.binding import Encoded, Encoding, Operand
 from lpq.operations.cut import Cut
 from lpq.operations.encoder import (
     BindEncoder,
@@ -24,11 +24,40 @@ from lpq.operations.encoder import (
 )
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import bind_exchange, bind_part, given_part, placed
-from lpq.operations.produced_tiles import Produced, TiledOutput
+from lpq.operations.produced_tiles import Produced, Run
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
+from lpq.operations.states import Recall
 
 MADE_OF_ROW = "the column operand is made of the row operand"
+
+
+class Kernels(Protocol):
+    """The kernels of sources in one language."""
+
+    def why_not(
+        self, source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> str | None: ...
+    def operands(self, e: Encoding, recall: Recall | None = None) -> Any: ...
+    def bind(
+        self, source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+        outputs: Sequence[Any], values: Sequence[bool],
+    ) -> Run: ...  # fmt: skip
+
+
+KERNELS: tuple[Kernels, ...] = (produced_tiles, produced_programs)
+"""The preferred ones first."""
+
+
+def kernels_of(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Kernels | str:
+    """Return the kernels that compute a source's matrices of this kind, or why none do."""
+    reasons = []
+    for kernels in KERNELS:
+        why = kernels.why_not(source, shape, dtype, device)
+        if why is None:
+            return kernels
+        reasons.append(why)
+    return "; ".join(reasons)
 
 
 class Output(NamedTuple):
@@ -104,14 +133,13 @@ def producing(source: Source) -> BindEncoder:
 def _values(source: Source, outputs: Sequence[Output]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Bind the computation of the matrices themselves, by the instructions by which they are encoded."""
     shape, dtype, device = _kind(outputs)
-    if produced_tiles.why_not(source, shape, dtype, device) is not None:
+    kernels = kernels_of(source, shape, dtype, device)
+    if isinstance(kernels, str):
         kinds = source.inputs
         return lambda inputs: [
             *source.compute(*(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, kinds, strict=True)))
         ]
-    run = produced_tiles.bind(
-        source, shape, dtype, device, [None] * len(outputs), [o.wanted is not None for o in outputs]
-    )
+    run = kernels.bind(source, shape, dtype, device, [None] * len(outputs), [o.wanted is not None for o in outputs])
     none: list[None] = [None] * len(outputs)
     return lambda inputs: [made.value for made in run(inputs, none, none)]  # type: ignore[misc]
 
@@ -128,14 +156,14 @@ def _bound(source: Source, outputs: Sequence[Output], encoders: Sequence[Encoder
     if all(output.wanted is None for output in outputs):
         return _composed(source, outputs, encoders, operands, "nothing is encoded")
     shape, dtype, device = _kind(outputs)
-    why = produced_tiles.why_not(source, shape, dtype, device)
-    if why is not None:
-        return _composed(source, outputs, encoders, operands, why)
-    tiles = [None if o.wanted is None else _tiles(o.wanted) if o.cut is None else _tiles_of_part(o) for o in outputs]
-    described = [tile if isinstance(tile, TiledOutput) else None for tile in tiles]
+    kernels = kernels_of(source, shape, dtype, device)
+    if isinstance(kernels, str):
+        return _composed(source, outputs, encoders, operands, kernels)
+    tiles = [None if output.wanted is None else _described(output, kernels) for output in outputs]
+    described = [None if isinstance(tile, str) else tile for tile in tiles]
     reasons = tuple(tile if isinstance(tile, str) else None for tile in tiles)
     values = [output.value or reason is not None for output, reason in zip(outputs, reasons, strict=True)]
-    run = produced_tiles.bind(source, shape, dtype, device, described, values)
+    run = kernels.bind(source, shape, dtype, device, described, values)
     others = [
         (i, encoder)
         for i, (encoder, why) in enumerate(zip(encoders, reasons, strict=True))
@@ -177,10 +205,11 @@ def _composed(
     return Producer(operands, produce, (why,) * len(outputs))
 
 
-def _tiles_of_part(output: Output) -> TiledOutput | str:
-    """Describe how a kernel encodes a part, or why it does not."""
+def _described(output: Output, kernels: Kernels) -> Any:
+    """Describe how a kernel encodes an output, which may be a part; a string says why none does."""
     assert output.wanted is not None
-    assert output.cut is not None
+    if output.cut is None:
+        return _tiles(output.wanted, kernels)
     if is_made_of_row(output.wanted):
         return MADE_OF_ROW
     part = given_part(output.wanted, output.cut)
@@ -189,7 +218,7 @@ def _tiles_of_part(output: Output) -> TiledOutput | str:
         return "its chunks have random bits of their own"
     if part.apart and (part.measures or output.wanted.remembers):
         return "statistics for its state are exchanged before it is encoded"
-    tiles = _tiles(place)
+    tiles = _tiles(place, kernels)
     if isinstance(tiles, str):
         return tiles
     return tiles._replace(recall=_exchanged if part.apart else bind_stats(output.wanted))
@@ -201,8 +230,8 @@ def _exchanged(run: None, known: Any, seed: None) -> Sequence[Tensor]:
     return stats
 
 
-def _tiles(wanted: Wanted) -> TiledOutput | str:
-    """Describe how a kernel encodes an output, or why it does not."""
+def _tiles(wanted: Wanted, kernels: Kernels) -> Any:
+    """Describe how a kernel encodes a whole matrix, or one part of it by itself."""
     row, col = sides_of(wanted)
     if is_made_of_row(wanted):
         return MADE_OF_ROW
@@ -212,4 +241,4 @@ def _tiles(wanted: Wanted) -> TiledOutput | str:
         return "kernels draw random bits from the first column on"
     if shared(row, col) and row is not None and row.stochastic:
         return "both operands have the same random bits"
-    return produced_tiles.operands(encoding_of(wanted), bind_stats(wanted))
+    return kernels.operands(encoding_of(wanted), bind_stats(wanted))

@@ -31,6 +31,9 @@ class Source(NamedTuple):
     the way, kernels do, too."""
     struct: str = ""
     """The struct of ``csrc/common/sources.cuh`` that computes the elements of a thread; empty: there is none."""
+    program: tuple[str, str] | None = None
+    """The function of ``lpq.kernels.triton.sources`` that computes a tile, and the function that it is given; None:
+    there is none."""
 
 
 class Between(NamedTuple):
@@ -68,18 +71,27 @@ def _activation(
         active = function(gate)
         return gradient(dy * up, gate), dy * active, active * up
 
-    def source(of: str, inputs: int, outputs: int, compute: Callable[..., tuple[Tensor, ...]], kind: str) -> Source:
+    def source(
+        of: str, inputs: int, outputs: int, compute: Callable[..., tuple[Tensor, ...]], kind: str, program: str
+    ) -> Source:
         kinds: list[Kind] = ["matrix"] * inputs
-        return Source(of, tuple(kinds), outputs, compute, f"sources::{kind}<sources::{struct}>")
+        return Source(of, tuple(kinds), outputs, compute, f"sources::{kind}<sources::{struct}>", (program, name))
 
     return Activation(
         Between(
-            source(f"{name}_gate", 2, 1, gated, "Gated"),
-            source(f"{name}_gate_backward", 3, 3, gated_backward, "GatedBackward"),
+            source(f"{name}_gate", 2, 1, gated, "Gated", "gated"),
+            source(f"{name}_gate_backward", 3, 3, gated_backward, "GatedBackward", "gated_backward"),
         ),
         Between(
-            source(name, 1, 1, lambda up: (function(up),), "Alone"),
-            source(f"{name}_backward", 2, 2, lambda up, dy: (gradient(dy, up), function(up)), "AloneBackward"),
+            source(name, 1, 1, lambda up: (function(up),), "Alone", "alone"),
+            source(
+                f"{name}_backward",
+                2,
+                2,
+                lambda up, dy: (gradient(dy, up), function(up)),
+                "AloneBackward",
+                "alone_backward",
+            ),
         ),
     )
 

@@ -85,6 +85,12 @@ TABLE = {
             impl="MakeStoredTile", reference=False,
         ),
         Operation(
+            name="tile_program",
+            meaning="an operand tile by tile in a program of Triton, of what a source computes; without it that is "
+            "written first",
+            impl="MakeTileProgram", reference=False,
+        ),
+        Operation(
             name="remember", meaning="the statistics of a step, joined to the statistics of past steps",
             impl="Remember", bind="BindRemember", needs="moves",
         ),

@@ -82,11 +82,12 @@ CHECKS = {
         nothing="no column operand of this format is made of codes alone",
     ),
     "stored_tile": None,
+    "tile_program": None,
     "remember": KernelCheck(_of_row, comparing.compare_memories),
     "grouped_gemm": None,
 }  # fmt: skip
 """The check for each operation; None: there is none, as products of rows in groups have no matrix to be tried with, and
-tiles that are stored are parts of other programs."""
+tiles in Triton are parts of other programs."""
 
 
 def check_of(kernel: KernelSpec) -> KernelCheck:

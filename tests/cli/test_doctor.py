@@ -74,7 +74,7 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
     kernels = doctor(lpq, "--device", "cpu")["kernels"]
     assert {k["format"] for k in kernels} == set(registry.formats()) - {"hybrid"}
     ops = {name: [k["op"] for k in kernels if k["format"] == name] for name in registry.formats()}
-    optional = ["exact", "tile", "reader", "stored_tile", "grouped_gemm"]
+    optional = ["exact", "tile", "reader", "stored_tile", "tile_program", "grouped_gemm"]
     assert ops["fp8"] == ["measure", "quantize", "decode", "transpose", "gemm", *optional, "remember"]
     assert ops["mxfp8"] == [
         "measure",
@@ -86,6 +86,7 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
         "exact_tile",
         "reader",
         "stored_tile",
+        "tile_program",
     ]
     assert ops["identity"] == ["quantize", "decode", "transpose", "gemm", "exact"]
     for kernel in kernels:

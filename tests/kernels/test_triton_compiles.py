@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support import kept
+from tile_sides import choose_triton
 
 import lpq
 from lpq import registry
+from lpq.operations import produced_programs, tile_program
+from lpq.operations.binding import Encoding
 from lpq.operations.references import quantize_reference
+from lpq.operations.source import ACTIVATIONS, Source
 
 pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
 
@@ -34,6 +38,7 @@ QUANTIZERS = [
     EDEN,
 ]
 """All for the oldest GPU, which has the least; the others have one."""
+FMA, EX2, RCP = "fma.rn.f32", "ex2.approx.ftz.f32", "rcp.approx.ftz.f32"
 FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|approx)|rcp\.approx")
 
 
@@ -113,6 +118,40 @@ def test_a_step_of_adamw_compiles_too(compiled: tuple[list[str], list[Any]]) -> 
     assert len(found) == 2
     for kernel in found:
         assert "ptx" not in kernel.asm or not FUSED_OR_FLUSHED.search(kernel.asm["ptx"])
+
+
+@pytest.mark.slow
+@pytest.mark.starts
+@pytest.mark.parametrize(
+    ("source", "text", "of_libdevice"),
+    [
+        (ACTIVATIONS["relu"].gated.backward, "hybrid(row=mxfp8, col=fp8(scaling=block))", set[str]()),
+        (ACTIVATIONS["silu"].gated.product, "hybrid(row=nvfp4, col=mxfp4(rht=true))", {FMA, "fma.rm.f32", EX2}),
+        (ACTIVATIONS["gelu_tanh"].alone.product, "fp8", {FMA, EX2, RCP}),
+    ],
+    ids=["relu", "silu", "gelu_tanh"],
+)
+def test_sources_compile_too(
+    source: Source, text: str, of_libdevice: set[str], compiled: tuple[list[str], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Products are fused with sums, and numbers are flushed, only where CUDA's own functions do so."""
+    _, found = compiled
+    monkeypatch.setattr(tile_program, "choose", choose_triton)
+    shape, dtype, cpu = (256, 384), torch.bfloat16, torch.device("cpu")
+    quantizer = lpq.quantizer(text)
+    e = Encoding(quantizer.side("row"), quantizer.side("col"), shape, dtype, dtype, cpu, measure=True)
+    output = produced_programs.operands(e)
+    assert not isinstance(output, str)
+    outputs = [output, None, output][: source.outputs]
+    run = produced_programs.bind(source, shape, dtype, cpu, outputs, [True] * source.outputs)
+    run([torch.randn(shape).to(dtype) for _ in source.inputs], [()] * source.outputs, [None] * source.outputs)
+    assert found
+    for kernel in found:
+        assert kernel.metadata.shared <= 48 << 10, kernel.metadata.name
+        if "ptx" in kernel.asm:
+            lines = [line.split() for line in kernel.asm["ptx"].splitlines() if FUSED_OR_FLUSHED.search(line)]
+            assert {line[0].removesuffix("x2") for line in lines} == of_libdevice
 
 
 def test_a_fused_product_would_be_noticed() -> None:

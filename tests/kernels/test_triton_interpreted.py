@@ -11,14 +11,15 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
 
-CASES = Path(__file__).with_name("interpreted.py")
+HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-def test_in_a_process_with_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize("cases", ["interpreted.py", "interpreted_sources.py"])
+def test_in_a_process_with_the_interpreter(cases: str) -> None:
+    command = [sys.executable, "-m", "pytest", str(HERE / cases), "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

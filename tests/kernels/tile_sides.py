@@ -1,8 +1,11 @@
-"""How an operand is made tile by tile, by the CUDA kernels of its format."""
+"""How an operand is made tile by tile, by the kernels of its format in CUDA C++ or in Triton."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from lpq import registry
 from lpq.core import Quantizer
@@ -20,6 +23,14 @@ def on_cuda(op: str, quantizer: Quantizer) -> KernelSpec | None:
 
 def serves(kernel: KernelSpec, *sides: Quantizer) -> bool:
     return kernel.why_not is None or registry.resolve(kernel.why_not)(*sides) is None
+
+
+def choose_triton(op: str, operands: tuple[str, ...], device: torch.device) -> SimpleNamespace:
+    """As ``lpq.kernels.choose`` on a GPU that runs Triton alone, of what no reference has."""
+    (quantizer,) = (registry.quantizer(text) for text in operands)
+    found = registry.kernels(op, (registry.format_of(type(quantizer)).name,))
+    impls = [registry.resolve(k.impl) for k in found if k.backend == "triton" and serves(k, quantizer)]
+    return SimpleNamespace(impl=impls[0] if impls else None, rejected=())
 
 
 def side_of(quantizer: Quantizer | None, direction: Direction, op: str = "tile") -> Any:

@@ -10,9 +10,9 @@ import torch
 import lpq
 from lpq import registry
 from lpq.kernels import cuda, table
-from lpq.operations import produced_tiles
+from lpq.operations import produced_programs, produced_tiles
 from lpq.operations.encoder import Wanted
-from lpq.operations.producer import Output, bind_producer
+from lpq.operations.producer import Output, bind_producer, kernels_of
 from lpq.operations.source import ACTIVATIONS, Source
 
 ROWS, COLS = 64, 96
@@ -80,24 +80,31 @@ def asked_anew() -> Iterator[None]:
     ("allowed", "LPQ_KERNELS does not allow cuda"), ("nvidia", "is for NVIDIA's GPUs"),
     ("sm", "needs compute capability 8.0, this GPU has 7.5"), ("cuda.core", "needs cuda.core, which is not installed"),
 ])  # fmt: skip
-def test_where_no_cuda_kernel_runs_torch_computes(
+def test_where_no_cuda_kernel_runs_triton_computes(
     without: str, reason: str, monkeypatch: pytest.MonkeyPatch, asked_anew: None
 ) -> None:
-    """As on AMD's GPUs, where Triton's kernels encode: a source has no kernel in Triton."""
+    """As on AMD's GPUs. Torch computes what has no kernel in Triton, and where Triton may not run, either."""
     source, gpu = ACTIVATIONS["silu"].gated.product, torch.device("cuda", 0)
     asked = source, (ROWS, COLS), torch.bfloat16, gpu
     monkeypatch.delenv("LPQ_KERNELS", raising=False)
     monkeypatch.setattr(torch.version, "hip", "7.0.0" if without == "nvidia" else None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if without == "sm" else (9, 0))
-    monkeypatch.setattr(table, "_installed", lambda module: without != "cuda.core")
+    monkeypatch.setattr(table, "_installed", lambda module: module != without)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     if without == "allowed":
-        assert produced_tiles.why_not(*asked) is None
+        assert kernels_of(*asked) is produced_tiles
         monkeypatch.setenv("LPQ_KERNELS", "triton,reference")
     why = produced_tiles.why_not(*asked)
     assert why is not None
     assert reason in why
+    assert kernels_of(*asked) is produced_programs
+    found = kernels_of(source._replace(program=None), *asked[1:])
+    assert isinstance(found, str)
+    assert reason in found
+    assert found.endswith("; silu_gate has no kernel in Triton")
     halves = torch.randn(ROWS, 2 * COLS).bfloat16()
     made = produced_tiles.bind_halves(*asked)(halves)
     assert torch.equal(made, source.compute(*halves.chunk(2, 1))[0])
+    monkeypatch.setenv("LPQ_KERNELS", "torch,reference")
+    assert "the kernel of sources in Triton LPQ_KERNELS does not allow triton" in kernels_of(*asked)

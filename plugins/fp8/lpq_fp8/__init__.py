@@ -23,7 +23,7 @@ KERNELS = (
     ),
     *(
         KernelSpec.triton(op, f"lpq_fp8.triton:{op}")
-        for op in ("measure", "quantize", "decode", "transpose", "stored_tile")
+        for op in ("measure", "quantize", "decode", "transpose", "stored_tile", "tile_program")
     ),
     KernelSpec(
         op="gemm", impl="lpq_fp8.gemm:gemm", bind="lpq_fp8.gemm:bind", why_not="lpq_fp8.gemm:why_not",

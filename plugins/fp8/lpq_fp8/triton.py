@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lpq.core import Storage
+from lpq.formats.format import Direction
 from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs, transpose_bytes
 from lpq.kernels.triton.kernels import as_bits, sizes
 from lpq.kernels.triton.numbers import (
@@ -27,7 +28,9 @@ from lpq.kernels.triton.numbers import (
 from lpq.kernels.triton.tiles import (
     block_amax,
     block_grid,
+    known_amax,
     load_tile,
+    measure_tile,
     place_of_tile,
     seen_first,
     spread,
@@ -41,6 +44,7 @@ from lpq.operations.measuring import measure_reference
 from lpq.operations.references import quantize_reference
 from lpq.operations.sides import declared, shared
 from lpq.operations.stored_tile import StoredTile
+from lpq.operations.tile_program import TileProgram
 from lpq.operations.transposing import transpose_reference
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import BLOCKS
@@ -64,15 +68,16 @@ def _encode(
     x, row, col, rows, cols, data, scale, amax, measured,
     HIGH: tl.constexpr, WIDE: tl.constexpr, E5M2: tl.constexpr, LARGEST_SCALE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one operand, whose amaxes are known."""
+    """A tile of one operand, whose amaxes are known, or are the tile's."""
     high: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
     DOWN: tl.constexpr = high // HIGH if HIGH and high > HIGH else 1
     ACROSS: tl.constexpr = wide // WIDE if WIDE and wide > WIDE else 1
     places, inside = block_grid(row, col, rows, cols, DOWN, ACROSS, HIGH, WIDE)
+    own = block_amax(x, DOWN, ACROSS)
     if measured is not None:
-        store_amax(measured, block_amax(x, DOWN, ACROSS), places, inside, HIGH, WIDE)
-    factor = _scale(tl.load(amax + places, mask=inside, other=0.0), E5M2, LARGEST_SCALE, POW2)
+        store_amax(measured, own, places, inside, HIGH, WIDE)
+    factor = _scale(known_amax(amax, own, places, inside), E5M2, LARGEST_SCALE, POW2)
     to, _ = block_grid(row, col, rows, cols, DOWN, ACROSS, HIGH, WIDE, HIGH == 1)
     tl.store(scale + to, reciprocal(factor), mask=inside & seen_first(row, col, DOWN, ACROSS, HIGH, WIDE))
     store_tile(data, cast_float8(x * spread(factor, high, wide), x, E5M2), row, col, rows, cols)
@@ -221,6 +226,30 @@ def stored_tile(quantizer: FP8Quantizer) -> StoredTile | None:
     if quantizer.scaled_block != BLOCKS["1x128"]:
         return None
     return StoredTile(_values, _store, int(quantizer.dtype == "e5m2") + 2 * quantizer.pow2_scales, WIDTH.value)
+
+
+# ---------------------------------------------------------------------------------- sources
+
+
+@triton.jit
+def _write(x, row, col, rows, cols, buffers, stats, seed, offset, OPTIONS: tl.constexpr):
+    _encode(x, row, col, rows, cols, buffers[0], buffers[1], stats[0], None,
+            OPTIONS[0], OPTIONS[1], OPTIONS[2], OPTIONS[3], OPTIONS[4])  # fmt: skip
+
+
+@triton.jit
+def _measure_tile(x, row, col, rows, cols, measured, OPTIONS: tl.constexpr):
+    measure_tile(x, row, col, rows, cols, measured[0], OPTIONS[0], OPTIONS[1])
+
+
+def tile_program(quantizer: FP8Quantizer, direction: Direction, dtype: torch.dtype) -> TileProgram:
+    """The functions for a tile of either operand."""
+    high, wide = quantizer.scaled_block
+    options = (
+        high or 0, wide or 0, quantizer.dtype == "e5m2", quantizer.largest_scale(dtype), quantizer.pow2_scales,
+    )  # fmt: skip
+    whole = high is None or wide is None
+    return TileProgram(_write, _measure_tile, options, before=(whole,), block=(high or 1, wide or 1))
 
 
 def transpose(operand: FP8Storage) -> Storage:

@@ -11,7 +11,9 @@ KERNELS = (
     KernelSpec.cuda("decode", "lpq_mxfp4.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_mxfp4.tile:{op}") for op in ("tile", "exact_tile")),
     KernelSpec.cuda("reader", "lpq_mxfp4.views:reader"),
-    *(KernelSpec.triton(op, f"lpq_mxfp4.triton:{op}") for op in ("measure", "quantize", "decode")),
+    *(
+        KernelSpec.triton(op, f"lpq_mxfp4.triton:{op}") for op in ("measure", "quantize", "decode", "tile_program")
+    ),
     # An element times a power of two has the element's bits. Below 2^-126 the last of them can be lost.
     KernelSpec.cuda("exact", "lpq.emulation.bf16_gemm:decoded", bind="lpq_mxfp4.views:bind_exact"),
     KernelSpec(op="exact", impl="lpq.emulation.bf16_gemm:decoded", backend="torch", min_sm=80),

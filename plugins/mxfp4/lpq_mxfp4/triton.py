@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lpq.formats.format import Direction
 from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs
 from lpq.kernels.triton.kernels import as_bits
 from lpq.kernels.triton.numbers import (
@@ -42,6 +43,7 @@ from lpq.operations.decoding import decode_reference
 from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
 from lpq.operations.references import quantize_reference
+from lpq.operations.tile_program import TileProgram
 from lpq_mxfp4.quantizer import MXFP4Quantizer
 from lpq_mxfp4.reference import BLOCK, GROUP, RULES
 from lpq_mxfp4.storage import MXFP4Storage
@@ -168,6 +170,26 @@ def _launch(
         COL=col is not None, COL_RULE=_rule(col), COL_TURNED=_turned(col), COL_STOCHASTIC=_stochastic(col, seed),
         TILE=ENCODED, num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _write(x, row, col, rows, cols, buffers, stats, seed, offset, OPTIONS: tl.constexpr):
+    STOCHASTIC: tl.constexpr = OPTIONS[3] if seed is not None else False
+    _encode(x, row, col, rows, cols, buffers[0], buffers[1], stats[0], None, seed, 0 if OPTIONS[0] else offset,
+            offset if OPTIONS[0] else 0, 1 if OPTIONS[0] else 0, OPTIONS[1], OPTIONS[2], STOCHASTIC)  # fmt: skip
+
+
+@triton.jit
+def _measure(x, row, col, rows, cols, measured, OPTIONS: tl.constexpr):
+    _encode(x, row, col, rows, cols, None, None, None, measured[0], None, 0, 0, 0, 0, OPTIONS[2], False)
+
+
+def tile_program(quantizer: MXFP4Quantizer, direction: Direction, dtype: torch.dtype) -> TileProgram:
+    """The functions for a tile of either operand."""
+    col = direction == "col"
+    options = col, _rule(quantizer), _turned(quantizer), quantizer.stochastic
+    aligned = 16 if col and quantizer.stochastic else 1  # rows that share random bits
+    return TileProgram(_write, _measure, options, before=(False,), block=(1, BLOCK[1]), aligned=aligned)
 
 
 def _rule(side: MXFP4Quantizer | None) -> int:

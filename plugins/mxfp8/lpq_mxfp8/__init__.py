@@ -9,7 +9,10 @@ KERNELS = (
     KernelSpec.cuda("decode", "lpq_mxfp8.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_mxfp8.tile:{op}") for op in ("tile", "exact_tile")),
     KernelSpec.cuda("reader", "lpq_mxfp8.views:reader"),
-    *(KernelSpec.triton(op, f"lpq_mxfp8.triton:{op}") for op in ("measure", "quantize", "decode", "stored_tile")),
+    *(
+        KernelSpec.triton(op, f"lpq_mxfp8.triton:{op}")
+        for op in ("measure", "quantize", "decode", "stored_tile", "tile_program")
+    ),
     KernelSpec(
         op="gemm", impl="lpq_mxfp8.gemm:native", why_not="lpq_mxfp8.gemm:why_not", formats=("mxfp8", "mxfp8"),
         backend="torch", min_sm=100, priority=10, note=UNTRIED,

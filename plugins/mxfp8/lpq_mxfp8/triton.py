@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lpq.formats.format import Direction
 from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs
 from lpq.kernels.triton.kernels import as_bits
 from lpq.kernels.triton.numbers import cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0, widen
@@ -18,6 +19,7 @@ from lpq.kernels.triton.tiles import (
     block_grid,
     known_amax,
     load_tile,
+    measure_tile,
     place_of_tile,
     spread,
     store_amax,
@@ -29,6 +31,7 @@ from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
 from lpq.operations.references import quantize_reference
 from lpq.operations.stored_tile import StoredTile
+from lpq.operations.tile_program import TileProgram
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK
 from lpq_mxfp8.storage import MXFP8Storage
@@ -143,6 +146,21 @@ def _store(x, data, scale, row, col, rows, cols, E5M2: tl.constexpr):
 def stored_tile(quantizer: MXFP8Quantizer) -> StoredTile:
     """The functions for a tile of a row operand that is kept."""
     return StoredTile(_values, _store, int(_e5m2(quantizer)), BLOCK[1])
+
+
+@triton.jit
+def _write(x, row, col, rows, cols, buffers, stats, seed, offset, OPTIONS: tl.constexpr):
+    _encode(x, row, col, rows, cols, buffers[0], buffers[1], stats[0], None, OPTIONS[0])
+
+
+@triton.jit
+def _measure(x, row, col, rows, cols, measured, OPTIONS: tl.constexpr):
+    measure_tile(x, row, col, rows, cols, measured[0], 1, WIDTH)
+
+
+def tile_program(quantizer: MXFP8Quantizer, direction: Direction, dtype: torch.dtype) -> TileProgram:
+    """The functions for a tile of either operand."""
+    return TileProgram(_write, _measure, (_e5m2(quantizer),), before=(False,), block=(1, BLOCK[1]))
 
 
 def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ KERNELS = (
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
     *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}", why_not=EDEN) for op in ("measure", "decode")),
     KernelSpec.triton("transpose", "lpq_nvfp4.triton:transpose"),
-    KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
+    *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}", why_not=SEARCHED) for op in ("quantize", "tile_program")),
     *(
         KernelSpec.triton(op, f"lpq_nvfp4.eden_triton:{op}", why_not="lpq_nvfp4.eden:why_not_this")
         for op in ("measure", "quantize", "decode")

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lpq.core import Storage
+from lpq.formats.format import Direction
 from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs, transpose_nibbles
 from lpq.kernels.triton.kernels import as_bits
 from lpq.kernels.triton.numbers import (
@@ -45,6 +46,7 @@ from lpq.operations.inputs import DTYPES
 from lpq.operations.measuring import measure_reference
 from lpq.operations.references import quantize_reference
 from lpq.operations.sides import declared, shared
+from lpq.operations.tile_program import TileProgram
 from lpq.operations.transposing import transpose_reference
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import BLOCKS, GROUP, SCALED
@@ -333,6 +335,35 @@ def quantize(
         TILE=ENCODED, num_warps=1,
     )  # fmt: skip
     return out + [amax for amax in measured if amax is not None] if measure else out
+
+
+@triton.jit
+def _write(x, row, col, rows, cols, buffers, stats, seed, offset, OPTIONS: tl.constexpr):
+    STOCHASTIC: tl.constexpr = OPTIONS[3] if seed is not None else False
+    _encode(x, row, col, rows, cols, buffers[0], buffers[1], buffers[2], stats[0], stats[1], seed,
+            0 if OPTIONS[0] else offset, offset if OPTIONS[0] else 0, 1 if OPTIONS[0] else 0,
+            OPTIONS[1], OPTIONS[2], STOCHASTIC, OPTIONS[4], OPTIONS[5], OPTIONS[6])  # fmt: skip
+
+
+@triton.jit
+def _measure_tile(x, row, col, rows, cols, measured, OPTIONS: tl.constexpr):
+    if OPTIONS[2]:
+        x = rotate(x)
+    if measured[0] is not None:
+        measure_tile(x, row, col, rows, cols, measured[0], 1 if OPTIONS[6] else 0, 0)
+    if measured[1] is not None:
+        measure_tile(x, row, col, rows, cols, measured[1], OPTIONS[1], WIDTH)
+
+
+def tile_program(quantizer: NVFP4Quantizer, direction: Direction, dtype: torch.dtype) -> TileProgram:
+    """The functions for a tile of either operand."""
+    col, high = direction == "col", _high(quantizer)
+    options = (
+        col, high, _rotated(quantizer), bool(quantizer.stochastic), _roomy(quantizer), _norm(quantizer),
+        _by_rows(quantizer),
+    )  # fmt: skip
+    aligned = GROUP if col and quantizer.stochastic else 1  # rows that share random bits
+    return TileProgram(_write, _measure_tile, options, before=(True, False), block=(high, GROUP), aligned=aligned)
 
 
 # ---------------------------------------------------------------------------------- views

@@ -1,0 +1,50 @@
+"""How a program in Triton makes one operand of a format, tile by tile, of elements that it has."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lpq.formats.format import Direction, Quantizer
+from lpq.kernels import KernelError, choose
+
+
+class TileProgram(NamedTuple):
+    """The functions of a format that measure and encode a tile of one operand, in Triton.
+
+    Both are given the elements in fp32, zero outside of the matrix; the tile's first row and column, and the rows and
+    columns of the operand. ``options`` come last."""
+
+    write: Any
+    """``write(values, row, col, rows, cols, buffers, stats, seed, offset, OPTIONS)``: it encodes as the reference does.
+    ``buffers`` come in the order of the layout, 8-bit floats as bytes, in the memory order of a fresh operand.
+    ``stats`` are the statistics, None where the tile itself is measured; ``seed`` may be None. ``offset`` is the first
+    row of the matrix in the whole tensor."""
+    measure: Any
+    """``measure(values, row, col, rows, cols, measured, OPTIONS)``: it writes statistics to ``measured``, None where
+    one is not wanted. fp32 comes as int32 with the same bits, and zeros where a block may be of several tiles, as
+    ``lpq.kernels.triton.tiles.measure_tile`` needs it."""
+    options: tuple[bool | int | float, ...]
+    """The options of the quantizer, as both functions read them."""
+    before: tuple[bool, ...]
+    """For each statistic, whether ``write`` needs it of the whole matrix before the first element."""
+    block: tuple[int, int] = (1, 1)
+    """A tile has whole blocks of so many rows and columns of the operand, powers of two."""
+    aligned: int = 1
+    """Only matrices whose first row in the whole tensor is a multiple of this are encoded so."""
+
+
+def tile_program(
+    quantizer: Quantizer, direction: Direction, dtype: torch.dtype, device: torch.device
+) -> TileProgram | str:
+    """The functions for an operand of a matrix in this dtype, or why there are none."""
+    try:
+        choice = choose("tile_program", (quantizer.text,), device)
+    except KernelError as error:
+        return str(error)
+    found: TileProgram | None = choice.impl(quantizer, direction, dtype) if choice.impl is not None else None
+    if found is None:
+        reasons = "; ".join(reason for _, reason in choice.rejected)
+        return f"{quantizer} has no {direction} operand tile by tile in Triton: {reasons or 'its plugin names none'}"
+    return found
