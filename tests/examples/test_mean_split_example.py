@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import on_ranks
+from rich.console import Console
 from support.examples import evidence_of, plugged
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lpq
+from lpq.train import compare
+from lpq.train.compare_config import CompareConfig, training
 
 REST = "x=nvfp4(), w=nvfp4(block=16x16), dy=nvfp4(stochastic=true)"
 
@@ -113,3 +117,16 @@ def test_fsdp2_shards_it_and_tensor_parallelism_does_not(rank: int) -> None:
         parallel = parallelize_module(layer("mean_split"), init_device_mesh("cpu", (2,)), ColwiseParallel())
         with pytest.raises(ValueError, match=r"layer 0, .*its weight is divided over ranks, by tensor parallelism"):
             parallel(x)
+
+
+def test_a_recipe_of_an_installed_plugin_is_compared_by_its_name(tmp_path: Path) -> None:
+    """Trained by the plugin's layer, beside the format without the layer and the rest without the split."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i * i}\n" for i in range(4000)))
+    size = {"layers": 1, "heads": 1, "width": 16, "seq": 16, "batch": 2, "data": (str(tmp_path / "text.txt"),)}
+    settings = training("toy", str(3 * 32), {**size, "device": "cpu"})
+    config = CompareConfig(("mean_split", REST), 1, settings, tmp_path / "out", 1, None)
+    of = {t.title: t for t in compare.run(config, Console(quiet=True))}
+    assert of["mean_split"].policy == lpq.policy("mean_split").to_toml()
+    assert "mean_split(rest=nvfp4)" in of["mean_split"].policy
+    assert len({tuple(t.losses) for t in of.values()}) == 3
+    assert all(t.diverged is None and len(t.losses) == 3 for t in of.values())
