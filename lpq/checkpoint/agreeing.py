@@ -29,8 +29,8 @@ def check_one_model(found: Sequence[Meshes], ranks: CheckpointRanks) -> None:
     meshes = sorted({mesh for own in found for mesh in own})
     if strangers := [mesh for mesh in meshes if not {*mesh} <= {*ranks.names}]:
         raise CheckpointError(
-            f"a tensor lies over the ranks {[*strangers[0]]}, and those that were called together are "
-            f"{ranks.names}: call it on all ranks of the model, with a process_group of just these"
+            f"a tensor lies over the ranks {[*strangers[0]]}, and the ranks that call this together "
+            f"are {ranks.names}: call it on all ranks of the model, with a process_group of just these"
         )
     groups: list[set[int]] = [{rank} for rank in ranks.names]
     for mesh in meshes:

@@ -241,8 +241,8 @@ class Model:
                 halves += lacking if len(lacking) < len(own) else []
         if halves:
             warn(
-                f"the checkpoint has nothing for {listed(halves)}, and for what else their quantizers remember it has: "
-                "all that these remember starts anew",
+                f"the checkpoint lacks {listed(halves)}, and has other states of the same quantizers: all states of "
+                "these quantizers start anew",
                 CheckpointWarning,
             )
         return found

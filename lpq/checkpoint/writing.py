@@ -146,13 +146,13 @@ class CheckpointWriter(FileSystemWriter):
         where = self.target.parent
         if later:
             warn(
-                f"the run went back to {self.target.name}, and keep={keep} will remove what is of later steps at the "
-                f"next save: {listed(later)} in {where}. Move away those that you keep",
+                f"the run went back to {self.target.name}, and keep={keep} will remove the checkpoints of later steps "
+                f"at the next save: {listed(later)} in {where}. Move away the ones that you want to keep",
                 CheckpointWarning,
             )
         if others:
             warn(
-                f"keep={keep} leaves in {where} what is a link, or has no {MANIFEST} of lpq's: {listed(others)}",
+                f"keep={keep} leaves links in {where}, and directories without a {MANIFEST} of lpq's: {listed(others)}",
                 CheckpointWarning,
             )
 

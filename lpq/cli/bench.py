@@ -53,7 +53,9 @@ Model = Annotated[str, typer.Option("--model", help=f"The layers of a model: {NA
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: the tokens of a step on one device.")]
 Recipes = Annotated[
     list[str] | None,
-    typer.Option("--recipe", help="A recipe beside bf16; repeatable. Default: those whose codes this GPU multiplies."),
+    typer.Option(
+        "--recipe", help="A recipe beside bf16; repeatable. Default: the recipes whose codes this GPU multiplies."
+    ),
 ]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIRECTORY", help="Where to write bench.json, and of the map bench.svg.")

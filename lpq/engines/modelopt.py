@@ -87,4 +87,4 @@ def _named(algorithm: Any, schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | 
             config = Group(scheme, inputs, ()).config
             if isinstance(algorithm, str) and config.get(ALGORITHM, "").upper() == algorithm.upper():
                 return scheme, inputs
-    raise LayoutError(f"no format that is installed is what the files call {ALGORITHM}={brief(algorithm)}")
+    raise LayoutError(f"no installed format is the one that the files call {ALGORITHM}={brief(algorithm)}")

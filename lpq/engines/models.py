@@ -100,7 +100,7 @@ def _stored(name: str, local: Tensor) -> Stored | None:
         return None
     row = local.row
     if row is None:
-        raise CheckpointError(f"{name} is stored without its row operand, and that is what engines multiply")
+        raise CheckpointError(f"{name} is stored without its row operand, which engines multiply")
     return Stored(row.quantizer, row.dtype)
 
 

@@ -100,4 +100,4 @@ def remove(path: Path, heir: Path | None = None) -> None:
         return
     if others:
         left = listed([str(where / name) for name, where in sorted(others.items())])
-        warn(f"{path} was removed but for what lpq did not write: {left}", CheckpointWarning)
+        warn(f"{path} was removed but for files that lpq did not write: {left}", CheckpointWarning)

@@ -48,7 +48,7 @@ def go_on(
             raise CheckpointError(f"the Trainer cannot go on from this checkpoint: {error}") from None
     if step and (lost := would_forget(model, step)):
         raise CheckpointError(
-            f"what these layers remember was not loaded, since they had other recipes then: {listed(lost)}. {remedy}"
+            f"the states of these layers were not loaded, since they had other recipes then: {listed(lost)}. {remedy}"
         )
 
 

@@ -61,7 +61,7 @@ class _Steps:
             return
         if lost := would_forget(model, state.best_global_step - 1):
             warn(
-                f"what layers remembered is not from the best model, which had other recipes: {listed(lost)}. "
+                f"states of layers are not from the best model, which had other recipes: {listed(lost)}. "
                 f"lpq.integrations.transformers.resume(model, {state.best_model_checkpoint!r}), and load it again",
                 CheckpointWarning,
             )
@@ -111,7 +111,7 @@ def _encode_again(model: nn.Module, optimizer: Any) -> None:
         masters.encode()
     elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local_part, model.parameters())):
         warn(
-            "the Trainer saves what weights that are stored quantized decode to, and encoding that again may give "
+            "the Trainer saves weights that are stored quantized as decoded values, and encoding these again may give "
             "other bits. With lpq.optim.MasterWeights a run goes on bit for bit, and with lpq.checkpoint",
             CheckpointWarning,
         )

@@ -130,8 +130,8 @@ class LpqQuantizer(Decoded, HfQuantizer):
         convert(model, given.policy, steps=given.steps, weights=given.weights, ranks=given.ranks)
         if self._again and given.weights == "quantized":
             warn(
-                "the files hold what weights that were stored quantized decode to, and encoding that again may give "
-                "other bits: lpq.checkpoint keeps the codes",
+                "the files hold decoded values of weights that were stored quantized, and encoding these again may "
+                "give other bits: lpq.checkpoint keeps the codes",
                 CheckpointWarning,
             )
         _remember(model, self._files)

@@ -43,7 +43,7 @@ def read(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise Untrusted(f"what should be a file in {real.parent} is none")
+            raise Untrusted(f"{real.name} in {real.parent} should be a file, and is none")
         if why := _fault(found):
             raise Untrusted(f"a file in {real.parent} {why}")
         return file.read()

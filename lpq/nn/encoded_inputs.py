@@ -71,8 +71,8 @@ def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
     reason = why_not_row_by_row(plan.x)
     if reason is not None:
         raise ValueError(
-            f"{title}: its input is encoded already, and groups of rows are not what x={plan.x} makes of all together: "
-            f"{reason}. Pass the rows before they are encoded"
+            f"{title}: its input is encoded already, and x={plan.x} encodes a group of rows otherwise than all rows "
+            f"together: {reason}. Pass the rows before they are encoded"
         )
     return _buffers(x, "row", plan.x.text, title)
 

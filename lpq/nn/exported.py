@@ -34,7 +34,7 @@ def forward_of(multiply: Any, title: str, weight: Tensor) -> Callable[..., Tenso
     gradient. The layer with this title and weight is refused if the graph could not hold the weight."""
     if isinstance(weight, QuantizedTensor):
         raise RuntimeError(
-            f"{title}: torch.export takes no weight that is stored quantized. Write what weights decode to by "
+            f"{title}: torch.export takes no weight that is stored quantized. Write the decoded weights by "
             'lpq.export(model, path, layout="lpq", decode=True), load it by lpq.checkpoint.import_file into a model '
             "that was converted without weights=, and export that; or write the codes for an inference engine by "
             "lpq.export"

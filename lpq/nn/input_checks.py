@@ -55,7 +55,9 @@ def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
     if input.is_nested:
-        raise TypeError(f"{layer.title}: the input is nested: pass x.values(), or what torch.nested pads it to")
+        raise TypeError(
+            f"{layer.title}: the input is nested: pass x.values(), or torch.nested.to_padded_tensor(x, 0.0)"
+        )
     if input.layout != torch.strided:
         raise TypeError(f"{layer.title}: the input is {input.layout}: pass x.to_dense()")
     if not input.dim():
@@ -199,8 +201,8 @@ def check_memories(layer: WeightedLayer, memories: Mapping[str, Mapping[str, Ten
         return
     if torch.compiler.is_compiling() or _copied_by_replicas(memories):  # a tracer cannot compare the buffers
         raise RuntimeError(
-            f"{layer.title}: DistributedDataParallel copies what rank 0 remembers for delayed scaling to all ranks "
-            "before each forward, and what is larger on them would be clamped: make it with broadcast_buffers=False "
+            f"{layer.title}: DistributedDataParallel copies rank 0's states of delayed scaling to all ranks before "
+            "each forward, and larger values on the other ranks would be clamped: make it with broadcast_buffers=False "
             "(from PyTorch 2.13 on forward_sync_buffers=False)"
         )
 

@@ -63,7 +63,7 @@ def _counts(states: States) -> list[int]:
 
 def _refuse(who: str) -> NoReturn:
     raise RuntimeError(
-        f"{who}: activation checkpointing runs it again in backward, and what it remembers for delayed scaling has "
+        f"{who}: activation checkpointing runs it again in backward, and its states of delayed scaling have "
         "moved since it ran: it would compute other numbers. That happens where a layer runs several times before "
         "backward, or a whole backward runs twice. Leave it out of checkpointing, or give it a recipe that remembers "
         "nothing"

@@ -91,8 +91,8 @@ class EncodedBy:
         if absent := [layer for layer in self.layers if id(layer) not in self._taken]:
             have = listed([layer.title for layer in self.layers if id(layer) in self._taken])
             raise RuntimeError(
-                f"{absent[0].title} shares what it remembers of inputs with {have}, and did not get, in a pass that "
-                "trains it, the input that was encoded for all of them: what it remembers would be of an input that it "
+                f"{absent[0].title} shares its states of inputs with {have}, and did not get, in a pass that "
+                "trains it, the input that was encoded for all of them: its states would be of an input that it "
                 "never had. Layers that skip passes must not be fused with others"
             )
         self._moved = True
@@ -125,7 +125,7 @@ def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:
                 f"{memory.name}.copy_, or do not fuse them"
             )
     if why:
-        raise ValueError(f"{first.title} and {layer.title} cannot share what they remember of {tensor}: {why}")
+        raise ValueError(f"{first.title} and {layer.title} cannot share their states of {tensor}: {why}")
     for memory in mine:
         setattr(layer, memory.name, getattr(first, memory.name))
     layer.passes.borrowed = (*layer.passes.borrowed, *(memory.name for memory in mine))

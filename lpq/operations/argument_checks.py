@@ -92,7 +92,7 @@ def _are_seeds(seed: object, x: Tensor) -> bool:
 def check_dense(x: Tensor) -> None:
     """Refuse a tensor that is nested, is not strided, or has a tangent: encoding has no forward derivative."""
     if x.is_nested:
-        raise TypeError("the tensor to encode is nested: pass x.values(), or what torch.nested pads it to")
+        raise TypeError("the tensor to encode is nested: pass x.values(), or torch.nested.to_padded_tensor(x, 0.0)")
     if x.layout != torch.strided:
         raise TypeError(f"the tensor to encode is {x.layout}: pass x.to_dense()")
     if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
@@ -109,19 +109,19 @@ def state_of(
     and the tensor that is encoded ``of``."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{what} is a {type(state).__name__}: pass what {quantizer}.new_state() made, a dict, or None to encode "
+            f"{what} is a {type(state).__name__}: pass the result of {quantizer}.new_state(), or None to encode "
             f"with the statistics of {of}"
         )
     branches = quantizer.state_branches().items()
     needed = {prefix + buffer.name: buffer.shape for prefix, side in branches for buffer in side.state}
     if missing := [name for name in needed if name not in state]:
         raise ValueError(
-            f"{what} has no {', '.join(missing)}: pass what {quantizer}.new_state() made, or None to encode with the "
-            f"statistics of {of}"
+            f"{what} has no {', '.join(missing)}: pass the result of {quantizer}.new_state(), or None to encode with "
+            f"the statistics of {of}"
         )
     for name, shape in needed.items():
         if fault := _unfit_buffer(state[name], shape, device):
-            raise ValueError(f"{what}: {name} {fault}: pass what {quantizer}.new_state(device) made")
+            raise ValueError(f"{what}: {name} {fault}: pass the result of {quantizer}.new_state(device)")
     return {name: state[name] for name in needed}
 
 

@@ -375,7 +375,7 @@ class MasterWeights(Optimizer):
             if (saved := _shape(master)) != (here := _shape(own)):
                 raise ValueError(
                     f"{_whose(weight)}the state has a master of shape {saved} for parameter {key}, a weight of shape "
-                    f"{here}: load what was saved of the same parameters in the same order, sharded as they are here. "
+                    f"{here}: load a state of the same parameters in the same order, sharded as they are here. "
                     "lpq.checkpoint goes by names and shards anew"
                 )
             masters[weight] = master

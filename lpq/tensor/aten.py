@@ -60,7 +60,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
         return result
     if torch.Tag.inplace_view in func.tags:
-        raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take what a view of it gives")
+        raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take a view of it")
     if schema_of(func).is_mutable:
         return assign(func, args, kwargs)
     return _read(func, args, kwargs)

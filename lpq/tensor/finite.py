@@ -66,7 +66,7 @@ def _warn(of: _Sums) -> None:
             writes.warned = True
     if names:
         warn(
-            f"the step of an optimizer made NaN or infinite what is stored quantized: {listed(names, 3)}. The "
-            "gradients, or what the optimizer made of them, were not finite: clip "
+            f"the step of an optimizer made weights NaN or infinite that are stored quantized: {listed(names, 3)}. "
+            "The gradients, or the updates that the optimizer computed, were not finite: clip "
             "or skip such gradients, and go on from the last checkpoint",
         )

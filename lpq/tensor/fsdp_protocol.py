@@ -58,7 +58,7 @@ class Gathered:
     @property
     def write_count(self) -> int:
         """A number that grows when it is written to, also where autograd does not count."""
-        raise NotImplementedError(f"{type(self).__name__} does not count what is written to it")
+        raise NotImplementedError(f"{type(self).__name__} does not count writes to it")
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -85,8 +85,8 @@ class Gathered:
         assert isinstance(self, Tensor)
         raise TypeError(
             f"{getattr(self, 'whose', '')}this {list(self.shape)} {type(self).__name__} has no storage of its own: "
-            'write the model with lpq.export(model, path, layout="lpq", decode=True), or what dequantize() of a '
-            "QuantizedTensor gives, and load it with model.load_state_dict; before save_pretrained, call "
+            'write the model with lpq.export(model, path, layout="lpq", decode=True), or the result of dequantize() of '
+            "each QuantizedTensor, and load it with model.load_state_dict; before save_pretrained, call "
             "lpq.integrations.transformers.attach(model)"
         )
 

@@ -39,7 +39,7 @@ def check_flattened(tensor: QuantizedTensor) -> None:
         raise TypeError(
             f"{tensor.whose}a flattened weight that is stored as {tensor.quantizer} would be joined with others, as "
             "DistributedDataParallel, composable replicate and FullyShardedDataParallel (FSDP1) do it, which decode it "
-            f"and encode it anew or not at all: {REMEDY}. To read it, join what dequantize() gives"
+            f"and encode it anew or not at all: {REMEDY}. To read it, join the results of dequantize()"
         )
 
 

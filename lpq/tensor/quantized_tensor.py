@@ -264,8 +264,8 @@ class QuantizedTensor(Gathered, Tensor):
         sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.operands]
         if source.quantizer != self.quantizer and not any(side.plain for side in sides):
             warn(
-                f"{self.whose}what is written to this {list(self.shape)} tensor, stored as {self.quantizer}, was "
-                f"stored as {source.quantizer}: its values are rounded twice. Write it from high precision if you can",
+                f"{self.whose}the values written to this {list(self.shape)} tensor, stored as {self.quantizer}, were "
+                f"stored as {source.quantizer}: they are rounded twice. Write it from high precision if you can",
                 PrecisionWarning,
             )
 
@@ -305,7 +305,7 @@ class QuantizedTensor(Gathered, Tensor):
             self.copy_(plain)
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        raise BufferError(f"{self.whose}this tensor is stored as {self.quantizer}: hand on what dequantize() gives")
+        raise BufferError(f"{self.whose}this tensor is stored as {self.quantizer}: pass on the result of dequantize()")
 
     # ------------------------------------------------------------------------------ to PyTorch
 

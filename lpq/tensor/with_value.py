@@ -58,8 +58,8 @@ class WithValue(QuantizedTensor):
             return same
         if schema_of(func).is_mutable and isinstance(args[0], WithValue):
             raise TypeError(
-                f"{func} would write to the output of a norm that encodes it, and layers would multiply what it was "
-                "before: write to a copy, or call lpq.unfuse on the block"
+                f"{func} would write to the output of a norm that encodes it, and layers would multiply its former "
+                "values: write to a copy, or call lpq.unfuse on the block"
             )
         args, kwargs = tree_map(_value, args), tree_map(_value, kwargs or {})
         return func(*args, **kwargs)

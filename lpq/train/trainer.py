@@ -143,7 +143,7 @@ class Trainer:
             said = f"\n{self.said}" if self.said else ""
             raise Diverged(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
-                f"--lr may train, or a recipe with more bits in the gradients; what was saved before is kept{said}"
+                f"--lr may train, or a recipe with more bits in the gradients; checkpoints from before are kept{said}"
             )
         self.optimizer.step()
         if probe is not None:

@@ -62,7 +62,7 @@ def test_only_whole_ones_are_counted(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
     truncate(tmp_path / step(20) / "__0_0.distcp")
     (tmp_path / step(30) / "manifest.json").unlink()
-    with pytest.warns(CheckpointWarning, match=rf"leaves in .* no manifest\.json of lpq's: {step(30)}"):
+    with pytest.warns(CheckpointWarning, match=rf"leaves .* directories without a manifest\.json of lpq's: {step(30)}"):
         checkpoint.save(model(40.0), tmp_path, step=40, keep=2)
     assert names(tmp_path) == [step(10), step(30), step(40)]
 

@@ -116,7 +116,9 @@ def test_what_lies_in_a_checkpoint_that_is_replaced_stays_there(tmp_path: Path) 
     ours = tree(own)
     notes(own)
     notes(own / "tokenizer")
-    with pytest.warns(CheckpointWarning, match=r"but for what lpq did not write: .*own/notes\.txt, .*own/tokenizer"):
+    with pytest.warns(
+        CheckpointWarning, match=r"but for files that lpq did not write: .*own/notes\.txt, .*own/tokenizer"
+    ):
         checkpoint.save(model(2.0), own)
     assert tree(own) == sorted([*ours, "notes.txt", "tokenizer/notes.txt"])
     assert names(tmp_path) == ["own"]

@@ -178,7 +178,7 @@ ALONE, PAIR = [0], [1, 2]
         ([[(0, 1)], [(0, 1)], [], []], r"no tensor joins the ranks \[0, 1\] and \[2\] and \[3\]"),
         (
             [[(3, 4)], [], [], []],
-            r"lies over the ranks \[3, 4\], and those that were called together are \[0, 1, 2, 3\]",
+            r"lies over the ranks \[3, 4\], and the ranks that call this together are \[0, 1, 2, 3\]",
         ),
     ],
 )
@@ -284,7 +284,7 @@ def _all(rank: int, folder: Path) -> None:
         with pytest.raises(CheckpointError, match="process_group is to be a group that this process is in"):
             checkpoint.save(nn.Linear(2, 2), folder / "1", process_group=groups[1])
     if rank == 1:
-        words = re.escape("a tensor lies over the ranks [1, 2], and those that were called together are [1]")
+        words = re.escape("a tensor lies over the ranks [1, 2], and the ranks that call this together are [1]")
         all_say(lambda: checkpoint.save(shard(Net(1, 64, SMALL), mesh), folder, process_group=lone), words, lone)
 
 

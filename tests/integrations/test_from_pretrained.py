@@ -139,7 +139,7 @@ def test_the_trainer_takes_it_and_what_it_saves_is_loaded_again(
     assert said["weights"] == weights
     assert lpq.policy(said["policy"]) == lpq.policy(policy)
     if weights == "quantized":
-        with pytest.warns(CheckpointWarning, match=r"encoding that again.*lpq\.checkpoint keeps the codes"):
+        with pytest.warns(CheckpointWarning, match=r"encoding these again.*lpq\.checkpoint keeps the codes"):
             again = load(saved)
     else:
         again = load(saved)

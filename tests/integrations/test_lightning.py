@@ -111,7 +111,7 @@ def test_a_checkpoint_that_only_lightning_can_read_loses_no_state(tmp_path: Path
             again.fit(model, loader(), ckpt_path=path, weights_only=False)
             assert model.recipes == [lpq.recipe("fp8-delayed")] * 2
         else:
-            with pytest.raises(CheckpointError, match=r"was not loaded.*lpq\.set_step\(model, step\)"):
+            with pytest.raises(CheckpointError, match=r"were not loaded.*lpq\.set_step\(model, step\)"):
                 again.fit(model, loader(), ckpt_path=path, weights_only=False)
 
 

@@ -132,7 +132,7 @@ def _states_of_a_later_stage_are_loaded_or_missed(rank: int, out: Path) -> None:
             out / "c", LpqPrecision(REVERSED, steps="later"), LpqCallback(report=False), strategy=_fsdp(), devices=2,
             use_distributed_sampler=False,
         )  # fmt: skip
-        with pytest.raises(CheckpointError, match=r"was not loaded.*Set trainer\.ckpt_path = checkpoint"):
+        with pytest.raises(CheckpointError, match=r"were not loaded.*Set trainer\.ckpt_path = checkpoint"):
             made.fit(_Sharded(), loader(), ckpt_path=checkpoint)
 
 

@@ -123,7 +123,7 @@ def test_what_a_later_stage_remembers_is_loaded_or_missed(run: tuple[Any, Path],
     done.train()
     checkpoint = tmp_path / "a" / "checkpoint-4"
     unprepared = trainer(converted(REVERSED), tmp_path / "b", LpqCallback())
-    with pytest.raises(CheckpointError, match=r"was not loaded.*mlp\.\w+_proj.*Call .*resume\(model, checkpoint\)"):
+    with pytest.raises(CheckpointError, match=r"were not loaded.*mlp\.\w+_proj.*Call .*resume\(model, checkpoint\)"):
         unprepared.train(resume_from_checkpoint=str(checkpoint))
     model = converted(REVERSED)
     resume(model, checkpoint)
@@ -181,7 +181,7 @@ def test_stored_weights_with_masters_go_on_bit_for_bit(tmp_path: Path) -> None:
 def test_stored_weights_without_masters_are_encoded_again_and_that_is_said(tmp_path: Path) -> None:
     trainer(converted(weights="quantized"), tmp_path, LpqCallback(), max_steps=2).train()
     resumed = trainer(converted(weights="quantized"), tmp_path, LpqCallback(), max_steps=4)
-    with pytest.warns(CheckpointWarning, match=r"encoding that again.*lpq\.optim\.MasterWeights"):
+    with pytest.warns(CheckpointWarning, match=r"encoding these again.*lpq\.optim\.MasterWeights"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

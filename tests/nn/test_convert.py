@@ -384,8 +384,8 @@ def test_values_that_are_rounded_twice_are_warned_of() -> None:
         return lpq.convert(nn.Sequential(nn.Linear(64, 32)), recipe, weights="quantized")
 
     model, other = stored("mxfp8"), stored("nvfp4")
-    words = r"^0\.weight: what is written to this \[32, 64\] tensor, stored as mxfp8, was stored as nvfp4\(.*\): "
-    with pytest.warns(PrecisionWarning, match=words + "its values are rounded twice"):
+    words = r"^0\.weight: the values written to this \[32, 64\] tensor, stored as mxfp8, were stored as nvfp4\(.*\): "
+    with pytest.warns(PrecisionWarning, match=words + "they are rounded twice"):
         model.load_state_dict(other.state_dict())
     expected = lpq.quantizer("mxfp8").quantize(other[0].weight.dequantize())
     assert torch.equal(model[0].weight.dequantize(), expected.dequantize())

@@ -46,7 +46,7 @@ def test_what_is_not_finite_is_said_once(recipe: str, make: Callable[[Any], Opti
     assert len(begun) == optimizer.keep
     assert all(said.startswith("masters begin with what weights decode to") for said in begun)
     (said,) = _step(net, optimizer, {1: torch.nan, 4: torch.inf})
-    assert "made NaN or infinite what is stored quantized: 1.weight, 4.weight. The gradients" in said
+    assert "made weights NaN or infinite that are stored quantized: 1.weight, 4.weight. The gradients" in said
     assert [bool(layer.weight.dequantize().isfinite().all()) for layer in net] == [i not in (1, 4) for i in range(6)]
     assert _step(net, optimizer, {}) == []
     (said,) = _step(net, optimizer, dict.fromkeys(range(6), torch.nan))

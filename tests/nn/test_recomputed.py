@@ -11,7 +11,7 @@ from support.passes import offloaded, plainly, recomputed, reentrant
 from support.small_models import converted
 from torch import Tensor
 
-MOVED = "activation checkpointing runs it again in backward, and what it remembers for delayed scaling has moved"
+MOVED = "activation checkpointing runs it again in backward, and its states of delayed scaling have moved"
 
 
 def layer(recipe: str = "fp8-delayed") -> Any:

@@ -114,7 +114,7 @@ def test_a_layer_that_skips_a_pass_is_named() -> None:
     steps(fused)
     fused.skipped = 1
     before = fused.layers[1].x_amax_history.clone()
-    words = r"layers\.1, .* shares what it remembers of inputs with layer layers\.0.*, layer layers\.2.* did not get"
+    words = r"layers\.1, .* shares its states of inputs with layer layers\.0.*, layer layers\.2.* did not get"
     with pytest.raises(RuntimeError, match=words):
         fused(given(0)).sum().backward()
     assert torch.equal(fused.layers[1].x_amax_history, before)
@@ -150,7 +150,7 @@ def test_states_that_differ_are_refused_by_name() -> None:
     steps(apart, count=1)
     apart.layers[1](given(5)).sum().backward()
     apart.fused = True
-    words = r"layers\.0, .* and layer layers\.1, .* cannot share what they remember of x: x_amax differs"
+    words = r"layers\.0, .* and layer layers\.1, .* cannot share their states of x: x_amax differs"
     with pytest.raises(ValueError, match=words):
         apart(given(0))
     assert apart.layers[0].passes.borrowed == apart.layers[1].passes.borrowed == ()

@@ -58,7 +58,11 @@ def _without(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
-        (_without("amax_history"), ValueError, r"state has no amax_history: pass what fp8\(.*\)\.new_state\(\) made"),
+        (
+            _without("amax_history"),
+            ValueError,
+            r"state has no amax_history: pass the result of fp8\(.*\)\.new_state\(\)",
+        ),
         ({"other": torch.zeros(())}, ValueError, "state has no "),
         (
             {name: torch.zeros(1).expand(t.shape) if t.dim() else t for name, t in DELAYED.new_state().items()},
@@ -78,7 +82,7 @@ def _without(name: str) -> dict[str, Any]:
         (
             DELAYED.new_state("meta"),
             ValueError,
-            r"is on meta, and the tensor to encode on cpu: pass what .*\.new_state\(device\)",
+            r"is on meta, and the tensor to encode on cpu: pass the result of .*\.new_state\(device\)",
         ),
         (_without("amax_history") | {"amax_history": [0.0] * 4}, ValueError, "amax_history is a list and no tensor"),
     ],
@@ -181,6 +185,6 @@ def test_a_seed_of_more_than_64_bits_is_refused_in_words(seed: int) -> None:
 @pytest.mark.parametrize("state", [[1], [], "abc", torch.ones(3), 5], ids=repr)
 def test_a_state_that_is_no_mapping_is_refused_in_words(state: Any) -> None:
     quantizer = lpq.quantizer("fp8(scaling=delayed)")
-    with pytest.raises(TypeError, match=rf"state is a {type(state).__name__}: pass what .*new_state\(\) made"):
+    with pytest.raises(TypeError, match=rf"state is a {type(state).__name__}: pass the result of .*new_state\(\), or"):
         quantizer.quantize(X, state=state)
     assert torch.equal(quantizer.quantize(X, state={}).dequantize(), quantizer.quantize(X).dequantize())

@@ -74,7 +74,7 @@ def _of_fewer_parameters(saved: dict[str, Any]) -> None:
         (
             _of_another_shape,
             r"^1\.weight: the state has a master of shape \[32, 32\] for parameter 2, a weight of shape \[64, 32\]: "
-            "load what was saved of the same parameters",
+            "load a state of the same parameters",
         ),
         (_of_one_row, r"^1\.weight: the state has a master of shape \[1, 32\] for parameter 2"),
         (_in_other_groups, r"groups of \[2, 2\] parameters, and the optimizer of \[4\]: make its groups as they were"),

@@ -97,7 +97,7 @@ def test_other_libraries_get_no_memory_of_it() -> None:
     """It has none of the values that it stands for."""
     t = lpq.quantizer("mxfp8").quantize(normal(64, 64))
     for taken in (torch.from_dlpack, np.from_dlpack):
-        with pytest.raises(BufferError, match=r"stored as mxfp8: hand on what dequantize\(\) gives"):
+        with pytest.raises(BufferError, match=r"stored as mxfp8: pass on the result of dequantize\(\)"):
             taken(t)  # type: ignore[operator]
     assert torch.equal(torch.from_dlpack(t.dequantize()), t.dequantize())
 

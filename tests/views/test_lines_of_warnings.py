@@ -91,7 +91,7 @@ def test_the_step_of_an_optimizer() -> None:
     def user() -> None:
         optimizer.step()
 
-    with pointing(user, "made NaN or infinite what is stored quantized: 0.weight, 1.weight"):
+    with pointing(user, "made weights NaN or infinite that are stored quantized: 0.weight, 1.weight"):
         user()
 
 
@@ -117,7 +117,7 @@ def test_what_is_written_to_the_weight_of_another_format() -> None:
     def user() -> None:
         made[0].load_state_dict(made[1].state_dict())
 
-    with pointing(user, "its values are rounded twice", PrecisionWarning):
+    with pointing(user, "they are rounded twice", PrecisionWarning):
         user()
 
 

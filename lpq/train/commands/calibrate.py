@@ -23,7 +23,7 @@ Data = Annotated[
         "--data",
         metavar="PATH",
         help="Text files or directories (repeatable); with --model one file of batches that torch.save wrote. Default: "
-        "what the run was trained on.",
+        "the text of the run's training.",
     ),
 ]
 Made = Annotated[

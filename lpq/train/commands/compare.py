@@ -28,8 +28,8 @@ Recipes = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE...",
-        help="Recipes and policies: names that `lpq recipes` lists, the grammar, or TOML files. None: tell what is in "
-        "--out.",
+        help="Recipes and policies: names that `lpq recipes` lists, the grammar, or TOML files. None: report the "
+        "results in --out.",
     ),
 ]
 Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds, from 0 on.")]
