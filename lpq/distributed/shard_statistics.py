@@ -90,7 +90,7 @@ def _measure_each(
     values: list[Tensor] = []
     dtype, _, group = members[0][0].where
     for gather, x in members:
-        stats = measure(gather.prepared(x), sides.row, sides.col, dtype=dtype)
+        stats = gather.kept(measure(gather.prepared(x), sides.row, sides.col, dtype=dtype))
         if not sides.stack:  # no statistic of it spans several shards
             declared += sides.stats
             values += stats

@@ -157,6 +157,8 @@ class Gather:
         """Statistics of the whole weight that reach beyond a shard or are remembered, in the order of ``declared``."""
         self.spanning: list[Tensor | None] = []
         """Select, of ``stats``, those that reach beyond a shard; None in place of the others."""
+        self._kept: list[Tensor] = []
+        """The tensors of statistics that are measured for this weight by itself."""
         self.measured: Measured | None = None
         self.version: object = None
         """Another object once the values of the shard, or the statistics to encode it with, may be others."""
@@ -264,6 +266,14 @@ class Gather:
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
+    def kept(self, stats: list[Tensor]) -> list[Tensor]:
+        """These statistics, in the same tensors each time: a CUDA graph that was recorded before reads them there."""
+        if [_kind(stat) for stat in stats] != [_kind(stat) for stat in self._kept]:
+            self._kept = stats
+        elif stats:
+            copy_each(self._kept, stats)
+        return self._kept
+
     def statistics(
         self, matrices: slice | None = None, copies: Copies | None = None, for_backward: bool | None = None
     ) -> list[Tensor | None]:
@@ -329,6 +339,10 @@ class Gather:
         large = self.operands.large if self.operands is not None else []
         freed = [t for t in large if not t.untyped_storage().size()]
         return freed if len(freed) < len(large) else []
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def copy_pairs(pairs: Copies) -> None:

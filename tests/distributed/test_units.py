@@ -174,6 +174,21 @@ def test_gathered_before_the_step(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_statistics_are_found_where_a_recorded_step_reads_them(rank: int) -> None:
+    """The step measures after the optimizer's, and forward reads before it: a CUDA graph reads the same memory."""
+    net, places, values = built(True, **FEW), [], []
+
+    def note(net: Any) -> None:
+        found = [stat for layer in net.layers.values() for stat in layer.gather.stats if stat is not None]
+        places.append([stat.data_ptr() for stat in found])
+        values.append([stat.clone() for stat in found])
+
+    trained(net, between=note)
+    assert places[0] == places[1] == places[2] != []
+    assert not any(torch.equal(a, b) for a, b in zip(values[1], values[2], strict=True))
+
+
+@on_ranks(2)
 def test_watched(rank: int) -> None:
     """A dispatch mode around backward, in which lpq runs as operators."""
     found = []
