@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.distributed.part_gathers import Arriving, OperandGather
+from lpq.distributed.part_gathers import OperandGather
 from lpq.formats import Storage
 from lpq.formats.layout import as_bytes
 from lpq.kernels.table import bound_once
@@ -32,8 +32,8 @@ def can_overlap(cut: Cut, x: Tensor) -> bool:
 
 
 def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Multiply:
-    """Multiply a left operand of which this rank has ``part``, and whose gather was not begun. If wanted, the ``whole``
-    operand is left in it."""
+    """Multiply a left operand of which this rank has ``part``, and whose gather was not begun. If wanted, the buffers
+    of the ``whole`` operand take the place of the part's, in their list."""
     other, gather, dtype, fast = p.b, OperandGather(part, 0, cut, group), p.dtype, p.fast_accumulate
     texts, shapes, dtypes = (
         (part.quantizer.text, other.quantizer.text),
@@ -41,13 +41,12 @@ def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Mu
         (part.dtype, other.dtype),
     )
 
-    def multiply(a: Arriving, b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        tensors = list(a.part)
-        run: Any = _arriving_gemm if can_call_directly(tensors[0]) else torch.ops.lpq.arriving_gemm
+    def multiply(a: list[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        run: Any = _arriving_gemm if can_call_directly(a[0]) else torch.ops.lpq.arriving_gemm
         y: Tensor
-        y, *came = run(tensors, list(b), bias, *texts, *shapes, *dtypes, dtype, fast, cut.ranks, group, whole)
+        y, *came = run(list(a), list(b), bias, *texts, *shapes, *dtypes, dtype, fast, cut.ranks, group, whole)
         if whole:
-            a.whole = gather.joined(tensors, came)
+            a[:] = gather.joined(a, came)
         return y
 
     return multiply  # type: ignore[return-value]

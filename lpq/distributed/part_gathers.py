@@ -33,9 +33,15 @@ class OperandGather:
         rows, cols = part.shape
         self.whole = part._replace(shape=(rows * cut.ranks, cols) if dim == 0 else (rows, cols * cut.ranks))
 
-    def travelling(self, part: Sequence[Tensor]) -> list[Tensor]:
-        """The bytes that are sent."""
-        return [as_bytes(tensor) for tensor, moves in zip(part, self.moves, strict=True) if moves]
+    def begin(self, part: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to gather; return the tensors from which ``finish`` makes the buffers of the whole."""
+        sent = [as_bytes(tensor) for tensor, moves in zip(part, self.moves, strict=True) if moves]
+        return [*part, *begin_all_gather(sent, self.cut.ranks, self.group)]
+
+    def finish(self, begun: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for the buffers of the whole."""
+        count = len(self.moves)
+        return self.joined(begun[:count], arrived(begun[count:]))
 
     def joined(self, part: Sequence[Tensor], came: Sequence[Tensor]) -> list[Tensor]:
         """The buffers of the whole, from the bytes that arrived, one rank's after the other's."""
@@ -48,25 +54,6 @@ class OperandGather:
             placed = in_place(next(arriving), 1 if self.dim == 0 else shape[0], self.cut)
             shape[self.dim] *= self.cut.ranks
             whole.append(placed.view(tensor.dtype).view(shape))
-        return whole
-
-
-class Arriving:
-    """The buffers of an operand that is gathered."""
-
-    def __init__(self, gather: OperandGather, part: Sequence[Tensor], begin: bool = True) -> None:
-        self._gather, self.part = gather, part
-        self._sent = begin_all_gather(gather.travelling(part), gather.cut.ranks, gather.group) if begin else None
-        self.whole: Sequence[Tensor] | None = None
-
-    def now(self) -> Sequence[Tensor]:
-        """Wait for the whole operand."""
-        whole = self.whole
-        if whole is None:
-            gather, sent = self._gather, self._sent
-            assert sent is not None
-            whole = self.whole = gather.joined(self.part, arrived(sent))
-            self._sent, self.part = None, ()
         return whole
 
 
@@ -107,28 +94,38 @@ def gathering(
     elif of_col is not None and derived:
         derive = bind_derive(quantizer, of_col.whole, wanted.device)
 
+    follows = at_once and derived and of_col is not None  # the column operand is made of the row operand that arrives
+
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         made, also, stats = own.encode(x, known, seed)
-        sent: Any = Arriving(of_row, made, begin) if of_row is not None and (wanted.row or at_once) else ()
-        kept: Any = () if of_col is None else made if derived else also
-        if at_once and of_col is not None:
-            kept = sent if derived else Arriving(of_col, kept)
-        if of_col is not None and drawn:
-            kept = (kept, seed) if at_once else (*kept, seed)
-        return sent, kept, stats
+        sent: Sequence[Tensor] = ()
+        if of_row is not None and (wanted.row or at_once):
+            sent = of_row.begin(made) if begin else [*made]
+        kept: Sequence[Any] = () if of_col is None or follows else made if derived else also
+        if at_once and of_col is not None and not follows:
+            kept = of_col.begin(kept)
+        return sent, (*kept, seed) if column is not None else kept, stats
 
-    def begin_column(kept: Sequence[Tensor]) -> Any:
+    def arrive(sent: Sequence[Tensor], kept: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        assert of_row is not None
+        whole = of_row.finish(sent)
+        return whole, (*whole, *kept) if follows else kept
+
+    def begin_column(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         assert of_col is not None
-        return (Arriving(of_col, kept[:-1]), kept[-1]) if drawn else Arriving(of_col, kept)
+        return [*of_col.begin(kept[:-1]), kept[-1]] if column is not None else of_col.begin(kept)
 
-    def later(arriving: Any) -> Sequence[Tensor]:
+    def later(begun: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert of_col is not None
+        begun, seed = (begun[:-1], begun[-1]) if column is not None else (begun, None)
+        whole = begun if follows else of_col.finish(begun)
         if column is not None:
-            whole_row, seed = arriving
-            return column(whole_row.now(), (), seed)[0]
-        return arriving.now() if derive is None else derive(arriving.now())
+            return column(whole, (), seed)[0]
+        return whole if derive is None else derive(whole)
 
     finish, start = (None, None) if of_col is None else (later, None if at_once else begin_column)
-    return part._replace(encoder=Encoder(row, col, encode, finish, derived, start))
+    waits = arrive if begin and of_row is not None and (wanted.row or at_once) else None
+    return part._replace(encoder=Encoder(row, col, encode, finish, derived, start, waits))
 
 
 def bind_gathered_high(bind: BindEncoder, wanted: Wanted, cut: Cut, group: str) -> Encoder:
@@ -146,11 +143,6 @@ def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
     part = as_matrix(x)
     (came,) = all_gather([as_bytes(part)], cut.ranks, group)
     return in_place(came, 1, cut).view(part.dtype).view(part.shape[0] * cut.ranks, part.shape[1])
-
-
-def of_arriving(multiply: Multiply) -> Multiply:
-    """The product of a left operand that is gathered."""
-    return lambda a, b, bias: multiply(a.now(), b, bias)  # type: ignore[attr-defined]
 
 
 def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:

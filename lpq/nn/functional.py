@@ -118,7 +118,7 @@ def grouped_linear_of(
         parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
-            operands is not None, given is not None, parts=parts,
+            operands is not None, given is not None, torch.compiler.is_dynamo_compiling(), parts=parts,
         )  # fmt: skip
         key = None if watched else (shapes, kernels_allowed())
         step, rows_given = None if calls is None else calls.get(key), None

@@ -69,6 +69,10 @@ class Groups(NamedTuple):
         refuses = told if reason is not None else None  # torch 2.11 traces no branch on a text that it formats
         return Step(of_x, of_w, of_dy, multiply(of_x.row, w_row, s.dtype, plan.fast[0]), into_dx, into_dw, refuses)
 
+    def named(self, *, sized: bool) -> tuple[Any, ...]:
+        """The class and its values, among which is no size of a pass."""
+        return "lpq.nn.grouped_step:Groups", self.number, self.at_once
+
     def _decoded(self, plan: Plan, x: Wanted, w: Wanted, dy: Wanted) -> tuple[bool, bool, bool]:
         """Whether the operands of each product are made decoded, in bf16."""
         if not self.at_once or "row" in (plan.x.col_source, plan.w.col_source, plan.dy.col_source):

@@ -30,6 +30,7 @@ from lpq.nn.traced_step import through_dispatcher
 from lpq.nn.wanted import Accumulate, asked, is_summed, refuse_part_of, refuse_parts, sum_in_place
 from lpq.operations import remember
 from lpq.operations.binding import on_device
+from lpq.operations.encoder import KnownStats
 from lpq.operations.group_products import sum_rows
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.produced_tiles import Produced
@@ -139,13 +140,16 @@ class Multiplication(torch.autograd.Function):
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
         read = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
+        of_x: Any
+        of_w: Any
         of_x, of_w = read.get("x", ()), read.get("w", ())
         values: Any
         values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
         if source is not None:
             values = source
         if step.exchange is not None:
-            (of_x, of_w), seeds = step.exchange((values, weight), (of_x, of_w), seeds)
+            found, seeds = step.exchange((values, weight), seeds)
+            of_x, of_w = [KnownStats(s, k) if s else k for s, k in zip(found, (of_x, of_w), strict=True)]
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if watch is not None:
             watch.tell("x", values, plan.x, read.get("x"), x_seed, ends)
@@ -154,8 +158,6 @@ class Multiplication(torch.autograd.Function):
             x_row, x_col = operands
         elif inputs is None:
             x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
-            if shared is not None:
-                shared.operands = x_row, x_col
         else:
             x_row, x_col, x_stats = inputs.encode(x_encoder, x, of_x, static, layer)
         if call.encoded_by is not None:
@@ -167,6 +169,11 @@ class Multiplication(torch.autograd.Function):
             w_row, w_col = encoded if step.w is None else step.w.encode(encoded[0], (), w_seed)[:2]
             if call.step is not None and not w_row[0].data_ptr():
                 check_there(w_row[0])
+        if operands is None:
+            if x_encoder.arrive is not None:
+                x_row, x_col = x_encoder.arrive(x_row, x_col)
+            if shared is not None:
+                shared.operands = x_row, x_col
         y = step.fprop(x_row, w_row, bias)
         if call.watch is not None:
             call.watch.result(y, ends)
@@ -308,6 +315,8 @@ def _gradients(
         dy_row, dy_col, dy_stats = step.dy.encode(dy, read or (), seed, *(_ends(ctx, saved) if call.ends else ()))
     else:
         dy_row, dy_col, dy_stats, _ = given
+    if step.dy.arrive is not None:
+        dy_row, dy_col = step.dy.arrive(dy_row, dy_col)
     if step.dgrad is not None:
         if shapes.encoded and call.step is not None and not saved[first].data_ptr():
             check_there(saved[first])
@@ -339,19 +348,20 @@ def _gradients(
         ctx.moves = False
         if "dy" in states and not runs_whole():  # the other part of this backward must encode in the same way
             ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
-    measured: Mapping[str, Sequence[Tensor]] = {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]}
+    measured: Sequence[Sequence[Tensor]] = saved[second:third], saved[third:fourth], dy_stats
     if step.settle is not None:
         measured = step.settle(measured)
+    x_stats, w_stats, dy_stats = measured
     move, moves_x = step.remember, "x" in states
-    if call.encoded_by is not None and not call.encoded_by.move(plan.x, measured["x"], shapes.needs_dw):
+    if call.encoded_by is not None and not call.encoded_by.move(plan.x, x_stats, shapes.needs_dw):
         move, moves_x = step.remember_others, False
     if move is not None and (fourth > third or "w" not in plan.moving):
-        move(states, measured)
+        move(states, {"x": x_stats, "w": w_stats, "dy": dy_stats})
     else:
         if "dy" in states:
-            remember(plan.dy, states["dy"], [*measured["dy"]], row=shapes.needs_dx, col=shapes.needs_dw)
+            remember(plan.dy, states["dy"], [*dy_stats], row=shapes.needs_dx, col=shapes.needs_dw)
         if moves_x:
-            remember(plan.x, states["x"], [*measured["x"]], col=shapes.needs_dw)
+            remember(plan.x, states["x"], [*x_stats], col=shapes.needs_dw)
         if "w" in states and fourth > third:
-            remember(plan.w, states["w"], [*measured["w"]], col=shapes.needs_dx)
+            remember(plan.w, states["w"], [*w_stats], col=shapes.needs_dx)
     return dx, dw

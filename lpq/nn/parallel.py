@@ -295,7 +295,7 @@ def _mesh_pass(
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded and not taken, taken=taken, parts=parts, fresh=layer.passes.fresh,
+        encoded and not taken, torch.compiler.is_dynamo_compiling(), taken, parts, fresh=layer.passes.fresh,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 

@@ -6,16 +6,13 @@ scale is as in one process. A gathered operand travels encoded; a sum over the r
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from lpq.distributed.overlapped import of_parts
 from lpq.distributed.part_gathers import (
     bind_gathered_high,
     finish_sum,
     gathering,
-    of_arriving,
     part_wanted,
     summed,
 )
@@ -74,7 +71,7 @@ class SharedOut(NamedTuple):
         else:
             of_dy = bind_part(encoder, part_wanted(dy), sequence, group)
             of_dy = gathering(of_dy, encoder, dy, sequence, group, at_once=True).alone(group)
-        if torch.compiler.is_compiling():
+        if shapes.compiled:
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = of_x.alone(group)
         exchange = self._exchange(plan, None if shapes.given else of_x.statistics, of_w.statistics)
@@ -83,9 +80,17 @@ class SharedOut(NamedTuple):
         encoders = of_x.encoder, None if given else of_w.encoder, of_dy.encoder
         return Step(
             *encoders, forward, into_dx, into_dw, SHARED_OUT, exchange,
-            bind_settle({"x": of_x, "w": of_w, "dy": of_dy}, group) if plan.moving else None,
+            bind_settle((of_x, of_w, of_dy), group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
+
+    def named(self, *, sized: bool) -> tuple[Any, ...]:
+        """The function ``shared_out`` and its values; not ``sized``: for sequences of any length."""
+        cut = self.sequence
+        if cut is not None and not sized:
+            cut = cut._replace(size=1, chunks_per_rank=2 if cut.chunks_per_rank > 1 else 1)
+        rest = self.high, self.sums, self.overlaps, self.keeps
+        return "lpq.nn.parallel_step:shared_out", self.group, self.weight[:], None if cut is None else cut[:], *rest
 
     def gradient(self, plan: Plan, shapes: Shapes) -> Wanted:
         """How this rank's part of the gradient of the result is encoded."""
@@ -125,24 +130,25 @@ class SharedOut(NamedTuple):
         assert x.row is not None
         assert w.row is not None
         forward, into_dx, into_dw = Product(x.row, w.row, dtype, device, fast[0]), None, None
-        if sequence is None or not by_columns:
-            multiply = product(forward)
-        elif self.overlaps and not shapes.given:
+        if by_columns and sequence is not None and self.overlaps and not shapes.given:
             part = x.row._replace(shape=(shapes.rows, shapes.features))
             multiply = of_parts(part, forward, sequence, group, self.keeps)
         else:
-            multiply = of_arriving(product(forward))
+            multiply = product(forward)
         if not by_columns and self.sums:
             multiply = summed(multiply, sequence, group, finished=True)
         if dy.row is not None and w.col is not None:
             into_dx = product(Product(dy.row, w.col, shapes.x, device, fast[1]))
-            if sequence is not None and not by_columns and not self.high:
-                into_dx = of_arriving(into_dx)
             if by_columns and self.sums:
                 into_dx = summed(into_dx, sequence, group, finished=False)
         if dy.col is not None and x.col is not None:
             into_dw = product(Product(dy.col, x.col, shapes.summed, device, fast[2]))
         return multiply, into_dx, into_dw
+
+
+def shared_out(group: str, weight: tuple[int, ...], sequence: tuple[int, ...] | None, *rest: bool) -> SharedOut:
+    """Make it of plain values."""
+    return SharedOut(group, Cut(*weight), None if sequence is None else Cut(*sequence), *rest)
 
 
 def _taken(wanted: Wanted, cut: Cut | None) -> PartEncoder:

@@ -5,7 +5,7 @@ that a layer decides nothing twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from lpq.operations.bound import bind_product
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
-    Known,
     Wanted,
     bind_encoder,
     in_two_steps,
@@ -32,8 +31,9 @@ from lpq.operations.states import Moving, State, bind_remember
 
 BindProduct = Callable[[Product], Multiply]
 
-Exchange = Callable[[Sequence[Tensor], Sequence[Known], Tensor | None], tuple[Sequence[Known], Tensor | None]]
-"""``exchange((x, w), their states, seeds)``: with what to encode x and w, and the seeds that all ranks have."""
+Exchange = Callable[[Sequence[Tensor], Tensor | None], tuple[Sequence[list[Tensor]], Tensor | None]]
+"""``exchange((x, w), seeds)``: the statistics of x and of w, none where none are exchanged, and the seeds that all
+ranks have."""
 
 
 class Parts(Protocol):
@@ -42,6 +42,10 @@ class Parts(Protocol):
 
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
+
+    def named(self, *, sized: bool) -> tuple[Any, ...]:
+        """The import string of a function and its arguments, plain values, of which it makes these parts. Not
+        ``sized``: for tensors of any size, whose steps have the same functions; no value is a compiler's symbol."""
 
 
 class Shapes(NamedTuple):
@@ -98,9 +102,9 @@ class Step(NamedTuple):
     exchange: Exchange | None = None
     """Measures x and w and reduces their statistics over ranks, together, before they are encoded; None: encoders
     measure for themselves."""
-    settle: Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[Tensor]]] | None = None
-    """Reduces the measured statistics of ``x``, ``w`` and ``dy`` over ranks, before states remember them; None: they
-    are reduced already, or cover the whole."""
+    settle: Callable[[Sequence[Sequence[Tensor]]], Sequence[Sequence[Tensor]]] | None = None
+    """Reduces the measured statistics of x, w and dy, in this order, over ranks, before states remember them; None:
+    they are reduced already, or cover the whole."""
     finish_dx: Callable[[Tensor], Tensor] | None = None
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None

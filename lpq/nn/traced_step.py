@@ -7,70 +7,73 @@ runs the function, bound as for any other tracer, with the plan and the shapes a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from lpq import recipes
+from lpq import recipes, registry
 from lpq.kernels.table import bound_once
-from lpq.nn.encoded_inputs import why_no_gradient
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, Step, by_operators
 from lpq.operations.compiled_calls import spare_the_dispatcher
 from lpq.operations.encoder import Encoder
-from lpq.torch_private.compiling import is_exporting, once_when_traced
+from lpq.recipes.gemms import TENSORS
+from lpq.torch_private.compiling import once_when_traced
+
+OF_ENCODER = "encode", "later", "begin", "arrive"
+OF_STEP = "fprop", "dgrad", "wgrad", "exchange", "settle", "finish_dx"
 
 
 def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
     """Bind by operators, for tracers and dispatch modes. Under all but a compiler every operand is encoded."""
-    compiled = torch.compiler.is_dynamo_compiling()
-    if compiled:
-        spare_the_dispatcher()
-    if not compiled or is_exporting() or shapes.parts is not None or shapes.arrived:
-        return by_operators(plan, shapes, compiled=compiled)
-    sizes, facts = shapes[:3], shapes[3:]
-    there = _functions(plan.text, facts)
+    if not torch.compiler.is_dynamo_compiling():
+        return by_operators(plan, shapes, compiled=False)
+    spare_the_dispatcher()
+    text, parts = plan.text, shapes.parts
+    facts = shapes._replace(parts=None)[:], None if parts is None else parts.named(sized=True)
+    of_any_size = (0, 0, 0, *facts[0][3:]), None if parts is None else parts.named(sized=False)
+    there = _functions(text, *of_any_size)
+    functions: dict[str, Any] = {name: partial(_call, text, facts, name) for name in there.split()}
+    steps: dict[str, Any] = {name: functions.get(name) for name in OF_STEP}
+    for name in TENSORS:
+        how: dict[str, Any] = {part: functions.get(f"{name}.{part}") for part in OF_ENCODER}
+        steps[name] = None if how["encode"] is None else Encoder(None, None, **how)
+    return Step(refuses=_refuses(text, *of_any_size) or None, **steps)
 
-    def function(name: str) -> Callable[..., Any]:
-        return partial(_call, plan.text, sizes, facts, name)
 
-    def encoder(name: str) -> Encoder:
-        later = f"{name}.later"
-        return Encoder(None, None, function(f"{name}.encode"), function(later) if f" {later} " in there else None)
-
-    return Step(
-        encoder("x") if " x.encode " in there else None,
-        encoder("w") if " w.encode " in there else None,
-        encoder("dy"),
-        function("fprop"),
-        function("dgrad") if " dgrad " in there else None,
-        function("wgrad") if " wgrad " in there else None,
-        why_no_gradient(plan),
-    )
+Values = tuple[Any, ...]
 
 
 @once_when_traced
-def _functions(text: str, facts: tuple[Any, ...]) -> str:
-    """The names of the functions that a step has, each between spaces: a text, which Dynamo takes for a constant."""
+def _functions(text: str, facts: Values, parts: Values | None) -> str:
+    """The names of the functions that a step has, in one text, which Dynamo takes for a constant."""
     torch.compiler.allow_in_graph(_call)  # type: ignore[no-untyped-call]
-    step, found = _step(text, (0, 0, 0), facts), [""]
-    for name in ("x", "w", "dy"):
-        encoder = getattr(step, name)
-        found += [f"{name}.{part}" for part in ("encode", "later") if getattr(encoder, part, None) is not None]
-    return " ".join([*found, *(name for name in ("fprop", "dgrad", "wgrad") if getattr(step, name) is not None), ""])
+    step = _step_few(text, facts, parts)
+    found = [(name, getattr(step, name)) for name in OF_STEP]
+    found += [(f"{name}.{part}", getattr(getattr(step, name), part, None)) for name in TENSORS for part in OF_ENCODER]
+    return " ".join(name for name, function in found if function is not None)
 
 
-def _call(text: str, sizes: tuple[int, int, int], facts: tuple[Any, ...], name: str, *args: Any) -> Any:
+@once_when_traced
+def _refuses(text: str, facts: Values, parts: Values | None) -> str:
+    return _step_few(text, facts, parts).refuses or ""
+
+
+def _call(text: str, facts: tuple[Values, Values | None], name: str, *args: Any) -> Any:
     """Call a function of a step with tensors. Sizes may be symbols, which no cache takes."""
-    bind = _step_few if all(type(size) is int for size in sizes) else _step
-    return attrgetter(name)(bind(text, sizes, facts))(*args)
+    try:
+        hash(facts)
+    except TypeError:
+        return attrgetter(name)(_step(text, *facts))(*args)
+    return attrgetter(name)(_step_few(text, *facts))(*args)
 
 
-def _step(text: str, sizes: tuple[int, int, int], facts: tuple[Any, ...]) -> Step:
-    return by_operators(_plan(text), Shapes(*sizes, *facts), compiled=True)
+def _step(text: str, facts: Values, parts: Values | None) -> Step:
+    """The step of plain values, which are all that Dynamo of torch 2.11 takes for constants."""
+    divided = None if parts is None else registry.resolve(parts[0])(*parts[1:])
+    return by_operators(_plan(text), Shapes(*facts)._replace(parts=divided), compiled=True)
 
 
 _step_few = bound_once(_step)

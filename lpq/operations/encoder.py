@@ -55,6 +55,9 @@ class Encoder(NamedTuple):
     begin: Callable[[Sequence[Tensor]], Any] | None = None
     """Begins, with the tensors that ``encode`` returned in place of the column operand, what ``later`` finishes: it
     travels meanwhile."""
+    arrive: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None
+    """Waits for the row operand that ``encode`` sent: takes the tensors that it returned in place of both operands, and
+    returns the buffers of the row operand, and the tensors in place of the column operand; None: nothing was sent."""
     measure: Callable[[Tensor], list[Tensor]] | None = None
     """Measures a matrix for ``encode``, where that is given all statistics."""
     values: Callable[[Any], Tensor] | None = None
@@ -70,7 +73,7 @@ class KnownStats(NamedTuple):
     """The statistics of a tensor that are known before it is encoded, and its state."""
 
     stats: list[Tensor]
-    state: State | None
+    state: Any
 
 
 class Wanted(NamedTuple):

@@ -6,7 +6,7 @@ that span ranks may be exchanged for several tensors together, before any is enc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,41 +65,41 @@ class PartEncoder(NamedTuple):
         exchange = bind_exchange([statistics], group)
 
         def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
-            (known,), _ = exchange([x], [state], None)
-            return encoder.encode(x, known, seed)
+            (stats,), _ = exchange([x], None)
+            return encoder.encode(x, KnownStats(stats, state), seed)
 
         return PartEncoder(encoder._replace(encode=encode), measured=measured)
 
 
 def bind_settle(
-    parts: Mapping[str, PartEncoder], group: str
-) -> Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[Tensor]]] | None:
-    """``settle(measured)``: reduce what encoders returned of parts alone, by the names of tensors, in one collective,
-    before states remember it; None if there is nothing to reduce."""
-    if not any(spans(one) for part in parts.values() for one in part.measured):
+    parts: Sequence[PartEncoder], group: str
+) -> Callable[[Sequence[Sequence[Tensor]]], Sequence[Sequence[Tensor]]] | None:
+    """``settle(measured)``: reduce what the encoders returned of parts alone, in one collective, before states remember
+    it; None if there is nothing to reduce."""
+    if not any(spans(one) for part in parts for one in part.measured):
         return None
-    reduce = bind_reduction([part.measured for part in parts.values()], group, 1)
+    reduce = bind_reduction([part.measured for part in parts], group, 1)
 
-    def settle(measured: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Sequence[Tensor]]:
-        found = [[*measured[name]] for name in parts]
+    def settle(measured: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+        found = [[*one] for one in measured]
         reduce(found, None)
-        return dict(zip(parts, found, strict=True))
+        return found
 
     return settle
 
 
 def bind_exchange(
     parts: Sequence[SpanningStats | None], group: str
-) -> Callable[[Sequence[Tensor], Sequence[Known], Seeds], tuple[list[Known], Seeds]]:
-    """``exchange(xs, states, seeds)``: measure these parts and reduce their statistics over the ranks, with the seeds
-    of the pass, in one collective, one more for counts, and the same again for a second round. It returns with what to
-    encode each, and the seeds that all ranks have. None for a part that has nothing to exchange."""
+) -> Callable[[Sequence[Tensor], Seeds], tuple[list[list[Tensor]], Seeds]]:
+    """``exchange(xs, seeds)``: measure these parts and reduce their statistics over the ranks, with the seeds of the
+    pass, in one collective, one more for counts, and the same again for a second round. It returns the statistics of
+    each part, which are none where it is None as it has nothing to exchange, and the seeds that all ranks have."""
     needed = [[] if part is None else part.needed for part in parts]
     reduce, again = bind_reduction(needed, group, 1), None
     if any(part is not None and measures_again(part.row, part.col) for part in parts):
         again = bind_reduction(needed, group, 2)
 
-    def exchange(xs: Sequence[Tensor], states: Sequence[Known], seeds: Seeds) -> tuple[list[Known], Seeds]:
+    def exchange(xs: Sequence[Tensor], seeds: Seeds) -> tuple[list[list[Tensor]], Seeds]:
         matrices = [
             x if part is None else part.values(x) if part.values is not None else x if x.dim() == 2 else as_matrix(x)
             for part, x in zip(parts, xs, strict=True)
@@ -111,8 +111,7 @@ def bind_exchange(
                 if part is not None and measures_again(part.row, part.col):
                     found[i] = [*measure_again(x, part.row, part.col, found[i])]
             again(found, None)
-        known = zip(parts, found, states, strict=True)
-        return [state if part is None else KnownStats(stats, state) for part, stats, state in known], seeds
+        return found, seeds
 
     return exchange
 

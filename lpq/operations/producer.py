@@ -15,6 +15,7 @@ from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
     Known,
+    KnownStats,
     Wanted,
     bind_encoder,
     bind_stats,
@@ -101,8 +102,9 @@ def bind_producer(source: Source, outputs: Sequence[Output], group: str = "") ->
     exchange, values = bind_exchange(statistics, group), _values(source, outputs)
 
     def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
-        reduced, _ = exchange(values(inputs), known, None)
-        return producer.produce(inputs, reduced, seeds)
+        found, _ = exchange(values(inputs), None)
+        known = [KnownStats(stats, state) if stats else state for stats, state in zip(found, known, strict=True)]
+        return producer.produce(inputs, known, seeds)
 
     return producer._replace(produce=produce)
 

@@ -168,8 +168,8 @@ class Observed:
         if self.cut is None:
             return measure(as_matrix(self.value), row, col)
         spanning = SpanningStats(partial(measure, row=row, col=col), along(self.cut, row, col), row, col)
-        (known,), _ = bind_exchange([spanning], self.among)([self.value], [()], None)
-        return list(known.stats)
+        (stats,), _ = bind_exchange([spanning], self.among)([self.value], None)
+        return stats
 
     def _encoded(self) -> tuple[Storage | None, Storage | None]:
         x, remembers = as_matrix(self.given), self.state is not None

@@ -26,6 +26,9 @@ class Doubled(NamedTuple):
 
     factor: float
 
+    def named(self, *, sized: bool) -> tuple[Any, ...]:
+        return f"{__name__}:Doubled", self.factor
+
     def step(self, plan: Plan, shapes: Shapes, encoder: Any, product: Any) -> Step:
         step = step_of(plan, shapes._replace(parts=None), encoder, product)
         x, dy, encode_dy, w = step.x, step.dy, step.dy.encode, step.w
@@ -40,12 +43,12 @@ class Doubled(NamedTuple):
         def same(kept: Any) -> Any:
             return kept
 
-        def exchange(tensors: Any, *rest: Any) -> Any:
-            return rest
+        def exchange(tensors: Any, seeds: Any) -> Any:
+            return [[] for _ in tensors], seeds
 
         return step._replace(
             exchange=noting("exchange", exchange), x=x._replace(
-                encode=noting("x", x.encode), begin=noting("begin", same), later=noting("x.col", same)
+                encode=noting("x", x.encode), begin=noting("begin", same), later=noting("x.col", x.later or same)
             ), w=w._replace(encode=noting("w", w.encode)), fprop=noting("fprop", step.fprop),
             dy=dy._replace(encode=noting("dy", encode_dy), later=noting("dy.col", same)),
             dgrad=noting("dgrad", step.dgrad), wgrad=noting("wgrad", step.wgrad),

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.distributed.part_gathers import Arriving, OperandGather, gathering, part_wanted
+from lpq.distributed.part_gathers import OperandGather, gathering, part_wanted
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.sections import cat
 from lpq.operations.binding import operand_like
 from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import made_at_use, rounds_stochastically
-from lpq.operations.encoder import BindEncoder, Wanted, bind_encoder, through_operators
+from lpq.operations.encoder import BindEncoder, KnownStats, Wanted, bind_encoder, through_operators
 from lpq.operations.operands import encode_operands
 from lpq.operations.part_encoders import bind_exchange, bind_part, bind_settle
 from lpq.operations.states import remember
@@ -171,12 +171,13 @@ def _check(
 def of_part(one: PassCase, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -> tuple[Tensor, Result]:
     """Encode a part with exchanged statistics; return the seed that all ranks have, too."""
     part = bind_part(bind, one.wanted(local), cut, group)
-    encoder, settle = part.encoder, bind_settle({"x": part}, group)
+    encoder, settle = part.encoder, bind_settle([part], group)
     drawn = torch.tensor([SEED + cut.rank]) if rounds_stochastically(one.quantizer) else None
-    (known,), common = bind_exchange([part.statistics], group)([local], [one.state or ()], drawn)
+    (stats,), common = bind_exchange([part.statistics], group)([local], drawn)
+    known = KnownStats(stats, one.state or ()) if stats else one.state or ()
     seed = torch.tensor(SEED) if common is None else common[0]
     of_row, of_col, measured = encoder.encode(local, known, seed)
-    measured = measured if settle is None else settle({"x": measured})["x"]
+    measured = measured if settle is None else settle([measured])[0]
     made: dict[Direction, Storage | None] = {
         "row": None if encoder.row is None else encoder.row.over(of_row),
         "col": None if encoder.col is None else encoder.col.over(of_col),
@@ -199,14 +200,16 @@ def gathered(
     side, at_use = one.quantizer.side("col"), made_at_use(one.quantizer)
     if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic) and not at_use):
         gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
-        return {at: gather.whole.over(Arriving(gather, made.of(at).tensors()).now()) for at, gather in gathers}
+        return {at: gather.whole.over(gather.finish(gather.begin(made.of(at).tensors()))) for at, gather in gathers}
     wanted = one.wanted(local)
     part = bind_part(bind, part_wanted(wanted), cut, group)
     encoder = gathering(part, bind, wanted, cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or (), seed)
+    if encoder.arrive is not None:
+        row, col = encoder.arrive(row, col)
     found: dict[Direction, Storage] = {}
     if encoder.row is not None:
-        found["row"] = encoder.row.over(row.now())  # type: ignore[attr-defined]
+        found["row"] = encoder.row.over(row)
     if encoder.col is not None:
         later = there(encoder.later, "what makes the column operand")
         found["col"] = encoder.col.over(later(col if encoder.begin is None else encoder.begin(col)))
