@@ -17,7 +17,7 @@ METHOD = "lpq"
 
 
 def attach(model: nn.Module) -> nn.Module:
-    """Have ``model.save_pretrained`` write what weights that are stored quantized decode to, and return the model.
+    """Have ``model.save_pretrained`` write decoded values of weights that are stored quantized, and return the model.
 
     ``LpqCallback`` does it, too.
 

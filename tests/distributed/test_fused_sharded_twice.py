@@ -9,8 +9,8 @@ import torch
 from ranks import fully_shard, mesh_of, on_ranks
 from sharded import decoded
 from support.comparing import equal
+from support.passes import nodes_of
 from support.small_models import Normed
-from test_fused_tensor_parallel import nodes_of
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module

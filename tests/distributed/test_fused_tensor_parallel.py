@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import agreed, imitated_ranks, mesh_of, on_ranks
 from support.comparing import equal
+from support.passes import nodes_of
 from support.small_models import LlamaMlp, Normed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -49,17 +50,6 @@ def part(sequence: bool, step: int) -> tuple[Tensor, Tensor]:
     if sequence:
         x, dy = (t.chunk(2, 1)[dist.get_rank()].contiguous() for t in (x, dy))
     return x, dy
-
-
-def nodes_of(y: Tensor) -> set[str]:
-    """The names of the functions that autograd has behind a tensor."""
-    nodes, seen = [y.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [n for n, _ in node.next_functions]
-    return {type(node).__name__ for node in seen}
 
 
 def run(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import as_bytes
-from support.small_models import Stream
+from support.small_models import Behind, Stream
 from test_producers import both, inputs_of, outputs_of, poisoned
 from torch import Tensor, nn
 
@@ -49,17 +49,6 @@ def test_rows(norm: NormKind, dtype: torch.dtype) -> None:
             torch.testing.assert_close(a, b.float(), rtol=2e-6, atol=1e-6)
 
 
-class Block(nn.Module):
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.norm = norm(IN, eps=1e-5)
-        self.q, self.k, self.v = (nn.Linear(IN, OUT, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.q(x) + 0.5 * self.k(x) + torch.sin(self.v(x))
-
-
 def step(model: Any, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     model.zero_grad()
@@ -74,7 +63,7 @@ def step(model: Any, x: Tensor) -> list[Tensor]:
 def test_beside_the_norm_and_the_layers_apart(kind: type[nn.Module], recipe: str) -> None:
     """The sums of rows are in another order, so a few elements differ by one step of their dtype."""
     torch.manual_seed(1)
-    plain: Any = lpq.convert(Block(kind).to("cuda", torch.bfloat16), recipe)
+    plain: Any = lpq.convert(Behind(kind, IN, OUT).to("cuda", torch.bfloat16), recipe)
     with torch.no_grad():
         plain.norm.weight.uniform_(0.5, 1.5)
     fused = copy.deepcopy(plain)
@@ -138,14 +127,14 @@ def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype) -> None:
 def test_the_value_beside_the_operands(recipe: str) -> None:
     """The kernel writes the tensor that it encodes, for a residual."""
 
-    class Residual(Block):
+    class Residual(Behind):
         def forward(self, x: Tensor) -> Tensor:
             normed = self.norm(x)
             y: Tensor = self.q(normed) + self.k(normed) + normed @ self.v.weight.t()
             return y
 
     torch.manual_seed(0)
-    net: Any = lpq.convert(Residual(nn.RMSNorm).cuda().bfloat16(), recipe)
+    net: Any = lpq.convert(Residual(nn.RMSNorm, IN, OUT).cuda().bfloat16(), recipe)
     lpq.fuse(net)
     assert len(lpq.report(net).fused) == 1
     x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)

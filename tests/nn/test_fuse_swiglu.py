@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from imitated_gpu import BLACKWELL, HOPPER, imitated_gpu
 from support.comparing import equal
-from support.passes import Run, autocast, offloaded, plainly, recomputed, reentrant
+from support.passes import Run, autocast, nodes_of, offloaded, plainly, recomputed, reentrant
 from support.passes import step as step_of_any
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,13 +48,7 @@ def pair(recipe: Any = "mxfp8", dtype: torch.dtype = torch.bfloat16, **options: 
 
 
 def is_fused(y: Tensor) -> bool:
-    nodes, seen = [y.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [n for n, _ in node.next_functions]
-    return any("FusedMLP" in type(node).__name__ for node in seen)
+    return any("FusedMLP" in name for name in nodes_of(y))
 
 
 def step(

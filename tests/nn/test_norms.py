@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from counting import encodings
 from support.comparing import equal, equal_states
 from support.passes import Run, compiled, offloaded, plainly, recomputed, reentrant, step
-from support.small_models import Stream
+from support.small_models import Behind, Stream
 from torch import Tensor, nn
 
 import lpq
@@ -27,25 +27,12 @@ RECIPES = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4
 NORMS = {"rms": (nn.RMSNorm, lpq.nn.RMSNorm), "layer": (nn.LayerNorm, lpq.nn.LayerNorm)}
 
 
-class Attention(nn.Module):
-    """Three layers behind a norm, as a model has them."""
-
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.norm = norm(IN, eps=1e-5)
-        self.q, self.k, self.v = (nn.Linear(IN, OUT, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.q(x) + 0.5 * self.k(x) + torch.sin(self.v(x))
-
-
 def pair(recipe: Any, kind: str = "rms", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """The same converted model without and with the encoding norm."""
     models = []
     for norm in NORMS[kind]:
         torch.manual_seed(1)
-        model: Any = lpq.convert(Attention(norm).to(dtype), recipe)
+        model: Any = lpq.convert(Behind(norm, IN, OUT).to(dtype), recipe)
         with torch.no_grad():
             model.norm.weight.uniform_(0.5, 1.5)
         models.append(model)

@@ -68,6 +68,17 @@ def in_a_graph(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return y, plainly(module, x)
 
 
+def nodes_of(y: Tensor) -> set[str]:
+    """The names of the functions that autograd has behind a tensor."""
+    nodes, seen = [y.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [n for n, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
 def step(
     module: Any, x: Tensor, run: Run = plainly, dy: Tensor | None = None, *, needs_dx: bool = True
 ) -> list[Tensor | None]:

@@ -116,6 +116,19 @@ class Stream(nn.Module):
         return y
 
 
+class Behind(nn.Module):
+    """Three layers behind a norm, as attention has them."""
+
+    def __init__(self, norm: Callable[..., nn.Module], width: int, outputs: int) -> None:
+        super().__init__()
+        self.norm = norm(width, eps=1e-5)
+        self.q, self.k, self.v = (nn.Linear(width, outputs, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.q(x) + 0.5 * self.k(x) + torch.sin(self.v(x))
+
+
 class Siblings(nn.Module):
     """Layers that are given one tensor: ``q``, ``k`` and ``v``, of so many features each."""
 
