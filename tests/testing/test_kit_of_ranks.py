@@ -20,6 +20,7 @@ from lpq.formats.format import Direction
 from lpq.operations import reduce_statistics
 from lpq.testing.conformance import test_declarations_can_be_read as check_declarations
 from lpq.testing.conformance import test_encode_is_pure as check_pure
+from lpq.testing.conformance import test_measure_returns_the_declared_statistics as check_measure
 from lpq.testing.conformance import test_parts_are_encoded_as_in_the_whole as check_parts
 from lpq.testing.conformance import test_ranks_encode_parts_as_in_the_whole as check_ranks
 from lpq.testing.conformance.test_ranks import WAYS
@@ -30,6 +31,7 @@ MIXED = "odd_mixed"
 """It stores sums of neighbours, and does not say so."""
 ODD = (
     "counted",
+    "oldcounts",
     "residual(base=fp8, rest=mxfp8)",
     "hybrid(row=fp8(scaling=delayed), col=fp8(scaling=delayed), col_source=row)",
     "hybrid(row=mxfp8, col=fp8(scaling=delayed), col_source=row)",
@@ -51,6 +53,7 @@ SCALED = "fp8", "fp8(scaling=row)", "fp8(scaling=delayed)", "nvfp4(stochastic=tr
 def third_parties() -> Iterator[None]:
     for formats in (counted_format, odd_formats, residual_format, whole_formats):
         formats.register()
+    counted_format.register_old()
     registry.register(Plugin(RankLocal, subtle.IgnoresItsPlace, names="subtle_{}"), name="subtle")
     yield
     registry.refresh()
@@ -68,12 +71,14 @@ def test_parts_of_any_format_are_those_of_the_whole(text: str) -> None:
     check(text)
 
 
+@pytest.mark.parametrize("text", ["counted", "oldcounts"])
 @pytest.mark.parametrize("direction", ["row", "col"])
-def test_the_kit_reduces_counts_by_sum_and_a_second_round_by_the_first(direction: Direction) -> None:
-    side = lpq.quantizer("counted").side(direction)
+def test_the_kit_reduces_counts_by_sum_and_a_second_round_by_the_first(direction: Direction, text: str) -> None:
+    side = lpq.quantizer(text).side(direction)
     check_parts(side, direction)
     check_pure(side)
     check_declarations(side)
+    check_measure(side)
 
 
 @pytest.mark.parametrize("text", SCALED)
