@@ -67,10 +67,6 @@ class FusedExperts(Extension, GroupedLayer):
         own = super().state_buffers()
         return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in own)
 
-    @property
-    def transposed(self) -> bool:  # type: ignore[override]  # of other layers, the class knows it
-        return is_transposed(self)
-
     @classmethod
     def attributes_for(cls, base: Any) -> dict[str, Any]:
         weights = {name: Weight() for name in (*UP, DOWN)}
@@ -83,6 +79,12 @@ class FusedExperts(Extension, GroupedLayer):
         if self.recipe is None and self.dispatched is None:
             return super().forward(*args, **kwargs)  # of the class before the conversion
         return (_dense if self.dense else _routed)(self, *args, **kwargs)
+
+
+class TransposedExperts(FusedExperts):
+    """Experts whose matrices are ``[in, out]``."""
+
+    transposed = True
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -99,8 +101,9 @@ def _is_dense(base: Any) -> bool:
 
 def is_transposed(module: Any) -> bool:
     """Whether its matrices are ``[in, out]``."""
-    dense = module.dense if isinstance(module, FusedExperts) else _is_dense(type(module))
-    return dense or bool(module.is_transposed)
+    if isinstance(module, FusedExperts):
+        return module.transposed
+    return _is_dense(type(module)) or bool(module.is_transposed)
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -111,7 +114,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
     """Turn this very module into converted experts: parameters, hooks and references to it stay."""
     if not isinstance(module, FusedExperts):
-        extend(module, FusedExperts)
+        extend(module, TransposedExperts if is_transposed(module) else FusedExperts)
         assert isinstance(module, FusedExperts)
         module.begin()
     assert isinstance(module, FusedExperts)

@@ -186,7 +186,9 @@ def test_gradients_are_added_in_place() -> None:
         assert weight.grad is None
         assert torch.equal(weight.main_grad, expected.grad)
         assert expected.grad.any()
-    with pytest.raises(ValueError, match=r"that of model\.layers\.0\.mlp\.experts \(GptOssExperts\) is \[in, out\]"):
+    with pytest.raises(
+        ValueError, match=r"the weight of model\.layers\.0\.mlp\.experts \(GptOssExperts\) is \[in, out\]"
+    ):
         lpq.convert(made("GptOss"), "mxfp8", accumulate="grad")
 
 
