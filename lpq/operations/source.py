@@ -60,8 +60,9 @@ class Activation(NamedTuple):
 
 
 def _activation(
-    name: str, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], struct: str
-) -> Activation:
+    name: str, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], struct: str,
+    in_triton: bool = True,
+) -> Activation:  # fmt: skip
     """``gradient(dy, x)`` is the gradient that autograd computes."""
 
     def gated(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -75,7 +76,8 @@ def _activation(
         of: str, inputs: int, outputs: int, compute: Callable[..., tuple[Tensor, ...]], kind: str, program: str
     ) -> Source:
         kinds: list[Kind] = ["matrix"] * inputs
-        return Source(of, tuple(kinds), outputs, compute, f"sources::{kind}<sources::{struct}>", (program, name))
+        written = (program, name) if in_triton else None
+        return Source(of, tuple(kinds), outputs, compute, f"sources::{kind}<sources::{struct}>", written)
 
     return Activation(
         Between(
@@ -110,7 +112,7 @@ def _new_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 _aten = torch.ops.aten
 ACTIVATIONS = {
     "silu": _activation("silu", F.silu, _aten.silu_backward, "Silu"),
-    "gelu": _activation("gelu", F.gelu, _aten.gelu_backward, "Gelu"),
+    "gelu": _activation("gelu", F.gelu, _aten.gelu_backward, "Gelu", in_triton=False),  # its erf has other bits
     "gelu_tanh": _activation(
         "gelu_tanh", partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh"), "GeluTanh"
     ),

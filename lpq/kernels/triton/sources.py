@@ -2,7 +2,7 @@
 
 ``lpq.operations.source`` has the definition of each in plain PyTorch. A function rounds where PyTorch rounds, and fuses
 a product with a sum where PyTorch's own operators do so. Exponentials are libdevice's, as in these operators:
-``tl.exp`` has other bits.
+``tl.exp`` has other bits. The GELU by erf is not here: Triton's libdevice has another ``erf`` than PyTorch 2.11.
 
 The functions that ``Source.program`` names take three tiles in fp32, of which a source has the first ones; the dtype of
 the matrices; and a function or a constant. They return a tile of each output, which is rounded to the dtype afterwards.
@@ -49,18 +49,6 @@ def silu(x, dy, DTYPE: tl.constexpr, GRADIENT: tl.constexpr):
         y = dy * sigmoid * tl.fma(x, 1.0 - sigmoid, tl.full(x.shape, 1.0, tl.float32))
     else:
         y = tl.div_rn(x, below)
-    return y
-
-
-@triton.jit
-def gelu(x, dy, DTYPE: tl.constexpr, GRADIENT: tl.constexpr):
-    """With erf."""
-    above = 1.0 + libdevice.erf(x * 0.707106781186547524)
-    if GRADIENT:
-        density = libdevice.exp(-0.5 * x * x) * 0.398942280401432678
-        y = dy * _fused(above, 0.5, x * density)
-    else:
-        y = x * 0.5 * above
     return y
 
 
