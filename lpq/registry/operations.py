@@ -81,13 +81,12 @@ TABLE = {
         ),
         Operation(
             name="stored_tile",
-            meaning="a row operand tile by tile in a program of Triton, as a state of AdamW; without it, it is decoded",
+            meaning="a tile of a row operand in Triton, of AdamW's state; else it is decoded",
             impl="MakeStoredTile", reference=False,
         ),
         Operation(
             name="tile_program",
-            meaning="an operand tile by tile in a program of Triton, of what a source computes; without it that is "
-            "written first",
+            meaning="a tile of what a source computes, in Triton; else written first",
             impl="MakeTileProgram", reference=False,
         ),
         Operation(

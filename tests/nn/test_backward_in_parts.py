@@ -63,7 +63,7 @@ def test_states_move_once_and_gradients_are_those_of_one_backward(recipe: str, b
 
 
 def test_a_checkpointed_layer_refuses_a_second_whole_backward() -> None:
-    with pytest.raises(RuntimeError, match=r"has moved since it ran: .* or a whole backward runs twice"):
+    with pytest.raises(RuntimeError, match=r"have moved since it ran: .* or a whole backward runs twice"):
         steps(layer(), "xw xw", recomputed)
 
 
