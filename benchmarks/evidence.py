@@ -102,8 +102,8 @@ def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:
 
 
 def within_time(found: Sequence[Training], policy: str) -> str:
-    """List all recipes that come with lpq and whose predicted time is at most that of a searched policy, and all others
-    that were trained: their times, and how much more loss they have than the policy of the same seed."""
+    """List all recipes that come with lpq and are predicted to take at most as long as a searched policy, and all
+    others that were trained: their times, and how much more loss they have than the policy of the same seed."""
     of = {t.title: t for t in found if not t.baseline}
     speeds = {title: widened.speedup(t.settings, lpq.policy(tomllib.loads(t.policy))) for title, t in of.items()}
     settings = of[policy].settings

@@ -50,7 +50,7 @@ class Study:
     others: tuple[str, ...] = ()
     """Recipes of the comparison that cannot be searched with, as they remember earlier steps."""
     between: float | None = None
-    """The time, from that of the fastest recipe in ``uniform``, 0, to that of the slowest, 1; None: the fastest's."""
+    """The time: 0 is the time of the fastest recipe in ``uniform``, 1 the time of the slowest one; None is 0."""
 
 
 ONE_OF_THREE = (

@@ -1,6 +1,6 @@
 """Predicted times of the models of ``lpq compare``, on a GPU that multiplies the formats, as if the models were wide.
 
-Their layers are too small to gain any time, so the times are those of layers ``WIDTH`` wide.
+Layers so small gain no time, so times are predicted for layers ``WIDTH`` wide.
 """
 
 from __future__ import annotations

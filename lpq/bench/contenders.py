@@ -34,7 +34,7 @@ class Contender:
     mode: str | None = None
     """How a layer is compiled, if it is; None: as torch.compile does by default."""
     recorded: bool = False
-    """Whether a whole step of training is recorded in a CUDA graph, by a program that can."""
+    """Whether its whole step of training is recorded in a CUDA graph, as `benchmarks llama --recorded` does."""
 
     @property
     def name(self) -> str:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lpq.kernels.table import lacking
 from lpq.operations.binding import Encoding
-from lpq.operations.produced_tiles import Produced, Run, aligned, unfit
+from lpq.operations.produced_tiles import Produced, Run, aligned, not_here, unfit
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
@@ -46,11 +45,7 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
     """Why no program computes a source's matrices of this kind; None: one does."""
     if source.program is None:
         return f"{source.name} has no kernel in Triton"
-    if (why := lacking(SPEC, device)) is not None:
-        return f"the kernel of sources in Triton {why}"
-    if dtype.itemsize != 2:
-        return f"a source is computed by kernels in bfloat16 and float16, and not in {dtype}"
-    return "there are no elements" if 0 in shape else None
+    return not_here(SPEC, dtype, device) or ("there are no elements" if 0 in shape else None)
 
 
 def operands(e: Encoding, recall: Recall | None = None) -> ProgramOutput | str:

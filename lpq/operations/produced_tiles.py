@@ -76,14 +76,19 @@ Values = Callable[..., Tensor]
 """``values(*inputs)``: what a source makes of them, as one matrix."""
 
 
+def not_here(spec: KernelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why kernels of sources of one kind compute nothing in this dtype here."""
+    if (why := lacking(spec, device)) is not None:
+        return f"the kernel of sources in {spec.backend} {why}"
+    return None if dtype.itemsize == 2 else f"kernels compute sources in bfloat16 and float16, and not in {dtype}"
+
+
 def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel computes a source's matrices of this kind; None: one does."""
     if not source.struct:
         return f"{source.name} has no kernel"
-    if (why := lacking(SPEC, device)) is not None:
-        return f"the kernel of sources {why}"
-    if dtype.itemsize != 2:
-        return f"a source is computed by kernels in bfloat16 and float16, and not in {dtype}"
+    if (why := not_here(SPEC, dtype, device)) is not None:
+        return why
     if 0 in shape or shape[1] % PIECE:
         return f"lines of {shape[1]} elements are no multiple of {PIECE}, or there are none"
     return None

@@ -30,7 +30,7 @@ class TileProgram(NamedTuple):
     before: tuple[bool, ...]
     """For each statistic, whether ``write`` needs it of the whole matrix before the first element."""
     block: tuple[int, int] = (1, 1)
-    """A tile has whole blocks of so many rows and columns of the operand, powers of two."""
+    """The rows and columns of a block of the operand, powers of two: a tile has whole blocks."""
     aligned: int = 1
     """Only matrices whose first row in the whole tensor is a multiple of this are encoded so."""
 

@@ -1,7 +1,7 @@
 """Sources in Triton, run by Triton's interpreter as the kernels of ``interpreted.py`` are.
 
-The interpreter has no libdevice. What a source takes of it is torch's here, of the same name: so SwiGLU has the bits of
-torch's operators. On a CPU those of a GELU are computed in another way than on a GPU, and these are close.
+The interpreter has no libdevice. Torch's functions of the same names take the place of libdevice's: so SwiGLU has the
+bits of torch's operators. On a CPU torch computes a GELU in another way than on a GPU, and the sources are close to it.
 """
 
 from __future__ import annotations

@@ -107,4 +107,4 @@ def test_where_no_cuda_kernel_runs_triton_computes(
     made = produced_tiles.bind_halves(*asked)(halves)
     assert torch.equal(made, source.compute(*halves.chunk(2, 1))[0])
     monkeypatch.setenv("LPQ_KERNELS", "torch,reference")
-    assert "the kernel of sources in Triton LPQ_KERNELS does not allow triton" in kernels_of(*asked)
+    assert "the kernel of sources in triton LPQ_KERNELS does not allow triton" in kernels_of(*asked)
