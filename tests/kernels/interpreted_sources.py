@@ -178,7 +178,7 @@ def test_a_format_of_a_third_party(source: Source) -> None:
 @pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "hybrid(row=fp8(scaling=delayed), col=mxfp8)"])
 def test_with_a_state_by_a_producer(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of kernels finds programs where no kernel in CUDA runs; without them torch computes the matrices."""
-    monkeypatch.setattr(produced_programs, "lacking", lambda kernel, device: None)
+    monkeypatch.setattr(produced_programs, "not_here", lambda spec, dtype, device: None)
     shape, dtype, quantizer = (70, 150), torch.bfloat16, lpq.quantizer(text)
     outputs = [Output(Wanted(quantizer, shape, dtype, CPU, remembers=True, col=i != 1), i == 2) for i in range(3)]
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ def test_with_a_state_by_a_producer(text: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_has_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is encoded of the matrix that the run returns."""
-    monkeypatch.setattr(produced_programs, "lacking", lambda kernel, device: None)
+    monkeypatch.setattr(produced_programs, "not_here", lambda spec, dtype, device: None)
     shape, dtype = (64, 64), torch.bfloat16
     texts = "nvfp4(search=mse)", "mxfp8", "identity"
     outputs = [Output(Wanted(lpq.quantizer(text), shape, dtype, CPU)) for text in texts]
