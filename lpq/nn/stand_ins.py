@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple, Self
@@ -38,13 +38,27 @@ StandFor = Callable[[nn.Module, str, nn.Module], nn.Module | None]
 
 
 class Read(NamedTuple):
-    """An attribute that a forward read."""
+    """An attribute that a forward read, of a module or of a module's class, which has the methods."""
 
-    module: nn.Module
+    owner: nn.Module | type
     name: str
     value: Any
     contents: Any
     """The items of the value, if these can change while the object stays, as in a ``config``; else None."""
+
+    def __reduce__(self) -> Any:
+        """Many attributes of classes cannot be part of a pickle: they are read again."""
+        if isinstance(self.owner, type):
+            return _read_of_class, (self.owner, self.name)
+        return Read, tuple(self)
+
+    def __deepcopy__(self, memo: Any) -> Read:
+        return self if isinstance(self.owner, type) else Read(*deepcopy(tuple[Any, ...](self), memo))
+
+
+def _read_of_class(owner: type, name: str) -> Read:
+    value = vars(owner)[name]
+    return Read(owner, name, value, _contents(value))
 
 
 class StandIn(nn.Module):
@@ -127,6 +141,7 @@ class Trial(TorchFunctionMode):
         before = {name: copy(value) if isinstance(value, MUTABLE) else value for name, value in own.items()}
         self._copies.append((like, before, versions))
         vars(like)[TRIAL] = self._note, module
+        self._note(module, "forward")  # a trial may call the function of the class
         return like
 
     def _note(self, module: nn.Module, name: str) -> None:
@@ -134,6 +149,10 @@ class Trial(TorchFunctionMode):
         if (id(module), name) not in self.reads:
             value = _value_of(module, name)
             self.reads[id(module), name] = Read(module, name, value, _contents(value))
+            classes = class_before(module).__mro__ if value is ABSENT else ()
+            owner = next((cls for cls in classes if name in vars(cls)), nn.Module)
+            if owner is not nn.Module:
+                self.reads[id(owner), name] = _read_of_class(owner, name)
 
     def shows_little(self) -> bool:
         """Whether the next run of the forward may do something else: this one drew a number, wrote something, or read a
@@ -164,10 +183,10 @@ def aside() -> Iterator[None]:
 
 def changed(reads: Iterable[Read]) -> str | None:
     """The name of an attribute that is another one since a forward read it; None if all are as they were."""
-    for module, name, value, contents in reads:
-        now = vars(module).get(name, ABSENT)
-        if now is ABSENT:
-            now = _value_of(module, name)
+    for owner, name, value, contents in reads:
+        now = vars(owner).get(name, ABSENT)
+        if now is ABSENT and isinstance(owner, nn.Module):
+            now = _value_of(owner, name)
         if (now is not value and _is_another(now, value)) or (contents is not None and _contents(now) != contents):
             return name
     return None

@@ -229,6 +229,24 @@ class Attending(nn.Module):
         return y
 
 
+@pytest.mark.parametrize("cls", [Block, nn.SiLU, nn.RMSNorm, Layer], ids=lambda cls: cls.__name__)
+def test_a_class_is_patched_later(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a library that makes the blocks of others faster. Copies are of the model before."""
+    made = {nn.RMSNorm: Attending, Layer: Layer}.get(cls, Block)
+    plain, net = pair(made)
+    copied, before, forward = copy.deepcopy(net), step(net), cls.forward
+    reported = str(lpq.report(net))
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", lambda self, *args: 2 * forward(self, *args))
+        expected = step(plain)
+        assert not equal(expected, before)
+        for each in (net, copied):
+            assert equal(step(each), expected)
+            assert cls is Layer or "its forward was set since: call lpq.fuse again" in str(lpq.report(each))
+    assert str(lpq.report(net)) == reported
+    assert equal(step(pickle.loads(pickle.dumps(net))), before)
+
+
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
 @pytest.mark.parametrize("way", ["mask", "layer", "attention", "in place"])
 def test_whatever_takes_the_output_of_a_norm_gets_it_as_it_was(way: str, recipe: str) -> None:
