@@ -20,7 +20,7 @@ import lpq
 from benchmarks import environment
 from benchmarks.shapes import Decoder
 from lpq.bench.timing import QUICK, Effort, Step, Timing, on_gpu
-from lpq.operations.encoder import Wanted, bind_encoder
+from lpq.operations.encoder import EncoderSpec, bind_encoder
 from lpq.operations.sides import declared
 
 FORMATS = {"fp8-current": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4(block=16x16)"}
@@ -57,7 +57,7 @@ def _encodings(text: str, everyone: list[Tensor], given: bool) -> Step:
     known = {}
     for w in everyone:
         rows, cols = w.shape
-        wanted = Wanted(quantizer, (rows, cols), w.dtype, w.device, given=(True,) * count)
+        wanted = EncoderSpec(quantizer, (rows, cols), w.dtype, w.device, given=(True,) * count)
         bound[w.shape] = bind_encoder(wanted).encode
         if count:
             apart = bind_encoder(wanted._replace(apart=True)).measure

@@ -14,7 +14,7 @@ from lpq.formats.layout import as_bytes
 from lpq.operations.binding import Encoded, Multiply, Operand
 from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import bind_derive, derives_col, made_at_use
-from lpq.operations.encoder import BindEncoder, Encoder, Known, Wanted, column_of, operands_of, second_of
+from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, Stats, column_of, operands_of, second_of
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import PartEncoder
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
@@ -35,17 +35,17 @@ class OperandGather:
 
     def begin(self, part: Sequence[Tensor]) -> list[Tensor]:
         """Begin to gather; return the tensors from which ``finish`` makes the buffers of the whole."""
-        sent = [as_bytes(tensor) for tensor, moves in zip(part, self.moves, strict=True) if moves]
-        return [*part, *begin_all_gather(sent, self.cut.ranks, self.group)]
+        buffers = [as_bytes(tensor) for tensor, moves in zip(part, self.moves, strict=True) if moves]
+        return [*part, *begin_all_gather(buffers, self.cut.ranks, self.group)]
 
     def finish(self, begun: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the buffers of the whole."""
         count = len(self.moves)
         return self.joined(begun[:count], arrived(begun[count:]))
 
-    def joined(self, part: Sequence[Tensor], came: Sequence[Tensor]) -> list[Tensor]:
+    def joined(self, part: Sequence[Tensor], arrivals: Sequence[Tensor]) -> list[Tensor]:
         """The buffers of the whole, from the bytes that arrived, one rank's after the other's."""
-        arriving, whole = iter(came), []
+        arriving, whole = iter(arrivals), []
         for tensor, moves in zip(part, self.moves, strict=True):
             if not moves:
                 whole.append(tensor)
@@ -57,63 +57,63 @@ class OperandGather:
         return whole
 
 
-def in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
+def in_place(arrivals: Tensor, lines: int, cut: Cut) -> Tensor:
     """Put bytes that arrived rank by rank into the order of the whole, which has ``lines`` lines; ranks' chunks lie
     along them."""
-    if (lines == 1 and cut.chunks_per_rank == 1) or not came.numel():
-        return came
-    size = came.numel() // (cut.ranks * lines * cut.chunks_per_rank)
-    pieces = came.view(torch.int64) if size % WORD == 0 else came
+    if (lines == 1 and cut.chunks_per_rank == 1) or not arrivals.numel():
+        return arrivals
+    size = arrivals.numel() // (cut.ranks * lines * cut.chunks_per_rank)
+    pieces = arrivals.view(torch.int64) if size % WORD == 0 else arrivals
     by_rank = pieces.view(cut.ranks, lines, cut.chunks_per_rank, -1)
     return by_rank.permute(1, 2, 0, 3).reshape(-1)
 
 
-def part_wanted(wanted: Wanted) -> Wanted:
+def sent_part(spec: EncoderSpec) -> EncoderSpec:
     """How a part is encoded of which the whole operands are gathered: a column operand that follows from the row
     operand is made of it when that has arrived."""
-    derived = derives_col(wanted.quantizer)
-    return wanted._replace(row=wanted.row or derived, col=wanted.col and not derived)
+    derived = derives_col(spec.quantizer)
+    return spec._replace(row=spec.row or derived, col=spec.col and not derived)
 
 
 def gathering(
-    part: PartEncoder, bind: BindEncoder, wanted: Wanted, cut: Cut, group: str, *, at_once: bool, begin: bool = True
+    part: PartEncoder, bind: BindEncoder, spec: EncoderSpec, cut: Cut, group: str, *, at_once: bool, begin: bool = True
 ) -> PartEncoder:
-    """An encoder that gathers the whole operands of what ``part`` encodes, which is bound by ``part_wanted``: the row
+    """An encoder that gathers the whole operands of what ``part`` encodes, which is bound by ``sent_part``: the row
     operand at once, and the column operand, if not ``at_once`` too, when ``begin`` is called. ``begin``: whether the
     row operand is sent, and not multiplied part by part as it arrives. ``bind``: binds what makes the column operand of
     the whole row operand with the random bits of the pass."""
-    quantizer, derived, drawn = wanted.quantizer, derives_col(wanted.quantizer), made_at_use(wanted.quantizer)
+    quantizer, derived, drawn = spec.quantizer, derives_col(spec.quantizer), made_at_use(spec.quantizer)
     own, source = part.encoder, part.encoder.row if derived else part.encoder.col
     of_row = OperandGather(own.row, 0, cut, group) if own.row is not None else None
-    of_col = OperandGather(source, 0 if derived else 1, cut, group) if source is not None and wanted.col else None
-    whole = wanted._replace(shape=(wanted.shape[0] * cut.ranks, wanted.shape[1]))
+    of_col = OperandGather(source, 0 if derived else 1, cut, group) if source is not None and spec.col else None
+    whole = spec._replace(shape=(spec.shape[0] * cut.ranks, spec.shape[1]))
     row, col = operands_of(whole)
     derive = column = None
     if of_col is not None and drawn:
         column = column_of(of_col.whole, bind(second_of(whole)), whole)
     elif of_col is not None and derived:
-        derive = bind_derive(quantizer, of_col.whole, wanted.device)
+        derive = bind_derive(quantizer, of_col.whole, spec.device)
 
     follows = at_once and derived and of_col is not None  # the column operand is made of the row operand that arrives
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        made, also, stats = own.encode(x, known, seed)
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
+        buffers, also, stats = own.encode(x, statistics, seed)
         sent: Sequence[Tensor] = ()
-        if of_row is not None and (wanted.row or at_once):
-            sent = of_row.begin(made) if begin else [*made]
-        kept: Sequence[Any] = () if of_col is None or follows else made if derived else also
+        if of_row is not None and (spec.row or at_once):
+            sent = of_row.begin(buffers) if begin else [*buffers]
+        saved: Sequence[Any] = () if of_col is None or follows else buffers if derived else also
         if at_once and of_col is not None and not follows:
-            kept = of_col.begin(kept)
-        return sent, (*kept, seed) if column is not None else kept, stats
+            saved = of_col.begin(saved)
+        return sent, (*saved, seed) if column is not None else saved, stats
 
-    def arrive(sent: Sequence[Tensor], kept: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def arrive(row: Sequence[Tensor], saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         assert of_row is not None
-        whole = of_row.finish(sent)
-        return whole, (*whole, *kept) if follows else kept
+        whole = of_row.finish(row)
+        return whole, (*whole, *saved) if follows else saved
 
-    def begin_column(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+    def begin_column(saved: Sequence[Tensor]) -> Sequence[Tensor]:
         assert of_col is not None
-        return [*of_col.begin(kept[:-1]), kept[-1]] if column is not None else of_col.begin(kept)
+        return [*of_col.begin(saved[:-1]), saved[-1]] if column is not None else of_col.begin(saved)
 
     def later(begun: Sequence[Tensor]) -> Sequence[Tensor]:
         assert of_col is not None
@@ -124,16 +124,16 @@ def gathering(
         return whole if derive is None else derive(whole)
 
     finish, start = (None, None) if of_col is None else (later, None if at_once else begin_column)
-    waits = arrive if begin and of_row is not None and (wanted.row or at_once) else None
+    waits = arrive if begin and of_row is not None and (spec.row or at_once) else None
     return part._replace(encoder=Encoder(row, col, encode, finish, derived, start, waits))
 
 
-def bind_gathered_high(bind: BindEncoder, wanted: Wanted, cut: Cut, group: str) -> Encoder:
+def bind_gathered_high(bind: BindEncoder, spec: EncoderSpec, cut: Cut, group: str) -> Encoder:
     """Bind an encoder of the whole, which is gathered in high precision before it is encoded."""
-    encoder = bind(wanted._replace(shape=(wanted.shape[0] * cut.ranks, wanted.shape[1])))
+    encoder = bind(spec._replace(shape=(spec.shape[0] * cut.ranks, spec.shape[1])))
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        return encoder.encode(gather_rows(x, cut, group), known, seed)
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
+        return encoder.encode(gather_rows(x, cut, group), statistics, seed)
 
     return encoder._replace(encode=encode)
 
@@ -141,8 +141,8 @@ def bind_gathered_high(bind: BindEncoder, wanted: Wanted, cut: Cut, group: str) 
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
     """Gather a matrix whose rows are divided over the ranks."""
     part = as_matrix(x)
-    (came,) = all_gather([as_bytes(part)], cut.ranks, group)
-    return in_place(came, 1, cut).view(part.dtype).view(part.shape[0] * cut.ranks, part.shape[1])
+    (arrivals,) = all_gather([as_bytes(part)], cut.ranks, group)
+    return in_place(arrivals, 1, cut).view(part.dtype).view(part.shape[0] * cut.ranks, part.shape[1])
 
 
 def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:

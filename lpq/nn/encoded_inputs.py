@@ -16,7 +16,7 @@ from lpq import registry
 from lpq.formats.sections import why_not_row_by_row
 from lpq.operations.binding import Encoded, on_device
 from lpq.operations.derived_operands import rounds_stochastically
-from lpq.operations.encoder import Encoder, Wanted, operands_of
+from lpq.operations.encoder import Encoder, EncoderSpec, operands_of
 from lpq.operations.operators import opaque_when_traced
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
 def buffers_at_hand(plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers | None:
     """The buffers that a producer left for layers with this quantizer, without a check that is not a comparison; None
     if there are none."""
-    read = x.read
-    if read is None or read[0] is not plan.x or (needs_dw and not read[2]):
+    record = x.read
+    if record is None or record[0] is not plan.x or (needs_dw and not record[2]):
         return None
-    return read[1], read[2] if needs_dw else ()
+    return record[1], record[2] if needs_dw else ()
 
 
 def describe_encoding(x: QuantizedTensor) -> str:
@@ -86,14 +86,14 @@ def why_no_gradient(plan: Plan) -> str | None:
     return None
 
 
-def of_given(wanted: Wanted) -> Encoder:
+def of_given(spec: EncoderSpec) -> Encoder:
     """The encoder of tensors that are encoded already, with the operands that are wanted."""
 
     def encode(given: QuantizedTensor, known: object, seed: object) -> Encoded:
         row, col = (() if operand is None else operand.tensors() for operand in given.stored)
         return row, col, ()
 
-    return Encoder(*operands_of(wanted), encode)
+    return Encoder(*operands_of(spec), encode)
 
 
 def gradient_given(
@@ -104,13 +104,13 @@ def gradient_given(
     one has no name here.
     """
     row, col = encoder.row is not None, encoder.col is not None and encoder.later is None
-    wanted: list[Direction | None] = ["row" if row else None, "col" if col else None]
-    if why_not is None and any(side is not None and not _is_alike(dy, side, quantizer) for side in wanted):
+    directions: list[Direction | None] = ["row" if row else None, "col" if col else None]
+    if why_not is None and any(side is not None and not _is_alike(dy, side, quantizer) for side in directions):
         why_not = f"its recipe encodes gradients as {quantizer}"
     if why_not is None:
         try:
             with on_device(dy.device):
-                of_row, of_col = (None if side is None else dy.operand(side) for side in wanted)
+                of_row, of_col = (None if side is None else dy.operand(side) for side in directions)
             return dy.with_operands(of_row, of_col, dy.shape, dy.dtype)
         except ValueError as error:
             why_not = str(error)

@@ -22,10 +22,10 @@ from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.nn.linear import Layer
 from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Prepared, Within
 from lpq.nn.passes import Passes
-from lpq.nn.step import Step, gradient_wanted, input_wanted
+from lpq.nn.step import Step, gradient_spec, input_spec
 from lpq.nn.wanted import computes
 from lpq.operations.binding import Encoded, on_device
-from lpq.operations.encoder import Encoder, Known, operands_of
+from lpq.operations.encoder import Encoder, Stats, operands_of
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, Producer, bind_producer
 from lpq.operations.sides import shared
@@ -194,15 +194,15 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
 
         step, of_parts = bind_parts(calls, between, summed)
         return BoundMLP(step, True, (), cache(of_parts), cache(of_parts), like, known)
-    gradients = [gradient_wanted(call.plan, call.shapes) for call in before]
+    gradients = [gradient_spec(call.plan, call.shapes) for call in before]
     outputs = [Output(w if w.row or w.col else None, value) for w, value in zip(gradients, summed, strict=True)]
-    wanted = input_wanted(down.plan, down.shapes)
+    wanted = input_spec(down.plan, down.shapes)
     row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
     remembered = tuple(down.states["x"]) if wanted.remembers and wanted.col else ()
     measured = bool(remembered) and not shared(row, col) and moves(wanted.quantizer, row, col)
     produce = bind_producer(between.product, [Output(wanted._replace(col=measured))]).produce
 
-    def encode(x: Sequence[Tensor], known: Known, seed: Tensor | None) -> Encoded:
+    def encode(x: Sequence[Tensor], known: Stats, seed: Tensor | None) -> Encoded:
         ((of_row, _, stats, _),) = produce(x, (known,), (seed,))
         return of_row, [memory.clone() for memory in known.values()] if remembered else (), stats
 
@@ -268,7 +268,7 @@ class FusedMLP(torch.autograd.Function):
             of_product = dict(zip(bound.remembered, kept, strict=True)) if bound.remembered else ()
             if gradient is None:
                 return kept if bound.kept else bound.column().produce(inputs, [of_product], [None])[0].col
-            known: list[Known] = [p.call.states.get("dy", ()) if p.dy_state is None else p.dy_state for p in before]
+            known: list[Stats] = [p.call.states.get("dy", ()) if p.dy_state is None else p.dy_state for p in before]
             seeds = [p.saved_tensors[sum(p.counts)] if p.call.plan.stochastic else None for p in before]
             made.extend(bound.gradients().produce((*inputs, gradient), [*known, of_product], [*seeds, None]))
             column = made.pop().col

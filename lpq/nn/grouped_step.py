@@ -12,11 +12,11 @@ from lpq.formats.format import Quantizer
 from lpq.formats.sections import Sections, why_not_row_by_row
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
-from lpq.nn.step import Shapes, Step, gradient_wanted, input_wanted, weight_wanted
+from lpq.nn.step import Shapes, Step, gradient_spec, input_spec, weight_spec
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import Encoded, Multiply, Product
-from lpq.operations.encoder import BindEncoder, Encoder, Wanted, in_two_steps, of_delivered, operands_of
+from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, in_two_steps, of_delivered, operands_of
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
 from lpq.operations.states import State
@@ -34,8 +34,8 @@ class Groups(NamedTuple):
         """Bind encoders and products of groups."""
         needs_dx, needs_dw = s.needs_dx, s.needs_dw
         rows, stack = (Sections(self.number, is_stack, self.at_once) for is_stack in (False, True))
-        x, dy = (wanted(plan, s)._replace(sections=rows) for wanted in (input_wanted, gradient_wanted))
-        w = weight_wanted(plan, s)._replace(sections=stack)
+        x, dy = (spec(plan, s)._replace(sections=rows) for spec in (input_spec, gradient_spec))
+        w = weight_spec(plan, s)._replace(sections=stack)
         fprop, dgrad, wgrad = self._decoded(plan, x, w, dy)
         keeps_input = plan.keeps_input and needs_dw
         # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.
@@ -73,31 +73,31 @@ class Groups(NamedTuple):
         """The class and its values, among which is no size of a pass."""
         return "lpq.nn.grouped_step:Groups", self.number, self.at_once
 
-    def _decoded(self, plan: Plan, x: Wanted, w: Wanted, dy: Wanted) -> tuple[bool, bool, bool]:
+    def _decoded(self, plan: Plan, x: EncoderSpec, w: EncoderSpec, dy: EncoderSpec) -> tuple[bool, bool, bool]:
         """Whether the operands of each product are made decoded, in bf16."""
         if not self.at_once or "row" in (plan.x.col_source, plan.w.col_source, plan.dy.col_source):
             return False, False, False
         (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (
-            operands_of(wanted._replace(row=True, col=True)) for wanted in (x, w, dy)
+            operands_of(spec._replace(row=True, col=True)) for spec in (x, w, dy)
         )
         products: Any = (x_row, w_row), (dy_row, w_col), (dy_col, x_col)
         fprop, dgrad, wgrad = (decoded_at_once(a, b, x.device) for a, b in products)
         return fprop, dgrad, wgrad
 
 
-def _of_row_operand(wanted: Wanted, watched: bool) -> Encoder:
+def _of_row_operand(spec: EncoderSpec, watched: bool) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
-    row, col = operands_of(wanted._replace(row=True, col=True))
+    row, col = operands_of(spec._replace(row=True, col=True))
     assert row is not None
-    count, column = len(row.quantizer.layout) + 1, in_groups.bind_column(wanted, row, watched=watched)
+    count, column = len(row.quantizer.layout) + 1, in_groups.bind_column(spec, row, watched=watched)
 
     def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
-        buffers, kept = row_given(x.operand("row").tensors(), offs, seeds)
-        return buffers, kept if wanted.col else (), ()
+        buffers, tensors = row_given(x.operand("row").tensors(), offs, seeds)
+        return buffers, tensors if spec.col else (), ()
 
-    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        return column(kept[:count], (), kept[count] if len(kept) > count else None)
+    def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)
 
     return Encoder(row, col, encode, later)
 

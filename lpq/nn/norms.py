@@ -25,7 +25,7 @@ from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy, local_state, shared_state
 from lpq.nn.stand_ins import Read, changed
 from lpq.operations.binding import on_device
-from lpq.operations.encoder import Wanted, bind_encoder
+from lpq.operations.encoder import EncoderSpec, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
@@ -110,14 +110,14 @@ class EncodingNorm(nn.Module):
         (x,), over = args, bound.over
         weight: Tensor | None = self._parameters["weight"]
         bias: Tensor | None = self._parameters.get("bias")
-        layers, given = [layer for layer in self.consumers if layer.passes.plan is not None], x
+        layers, whole = [layer for layer in self.consumers if layer.passes.plan is not None], x
         if over is not None:
             from lpq.nn.parallel_norms import laid_out, local_parts
 
             x, weight, bias = local_parts(over, x, weight, bias)
         with on_device(x.device):
             y = EncodedNorm.apply(x, weight, bias, bound, layers, residual, with_sum)  # type: ignore[no-untyped-call]
-        return y if over is None else laid_out(over, given, y)
+        return y if over is None else laid_out(over, whole, y)
 
     def why_not(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> str | None:
         """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm
@@ -294,14 +294,14 @@ def bind_norm(
     shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
     cols, remembers = shape[-1], "x" in plan.remembered
     matrix = like.numel() // cols if cols else 0, cols
-    wanted = Wanted(quantizer, matrix, dtype, device, True, col, remembers)
+    spec = EncoderSpec(quantizer, matrix, dtype, device, True, col, remembers)
     cut, group = (None, "") if over is None else (over.cut, over.group)
-    producer = bind_producer(norm_source(norm, biased), [Output(wanted, others, cut)], group)
+    producer = bind_producer(norm_source(norm, biased), [Output(spec, others, cut)], group)
     row, side = producer.operands[0]
     assert row is not None
     find = add = encoder = gradients = None
     if producer.why_not[0] is not None:
-        encoder = bind_part(bind_encoder, wanted, cut, group).alone(group).encoder
+        encoder = bind_part(bind_encoder, spec, cut, group).alone(group).encoder
     else:
         gradients = bind_gradients(norm, matrix, dtype, device)
         if adds:

@@ -43,7 +43,7 @@ def bind_parts(
     outputs = []
     for call, value in zip(before, summed, strict=True):
         own: Any = call.shapes.parts
-        wanted = own.gradient(call.plan, call.shapes)
-        outputs.append(Output(wanted if wanted.row or wanted.col else None, value, own.cut_of("dy")))
+        spec = own.gradient(call.plan, call.shapes)
+        outputs.append(Output(spec if spec.row or spec.col else None, value, own.cut_of("dy")))
     step = parts.computed(down.plan, down.shapes, down.step, producing(between.product))
     return step, lambda: bind_producer(between.backward, [*outputs, Output(None)], parts.group)

@@ -71,7 +71,9 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
         if reason is not None:
             return f"; {what} is gathered in high precision: {reason}"
     high = rows * size * torch.bfloat16.itemsize
-    shares = [f"{operand_bytes(quantizer, rows, size, torch.bfloat16, *wanted) / high:.2f}" for wanted in together]
+    shares = [
+        f"{operand_bytes(quantizer, rows, size, torch.bfloat16, *directions) / high:.2f}" for directions in together
+    ]
     when = f"{shares[0]} of bf16 in forward, {shares[1]} in backward" if columns else f"{shares[0]} of bf16"
     text = f"; {what} is gathered as {quantizer}: {when}"
     text = text if unit == 1 else f"{text}, where each rank has whole blocks of {unit} tokens, else in high precision"

@@ -13,15 +13,15 @@ from lpq.distributed.part_gathers import (
     bind_gathered_high,
     finish_sum,
     gathering,
-    part_wanted,
+    sent_part,
     summed,
 )
 from lpq.nn.encoded_inputs import of_given
 from lpq.nn.plan import Plan
-from lpq.nn.step import BindProduct, Exchange, Shapes, Step, gradient_wanted, input_wanted, weight_wanted
+from lpq.nn.step import BindProduct, Exchange, Shapes, Step, gradient_spec, input_spec, weight_spec
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.cut import Cut
-from lpq.operations.encoder import BindEncoder, Encoder, Wanted, bind_encoder, of_delivered, sides_of
+from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, bind_encoder, of_delivered, sides_of
 from lpq.operations.part_encoders import PartEncoder, SpanningStats, along, bind_exchange, bind_part, bind_settle
 from lpq.operations.states import moves
 
@@ -55,12 +55,12 @@ class SharedOut(NamedTuple):
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
         group, cut, sequence, by_columns = self.group, self.weight, self.sequence, self.weight.dim == 0
-        x, dy = input_wanted(plan, shapes), self.gradient(plan, shapes)
+        x, dy = input_spec(plan, shapes), self.gradient(plan, shapes)
         gathers = sequence is not None and by_columns
         if shapes.taken:
             of_x = _taken(x, self.cut_of("x"))
         else:
-            of_x = bind_part(encoder, part_wanted(x) if gathers else x, self.cut_of("x"), group)
+            of_x = bind_part(encoder, sent_part(x) if gathers else x, self.cut_of("x"), group)
         if sequence is not None and by_columns:
             of_x = gathering(of_x, encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
         of_w = self._weight(plan, shapes, encoder)
@@ -69,15 +69,15 @@ class SharedOut(NamedTuple):
         elif sequence is None or self.high:
             of_dy = PartEncoder(encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group))
         else:
-            of_dy = bind_part(encoder, part_wanted(dy), sequence, group)
+            of_dy = bind_part(encoder, sent_part(dy), sequence, group)
             of_dy = gathering(of_dy, encoder, dy, sequence, group, at_once=True).alone(group)
         if shapes.compiled:
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = of_x.alone(group)
         exchange = self._exchange(plan, None if shapes.given else of_x.statistics, of_w.statistics)
         forward, into_dx, into_dw = self._products(plan, shapes, of_x.encoder, of_w.encoder, of_dy.encoder, product)
-        given = shapes.encoded and not plan.w_at_use
-        encoders = of_x.encoder, None if given else of_w.encoder, of_dy.encoder
+        w_given = shapes.encoded and not plan.w_at_use
+        encoders = of_x.encoder, None if w_given else of_w.encoder, of_dy.encoder
         return Step(
             *encoders, forward, into_dx, into_dw, SHARED_OUT, exchange,
             bind_settle((of_x, of_w, of_dy), group) if plan.moving else None,
@@ -92,29 +92,29 @@ class SharedOut(NamedTuple):
         rest = self.high, self.sums, self.overlaps, self.keeps
         return "lpq.nn.parallel_step:shared_out", self.group, self.weight[:], None if cut is None else cut[:], *rest
 
-    def gradient(self, plan: Plan, shapes: Shapes) -> Wanted:
+    def gradient(self, plan: Plan, shapes: Shapes) -> EncoderSpec:
         """How this rank's part of the gradient of the result is encoded."""
-        wanted, ranks = gradient_wanted(plan, shapes), self.weight.ranks
+        spec, ranks = gradient_spec(plan, shapes), self.weight.ranks
         if self.sequence is None:
-            return wanted
+            return spec
         rows = shapes.rows * ranks if self.weight.dim == 0 else shapes.rows // ranks
-        return wanted._replace(shape=(rows, shapes.outputs))
+        return spec._replace(shape=(rows, shapes.outputs))
 
     def computed(self, plan: Plan, shapes: Shapes, step: Step, bind: BindEncoder) -> Step:
         """The same step with another encoder of ``x``, by ``bind``, which is not gathered: of what a source
         computes."""
-        of_x = bind_part(bind, input_wanted(plan, shapes), self.cut_of("x"), self.group)
+        of_x = bind_part(bind, input_spec(plan, shapes), self.cut_of("x"), self.group)
         of_w = self._weight(plan, shapes, bind_encoder)
         return step._replace(x=of_x.encoder, exchange=self._exchange(plan, of_x.statistics, of_w.statistics))
 
     def _weight(self, plan: Plan, shapes: Shapes, encoder: BindEncoder) -> PartEncoder:
-        wanted, cut, group = weight_wanted(plan, shapes), self.weight, self.group
+        spec, cut, group = weight_spec(plan, shapes), self.weight, self.group
         if not shapes.encoded:
-            return bind_part(encoder, wanted, cut, group)
+            return bind_part(encoder, spec, cut, group)
         if not plan.w_at_use:
-            return PartEncoder(of_given(wanted))
+            return PartEncoder(of_given(spec))
         return PartEncoder(
-            of_delivered(lambda part: bind_part(encoder, part, cut, group, early=True).alone(group).encoder, wanted)
+            of_delivered(lambda part: bind_part(encoder, part, cut, group, early=True).alone(group).encoder, spec)
         )
 
     def _exchange(self, plan: Plan, *statistics: SpanningStats | None) -> Exchange | None:
@@ -151,8 +151,8 @@ def shared_out(group: str, weight: tuple[int, ...], sequence: tuple[int, ...] | 
     return SharedOut(group, Cut(*weight), None if sequence is None else Cut(*sequence), *rest)
 
 
-def _taken(wanted: Wanted, cut: Cut | None) -> PartEncoder:
+def _taken(spec: EncoderSpec, cut: Cut | None) -> PartEncoder:
     """The encoder of parts that a producer has encoded: by the state, if there is one, which then remembers what was
     measured of the part alone."""
-    moving = wanted.remembers and moves(wanted.quantizer, *sides_of(wanted))
-    return PartEncoder(of_given(wanted), measured=along(cut, *sides_of(wanted)) if moving else ())
+    moving = spec.remembers and moves(spec.quantizer, *sides_of(spec))
+    return PartEncoder(of_given(spec), measured=along(cut, *sides_of(spec)) if moving else ())

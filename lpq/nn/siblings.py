@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lpq.nn.shared_input import EncodedInputs, KnownInput, LastInput
 from lpq.operations.binding import Encoded
-from lpq.operations.encoder import Encoder, Known
+from lpq.operations.encoder import Encoder, Stats
 from lpq.operations.states import State
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part, version_of
@@ -66,7 +66,7 @@ class SharedInputs(EncodedInputs):
     whole: LastInput | None = None
     """The input that layers under tensor parallelism keep in place of the list."""
 
-    def encode(self, encoder: Encoder, x: Tensor, state: Known, static: Sequence[object], layer: int) -> Encoded:
+    def encode(self, encoder: Encoder, x: Tensor, state: Stats, static: Sequence[object], layer: int) -> Encoded:
         """Encode ``x``, without a seed, or take the operands that another layer made of it.
 
         ``static``: the values of ``state``, which no step moves; operands serve layers with the same values. ``layer``:

@@ -19,7 +19,7 @@ from lpq.operations.bound import bind_product
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
-    Wanted,
+    EncoderSpec,
     bind_encoder,
     in_two_steps,
     of_delivered,
@@ -144,11 +144,11 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     forward = (fprop, False)
     draws = not shapes.encoded and not plan.w.side("row").plain
-    of_x = input_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
+    of_x = input_spec(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
     x = None if shapes.given else _encoder(encoder, of_x, plan.keeps_input)
-    of_w = weight_wanted(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=draws)
+    of_w = weight_spec(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=draws)
     w = weight_encoder(plan, shapes, encoder, of_w)
-    of_dy = gradient_wanted(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
+    of_dy = gradient_spec(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
     dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
     x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
     w_row, w_col = operands_of(of_w) if w is None else (w.row, w.col)
@@ -162,43 +162,43 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     return Step(x, w, dy, multiply, into_dx, into_dw, why_no_gradient(plan))
 
 
-def input_wanted(plan: Plan, shapes: Shapes) -> Wanted:
+def input_spec(plan: Plan, shapes: Shapes) -> EncoderSpec:
     """How the input of a layer is encoded, not in exact forms."""
-    wanted = Wanted(plan.x, (shapes.rows, shapes.features), shapes.x, shapes.device, True, shapes.needs_dw)
-    return _by_state(wanted, "x", plan, shapes)
+    spec = EncoderSpec(plan.x, (shapes.rows, shapes.features), shapes.x, shapes.device, True, shapes.needs_dw)
+    return _by_state(spec, "x", plan, shapes)
 
 
-def weight_wanted(plan: Plan, shapes: Shapes) -> Wanted:
+def weight_spec(plan: Plan, shapes: Shapes) -> EncoderSpec:
     """How the weight of a layer is encoded, not in exact forms."""
     matrix, needs_dx = (shapes.outputs, shapes.features), shapes.needs_dx
-    wanted = Wanted(plan.w, matrix, shapes.weight, shapes.device, True, needs_dx, at_hand=True)
-    return _by_state(wanted, "w", plan, shapes)
+    spec = EncoderSpec(plan.w, matrix, shapes.weight, shapes.device, True, needs_dx, at_hand=True)
+    return _by_state(spec, "w", plan, shapes)
 
 
-def weight_encoder(plan: Plan, shapes: Shapes, encoder: BindEncoder, wanted: Wanted) -> Encoder | None:
+def weight_encoder(plan: Plan, shapes: Shapes, encoder: BindEncoder, spec: EncoderSpec) -> Encoder | None:
     """The encoder of the weight of a layer; None: it is encoded already, and has all operands that are wanted."""
     if not shapes.encoded:
-        return _encoder(encoder, wanted, plan.keeps_weight)
-    return of_delivered(encoder, wanted) if plan.w_at_use else None
+        return _encoder(encoder, spec, plan.keeps_weight)
+    return of_delivered(encoder, spec) if plan.w_at_use else None
 
 
-def gradient_wanted(plan: Plan, shapes: Shapes) -> Wanted:
+def gradient_spec(plan: Plan, shapes: Shapes) -> EncoderSpec:
     """How the gradient of the result of a layer is encoded, not in exact forms."""
-    matrix, wanted = (shapes.rows, shapes.outputs), (shapes.needs_dx, shapes.needs_dw)
-    return _by_state(Wanted(plan.dy, matrix, shapes.dtype, shapes.device, *wanted), "dy", plan, shapes)
+    matrix, directions = (shapes.rows, shapes.outputs), (shapes.needs_dx, shapes.needs_dw)
+    return _by_state(EncoderSpec(plan.dy, matrix, shapes.dtype, shapes.device, *directions), "dy", plan, shapes)
 
 
-def _by_state(wanted: Wanted, tensor: str, plan: Plan, shapes: Shapes) -> Wanted:
+def _by_state(spec: EncoderSpec, tensor: str, plan: Plan, shapes: Shapes) -> EncoderSpec:
     """The same encoding by the state of a tensor, if it has one, or by what is measured for a fresh state."""
-    wanted = wanted._replace(compiled=shapes.compiled)
+    spec = spec._replace(compiled=shapes.compiled)
     if tensor in shapes.fresh:
-        return wanted._replace(measures=True)
-    return wanted._replace(remembers=True) if tensor in plan.remembered else wanted
+        return spec._replace(measures=True)
+    return spec._replace(remembers=True) if tensor in plan.remembered else spec
 
 
-def _encoder(encoder: BindEncoder, wanted: Wanted, keeps: bool) -> Encoder:
+def _encoder(encoder: BindEncoder, spec: EncoderSpec, keeps: bool) -> Encoder:
     """The encoder of the input or the weight; ``keeps``: the tensor is kept for backward, not its column operand.
 
     A compiler decides that by itself: it would copy in backward the state that forward should copy.
     """
-    return in_two_steps(encoder, wanted) if keeps and wanted.col and not wanted.later else encoder(wanted)
+    return in_two_steps(encoder, spec) if keeps and spec.col and not spec.later else encoder(spec)

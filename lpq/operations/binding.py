@@ -175,17 +175,17 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         """Encode as the reference does."""
         x, dtype = x.contiguous(), dtype or x.dtype
         at = x.data_ptr()
-        given = tuple(s is not None for s in stats)
+        flags = tuple(s is not None for s in stats)
         encode = None
         if x.numel():
-            e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, given if True in given else ())
+            e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, flags if True in flags else ())
             e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, apart=True, dispatched=True)
             encode = bound(e)
         if encode is None:
             return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
         with on_device(x.device):
-            known = [None if s is None else s.contiguous() for s in stats]
-            of_row, of_col, measured = encode(x, at, known, seed)
+            stats = [None if s is None else s.contiguous() for s in stats]
+            of_row, of_col, measured = encode(x, at, stats, seed)
         return [*of_row, *of_col, *measured]
 
     return quantize

@@ -151,9 +151,9 @@ def bind_writing(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor], Te
 
     def write(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor) -> None:
         into = {"out": out} if direct and out.data_ptr() % OUT_ALIGNED == 0 else {}
-        made = multiply(a, b, bias, **into)
-        if made is not out:
-            out.copy_(made)
+        y = multiply(a, b, bias, **into)
+        if y is not out:
+            out.copy_(y)
 
     return write
 
@@ -168,13 +168,13 @@ NEITHER = False, False
 
 @bound_once
 def encoding(
-    row: str, col: str, shape: torch.Size, held: torch.dtype, dtype: torch.dtype, device: torch.device,
-    given: tuple[bool, ...], offset: int, measure: bool, exact: tuple[bool, bool], dispatched: bool,
+    row: str, col: str, shape: torch.Size, x_dtype: torch.dtype, dtype: torch.dtype, device: torch.device,
+    flags: tuple[bool, ...], offset: int, measure: bool, exact: tuple[bool, bool], dispatched: bool,
 ) -> Run:  # fmt: skip
     """An encoding that is bound to this shape and these options; what it returns an operator may return."""
     return bind_run(Encoding(
-        quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), held, dtype, device,
-        given if True in given else (), measure, offset, exact, apart=True, dispatched=dispatched,
+        quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), x_dtype, dtype, device,
+        flags if True in flags else (), measure, offset, exact, apart=True, dispatched=dispatched,
     ))  # fmt: skip
 
 

@@ -49,9 +49,9 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
         recode = bind_recode(operand_like(row), quantizer.side("col"), row.device)
         if recode is not None:
             with on_device(row.device):
-                made = recode(row.tensors())
+                buffers = recode(row.tensors())
             rows, cols = row.shape
-            return Operand(quantizer.side("col"), (cols, rows), row.dtype).over(made)
+            return Operand(quantizer.side("col"), (cols, rows), row.dtype).over(buffers)
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
     assert col is not None
     return col.astype(row.dtype)  # it stands for the tensor, not for the decoded values
@@ -124,8 +124,8 @@ def bind_derive_into(several: Sequence[Derived], device: torch.device) -> list[C
 
 
 def _derive(one: Derived) -> None:
-    for target, made in zip(one.out, derive_col(one.quantizer, one.row).tensors(), strict=True):
-        target.copy_(made)
+    for target, buffer in zip(one.out, derive_col(one.quantizer, one.row).tensors(), strict=True):
+        target.copy_(buffer)
 
 
 @bound_once

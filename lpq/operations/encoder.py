@@ -33,7 +33,7 @@ from lpq.operations.sides import declared, shared
 from lpq.operations.states import Recall, bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
-Known = Any
+Stats = Any
 """The statistics that an encoder is given: a state that holds them, or a sequence of them, which may be empty."""
 
 
@@ -76,7 +76,7 @@ class KnownStats(NamedTuple):
     state: Any
 
 
-class Wanted(NamedTuple):
+class EncoderSpec(NamedTuple):
     """How a layer has tensors of one kind encoded."""
 
     quantizer: Quantizer
@@ -115,194 +115,196 @@ class Wanted(NamedTuple):
     stack."""
 
 
-BindEncoder = Callable[[Wanted], Encoder]
+BindEncoder = Callable[[EncoderSpec], Encoder]
 """A function that makes an encoder: of kernels, or of operators."""
 
 
-def bind_encoder(wanted: Wanted) -> Encoder:
+def bind_encoder(spec: EncoderSpec) -> Encoder:
     """Choose and bind the kernels of an encoding on this device."""
-    if is_made_of_row(wanted):
-        first, recode = bind_encoder(first_of(wanted)), None
-        if not (wanted.remembers or wanted.measures or wanted.given) and first.row is not None:
-            recode = bind_recode(first.row, wanted.quantizer.side("col"), wanted.device)
-        return made_of_row(first, bind_encoder(second_of(wanted)), wanted, recode)
-    (row, col), forms = sides_of(wanted), _forms(wanted)
-    if wanted.across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
-        return through_operators(wanted)  # kernels begin at the first column
-    e = encoding_of(wanted)
+    if is_made_of_row(spec):
+        first, recode = bind_encoder(first_of(spec)), None
+        if not (spec.remembers or spec.measures or spec.given) and first.row is not None:
+            recode = bind_recode(first.row, spec.quantizer.side("col"), spec.device)
+        return made_of_row(first, bind_encoder(second_of(spec)), spec, recode)
+    (row, col), forms = sides_of(spec), _forms(spec)
+    if spec.across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
+        return through_operators(spec)  # kernels begin at the first column
+    e = encoding_of(spec)
     run = bind_run(e)
-    if wanted.remembers:
-        return Encoder(*operands_of(wanted, forms), bind_recall(wanted.quantizer, row, col, run))
-    finds = bind_measure(row, col, wanted.dtype, wanted.device) if wanted.apart else None
-    return Encoder(*operands_of(wanted, forms), run, measure=finds)
+    if spec.remembers:
+        return Encoder(*operands_of(spec, forms), bind_recall(spec.quantizer, row, col, run))
+    finds = bind_measure(row, col, spec.dtype, spec.device) if spec.apart else None
+    return Encoder(*operands_of(spec, forms), run, measure=finds)
 
 
-def encoding_of(wanted: Wanted) -> Encoding:
+def encoding_of(spec: EncoderSpec) -> Encoding:
     """Describe to kernels how operands are encoded that are made of the tensor itself."""
-    quantizer, shape, dtype, device, _, _, remembers = wanted[:7]
-    row, col = sides_of(wanted)
-    measures = wanted.measures or (remembers and moves(quantizer, row, col))
-    e = Encoding(row, col, shape, dtype, dtype, device, measure=measures, offset=wanted.offset)
-    if _forms(wanted) != (None, None):
-        e = e._replace(exact=wanted.exact)
+    quantizer, shape, dtype, device, _, _, remembers = spec[:7]
+    row, col = sides_of(spec)
+    measures = spec.measures or (remembers and moves(quantizer, row, col))
+    e = Encoding(row, col, shape, dtype, dtype, device, measure=measures, offset=spec.offset)
+    if _forms(spec) != (None, None):
+        e = e._replace(exact=spec.exact)
     if remembers:
         return e._replace(given=recalls(quantizer, row, col))
-    if measures or wanted.given:
-        return e._replace(given=wanted.given or (False,) * len(declared(row, col)))
+    if measures or spec.given:
+        return e._replace(given=spec.given or (False,) * len(declared(row, col)))
     return e
 
 
-def bind_stats(wanted: Wanted) -> Recall | None:
+def bind_stats(spec: EncoderSpec) -> Recall | None:
     """Return what finds, in a state, the statistics that an encoding is given; None: they are given themselves."""
-    return bind_recall(wanted.quantizer, *sides_of(wanted), None) if wanted.remembers else None
+    return bind_recall(spec.quantizer, *sides_of(spec), None) if spec.remembers else None
 
 
-def through_operators(wanted: Wanted) -> Encoder:
+def through_operators(spec: EncoderSpec) -> Encoder:
     """Make the same encoder from operators, for a tracer or a mode."""
-    if is_made_of_row(wanted):
-        return made_of_row(through_operators(first_of(wanted)), through_operators(second_of(wanted)), wanted)
-    quantizer, _, _, _, _, col = wanted[:6]
-    if wanted.later and _can_be_later(wanted):
-        return in_two_steps(through_operators, wanted)
-    forms, sides = _forms(wanted), sides_of(wanted)
+    if is_made_of_row(spec):
+        return made_of_row(through_operators(first_of(spec)), through_operators(second_of(spec)), spec)
+    quantizer, _, _, _, _, col = spec[:6]
+    if spec.later and _can_be_later(spec):
+        return in_two_steps(through_operators, spec)
+    forms, sides = _forms(spec), sides_of(spec)
     row, side = sides
     # Dynamo of torch 2.11 cannot trace a comparison of tuples of forms.
-    exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
-    is_view = wanted.later and col and quantizer.side("col").plain
-    measures = wanted.measures or (wanted.remembers and moves(quantizer, *sides))
+    exact = spec.exact if forms[0] is not None or forms[1] is not None else (False, False)
+    is_view = spec.later and col and quantizer.side("col").plain
+    measures = spec.measures or (spec.remembers and moves(quantizer, *sides))
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
         x = x.clone() if is_view else x  # as in ``in_two_steps``
-        if wanted.sections is None:
+        if spec.sections is None:
             x = as_matrix(x)
         if exact != (False, False) and row is not None and side is not None:
-            made = multiplicands(x, row, side, seed, exact)
-            if made is not None:
-                return made[0].tensors(), made[1].tensors(), ()
-        stats = known if wanted.given else recall(quantizer, *sides, known) if wanted.remembers and known else None
+            pair = multiplicands(x, row, side, seed, exact)
+            if pair is not None:
+                return pair[0].tensors(), pair[1].tensors(), ()
+        stats = statistics if spec.given else None
+        if stats is None and spec.remembers and statistics:
+            stats = recall(quantizer, *sides, statistics)
         return quantized(
-            x, stats, *sides, seed, wanted.offset, measure=measures, across=wanted.across, at_hand=wanted.at_hand,
-            compiled=wanted.compiled,
+            x, stats, *sides, seed, spec.offset, measure=measures, across=spec.across, at_hand=spec.at_hand,
+            compiled=spec.compiled,
         )  # fmt: skip
 
-    finds = partial(measure, row=sides[0], col=sides[1]) if wanted.apart else None
-    return Encoder(*operands_of(wanted, forms), encode, measure=finds)
+    finds = partial(measure, row=sides[0], col=sides[1]) if spec.apart else None
+    return Encoder(*operands_of(spec, forms), encode, measure=finds)
 
 
-def is_made_of_row(wanted: Wanted) -> bool:
-    return wanted.col and wanted.quantizer.col_source == "row" and not wanted.decoded
+def is_made_of_row(spec: EncoderSpec) -> bool:
+    return spec.col and spec.quantizer.col_source == "row" and not spec.decoded
 
 
-def first_of(wanted: Wanted) -> Wanted:
+def first_of(spec: EncoderSpec) -> EncoderSpec:
     """The encoding of the row operand, of which the column operand is made. It is measured, too, if the state of either
     operand moves."""
-    row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
-    measures = wanted.measures or (wanted.remembers and moves(wanted.quantizer, row, col))
-    return wanted._replace(row=True, col=False, later=False, measures=measures)
+    row, col = spec.quantizer.side("row"), spec.quantizer.side("col")
+    measures = spec.measures or (spec.remembers and moves(spec.quantizer, row, col))
+    return spec._replace(row=True, col=False, later=False, measures=measures)
 
 
-def second_of(wanted: Wanted) -> Wanted:
+def second_of(spec: EncoderSpec) -> EncoderSpec:
     """The encoding of the decoded row operand into the column operand."""
-    return wanted._replace(row=False, dtype=torch.float32, later=False, decoded=True)
+    return spec._replace(row=False, dtype=torch.float32, later=False, decoded=True)
 
 
-def made_of_row(first: Encoder, second: Encoder, wanted: Wanted, recode: Recode | None = None) -> Encoder:
+def made_of_row(first: Encoder, second: Encoder, spec: EncoderSpec, recode: Recode | None = None) -> Encoder:
     """Make the row operand by the first encoder, and the column operand of its codes by ``recode``. Without it, decode
     the row operand, and make the column operand of the decoded values by the second encoder."""
-    of_row, made = first.row, second.col
+    of_row, of_col = first.row, second.col
     assert of_row is not None
-    assert made is not None
-    col = made._replace(dtype=wanted.dtype)  # it stands for the tensor, and not for the decoded values
-    column = column_of(of_row, second, wanted)
+    assert of_col is not None
+    col = of_col._replace(dtype=spec.dtype)  # it stands for the tensor, and not for the decoded values
+    column = column_of(of_row, second, spec)
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        row, _, stats = first.encode(x, known, seed)
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
+        row, _, stats = first.encode(x, statistics, seed)
         if recode is not None:
-            return row if wanted.row else (), recode(row), ()
-        state = known.state if isinstance(known, KnownStats) else known
-        cast, found = column(row, state, seed)
-        return (row, cast, [*stats, *found]) if wanted.row else ((), cast, found)
+            return row if spec.row else (), recode(row), ()
+        state = statistics.state if isinstance(statistics, KnownStats) else statistics
+        col_buffers, col_stats = column(row, state, seed)
+        return (row, col_buffers, [*stats, *col_stats]) if spec.row else ((), col_buffers, col_stats)
 
-    return Encoder(of_row if wanted.row else None, col, encode, derived=True, measure=first.measure)
+    return Encoder(of_row if spec.row else None, col, encode, derived=True, measure=first.measure)
 
 
-def of_delivered(bind: BindEncoder, wanted: Wanted) -> Encoder:
+def of_delivered(bind: BindEncoder, spec: EncoderSpec) -> Encoder:
     """Take the buffers of a row operand that is encoded already, and make the column operand of them as
     ``made_of_row`` does, but where it is multiplied, with the seed of the pass (``made_at_use``)."""
-    row, col = operands_of(wanted)
+    row, col = operands_of(spec)
     assert row is not None
     if col is None:
-        return Encoder(row, None, lambda buffers, known, seed: (buffers, (), ()))
-    column = column_of(row, bind(second_of(wanted)), wanted)
+        return Encoder(row, None, lambda buffers, statistics, seed: (buffers, (), ()))
+    column = column_of(row, bind(second_of(spec)), spec)
 
-    def encode(buffers: Sequence[Tensor], known: Known, seed: Tensor) -> Encoded:
+    def encode(buffers: Sequence[Tensor], statistics: Stats, seed: Tensor) -> Encoded:
         return buffers, (*buffers, seed), ()
 
-    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        return column(kept[:-1], (), kept[-1])[0]
+    def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return column(tensors[:-1], (), tensors[-1])[0]
 
     return Encoder(row, col, encode, later, derived=True)
 
 
 def column_of(
-    row: Operand, second: Encoder, wanted: Wanted
-) -> Callable[[Sequence[Tensor], Known, Tensor | None], tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    row: Operand, second: Encoder, spec: EncoderSpec
+) -> Callable[[Sequence[Tensor], Stats, Tensor | None], tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Return ``column(buffers, known, seed)``: the column operand that the second encoder makes of what a row operand
     decodes to, and the statistics that it returns."""
-    layout = wanted.quantizer.side("col").layout
+    layout = spec.quantizer.side("col").layout
 
     def column(
-        buffers: Sequence[Tensor], known: Known, seed: Tensor | None
+        buffers: Sequence[Tensor], statistics: Stats, seed: Tensor | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        _, made, found = second.encode(decode(row.over(buffers), torch.float32), known, seed)
-        return for_dtype(layout, made, wanted.dtype), found
+        _, col_buffers, stats = second.encode(decode(row.over(buffers), torch.float32), statistics, seed)
+        return for_dtype(layout, col_buffers, spec.dtype), stats
 
     return column
 
 
-def in_two_steps(encoder: BindEncoder, wanted: Wanted) -> Encoder:
+def in_two_steps(encoder: BindEncoder, spec: EncoderSpec) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
     with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
     present state, which another backward may move meanwhile.
 
-    A compiler's partitioner decides what is kept for backward (``Wanted.later``), and never makes again the results of
-    a custom operator that forward needs. An operator that only backward needs, as the second step, goes where the
-    fewest bytes are kept: into backward, where the tensor, or the tensors that it is computed from, are kept anyway,
-    or else into forward.
+    A compiler's partitioner decides what is kept for backward (``EncoderSpec.later``), and never makes again the
+    results of a custom operator that forward needs. An operator that only backward needs, as the second step, goes
+    where the fewest bytes are kept: into backward, where the tensor, or the tensors that it is computed from, are kept
+    anyway, or else into forward.
     """
-    traced = wanted.later
-    row, col = sides_of(wanted)
+    traced = spec.later
+    row, col = sides_of(spec)
     assert col is not None
-    quantizer, (forward, backward) = wanted.quantizer, wanted.exact
-    draws, ends = rounds_stochastically(quantizer), int(wanted.sections is not None and not wanted.sections.stack)
-    turned = not backward and bool(col.stochastic) and shared(row, col)  # those random bits are the row operand's
-    keys = tuple(quantizer.new_state("meta")) if wanted.remembers else ()
+    quantizer, (forward, backward) = spec.quantizer, spec.exact
+    draws, ends = rounds_stochastically(quantizer), int(spec.sections is not None and not spec.sections.stack)
+    needs_row = not backward and bool(col.stochastic) and shared(row, col)  # those random bits are the row operand's
+    keys = tuple(quantizer.new_state("meta")) if spec.remembers else ()
     # The statistics of both operands are measured now.
-    moving = wanted.measures or (wanted.remembers and moves(quantizer, row, col))
-    wanted = wanted._replace(later=False)
-    same = _measured_once(row, col) if wanted.sections is None else row is not None and same_amaxes(row, col)
+    moving = spec.measures or (spec.remembers and moves(quantizer, row, col))
+    spec = spec._replace(later=False)
+    same = _measured_once(row, col) if spec.sections is None else row is not None and same_amaxes(row, col)
     once = same and not (keys or ends) and quantizer.col_source == "original"
-    first = encoder(wanted._replace(col=moving, measures=once or wanted.measures, exact=(forward, False)))
-    given = (True,) * len(col.stats) if once else ()
-    second = encoder(wanted._replace(row=turned, given=given, measures=False, exact=(False, backward)))
+    first = encoder(spec._replace(col=moving, measures=once or spec.measures, exact=(forward, False)))
+    stats_given = (True,) * len(col.stats) if once else ()
+    second = encoder(spec._replace(row=needs_row, given=stats_given, measures=False, exact=(False, backward)))
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None, *offs: Tensor) -> Encoded:
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None, *offs: Tensor) -> Encoded:
         # A compiler merges equal operators, and no operators that are given different seeds.
-        needed = not traced or wanted.always_takes_seed or (row is not None and row.stochastic)
-        of_row, _, stats = first.encode(x, known, seed if needed else None, *offs)
-        then = [known[key].clone() for key in keys] if keys else stats if once else ()
-        drawn = (seed,) if draws and seed is not None else ()
+        takes_seed = not traced or spec.always_takes_seed or (row is not None and row.stochastic)
+        of_row, _, stats = first.encode(x, statistics, seed if takes_seed else None, *offs)
+        then = [statistics[key].clone() for key in keys] if keys else stats if once else ()
+        seeds = (seed,) if draws and seed is not None else ()
         # A later write to x, if it is traced too, would change what backward reads. Inductor takes the copy away.
-        return of_row, (x.clone() if traced else x, *offs, *drawn, *then), stats if moving else ()
+        return of_row, (x.clone() if traced else x, *offs, *seeds, *then), stats if moving else ()
 
-    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        offs, rest = kept[1 : 1 + ends], kept[1 + ends :]
+    def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        offs, rest = tensors[1 : 1 + ends], tensors[1 + ends :]
         seed, then = (rest[0], rest[1:]) if draws else (None, rest)
-        known = dict(zip(keys, then, strict=True)) if keys else then if once else ()
+        statistics = dict(zip(keys, then, strict=True)) if keys else then if once else ()
         # All of x, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
         # nothing again that others read in backward.
-        x = as_matrix(kept[0]).chunk(1, dim=1)[0] if traced else kept[0]
-        return second.encode(x, known, seed, *offs)[1]
+        x = as_matrix(tensors[0]).chunk(1, dim=1)[0] if traced else tensors[0]
+        return second.encode(x, statistics, seed, *offs)[1]
 
     return Encoder(first.row, second.col, encode, later, second.derived)
 
@@ -313,40 +315,40 @@ def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:
     return len(stats) > 0 and all(stat.block == (None, None) for stat in stats)
 
 
-def _can_be_later(wanted: Wanted) -> bool:
+def _can_be_later(spec: EncoderSpec) -> bool:
     """Whether there is a column operand that an operator of its own can make, from the tensor alone."""
-    row, col = sides_of(wanted)
-    if col is None or col.plain or wanted.remembers:
+    row, col = sides_of(spec)
+    if col is None or col.plain or spec.remembers:
         return False
     return not (shared(row, col) and col.stochastic)  # those random bits are the row operand's
 
 
-def sides_of(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
+def sides_of(spec: EncoderSpec) -> tuple[Quantizer | None, Quantizer | None]:
     """The quantizers of the row operand and of the column operand; None for an operand that is not made."""
-    quantizer = wanted.quantizer
-    return quantizer.side("row") if wanted.row else None, quantizer.side("col") if wanted.col else None
+    quantizer = spec.quantizer
+    return quantizer.side("row") if spec.row else None, quantizer.side("col") if spec.col else None
 
 
-def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
+def _forms(spec: EncoderSpec) -> tuple[Form | None, Form | None]:
     """The exact forms in which the operands are made: None where statistics are returned for a state."""
-    row, col = sides_of(wanted)
-    rows, cols = wanted.shape
-    if wanted.exact == (False, False) or wanted.remembers or wanted.measures or row is None or col is None:
+    row, col = sides_of(spec)
+    rows, cols = spec.shape
+    if spec.exact == (False, False) or spec.remembers or spec.measures or row is None or col is None:
         return None, None
     if rows % fused_pair.ALIGNED or cols % fused_pair.ALIGNED or rows * cols == 0:
         return None, None
-    if not ((row.whole(cols) or not wanted.exact[0]) and (col.whole(rows) or not wanted.exact[1])):
+    if not ((row.whole(cols) or not spec.exact[0]) and (col.whole(rows) or not spec.exact[1])):
         return None, None
-    return fused_pair.exact_forms(row.text, col.text, *wanted.exact, wanted.device) or (None, None)
+    return fused_pair.exact_forms(row.text, col.text, *spec.exact, spec.device) or (None, None)
 
 
 def operands_of(
-    wanted: Wanted, forms: tuple[Form | None, Form | None] = (None, None)
+    spec: EncoderSpec, forms: tuple[Form | None, Form | None] = (None, None)
 ) -> tuple[Operand | None, Operand | None]:
     """Return the operands of a tensor, by this encoder."""
-    (rows, cols), dtype, sections = wanted.shape, wanted.dtype, wanted.sections
+    (rows, cols), dtype, sections = spec.shape, spec.dtype, spec.sections
     count = (sections.number,) if sections is not None and sections.stack else ()
-    row, col = sides_of(wanted)
+    row, col = sides_of(spec)
     return (
         Operand(row, (*count, rows, cols), dtype, forms[0], sections) if row is not None else None,
         Operand(col, (*count, cols, rows), dtype, forms[1], sections, int(sections is not None))

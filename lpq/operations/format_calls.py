@@ -34,39 +34,39 @@ OF_COUNTS = ". A count is an int64 tensor since plugin interface 2, and in fp32 
 
 def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
     """The statistics that the format's ``measure`` and ``measure_again`` find, in the order of ``stats``."""
-    found = quantizer.measure(quantizer.rotated(x)) or {}
+    stats = quantizer.measure(quantizer.rotated(x)) or {}
     if any(stat.round == 2 for stat in quantizer.stats):
-        return measured_again_by(quantizer, x, found)
-    return _measured(quantizer, "measure", x, found)
+        return measured_again_by(quantizer, x, stats)
+    return _measured(quantizer, "measure", x, stats)
 
 
 def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tensor]) -> list[Tensor]:
     """The given statistics of round 1, and those that the format's ``measure_again`` finds with them, in the order of
     ``stats``."""
-    wanted = _handed_back(quantizer, first) if quantizer.counts_in_fp32 else first
-    found = quantizer.measure_again(quantizer.rotated(x), wanted) or {}
-    return _measured(quantizer, "measure_again", x, {**first, **found})
+    for_format = _handed_back(quantizer, first) if quantizer.counts_in_fp32 else first
+    second = quantizer.measure_again(quantizer.rotated(x), for_format) or {}
+    return _measured(quantizer, "measure_again", x, {**first, **second})
 
 
-def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, Tensor]) -> list[Tensor]:
+def _measured(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str, Tensor]) -> list[Tensor]:
     if quantizer.counts_in_fp32:
-        found = _counted(quantizer, method, x, found)
+        by_name = _counted(quantizer, method, x, by_name)
     try:
-        measured = [found[stat.name] for stat in quantizer.stats]
+        measured = [by_name[stat.name] for stat in quantizer.stats]
     except KeyError as error:
         raise _lacking(quantizer, method, error) from None
     if _is_unchecked(quantizer, method, x):
-        of, fault = _unfit_stats(quantizer, method, found, x)
+        of, fault = _unfit_stats(quantizer, method, by_name, x)
         _check(quantizer, of, x, fault)
     return measured
 
 
-def _counted(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _counted(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The statistics of a format of interface 1, with its counts, which are in fp32, in int64."""
     if x.numel() > FP32_COUNTS:
         cause = f"counts in fp32, as in plugin interface 1, exact up to 2^24 elements, and these are {x.numel():,}"
         raise _fault(quantizer, method, cause, "count in int64, and write api_version=2 in the spec")
-    return {n: t.to(torch.int64) if n in quantizer.counts_in_fp32 else t for n, t in found.items()}
+    return {n: t.to(torch.int64) if n in quantizer.counts_in_fp32 else t for n, t in by_name.items()}
 
 
 def _handed_back(quantizer: Quantizer, stats: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -87,16 +87,16 @@ def recalling(
 
     def recall(x: Any, state: Mapping[str, Tensor], seed: Tensor | None) -> Any:
         stats: list[Tensor | None] = []
-        for branch, recalled_by, names, wanted in bound:
+        for branch, recalled_by, names, stat_names in bound:
             if not names:
-                stats += [None] * len(wanted)
+                stats += [None] * len(stat_names)
                 continue
-            found = recalled_by({own: state[name] for own, name in names})
+            by_name = recalled_by({own: state[name] for own, name in names})
             try:
-                known = [found[name] for name in wanted]
+                own_stats = [by_name[name] for name in stat_names]
             except KeyError as error:
                 raise _lacking(branch, "recall", error) from None
-            stats += [None if stat is None else stat.contiguous() for stat in known]
+            stats += [None if stat is None else stat.contiguous() for stat in own_stats]
         return stats if run is None else run(x, stats, seed)
 
     return recall
@@ -108,26 +108,26 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
         stats = _handed_back(quantizer, stats)
     method = "encode" if bits is None else "encode_stochastic"
     own = quantizer.rotated(x, bits)
-    made = quantizer.encode(own, stats) if bits is None else quantizer.encode_stochastic(own, stats, bits)
-    if not isinstance(made, Storage):
-        raise _no_storage(quantizer, method, made)
-    made = made.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+    storage = quantizer.encode(own, stats) if bits is None else quantizer.encode_stochastic(own, stats, bits)
+    if not isinstance(storage, Storage):
+        raise _no_storage(quantizer, method, storage)
+    storage = storage.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
     # As _is_unchecked, without a call: layers encode ordinary matrices so at every step.
     if not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
-        _check(quantizer, method, x, _unfit_storage(made, x))
-    return made
+        _check(quantizer, method, x, _unfit_storage(storage, x))
+    return storage
 
 
 def transposed_by(operand: Storage) -> Storage:
     """The operand of the transposed matrix, as the format's ``Storage.transposed`` makes it."""
     quantizer, (rows, cols), first = operand.quantizer, operand.shape, operand.tensors()[0]
-    made = operand.transposed()
-    if not isinstance(made, Storage):
-        raise _no_storage(quantizer, "transposed", made)
-    made = made.bind(quantizer, (cols, rows), operand.dtype)
+    storage = operand.transposed()
+    if not isinstance(storage, Storage):
+        raise _no_storage(quantizer, "transposed", storage)
+    storage = storage.bind(quantizer, (cols, rows), operand.dtype)
     if _is_unchecked(quantizer, "transposed", first):
-        _check(quantizer, "transposed", first, _unfit_storage(made, first))
-    return made
+        _check(quantizer, "transposed", first, _unfit_storage(storage, first))
+    return storage
 
 
 def decoded_by(operand: Storage) -> Tensor:
@@ -156,37 +156,42 @@ def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) ->
 # ---------------------------------------------------------------------------------------------- faults
 
 
-def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
+def _unfit_storage(storage: Storage, x: Tensor) -> Fault | None:
     """The fault of the buffers of an operand; None if they have none."""
-    quantizer, (rows, cols) = made.quantizer, made.shape
+    quantizer, (rows, cols) = storage.quantizer, storage.shape
     name, shape = quantizer.storage.__name__, (rows, cols)
-    if not isinstance(made, quantizer.storage):
-        return f"returned a {type(made).__name__}; the spec names {name}", f"return {name}(…), or name the other class"
-    held = {key: value for key, value in vars(made).items() if isinstance(value, Tensor)}
-    if set(held) != set(quantizer.names):
-        return f"set {list(held)}; {name}.layout declares {list(quantizer.names)}", _storage_call(quantizer)
+    if not isinstance(storage, quantizer.storage):
+        return (
+            f"returned a {type(storage).__name__}; the spec names {name}",
+            f"return {name}(…), or name the other class",
+        )
+    tensors = {key: value for key, value in vars(storage).items() if isinstance(value, Tensor)}
+    if set(tensors) != set(quantizer.names):
+        return f"set {list(tensors)}; {name}.layout declares {list(quantizer.names)}", _storage_call(quantizer)
     for buffer in quantizer.layout:
-        fault = _unfit(held[buffer.name], buffer, buffer.dtype or made.dtype, shape, x)
+        fault = _unfit(tensors[buffer.name], buffer, buffer.dtype or storage.dtype, shape, x)
         if fault:
-            wanted = _declared(buffer, buffer.dtype, shape)
-            return f"returned {buffer.name} {fault}; {name}.layout declares {wanted}", AS_DECLARED
+            declaration = _declared(buffer, buffer.dtype, shape)
+            return f"returned {buffer.name} {fault}; {name}.layout declares {declaration}", AS_DECLARED
     return None
 
 
-def _unfit_stats(quantizer: Quantizer, method: str, found: Mapping[str, Tensor], x: Tensor) -> tuple[str, Fault | None]:
+def _unfit_stats(
+    quantizer: Quantizer, method: str, by_name: Mapping[str, Tensor], x: Tensor
+) -> tuple[str, Fault | None]:
     """The fault of the statistics of a matrix, with the method that returned it; ``method`` and None if they have
     none."""
     name, shape = type(quantizer).__name__, (x.shape[0], x.shape[1])
-    if extra := set(found) - {stat.name for stat in quantizer.stats}:
+    if extra := set(by_name) - {stat.name for stat in quantizer.stats}:
         return method, (f"returned {min(extra)}, which {name}.stats does not declare", "declare it, or leave it out")
     for stat in quantizer.stats:
         of = "measure" if stat.round == 1 else method
-        fault = _unfit(found[stat.name], stat, stat.dtype, shape, x)
+        fault = _unfit(by_name[stat.name], stat, stat.dtype, shape, x)
         if fault:
-            wanted = _declared(stat, stat.dtype, shape)
+            declaration = _declared(stat, stat.dtype, shape)
             remedy = AS_DECLARED + (OF_COUNTS if stat.reduce == "sum" else "")
-            return of, (f"returned {stat.name} {fault}; {name}.stats declares {wanted}", remedy)
-        if _can_be_read(x) and bool((found[stat.name] < 0).any()):
+            return of, (f"returned {stat.name} {fault}; {name}.stats declares {declaration}", remedy)
+        if _can_be_read(x) and bool((by_name[stat.name] < 0).any()):
             cause = f"returned {stat.name} below 0, and ranks combine the bits of statistics, which order so from 0 on"
             return of, (cause, "for a least value measure the largest of -x, at least 0")
     return method, None
@@ -226,8 +231,8 @@ def _declared(declared: Covering, dtype: torch.dtype | None, shape: Shape) -> st
     return f"{dtype or 'the dtype of the matrix'}, block {declared.block}{several}, so {list(declared.grid(*shape))}"
 
 
-def _no_storage(quantizer: Quantizer, method: str, made: object) -> PluginError:
-    return _fault(quantizer, method, f"returned {type(made).__name__} and no storage", _storage_call(quantizer))
+def _no_storage(quantizer: Quantizer, method: str, result: object) -> PluginError:
+    return _fault(quantizer, method, f"returned {type(result).__name__} and no storage", _storage_call(quantizer))
 
 
 def _storage_call(quantizer: Quantizer) -> str:

@@ -180,9 +180,9 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> tuple
             out.append(None)
             continue
         measure, first = e.measure and not (follows and second), count if second and not follows else 0
-        none, given = (None,) * len(quantizer.stats), bool(e.given) and e.given[first]
+        none, flag = (None,) * len(quantizer.stats), bool(e.given) and e.given[first]
         make = side.bind(Job(shape, e.held, e.device, e.offset, measure, e.dispatched))
-        out.append(BoundSide(side, make, slice(first, first + len(none)), none, side.needs(given, measure)))
+        out.append(BoundSide(side, make, slice(first, first + len(none)), none, side.needs(flag, measure)))
     return out[0], out[1]
 
 
@@ -270,13 +270,13 @@ class Pair:
         first, second = bind_sides(e, self.row, self.col)
         assert first is not None
         assert second is not None
-        wanted = [i for i, bound in enumerate((first, second)) if bound.needs and bound.side.amax]
+        amax_sides = [i for i, bound in enumerate((first, second)) if bound.needs and bound.side.amax]
         finds = [
-            (i, bound.side.find(e, bool(wanted)))
+            (i, bound.side.find(e, bool(amax_sides)))
             for i, bound in enumerate((first, second))
             if bound.needs and bound.side.find is not None
         ]
-        parts, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted else ((), None)
+        parts, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if amax_sides else ((), None)
         empty = allocator(e.device, dispatched=e.dispatched)
         blocks = tiles(rows, cols, self.shape)
         whole = e.aligned and divides(rows, cols, self.shape)
@@ -286,21 +286,21 @@ class Pair:
         tail, zero = (blocks, rows, cols), ZERO.bind(index, (), 1)
 
         def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
-            found: list[Tensor | None] = [None, None]
+            statistics: list[Tensor | None] = [None, None]
             amax = None
             for i, find in finds:
-                found[i], amax = find(at)
+                statistics[i], amax = find(at)
             if measure_amax is not None and amax is None:
                 amax = empty(*parts)
                 measure_amax(at, amax.data_ptr())
-            for i in wanted:
-                found[i] = amax
-            made = make(stats[one] or no_stats, found[0], seed, None)
-            beside_it = make_beside(stats[other] or none_beside, found[1], seed, None)
-            if made.zero or beside_it.zero:
-                zero(made.zero or beside_it.zero, 1, beside_it.zero or made.zero, 1)
-            launch(at, *made.parameters, *beside_it.parameters, *tail)
-            return made.buffers, beside_it.buffers, (*made.measured, *beside_it.measured)
+            for i in amax_sides:
+                statistics[i] = amax
+            of_row = make(stats[one] or no_stats, statistics[0], seed, None)
+            of_col = make_beside(stats[other] or none_beside, statistics[1], seed, None)
+            if of_row.zero or of_col.zero:
+                zero(of_row.zero or of_col.zero, 1, of_col.zero or of_row.zero, 1)
+            launch(at, *of_row.parameters, *of_col.parameters, *tail)
+            return of_row.buffers, of_col.buffers, (*of_row.measured, *of_col.measured)
 
         return encode
 

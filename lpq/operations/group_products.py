@@ -77,8 +77,8 @@ def _by_kernel(p: Product) -> Run | None:
     impl, otherwise = choice.impl, group_tiles.bind_product(p)
 
     def run(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-        made: Tensor | None = impl(a.grouped(left), b.grouped(right) if a.dim else b.over(right), left[-1], fast)
-        return otherwise(left, right) if made is None else made
+        product: Tensor | None = impl(a.grouped(left), b.grouped(right) if a.dim else b.over(right), left[-1], fast)
+        return otherwise(left, right) if product is None else product
 
     return run
 
@@ -151,9 +151,9 @@ def multiply_reference(p: Product, left: Sequence[Tensor], right: Sequence[Tenso
         others = dict(enumerate(matrices(stack)))
     begins = starts(ends, unit(a.quantizer, a.dim))
     for i, start, stop in groups:
-        part, added = a.group(i, start, stop, begins[i]), None if bias is None else bias[i]
-        made = gemm(part, others[i], bias=added, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
-        out[i if columns else slice(start, stop)] = made
+        part, own_bias = a.group(i, start, stop, begins[i]), None if bias is None else bias[i]
+        product = gemm(part, others[i], bias=own_bias, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
+        out[i if columns else slice(start, stop)] = product
     return out
 
 

@@ -70,8 +70,8 @@ def _decoded(a: Operand, last: Tensor, step: int, dtype: torch.dtype, rotated: b
 
     def storage(height: int, buffers: Sequence[Tensor]) -> Storage:
         shape = (height, a.shape[1]) if dim == 0 else (a.shape[0], height)
-        made: Storage = side.storage.wrap(buffers, side, shape, a.dtype)
-        return made
+        operand: Storage = side.storage.wrap(buffers, side, shape, a.dtype)
+        return operand
 
     if not spans(side, dim):
         whole = storage(size, a.tensors)

@@ -22,8 +22,8 @@ from lpq.operations import sectioned
 from lpq.operations.binding import Encoded, Encoding, Operand, on_device
 from lpq.operations.encoder import (
     Encoder,
-    Known,
-    Wanted,
+    EncoderSpec,
+    Stats,
     first_of,
     is_made_of_row,
     operands_of,
@@ -44,111 +44,112 @@ Encode = Callable[..., Encoded]
 kernel takes them."""
 
 
-def bind(wanted: Wanted, *, watched: bool = False, dispatched: bool = False) -> Encoder:
+def bind(spec: EncoderSpec, *, watched: bool = False, dispatched: bool = False) -> Encoder:
     """Bind the encoding of sections into the wanted operands: each section has the bytes that it has when encoded
     alone. An operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a
     mode. ``dispatched``: as in ``Encoding``."""
-    sections, made_of_row = wanted.sections, is_made_of_row(wanted)
+    sections, made_of_row = spec.sections, is_made_of_row(spec)
     if made_of_row and not watched and sections is not None and sections.at_once and not sections.stack:
-        return _made_of_row(wanted, dispatched)
-    plain_row, plain_col = (side if side is not None and side.plain else None for side in sides_of(wanted))
+        return _made_of_row(spec, dispatched)
+    plain_row, plain_col = (side if side is not None and side.plain else None for side in sides_of(spec))
     if made_of_row:
         plain_col = None
-    rest = wanted._replace(row=wanted.row and plain_row is None, col=wanted.col and plain_col is None)
+    rest = spec._replace(row=spec.row and plain_row is None, col=spec.col and plain_col is None)
     exact, run = _bind(rest, watched, dispatched) if rest.row or rest.col else ((False, False), None)
-    operands = operands_of(wanted, (sectioned.DECODED if exact[0] else None, sectioned.DECODED if exact[1] else None))
+    operands = operands_of(spec, (sectioned.DECODED if exact[0] else None, sectioned.DECODED if exact[1] else None))
     if run is not None and plain_row is None and plain_col is None:
         return Encoder(*operands, run)
 
-    def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        row, col, found = run(x, known, seeds, *offs) if run is not None else ((), (), ())
+    def encode(x: Tensor, statistics: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        row, col, stats = run(x, statistics, seeds, *offs) if run is not None else ((), (), ())
         of_row, of_col, _ = quantized(x, None, plain_row, plain_col)
-        return row if plain_row is None else (*of_row, *offs), col if plain_col is None else (*of_col, *offs), found
+        return row if plain_row is None else (*of_row, *offs), col if plain_col is None else (*of_col, *offs), stats
 
     return Encoder(*operands, encode)
 
 
-def _made_of_row(wanted: Wanted, dispatched: bool) -> Encoder:
+def _made_of_row(spec: EncoderSpec, dispatched: bool) -> Encoder:
     """Bind the encoding of groups whose column operand is made of the row operand."""
-    first = bind(first_of(wanted), dispatched=dispatched)
+    first = bind(first_of(spec), dispatched=dispatched)
     assert first.row is not None
-    row, column = first.row, bind_column(wanted, first.row, dispatched=dispatched)
+    row, column = first.row, bind_column(spec, first.row, dispatched=dispatched)
 
-    def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        buffers, _, found = first.encode(x, known, seeds, *offs)
-        return buffers if wanted.row else (), column(buffers, known, seeds), found
+    def encode(x: Tensor, statistics: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        buffers, _, stats = first.encode(x, statistics, seeds, *offs)
+        return buffers if spec.row else (), column(buffers, statistics, seeds), stats
 
-    return Encoder(row if wanted.row else None, operands_of(wanted)[1], encode, derived=True)
+    return Encoder(row if spec.row else None, operands_of(spec)[1], encode, derived=True)
 
 
 def bind_column(
-    wanted: Wanted, row: Operand, *, watched: bool = False, dispatched: bool = False
-) -> Callable[[Sequence[Tensor], Known, Tensor | None], Sequence[Tensor]]:
+    spec: EncoderSpec, row: Operand, *, watched: bool = False, dispatched: bool = False
+) -> Callable[[Sequence[Tensor], Stats, Tensor | None], Sequence[Tensor]]:
     """``column(buffers, known, seeds)``: make the buffers of the column operand of rows in groups of the buffers of
     their row operand."""
     encoder, layout = (
-        bind(second_of(wanted), watched=watched, dispatched=dispatched),
-        wanted.quantizer.side("col").layout,
+        bind(second_of(spec), watched=watched, dispatched=dispatched),
+        spec.quantizer.side("col").layout,
     )
 
-    def column(buffers: Sequence[Tensor], known: Known, seeds: Tensor | None) -> Sequence[Tensor]:
+    def column(buffers: Sequence[Tensor], statistics: Stats, seeds: Tensor | None) -> Sequence[Tensor]:
         offs = buffers[-1]
         decoded = dense(row.grouped(buffers), offs, torch.float32, rotated=False)
-        made = encoder.encode(decoded, known, seeds, offs)[1]
-        return *for_dtype(layout, made[:-1], wanted.dtype), offs  # it stands for the rows, not for the decoded values
+        col = encoder.encode(decoded, statistics, seeds, offs)[1]
+        # It stands for the rows, not for the decoded values.
+        return *for_dtype(layout, col[:-1], spec.dtype), offs
 
     return column
 
 
 through_operators = partial(bind, watched=True)
-_bind_few = bound_once(lambda wanted, dispatched=False: bind(wanted, dispatched=dispatched))
+_bind_few = bound_once(lambda spec, dispatched=False: bind(spec, dispatched=dispatched))
 
 
-def bind_encoder(wanted: Wanted) -> Encoder:
+def bind_encoder(spec: EncoderSpec) -> Encoder:
     """``bind``, once for all stacks of one shape: steps of experts differ in their numbers of rows alone."""
-    assert wanted.sections is not None
-    return _bind_few(wanted) if wanted.sections.stack else bind(wanted)
+    assert spec.sections is not None
+    return _bind_few(spec) if spec.sections.stack else bind(spec)
 
 
-def _bind(wanted: Wanted, watched: bool, dispatched: bool) -> tuple[tuple[bool, bool], Encode]:
+def _bind(spec: EncoderSpec, watched: bool, dispatched: bool) -> tuple[tuple[bool, bool], Encode]:
     """Bind the encoding of operands that are no ordinary matrices, and tell which are made decoded."""
-    (row, col), (rows, cols), sections = sides_of(wanted), wanted.shape, wanted.sections
+    (row, col), (rows, cols), sections = sides_of(spec), spec.shape, spec.sections
     assert sections is not None
     stack = sections.stack
-    alone = wanted._replace(given=(), measures=False, exact=(False, False))
-    by_itself = each_matrix(alone).encode if stack else _of_groups(wanted, watched)
-    if watched and (stack or True not in wanted.exact):
+    alone = spec._replace(given=(), measures=False, exact=(False, False))
+    by_itself = each_matrix(alone).encode if stack else _of_groups(spec, watched)
+    if watched and (stack or True not in spec.exact):
         return (False, False), by_itself
     e = Encoding(
-        row, col, (rows * sections.number if stack else rows, cols), wanted.dtype, wanted.dtype, wanted.device,
-        (wanted.row, wanted.col) if wanted.given else (), wanted.measures, exact=wanted.exact, dispatched=dispatched,
+        row, col, (rows * sections.number if stack else rows, cols), spec.dtype, spec.dtype, spec.device,
+        (spec.row, spec.col) if spec.given else (), spec.measures, exact=spec.exact, dispatched=dispatched,
         sections=sections,
     )  # fmt: skip
-    kernels = None if is_made_of_row(wanted) else sectioned.bind_any(wanted.quantizer, e, wanted.remembers)
+    kernels = None if is_made_of_row(spec) else sectioned.bind_any(spec.quantizer, e, spec.remembers)
     if kernels is None or (watched and True not in kernels[1]):
         return (False, False), by_itself
     run, exact = kernels
 
-    def encode(x: Tensor, known: Known, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        if wanted.given and not known:
+    def encode(x: Tensor, statistics: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        if spec.given and not statistics:
             return by_itself(x, (), seeds, *offs)
-        of_row, of_col, found = run(x, offs[0] if offs else None, known, seeds)
+        of_row, of_col, amaxes = run(x, offs[0] if offs else None, statistics, seeds)
         if row is not None:
             of_row += offs
         if col is not None:
             of_col += offs
-        return of_row, of_col, (found[0],) if wanted.measures and found[0] is not None else ()
+        return of_row, of_col, (amaxes[0],) if spec.measures and amaxes[0] is not None else ()
 
     return exact, encode
 
 
-def _of_groups(wanted: Wanted, watched: bool) -> Encode:
+def _of_groups(spec: EncoderSpec, watched: bool) -> Encode:
     """Encode a group at a time, or by the operator that encodes groups."""
-    quantizer, row, col, sections = wanted.quantizer, wanted.row, wanted.col, wanted.sections
+    quantizer, row, col, sections = spec.quantizer, spec.row, spec.col, spec.sections
     at = len(quantizer.side("row").layout) if row else 0
     why = None
     if sections is not None and sections.at_once and not watched:
-        sides = dict.fromkeys(str(side) for side in sides_of(wanted) if side is not None)
+        sides = dict.fromkeys(str(side) for side in sides_of(spec) if side is not None)
         why = f"no kernel encodes groups as {' and '.join(sides)}"
     names, layouts = state_names(quantizer), layout_hash(quantizer.side("row").text, quantizer.side("col").text)
 
@@ -159,7 +160,7 @@ def _of_groups(wanted: Wanted, watched: bool) -> Encode:
         else:
             if why is not None:
                 tell_of_waiting(why)
-            out = encode_groups_reference(x, offs, wanted, seeds, state)
+            out = encode_groups_reference(x, offs, spec, seeds, state)
         return (*out[:at], offs) if row else (), (*out[at:], offs) if col else (), ()
 
     return encode
@@ -179,9 +180,9 @@ def encode_groups(
     """Encode the rows ``x`` in groups; ``seeds`` and ``state`` are as in ``Encode``."""
     rows, cols = x.shape
     sections = Sections(len(offs), False, at_once(x, offs))
-    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, sections=sections)
+    spec = EncoderSpec(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, sections=sections)
     watched = not dispatched and not can_call_directly(x)
-    encoder = through_operators(wanted) if watched else _bind_few(wanted, dispatched=dispatched)
+    encoder = through_operators(spec) if watched else _bind_few(spec, dispatched=dispatched)
     with on_device(x.device):
         of_row, of_col, _ = encoder.encode(x, state or (), seeds, offs)
     first, second = encoder.row, encoder.col
@@ -192,34 +193,32 @@ _of_each_group = registry.cached_few(each_matrix)
 
 
 def encode_groups_reference(
-    x: Tensor, offs: Tensor, wanted: Wanted, seeds: Tensor | None, state: State | None = None
+    x: Tensor, offs: Tensor, spec: EncoderSpec, seeds: Tensor | None, state: State | None = None
 ) -> list[Tensor]:
     """The buffers of the wanted operands, the row operand's first, made group by group."""
-    (rows, cols), remembers, knows_size = wanted.shape, bool(state), is_made_of_row(wanted)
-    wanted = wanted._replace(sections=None, remembers=remembers, given=(), measures=False, exact=(False, False))
-    ends, out, encoder = read(offs, rows), _empty(x, len(offs), wanted), _of_each_group(wanted)
+    (rows, cols), remembers, knows_size = spec.shape, bool(state), is_made_of_row(spec)
+    spec = spec._replace(sections=None, remembers=remembers, given=(), measures=False, exact=(False, False))
+    ends, out, encoder = read(offs, rows), _empty(x, len(offs), spec), _of_each_group(spec)
     for tensor in out:
         tensor.zero_()
-    sides = [
-        (side, dim, starts(ends, unit(side, dim))) for dim, side in enumerate(sides_of(wanted)) if side is not None
-    ]
+    sides = [(side, dim, starts(ends, unit(side, dim))) for dim, side in enumerate(sides_of(spec)) if side is not None]
     for group, (start, stop) in enumerate(bounds(ends)):
         seed, high = None if seeds is None else seeds[group], stop - start
         own = {name: values[group] for name, values in state.items()} if state else ()
         if knows_size:
-            encoder = _of_each_group(wanted._replace(shape=(high, cols)))
-        made, rest = encoder.encode(x[start:stop], own, seed), iter(out)
+            encoder = _of_each_group(spec._replace(shape=(high, cols)))
+        buffers, rest = encoder.encode(x[start:stop], own, seed), iter(out)
         for side, dim, begins in sides:
             shape = (high, cols) if dim == 0 else (cols, high)
-            for buffer, tensor in zip(side.layout, made[dim], strict=True):
+            for buffer, tensor in zip(side.layout, buffers[dim], strict=True):
                 piece(buffer, next(rest), group, begins[group], *shape, dim).copy_(tensor)
     return out
 
 
-def _empty(x: Tensor, groups: int, wanted: Wanted) -> list[Tensor]:
-    rows, cols = wanted.shape
+def _empty(x: Tensor, groups: int, spec: EncoderSpec) -> list[Tensor]:
+    rows, cols = spec.shape
     out: list[Tensor] = []
-    for dim, side in enumerate(sides_of(wanted)):
+    for dim, side in enumerate(sides_of(spec)):
         if side is None:
             continue
         shape, step = (rows, cols) if dim == 0 else (cols, rows), unit(side, dim)
@@ -245,8 +244,8 @@ def _encode(
 ) -> list[Tensor]:  # fmt: skip
     of: Quantizer = registry.quantizer(quantizer)
     named = dict(zip(state_names(of), state, strict=True)) if state else None
-    made = encode_groups(of, x, offs, row=row, col=col, seeds=seeds, state=named, dispatched=True)
-    return [row_major(t) for operand in made if operand is not None for t in operand.tensors]
+    operands = encode_groups(of, x, offs, row=row, col=col, seeds=seeds, state=named, dispatched=True)
+    return [row_major(t) for operand in operands if operand is not None for t in operand.tensors]
 
 
 def _encode_fake(
@@ -254,7 +253,8 @@ def _encode_fake(
     layouts: str = "",
 ) -> list[Tensor]:  # fmt: skip
     rows, cols = x.shape
-    return _empty(x, offs.shape[0], Wanted(registry.quantizer(quantizer), (rows, cols), x.dtype, x.device, row, col))
+    spec = EncoderSpec(registry.quantizer(quantizer), (rows, cols), x.dtype, x.device, row, col)
+    return _empty(x, offs.shape[0], spec)
 
 
 define(

@@ -199,15 +199,15 @@ def protocols_of(operation: Operation) -> dict[str, type[Any]]:
 def unfit(implementation: Callable[..., Any], protocol: type[Any], *keywords: str) -> str | None:
     """Return how the arguments of an implementation differ from its Protocol's and these keywords; None: it takes
     them, or it does not tell, as functions in C do not."""
-    wanted = [p for p in signature(protocol.__call__).parameters.values() if p.name != "self"]
+    parameters = [p for p in signature(protocol.__call__).parameters.values() if p.name != "self"]
     try:
         own = signature(implementation)
     except ValueError:
         return None
     try:
-        own.bind(*wanted, **dict.fromkeys(keywords))
+        own.bind(*parameters, **dict.fromkeys(keywords))
     except TypeError as error:
-        names = ", ".join([*(p.name for p in wanted), *(f"{keyword}=" for keyword in keywords)])
+        names = ", ".join([*(p.name for p in parameters), *(f"{keyword}=" for keyword in keywords)])
         return f"it cannot be called as {protocol.__name__}, with ({names}): {error}"
     return None
 

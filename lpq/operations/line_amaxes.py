@@ -32,11 +32,11 @@ def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
     has_row, has_col = e.row is not None, e.col is not None
 
     def find(at: int) -> list[Tensor]:
-        found = [empty(*m) for m in memory]
-        first, last = found[0].data_ptr(), found[-1].data_ptr()
+        amaxes = [empty(*m) for m in memory]
+        first, last = amaxes[0].data_ptr(), amaxes[-1].data_ptr()
         zero(first, counts[0], last, counts[-1])
         launch(at, first if has_row else 0, last if has_col else 0, rows, cols)
-        return found
+        return amaxes
 
     return find
 
@@ -44,28 +44,28 @@ def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
 def measure_lines(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
     """The amaxes of the rows of the wanted operands."""
     rows, cols = x.shape
-    found = zeros(x, *((size, 1) for side, size in ((row, rows), (col, cols)) if side is not None))
-    of_rows, of_cols = found[0] if row is not None else None, found[-1] if col is not None else None
+    amaxes = zeros(x, *((size, 1) for side, size in ((row, rows), (col, cols)) if side is not None))
+    of_rows, of_cols = amaxes[0] if row is not None else None, amaxes[-1] if col is not None else None
     LINES.launch(
         x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
         tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
-    return found
+    return amaxes
 
 
 def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
     """A function that finds the amaxes of the rows of an operand, or of both, of each section."""
     sizes = {"row": sections.rows, "col": sections.number * sections.cols}
     other: Direction = "col" if direction == "row" else "row"
-    wanted = (direction, other) if both else (direction,)
-    zeros = bind_zeros(sections, *(sizes[d] for d in wanted))
+    directions = (direction, other) if both else (direction,)
+    zeros = bind_zeros(sections, *(sizes[d] for d in directions))
     launch = LINES_IN_SECTIONS.bind(sections.device.index or 0, sections.macros(TALL), sections.tiles(TALL))
     tail = *sections.arguments(0)[1:], sections.rows, sections.cols
 
     def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
-        found = dict(zip(wanted, zeros(), strict=True))
-        to = [found[d].data_ptr() if d in found else 0 for d in ("row", "col")]
+        amaxes = dict(zip(directions, zeros(), strict=True))
+        to = [amaxes[d].data_ptr() if d in amaxes else 0 for d in ("row", "col")]
         launch(at, *to, ends, *tail)
-        return found[direction], found.get(other)
+        return amaxes[direction], amaxes.get(other)
 
     return find, both

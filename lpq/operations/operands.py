@@ -9,7 +9,7 @@ from torch import Tensor
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import Sections
 from lpq.operations.cut import Cut, check_shard
-from lpq.operations.encoder import Wanted, through_operators
+from lpq.operations.encoder import EncoderSpec, through_operators
 from lpq.operations.inputs import check_input
 from lpq.operations.part_encoders import bind_part
 from lpq.operations.states import State, remember
@@ -48,16 +48,16 @@ def encode_operands(
     """
     check_input(x)
     *count, rows, cols = x.shape
-    wanted = Wanted(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, measures=measures)
-    wanted = wanted._replace(offset=offset)
+    spec = EncoderSpec(quantizer, (rows, cols), x.dtype, x.device, row, col, state is not None, measures=measures)
+    spec = spec._replace(offset=offset)
     if count:
-        wanted = wanted._replace(sections=Sections(count[0], stack=True, at_once=False))
+        spec = spec._replace(sections=Sections(count[0], stack=True, at_once=False))
     if group is None or group.size() == 1:
-        encoder = through_operators(wanted)
+        encoder = through_operators(spec)
     else:
         check_shard(quantizer.side("row") if row else None, quantizer.side("col") if col else None, rows)
         shard = Cut(0, rank=0, ranks=group.size(), size=rows)  # ``offset`` says where it lies
         name = group.group_name
-        encoder = bind_part(through_operators, wanted, shard, name).alone(name).encoder
+        encoder = bind_part(through_operators, spec, shard, name).alone(name).encoder
     of_row, of_col, measured = encoder.encode(x, state or (), seed)
     return Operands(*encoder.storages(of_row, of_col), list(measured))

@@ -33,12 +33,12 @@ def opaque_when_traced(function: F) -> F:
     decorator, which imports the whole compiler, is applied when a compiler first comes by."""
 
     @once_when_traced
-    def known() -> None:
+    def allow() -> None:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            known()
+            allow()
         return function(*args)
 
     return cast("F", call)
@@ -113,17 +113,17 @@ def _layout_hash(texts: tuple[str, ...]) -> str:
     return f"{crc32(repr([(side.layout, side.stats) for side in sides]).encode()):08x}"
 
 
-def unaliased(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
+def unaliased(tensors: Sequence[Tensor], inputs: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
     """The tensors that an operator may return: the buffers of fresh operands of ``sides``, in their own memory layouts,
     then contiguous tensors. None is an input, and none comes twice. A kernel must ensure that itself. A format need
     not: it may return a statistic of the whole matrix as a buffer, and the same one in both operands."""
-    seen = {_memory(t) for t in given if t is not None}
+    memories = {_memory(t) for t in inputs if t is not None}
     buffers = [buffer for side in sides if side is not None for buffer in side.layout]
     out: list[Tensor] = []
-    for i, tensor in enumerate(made):
+    for i, tensor in enumerate(tensors):
         tensor = buffers[i].laid(tensor) if i < len(buffers) else row_major(tensor)
-        out.append(tensor.clone() if _memory(tensor) in seen else tensor)
-        seen.add(_memory(tensor))
+        out.append(tensor.clone() if _memory(tensor) in memories else tensor)
+        memories.add(_memory(tensor))
     return out
 
 
@@ -147,9 +147,9 @@ def overwrites(func: Any) -> bool:
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to; lists are taken apart."""
     schema = schema_of(func).arguments
-    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    pairs = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
     out: list[Any] = []
-    for argument, value in given:
+    for argument, value in pairs:
         if argument.alias_info is not None and argument.alias_info.is_write:
             out += value if isinstance(value, list | tuple) else [value]
     return out

@@ -19,9 +19,9 @@ from lpq.operations.cut import Cut
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
-    Known,
+    EncoderSpec,
     KnownStats,
-    Wanted,
+    Stats,
     first_of,
     is_made_of_row,
     made_of_row,
@@ -64,7 +64,7 @@ class PartEncoder(NamedTuple):
             return self
         exchange = bind_exchange([statistics], group)
 
-        def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
+        def encode(x: Tensor, state: Stats, seed: Tensor | None) -> Encoded:
             (stats,), _ = exchange([x], None)
             return encoder.encode(x, KnownStats(stats, state), seed)
 
@@ -81,9 +81,9 @@ def bind_settle(
     reduce = bind_reduction([part.measured for part in parts], group, 1)
 
     def settle(measured: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-        found = [[*one] for one in measured]
-        reduce(found, None)
-        return found
+        stats = [[*one] for one in measured]
+        reduce(stats, None)
+        return stats
 
     return settle
 
@@ -104,22 +104,22 @@ def bind_exchange(
             x if part is None else part.values(x) if part.values is not None else x if x.dim() == 2 else as_matrix(x)
             for part, x in zip(parts, xs, strict=True)
         ]
-        found = [[] if part is None else [*part.measure(x)] for part, x in zip(parts, matrices, strict=True)]
-        seeds = reduce(found, seeds)
+        stats = [[] if part is None else [*part.measure(x)] for part, x in zip(parts, matrices, strict=True)]
+        seeds = reduce(stats, seeds)
         if again is not None:
             for i, (part, x) in enumerate(zip(parts, matrices, strict=True)):
                 if part is not None and measures_again(part.row, part.col):
-                    found[i] = [*measure_again(x, part.row, part.col, found[i])]
-            again(found, None)
-        return found, seeds
+                    stats[i] = [*measure_again(x, part.row, part.col, stats[i])]
+            again(stats, None)
+        return stats, seeds
 
     return exchange
 
 
-class GivenPart(NamedTuple):
+class PartSpec(NamedTuple):
     """How a part is encoded when the statistics that span ranks are known: by given statistics, and no state."""
 
-    wanted: Wanted
+    spec: EncoderSpec
     needed: Sequence[Declared] = ()
     apart: bool = False
     """Whether all statistics are exchanged before, so that ``KnownStats`` are known."""
@@ -127,54 +127,54 @@ class GivenPart(NamedTuple):
     """Whether the statistics are returned."""
 
 
-def given_part(wanted: Wanted, cut: Cut, *, early: bool = False) -> GivenPart:
+def part_spec(spec: EncoderSpec, cut: Cut, *, early: bool = False) -> PartSpec:
     """Describe how a part is encoded whose column operand is not made of the row operand. ``early``: as for
     ``bind_part``."""
-    quantizer, (row, col) = wanted.quantizer, sides_of(wanted)
+    quantizer, (row, col) = spec.quantizer, sides_of(spec)
     needed = along(cut, row, col)
-    if not wanted.remembers and not any(map(spans, needed)):
-        return GivenPart(wanted)
-    recalled = recalls(quantizer, row, col) if wanted.remembers else (False,) * len(needed)
-    measures = wanted.measures or (wanted.remembers and moves(quantizer, row, col))
-    apart = any(spans(one) and not known for one, known in zip(needed, recalled, strict=True))
+    if not spec.remembers and not any(map(spans, needed)):
+        return PartSpec(spec)
+    recalled = recalls(quantizer, row, col) if spec.remembers else (False,) * len(needed)
+    measures = spec.measures or (spec.remembers and moves(quantizer, row, col))
+    apart = any(spans(one) and not is_recalled for one, is_recalled in zip(needed, recalled, strict=True))
     if measures and not apart:  # encoding measures on the way, if it does so once for the part
         apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and _draws(row, col))
-    given = (True,) * len(needed) if apart else recalled if True in recalled else ()
-    wanted = wanted._replace(remembers=False, measures=measures and not apart, given=given, apart=apart)
-    return GivenPart(wanted, needed, apart, measures)
+    is_given = (True,) * len(needed) if apart else recalled if True in recalled else ()
+    spec = spec._replace(remembers=False, measures=measures and not apart, given=is_given, apart=apart)
+    return PartSpec(spec, needed, apart, measures)
 
 
-def bind_part(bind: BindEncoder, wanted: Wanted, cut: Cut | None, group: str, *, early: bool = False) -> PartEncoder:
+def bind_part(bind: BindEncoder, spec: EncoderSpec, cut: Cut | None, group: str, *, early: bool = False) -> PartEncoder:
     """Bind, by ``bind``, the encoder of a part of these sizes; without a cut, of the whole. ``early``: the statistics
     for the state are exchanged before the part is encoded, though the state has all that encoding needs."""
     if cut is None:
-        return PartEncoder(bind(wanted))
-    if is_made_of_row(wanted):
-        first = bind_part(bind, first_of(wanted), cut, group, early=True)
-        second = bind_part(bind, second_of(wanted), cut, group, early=True).alone(group)
-        return PartEncoder(made_of_row(first.encoder, second.encoder, wanted), first.statistics)
-    part = given_part(wanted, cut, early=early)
-    encoder = _placed(bind, part.wanted, cut)
+        return PartEncoder(bind(spec))
+    if is_made_of_row(spec):
+        first = bind_part(bind, first_of(spec), cut, group, early=True)
+        second = bind_part(bind, second_of(spec), cut, group, early=True).alone(group)
+        return PartEncoder(made_of_row(first.encoder, second.encoder, spec), first.statistics)
+    part = part_spec(spec, cut, early=early)
+    encoder = _placed(bind, part.spec, cut)
     if not part.needed:
         return PartEncoder(encoder)
 
-    (within, needed, apart, measures), remembers = part, wanted.remembers
-    recall = bind_recall(wanted.quantizer, *sides_of(wanted), None)
+    (within, needed, apart, measures), remembers = part, spec.remembers
+    recall = bind_recall(spec.quantizer, *sides_of(spec), None)
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        stats, state = known if apart else ((), known)
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
+        stats, state = statistics if apart else ((), statistics)
         use = stats
         if remembers and state:
             use = [None if k is None else k.contiguous() for k in recall(None, state, None)]
             if apart:
                 use = [s if k is None else k for k, s in zip(use, stats, strict=True)]
-        of_row, of_col, found = encoder.encode(x, use, seed)
-        return of_row, of_col, stats if measures and apart else found
+        of_row, of_col, new_stats = encoder.encode(x, use, seed)
+        return of_row, of_col, stats if measures and apart else new_stats
 
-    statistics = None
+    spanning = None
     if encoder.measure is not None:
-        statistics = SpanningStats(encoder.measure, needed, *sides_of(wanted), encoder.values)
-    return PartEncoder(encoder._replace(encode=encode), statistics, needed if within.measures else ())
+        spanning = SpanningStats(encoder.measure, needed, *sides_of(spec), encoder.values)
+    return PartEncoder(encoder._replace(encode=encode), spanning, needed if within.measures else ())
 
 
 def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list[Declared]:
@@ -185,30 +185,30 @@ def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list
     return [(stat, own if cut.dim == 0 else 1 - own) for stat, own in declared(row, col)]
 
 
-def placed(wanted: Wanted, cut: Cut) -> Wanted | None:
+def placed(spec: EncoderSpec, cut: Cut) -> EncoderSpec | None:
     """The same encoding, which draws random bits, if it does, by the place of the part in the whole; None if chunks of
     the part have places of their own."""
-    if not _draws(*sides_of(wanted)):
-        return wanted
+    if not _draws(*sides_of(spec)):
+        return spec
     if cut.dim == 1:
-        return wanted._replace(across=cut.place(0))
-    return wanted._replace(offset=wanted.offset + cut.place(0)) if cut.chunks_per_rank == 1 else None
+        return spec._replace(across=cut.place(0))
+    return spec._replace(offset=spec.offset + cut.place(0)) if cut.chunks_per_rank == 1 else None
 
 
-def _placed(bind: BindEncoder, wanted: Wanted, cut: Cut) -> Encoder:
+def _placed(bind: BindEncoder, spec: EncoderSpec, cut: Cut) -> Encoder:
     """Bind an encoder of a part, or of each of its chunks."""
-    if (place := placed(wanted, cut)) is not None:
+    if (place := placed(spec, cut)) is not None:
         return bind(place)
-    sides = sides_of(wanted)
-    (_, cols), needed = wanted.shape, declared(*sides)
-    places = [wanted._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.chunks_per_rank)]
-    encoders, whole = [bind(place) for place in places], bind(wanted)
+    sides = sides_of(spec)
+    (_, cols), needed = spec.shape, declared(*sides)
+    places = [spec._replace(shape=(cut.size, cols), offset=cut.place(i)) for i in range(cut.chunks_per_rank)]
+    encoders, whole = [bind(place) for place in places], bind(spec)
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
         """Encode each chunk with the random bits of its own place."""
         operands = []
         for i, (chunk, encoder) in enumerate(zip(torch.split(as_matrix(x), cut.size), encoders, strict=True)):
-            pairs = zip(needed, known, strict=True) if known else ()
+            pairs = zip(needed, statistics, strict=True) if statistics else ()
             own = [None if s is None else of_rows(one, s, i * cut.size, cut.size) for one, s in pairs]
             of_row, of_col, _ = encoder.encode(chunk, own, seed)
             operands.append(encoder.storages(of_row, of_col))

@@ -98,7 +98,7 @@ def operands(e: Encoding, recall: Recall | None = None) -> TiledOutput | str:
     """Describe how a kernel encodes one output, or why it does not."""
     both = shared(e.row, e.col)
     count = len(e.row.stats) if e.row is not None else 0
-    given = e.given or (False,) * (count + (len(e.col.stats) if e.col is not None else 0))
+    flags = e.given or (False,) * (count + (len(e.col.stats) if e.col is not None else 0))
     sides: list[TileSide | None] = []
     for quantizer, direction, exact, first in ((e.row, "row", e.exact[0], 0), (e.col, "col", e.exact[1], count)):
         if quantizer is None:
@@ -114,7 +114,7 @@ def operands(e: Encoding, recall: Recall | None = None) -> TiledOutput | str:
         if (
             side.find is not None
             and not side.lines
-            and side.needs(bool(given) and given[at], e.measure and not follows)
+            and side.needs(bool(flags) and flags[at], e.measure and not follows)
         ):
             return f"{quantizer} needs statistics before the first element, and has no side that finds them"
         sides.append(side)
@@ -174,13 +174,13 @@ class _Kernels(NamedTuple):
         return self.bind("produce", structs, letters, stats, self.blocks)
 
 
-Found = list[tuple[Tensor | None, Tensor | None]]
+SideStats = list[tuple[Tensor | None, Tensor | None]]
 """The statistics for the row operand and the column operand of each output, where they are needed."""
 
 
 def _bind_search(
     kernels: _Kernels, bound: Sequence[Sequence[BoundSide | None]], empty: Allocate
-) -> Callable[[Sequence[int]], Found] | None:
+) -> Callable[[Sequence[int]], SideStats] | None:
     """Bind a run that finds the statistics that sides need before the first element; None: none needs any."""
     takes = [(_takes_amax(row), _takes_amax(col)) for row, col in bound]
     places = [[_lines(row, kernels.shape[0]), _lines(col, kernels.shape[1])] for row, col in bound]
@@ -192,14 +192,14 @@ def _bind_search(
         memory = fresh((parts,), torch.float32)
         search = kernels.bind("amaxes", [(NOTHING, NOTHING)] * len(takes), "P" * len(takes), False, parts)
 
-        def find_amaxes(at: Sequence[int]) -> Found:
-            found, addresses = list[tuple[Tensor | None, Tensor | None]](), [*at]
+        def find_amaxes(at: Sequence[int]) -> SideStats:
+            statistics, addresses = list[tuple[Tensor | None, Tensor | None]](), [*at]
             for row, col in takes:
                 amax = empty(*memory) if row or col else None
-                found.append((amax if row else None, amax if col else None))
+                statistics.append((amax if row else None, amax if col else None))
                 addresses.append(0 if amax is None else amax.data_ptr())
             search(*addresses, *tail)
-            return found
+            return statistics
 
         return find_amaxes
 
@@ -214,8 +214,8 @@ def _bind_search(
         ZERO.bind(kernels.device, (), -(-max(numbers) // ZERO.threads)) if any(numbers) else None for numbers in counts
     ]
 
-    def find(at: Sequence[int]) -> Found:
-        out: Found = []
+    def find(at: Sequence[int]) -> SideStats:
+        out: SideStats = []
         parameters = []
         for place, both, numbers, clear in zip(places, takes, counts, clears, strict=True):
             row, col = (None if p is None else empty(*p[1]) for p in place)
@@ -247,44 +247,46 @@ def bind(
 ) -> Run:  # fmt: skip
     """Bind one run that computes matrices and encodes them, after one that finds statistics, if any are needed.
     ``values``: which outputs are returned themselves, too."""
-    wanted = [(None, None) if o is None else (o.row, o.col) for o in outputs]
-    tile = min([side.shape for sides in wanted for side in sides if side is not None] + [SQUARE])
+    sides_of_outputs = [(None, None) if o is None else (o.row, o.col) for o in outputs]
+    tile = min([side.shape for sides in sides_of_outputs for side in sides if side is not None] + [SQUARE])
     kernels = _Kernels(source, shape, dtype, device.index or 0, tile)
     launch = kernels.bind_run(
-        [[NOTHING if side is None else side.compiled for side in sides] for sides in wanted],
+        [[NOTHING if side is None else side.compiled for side in sides] for sides in sides_of_outputs],
         any(o is not None and (o.e.measure or True in o.e.given) for o in outputs),
     )
     bound = [(None, None) if o is None else bind_sides(*o[:3]) for o in outputs]
     each = [(*sides, None if o is None else o.recall, v) for sides, o, v in zip(bound, outputs, values, strict=True)]
     sizes = {"matrix": (math.prod(shape), dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
-    wanted_inputs = [sizes[kind] for kind in source.inputs]
+    input_kinds = [sizes[kind] for kind in source.inputs]
     empty, memory, tail = allocator(device), fresh(shape, dtype), kernels.tail
     zero = ZERO.bind(kernels.device, (), 1)
     find = _bind_search(kernels, bound, empty)
-    nothing: Found = [(None, None)] * len(outputs)
+    nothing: SideStats = [(None, None)] * len(outputs)
 
-    def run(inputs: Sequence[Tensor], known: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
+    def run(inputs: Sequence[Tensor], stats: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
         arguments: list[float] = []
         copies = []
-        for i, (x, (count, held)) in enumerate(zip(inputs, wanted_inputs, strict=True)):
-            if x.numel() != count or x.dtype is not held:
-                raise unfit(source, i, x, count, held)
+        for i, (x, (count, x_dtype)) in enumerate(zip(inputs, input_kinds, strict=True)):
+            if x.numel() != count or x.dtype is not x_dtype:
+                raise unfit(source, i, x, count, x_dtype)
             address = x.data_ptr()
             if address % ALIGNED or not x.is_contiguous():
                 copies += aligned(x)  # which lives until the launch
                 address = copies[-1].data_ptr()
             arguments.append(address)
-        found = nothing if find is None else find(arguments)  # type: ignore[arg-type]
+        before_stats = nothing if find is None else find(arguments)  # type: ignore[arg-type]
         zeros: list[int] = []
         out = []
-        for (row, col, recall, is_wanted), before, all_known, seed in zip(each, found, known, seeds, strict=True):
-            given = (all_known if recall is None else recall(None, all_known, None)) or ()
+        for (row, col, recall, returns_value), before, all_stats, seed in zip(
+            each, before_stats, stats, seeds, strict=True
+        ):
+            own_stats = (all_stats if recall is None else recall(None, all_stats, None)) or ()
             of_row, of_col = NOTHING_MADE, NOTHING_MADE
             if row is not None:
-                of_row = row.make(given[row.stats] or row.none, before[0], seed, None)
+                of_row = row.make(own_stats[row.stats] or row.none, before[0], seed, None)
             if col is not None:
-                of_col = col.make(given[col.stats] or col.none, before[1], seed, None)
-            value = empty(*memory) if is_wanted else None
+                of_col = col.make(own_stats[col.stats] or col.none, before[1], seed, None)
+            value = empty(*memory) if returns_value else None
             arguments += of_row.parameters
             arguments += of_col.parameters
             arguments.append(0 if value is None else value.data_ptr())
@@ -302,20 +304,20 @@ def bind(
 def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Values:
     """Bind the first outputs of a gated source, encoded in no format. Gate and up, and in backward their gradients, are
     halves of one matrix, of which ``shape`` is one half."""
-    made = max(source.outputs - 1, 1)
+    n_values = max(source.outputs - 1, 1)
     if why_not(source, shape, dtype, device) is not None:
-        return lambda halves, *others: torch.cat(source.compute(*halves.chunk(2, dim=1), *others)[:made], 1)
+        return lambda halves, *others: torch.cat(source.compute(*halves.chunk(2, dim=1), *others)[:n_values], 1)
     of_halves = source._replace(struct=f"sources::Halves<{source.struct}>")
     kernels = _Kernels(of_halves, shape, dtype, device.index or 0, SQUARE)
     launch = kernels.bind_run([(NOTHING, NOTHING)] * source.outputs, False)
     rows, cols = shape
-    empty, memory, half = allocator(device), fresh((rows, made * cols), dtype), cols * dtype.itemsize
+    empty, memory, half = allocator(device), fresh((rows, n_values * cols), dtype), cols * dtype.itemsize
     tail = kernels.tail
 
     def run(halves: Tensor, *others: Tensor) -> Tensor:
         halves, *others = aligned(halves, *others)  # type: ignore[assignment]
         y, at = empty(*memory), halves.data_ptr()
-        values = [y.data_ptr() + i * half for i in range(made)] + [0] * (source.outputs - made)
+        values = [y.data_ptr() + i * half for i in range(n_values)] + [0] * (source.outputs - n_values)
         launch(at, at + half, *(x.data_ptr() for x in others), *(p for value in values for p in (0, 0, value)), *tail)
         return y
 

@@ -14,9 +14,9 @@ from lpq.operations.cut import Cut
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
-    Known,
+    EncoderSpec,
     KnownStats,
-    Wanted,
+    Stats,
     bind_encoder,
     bind_stats,
     encoding_of,
@@ -24,7 +24,7 @@ from lpq.operations.encoder import (
     sides_of,
 )
 from lpq.operations.inputs import as_matrix
-from lpq.operations.part_encoders import bind_exchange, bind_part, given_part, placed
+from lpq.operations.part_encoders import bind_exchange, bind_part, part_spec, placed
 from lpq.operations.produced_tiles import Produced, Run
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
@@ -64,7 +64,7 @@ def kernels_of(source: Source, shape: tuple[int, int], dtype: torch.dtype, devic
 class Output(NamedTuple):
     """A description of all that is wanted of one output of a source."""
 
-    wanted: Wanted | None
+    spec: EncoderSpec | None
     """How it is encoded; None: it is not."""
     value: bool = False
     """Whether the matrix itself is returned, too, for a consumer in high precision."""
@@ -77,7 +77,7 @@ class Producer(NamedTuple):
 
     operands: tuple[tuple[Operand | None, Operand | None], ...]
     """The row operand and the column operand of each output."""
-    produce: Callable[[Sequence[Tensor], Sequence[Known], Sequence[Tensor | None]], list[Produced]]
+    produce: Callable[[Sequence[Tensor], Sequence[Stats], Sequence[Tensor | None]], list[Produced]]
     """``produce(inputs, known, seeds)``, with the statistics that are known and a seed for each output: the buffers of
     the operands and the statistics, as ``Encoder.encode`` returns them, and the matrix, if it is wanted. The device is
     the current one."""
@@ -93,18 +93,18 @@ def bind_producer(source: Source, outputs: Sequence[Output], group: str = "") ->
     collective; the source computes once to be measured and once to be encoded."""
     if len(outputs) != source.outputs:
         raise ValueError(f"{source.name} has {source.outputs} outputs, and {len(outputs)} are described")
-    parts = [None if o.wanted is None else bind_part(bind_encoder, o.wanted, o.cut, group) for o in outputs]
+    parts = [None if o.spec is None else bind_part(bind_encoder, o.spec, o.cut, group) for o in outputs]
     encoders = [None if part is None else part.encoder for part in parts]
     producer = _bound(source, outputs, encoders)
-    statistics = [None if part is None else part.statistics for part in parts]
-    if not any(statistics):
+    spanning = [None if part is None else part.statistics for part in parts]
+    if not any(spanning):
         return producer
-    exchange, values = bind_exchange(statistics, group), _values(source, outputs)
+    exchange, values = bind_exchange(spanning, group), _values(source, outputs)
 
-    def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
+    def produce(inputs: Sequence[Tensor], stats: Sequence[Stats], seeds: Sequence[Tensor | None]) -> list[Produced]:
         found, _ = exchange(values(inputs), None)
-        known = [KnownStats(stats, state) if stats else state for stats, state in zip(found, known, strict=True)]
-        return producer.produce(inputs, known, seeds)
+        stats = [KnownStats(own, state) if own else state for own, state in zip(found, stats, strict=True)]
+        return producer.produce(inputs, stats, seeds)
 
     return producer._replace(produce=produce)
 
@@ -113,15 +113,15 @@ def producing(source: Source) -> BindEncoder:
     """A function that binds encoders of the one matrix that a source computes. They are given the inputs of the source
     in its place."""
 
-    def bind(wanted: Wanted) -> Encoder:
-        encoder = bind_encoder(wanted)
-        if wanted.decoded:
+    def bind(spec: EncoderSpec) -> Encoder:
+        encoder = bind_encoder(spec)
+        if spec.decoded:
             return encoder  # of a matrix that is there
-        output = Output(wanted)
+        output = Output(spec)
         produce = bind_producer(source, [output]).produce
 
-        def encode(inputs: Any, known: Known, seed: Tensor | None) -> Encoded:
-            ((of_row, of_col, stats, _),) = produce(inputs, (known,), (seed,))
+        def encode(inputs: Any, statistics: Stats, seed: Tensor | None) -> Encoded:
+            ((of_row, of_col, stats, _),) = produce(inputs, (statistics,), (seed,))
             return of_row, of_col, stats
 
         if encoder.measure is None:
@@ -141,27 +141,27 @@ def _values(source: Source, outputs: Sequence[Output]) -> Callable[[Sequence[Ten
         return lambda inputs: [
             *source.compute(*(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, kinds, strict=True)))
         ]
-    run = kernels.bind(source, shape, dtype, device, [None] * len(outputs), [o.wanted is not None for o in outputs])
+    run = kernels.bind(source, shape, dtype, device, [None] * len(outputs), [o.spec is not None for o in outputs])
     none: list[None] = [None] * len(outputs)
-    return lambda inputs: [made.value for made in run(inputs, none, none)]  # type: ignore[misc]
+    return lambda inputs: [output.value for output in run(inputs, none, none)]  # type: ignore[misc]
 
 
 def _kind(outputs: Sequence[Output]) -> tuple[tuple[int, int], torch.dtype, torch.device]:
     """The shape, dtype and device of all matrices."""
-    first = next(output.wanted for output in outputs if output.wanted is not None)
+    first = next(output.spec for output in outputs if output.spec is not None)
     return first.shape, first.dtype, first.device
 
 
 def _bound(source: Source, outputs: Sequence[Output], encoders: Sequence[Encoder | None]) -> Producer:
     """Bind a producer that is given all statistics which span ranks."""
     operands = tuple((None, None) if encoder is None else (encoder.row, encoder.col) for encoder in encoders)
-    if all(output.wanted is None for output in outputs):
+    if all(output.spec is None for output in outputs):
         return _composed(source, outputs, encoders, operands, "nothing is encoded")
     shape, dtype, device = _kind(outputs)
     kernels = kernels_of(source, shape, dtype, device)
     if isinstance(kernels, str):
         return _composed(source, outputs, encoders, operands, kernels)
-    tiles = [None if output.wanted is None else _described(output, kernels) for output in outputs]
+    tiles = [None if output.spec is None else _described(output, kernels) for output in outputs]
     described = [None if isinstance(tile, str) else tile for tile in tiles]
     reasons = tuple(tile if isinstance(tile, str) else None for tile in tiles)
     values = [output.value or reason is not None for output, reason in zip(outputs, reasons, strict=True)]
@@ -174,13 +174,13 @@ def _bound(source: Source, outputs: Sequence[Output], encoders: Sequence[Encoder
     if not others:
         return Producer(operands, run, reasons)
 
-    def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
-        made = run(inputs, [None if why is not None else k for k, why in zip(known, reasons, strict=True)], seeds)
+    def produce(inputs: Sequence[Tensor], stats: Sequence[Stats], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        results = run(inputs, [None if why is not None else k for k, why in zip(stats, reasons, strict=True)], seeds)
         for i, encoder in others:
-            value = made[i].value
+            value = results[i].value
             assert value is not None
-            made[i] = Produced(*encoder.encode(value, known[i], seeds[i]), value if outputs[i].value else None)
-        return made
+            results[i] = Produced(*encoder.encode(value, stats[i], seeds[i]), value if outputs[i].value else None)
+        return results
 
     return Producer(operands, produce, reasons)
 
@@ -194,53 +194,53 @@ def _composed(
 ) -> Producer:
     """Compute by the definition, and encode each output by itself."""
 
-    def produce(inputs: Sequence[Tensor], known: Sequence[Known], seeds: Sequence[Tensor | None]) -> list[Produced]:
-        made = []
+    def produce(inputs: Sequence[Tensor], stats: Sequence[Stats], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        results = []
         matrices = (as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, source.inputs, strict=True))
-        for x, output, encoder, stats, seed in zip(
-            source.compute(*matrices), outputs, encoders, known, seeds, strict=True
+        for x, output, encoder, own, seed in zip(
+            source.compute(*matrices), outputs, encoders, stats, seeds, strict=True
         ):
-            encoded = ((), (), ()) if encoder is None else encoder.encode(x, stats, seed)
-            made.append(Produced(*encoded, x if output.value else None))
-        return made
+            encoded = ((), (), ()) if encoder is None else encoder.encode(x, own, seed)
+            results.append(Produced(*encoded, x if output.value else None))
+        return results
 
     return Producer(operands, produce, (why,) * len(outputs))
 
 
 def _described(output: Output, kernels: Kernels) -> Any:
     """Describe how a kernel encodes an output, which may be a part; a string says why none does."""
-    assert output.wanted is not None
+    assert output.spec is not None
     if output.cut is None:
-        return _tiles(output.wanted, kernels)
-    if is_made_of_row(output.wanted):
+        return _tiles(output.spec, kernels)
+    if is_made_of_row(output.spec):
         return MADE_OF_ROW
-    part = given_part(output.wanted, output.cut)
-    place = placed(part.wanted, output.cut)
+    part = part_spec(output.spec, output.cut)
+    place = placed(part.spec, output.cut)
     if place is None:
         return "its chunks have random bits of their own"
-    if part.apart and (part.measures or output.wanted.remembers):
+    if part.apart and (part.measures or output.spec.remembers):
         return "statistics for its state are exchanged before it is encoded"
     tiles = _tiles(place, kernels)
     if isinstance(tiles, str):
         return tiles
-    return tiles._replace(recall=_exchanged if part.apart else bind_stats(output.wanted))
+    return tiles._replace(recall=_exchanged if part.apart else bind_stats(output.spec))
 
 
-def _exchanged(run: None, known: Any, seed: None) -> Sequence[Tensor]:
+def _exchanged(run: None, statistics: Any, seed: None) -> Sequence[Tensor]:
     """The statistics to encode with, of ``KnownStats``."""
-    stats: Sequence[Tensor] = known.stats
+    stats: Sequence[Tensor] = statistics.stats
     return stats
 
 
-def _tiles(wanted: Wanted, kernels: Kernels) -> Any:
+def _tiles(spec: EncoderSpec, kernels: Kernels) -> Any:
     """Describe how a kernel encodes a whole matrix, or one part of it by itself."""
-    row, col = sides_of(wanted)
-    if is_made_of_row(wanted):
+    row, col = sides_of(spec)
+    if is_made_of_row(spec):
         return MADE_OF_ROW
-    if wanted.sections is not None:
+    if spec.sections is not None:
         return "its rows are encoded in sections"
-    if wanted.across and any(side is not None and side.stochastic for side in (row, col)):
+    if spec.across and any(side is not None and side.stochastic for side in (row, col)):
         return "kernels draw random bits from the first column on"
     if shared(row, col) and row is not None and row.stochastic:
         return "both operands have the same random bits"
-    return kernels.operands(encoding_of(wanted), bind_stats(wanted))
+    return kernels.operands(encoding_of(spec), bind_stats(spec))

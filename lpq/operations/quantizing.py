@@ -83,10 +83,10 @@ def quantized(
     else:
         texts, x = (text_of(row), text_of(col)), x.to(dtype)
         traced = [] if stats or at_hand else traced_stats(x, row, col, compiled)
-        known = measure and len(traced) > 0 and None not in traced
-        asked = not known and measure
-        out = torch.ops.lpq.quantize(x, stats or traced, *texts, seed, offset, asked, layout_hash(*texts), across)
-        if known:
+        has_all = measure and len(traced) > 0 and None not in traced
+        measures = not has_all and measure
+        out = torch.ops.lpq.quantize(x, stats or traced, *texts, seed, offset, measures, layout_hash(*texts), across)
+        if has_all:
             out = [*out, *(stat for stat in traced if stat is not None)]
     at = 0 if row is None else len(row.layout)
     end = at if col is None else at + len(col.layout)
@@ -133,10 +133,10 @@ def quantize_tensors(
         return _unusual(x, stats, row, col, seed, offset, measure, across, dtype)
     if stats:
         stats = [s if s is None or s.is_contiguous() else s.contiguous() for s in stats]
-        given = tuple([s is not None for s in stats])
+        flags = tuple([s is not None for s in stats])
     else:
-        given = ()
-    run = encoding(row, col, x.shape, x.dtype, dtype, x.device, given, offset, measure, NEITHER, modes() > 0)
+        flags = ()
+    run = encoding(row, col, x.shape, x.dtype, dtype, x.device, flags, offset, measure, NEITHER, modes() > 0)
     of_row, of_col, measured = run(x, stats, seed)
     return [*of_row, *of_col, *measured]
 
@@ -151,11 +151,11 @@ def _unusual(
     if is_stack(x.shape):
         seeds = [None] * x.shape[0] if seed is None else seed.unbind()
         of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
-        made = [
+        each = [
             quantize_tensors(matrix, own, row, col, s, offset, False, dtype=dtype)
             for matrix, own, s in zip(x, of_each, seeds, strict=True)
         ]
-        return [torch.stack(buffers) for buffers in zip(*made, strict=True)] if made else _fresh(x, *sides)
+        return [torch.stack(buffers) for buffers in zip(*each, strict=True)] if each else _fresh(x, *sides)
     if any(side is not None and side.stochastic for side in sides):
         return quantize_reference(x.to(dtype), stats, *sides, seed, offset, measure, across)
     return quantize_tensors(x, stats, row, col, seed, offset, measure, dtype=dtype)

@@ -77,8 +77,8 @@ def bind_sides(reader: CodeReader, side: TileSide, row: Operand, col: Quantizer,
         codes, *scales = buffers
         if codes.data_ptr() % ALIGNED or not codes.is_contiguous():
             codes = codes.clone(memory_format=torch.contiguous_format)
-        made = make(none, None, None, None)
-        launch(*fields((codes, *scales)), *made.parameters, rows, cols)
-        return made.buffers
+        output = make(none, None, None, None)
+        launch(*fields((codes, *scales)), *output.parameters, rows, cols)
+        return output.buffers
 
     return recode

@@ -45,16 +45,16 @@ def bind_reduction(
     for MAX and one for sums; the lists are changed in place. It returns common seeds, which the first collective makes
     of the seeds of all ranks: the halves of a seed are reduced apart, as any mixture of seeds is a seed."""
     each = [_spanning(declared, number) for declared in needed]
-    largest, counts = ([(tensor, i) for tensor, found in enumerate(each) for i in found[how]] for how in (0, 1))
+    largest, counts = ([(tensor, i) for tensor, places in enumerate(each) for i in places[how]] for how in (0, 1))
 
-    def reduce(found: Sequence[list[Tensor]], seeds: Tensor | None) -> Tensor | None:
+    def reduce(stats: Sequence[list[Tensor]], seeds: Tensor | None) -> Tensor | None:
         halves = [] if seeds is None else [seeds.view(torch.int32)]
-        made = reduce_max([*halves, *(found[tensor][i] for tensor, i in largest)], group)
-        common = made.pop(0).clone().view(torch.int64) if halves else None
+        values = reduce_max([*halves, *(stats[tensor][i] for tensor, i in largest)], group)
+        common = values.pop(0).clone().view(torch.int64) if halves else None
         if counts:
-            made += reduce_sum([found[tensor][i] for tensor, i in counts], group)
-        for (tensor, i), value in zip([*largest, *counts], made, strict=True):
-            found[tensor][i] = value
+            values += reduce_sum([stats[tensor][i] for tensor, i in counts], group)
+        for (tensor, i), value in zip([*largest, *counts], values, strict=True):
+            stats[tensor][i] = value
         return common
 
     return reduce
@@ -62,8 +62,8 @@ def bind_reduction(
 
 def _spanning(declared: Sequence[Declared], number: int) -> tuple[list[int], list[int]]:
     """The places of the statistics of a round whose elements span ranks: of those for MAX, and of counts."""
-    found = [(i, stat.reduce) for i, (stat, dim) in enumerate(declared) if spans((stat, dim)) and stat.round == number]
-    return [i for i, how in found if how == "max"], [i for i, how in found if how == "sum"]
+    places = [(i, stat.reduce) for i, (stat, dim) in enumerate(declared) if spans((stat, dim)) and stat.round == number]
+    return [i for i, how in places if how == "max"], [i for i, how in places if how == "sum"]
 
 
 def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: bool = False) -> list[Tensor]:
@@ -82,9 +82,9 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: b
         whole.append(_in_order(of_nan_without_sign.view(torch.int32)))
     elif floats:
         whole.append(torch.cat(floats).view(torch.int32) & WITHOUT_SIGN)
-    made = all_reduce(torch.cat(whole) if len(whole) > 1 else whole[0], "max", _name(group))
-    made = _in_order(made) if signed else made
-    parts = torch.split(made.view(torch.float32), [v.numel() for v in values])
+    maxima = all_reduce(torch.cat(whole) if len(whole) > 1 else whole[0], "max", _name(group))
+    maxima = _in_order(maxima) if signed else maxima
+    parts = torch.split(maxima.view(torch.float32), [v.numel() for v in values])
     shaped = [part if v.dim() == 1 else part.view(v.shape) for part, v in zip(parts, values, strict=True)]
     return [part if v.dtype == part.dtype else part.view(v.dtype) for part, v in zip(shaped, values, strict=True)]
 

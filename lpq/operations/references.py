@@ -36,19 +36,19 @@ def quantize_reference(
     ``across`` its first column.
     """
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
-    known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
+    all_stats = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
     out: list[Tensor] = []
     encoded = None
     if row is not None:
         bits = RandomBits(seed, 0, (offset, across)) if row.stochastic and seed is not None else None
-        encoded = encoded_by(row, x, _named(row, known), bits)
+        encoded = encoded_by(row, x, _named(row, all_stats), bits)
         out += encoded.tensors()
     if col is not None:
         if encoded is not None and shared(row, col):
             out += transpose_reference(encoded).tensors()
         else:
             bits = RandomBits(seed, 1, (across, offset)) if col.stochastic and seed is not None else None
-            named = _named(col, known[len(known) - len(col.stats) :])
+            named = _named(col, all_stats[len(all_stats) - len(col.stats) :])
             out += encoded_by(col, x.t(), named, bits).tensors()
     return unaliased(out + (measured if measure else []), stats, row, col)
 

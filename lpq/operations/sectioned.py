@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from lpq.formats.format import Direction, Quantizer
 
 LARGEST = Shape(256, BROAD)
-Given = tuple[Tensor | None, Tensor | None]
+Amaxes = tuple[Tensor | None, Tensor | None]
 """The amaxes of sections for the row operand and for the column operand, where they are known."""
-Made = tuple[list[Tensor], list[Tensor], Given]
+SectionedOperands = tuple[list[Tensor], list[Tensor], Amaxes]
 """The buffers of the row operand and of the column operand, and the amaxes by which they were encoded."""
-Encode = Callable[..., Made]
+Encode = Callable[..., SectionedOperands]
 """``encode(x, offs, seeds, given)``."""
-Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], Made]
+Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], SectionedOperands]
 """``run(x, offs, known, seeds)`` for any tensor; ``known`` is a state, or amaxes of sections."""
 DECODED = Form()
 """The form of an operand that exists decoded only."""
@@ -68,25 +68,25 @@ def bind_any(quantizer: Quantizer, e: Encoding, state: bool) -> tuple[Run, tuple
         assert encode_anywhere is not None
         return encode_anywhere
 
-    def run(x: Tensor, offs: Tensor | None, known: Any, seeds: Tensor | None) -> Made:
+    def run(x: Tensor, offs: Tensor | None, stats: Any, seeds: Tensor | None) -> SectionedOperands:
         x = x if x.is_contiguous() else x.contiguous()
         how = misaligned() if x.data_ptr() % ALIGNED_BYTES else encode
         if not is_given:
             return how(x, offs, seeds)
-        return how(x, offs, seeds, given_of(quantizer, e.row, e.col, known) if state else (known[0], known[0]))
+        return how(x, offs, seeds, given_of(quantizer, e.row, e.col, stats) if state else (stats[0], stats[0]))
 
     return run, e.exact
 
 
-def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State | None) -> Given:
+def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State | None) -> Amaxes:
     """The static amaxes of sections for each operand; None for an operand without."""
-    found: list[Tensor | None] = []
+    amaxes: list[Tensor | None] = []
     for first, second in ((row, None), (None, col)):
-        wanted = first is not None or second is not None
-        known = recall(quantizer, first, second, state) if wanted and state else []
-        amax = next((k for k in known if k is not None), None)
-        found.append(None if amax is None else amax.contiguous())
-    return found[0], found[1]
+        has_operand = first is not None or second is not None
+        stats = recall(quantizer, first, second, state) if has_operand and state else []
+        amax = next((k for k in stats if k is not None), None)
+        amaxes.append(None if amax is None else amax.contiguous())
+    return amaxes[0], amaxes[1]
 
 
 def same_amaxes(row: Quantizer, col: Quantizer) -> bool:
@@ -114,7 +114,7 @@ def bind(e: Encoding) -> Encode | None:
 
 def why_not(e: Encoding) -> str | None:
     """Why no kernel makes such operands, whatever the formats' sides are; None if one may."""
-    tall, given = _tall(e), e.given or (False, False)
+    tall, has_amaxes = _tall(e), e.given or (False, False)
     for quantizer, dim in ((e.row, 0), (e.col, 1)):
         if quantizer is None:
             continue
@@ -122,7 +122,7 @@ def why_not(e: Encoding) -> str | None:
             return "an ordinary matrix is not encoded"
         if _has_tall_blocks(quantizer) and tall is None:
             return f"{quantizer} has blocks of several rows: kernels cut them from a stack's matrices, not from groups"
-        if given[dim] and _of_all(quantizer) != 1:
+        if has_amaxes[dim] and _of_all(quantizer) != 1:
             return f"{quantizer} has several statistics of the whole"
         if e.exact[dim] and (e.shape[1] % ALIGNED or (tall is not None and tall % ALIGNED)):
             return f"what operands decode to is made for sizes in multiples of {ALIGNED}"
@@ -174,17 +174,19 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> Encod
     count = sections.tiles(shape)
     launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *pair_macros(*structs)), count)
     given_for = e.given or (False, False)
-    find = _bind_finding(sections, *(None if known else side for side, known in zip(both, given_for, strict=True)))
+    find = _bind_finding(sections, *(None if flag else side for side, flag in zip(both, given_for, strict=True)))
     tail = *sections.arguments(0)[1:], count, rows, cols
 
-    def encode(x: Tensor, offs: Tensor | None, seeds: Tensor | None, given: Given = (None, None)) -> Made:
+    def encode(
+        x: Tensor, offs: Tensor | None, seeds: Tensor | None, amaxes: Amaxes = (None, None)
+    ) -> SectionedOperands:
         at, ends = x.data_ptr(), 0 if offs is None else offs.data_ptr()
         first, second = (None, None) if find is None else find(at, ends)
-        found = first if given[0] is None else given[0], second if given[1] is None else given[1]
+        all_amaxes = first if amaxes[0] is None else amaxes[0], second if amaxes[1] is None else amaxes[1]
         seeds = None if seeds is None else seeds.contiguous()
         parameters: list[float] = []
         out: list[list[Tensor]] = []
-        for make, memory, stats, stat in zip(makes, memories, not_given, found, strict=True):
+        for make, memory, stats, stat in zip(makes, memories, not_given, all_amaxes, strict=True):
             buffers = [empty(*m) for m in memory]
             out.append(buffers)
             if make is None:
@@ -192,7 +194,7 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> Encod
             else:
                 parameters += make(stats, stat, seeds, buffers).parameters
         launch(at, *parameters, ends, *tail)
-        return out[0], out[1], found
+        return out[0], out[1], all_amaxes
 
     return encode
 
@@ -259,12 +261,12 @@ def _bind_finding(
         return None
 
     def find(at: int, ends: int) -> tuple[Tensor | None, Tensor | None]:
-        found: list[Tensor | None] = [None, None]
+        amaxes: list[Tensor | None] = [None, None]
         for i, run in enumerate(finds):
             if run is not None:
-                found[i], beside = run(at, ends)
+                amaxes[i], beside = run(at, ends)
                 if shared == i:
-                    found[1 - i] = beside if beside is not None else found[i]
-        return found[0], found[1]
+                    amaxes[1 - i] = beside if beside is not None else amaxes[i]
+        return amaxes[0], amaxes[1]
 
     return find

@@ -51,9 +51,9 @@ def bind_side(
         matrices: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]], buffers: Sequence[Sequence[Tensor]]
     ) -> TableLaunch:
         lines = []
-        for x, (rows, cols), make, known, into in zip(matrices, shapes, makes, stats, buffers, strict=True):
-            made = _words(side.parameters, make((), known[0] if known else None, None, into).parameters)
-            parameters = (*made, 0) if of_row else (0, *made)
+        for x, (rows, cols), make, own_stats, into in zip(matrices, shapes, makes, stats, buffers, strict=True):
+            fields = _words(side.parameters, make((), own_stats[0] if own_stats else None, None, into).parameters)
+            parameters = (*fields, 0) if of_row else (0, *fields)
             lines.append(((x.data_ptr(), *parameters, rows, cols), tiles(rows, cols, shape)))
         aligned = all(x.data_ptr() % ALIGNED == 0 for x in matrices)
         return bind_table(_kernel(shape), (*macros, *covering(shape, whole and aligned)), lines, device)

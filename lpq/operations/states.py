@@ -30,8 +30,8 @@ def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
     state = quantizer.state_branches()
     if "" in state:
         return [("", state[""])]
-    wanted = (("row_", row), ("col_", col))
-    return [(prefix, branch) for prefix, branch in wanted if branch is not None]
+    sides = (("row_", row), ("col_", col))
+    return [(prefix, branch) for prefix, branch in sides if branch is not None]
 
 
 def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
@@ -110,13 +110,13 @@ class Moving(NamedTuple):
 
 
 def bind_remember(
-    wanted: Sequence[Moving], device: torch.device
+    tensors: Sequence[Moving], device: torch.device
 ) -> Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None]:
     """Bind ``remember`` for several tensors of one layer, without a group, where the dispatcher may be bypassed. The
     function takes states and measured statistics by the tensors' names. A kernel that binds takes all its states at
     once."""
     parts: list[tuple[str, Quantizer, list[tuple[str, str]], slice]] = []
-    for tensor, quantizer, row, col in wanted:
+    for tensor, quantizer, row, col in tensors:
         at = 0
         for prefix, branch in _branches(
             quantizer, quantizer.side("row") if row else None, quantizer.side("col") if col else None
@@ -153,11 +153,11 @@ def _one_by_one(
     branches: Sequence[Quantizer], impl: Callable[..., None] | None
 ) -> Callable[[Sequence[State], Sequence[State]], None]:
     def run(states: Sequence[State], stats: Sequence[State]) -> None:
-        for branch, state, found in zip(branches, states, stats, strict=True):
+        for branch, state, own_stats in zip(branches, states, stats, strict=True):
             if impl is not None:
-                impl(branch, state, found)
+                impl(branch, state, own_stats)
             else:
-                branch.remember(state, found)
+                branch.remember(state, own_stats)
 
     return run
 

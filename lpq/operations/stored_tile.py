@@ -32,5 +32,5 @@ def stored_tile(quantizer: Quantizer, device: torch.device) -> StoredTile | None
         choice = choose("stored_tile", (quantizer.text,), device)
     except KernelError:
         return None
-    found: StoredTile | None = choice.impl(quantizer) if choice.impl is not None else None
-    return found
+    tile: StoredTile | None = choice.impl(quantizer) if choice.impl is not None else None
+    return tile

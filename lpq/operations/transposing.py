@@ -51,8 +51,8 @@ def _transposed(operand: Storage) -> Storage:
         return of.storage.empty(of, along("col", operand.shape), operand.dtype, operand.device)
     impl = choose("transpose", (operand.quantizer.text,), operand.device).impl
     if impl is not None:
-        made: Storage = impl(operand)
-        return made
+        result: Storage = impl(operand)
+        return result
     turned = transpose_reference(operand)
     buffers = unaliased(turned.tensors(), operand.tensors())
     return turned.wrap(buffers, turned.quantizer, turned.shape, turned.dtype)

@@ -20,7 +20,7 @@ from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import bounds
 from lpq.operations.cut import Cut
 from lpq.operations.decoding import decode
-from lpq.operations.encoder import Wanted, through_operators
+from lpq.operations.encoder import EncoderSpec, through_operators
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure
 from lpq.operations.offsets import read
@@ -157,7 +157,7 @@ class Observed:
         """
         self._refuse_groups("operands")
         row, col = self.given.stored if isinstance(self.given, QuantizedTensor) else self._encoded()
-        of_row, of_col = (None if made is None else decode(made, torch.float32) for made in (row, col))
+        of_row, of_col = (None if operand is None else decode(operand, torch.float32) for operand in (row, col))
         return of_row, None if of_col is None else of_col.t()
 
     def _refuse_groups(self, what: str) -> None:
@@ -173,8 +173,8 @@ class Observed:
 
     def _encoded(self) -> tuple[Storage | None, Storage | None]:
         x, remembers = as_matrix(self.given), self.state is not None
-        wanted = Wanted(self.quantizer, (x.shape[0], x.shape[1]), x.dtype, x.device, self.row, self.col, remembers)
-        encoder = bind_part(through_operators, wanted, self.cut, self.among).alone(self.among).encoder
+        spec = EncoderSpec(self.quantizer, (x.shape[0], x.shape[1]), x.dtype, x.device, self.row, self.col, remembers)
+        encoder = bind_part(through_operators, spec, self.cut, self.among).alone(self.among).encoder
         of_row, of_col, _ = encoder.encode(x, self.state or (), self.seed)
         return encoder.storages(of_row, of_col)
 

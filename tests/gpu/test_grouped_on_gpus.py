@@ -15,7 +15,7 @@ from lpq.formats.sections import bounds, starts, unit
 from lpq.nn import GroupedLinear, functional
 from lpq.operations import groups
 from lpq.operations.binding import Operand
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 from lpq.testing.options import family
 
 EVERY = [
@@ -68,7 +68,7 @@ def ends(counts: list[int] = COUNTS) -> Tensor:
 def test_groups_have_the_bytes_of_the_reference(quantizer: lpq.Quantizer, dtype: torch.dtype) -> None:
     x, offs, seeds = rows(96, dtype), ends(), torch.arange(len(COUNTS)) - 3
     row, col = (not quantizer.side(d).plain or quantizer.col_source == "row" for d in ("row", "col"))
-    alone = Wanted(quantizer, (len(x), 96), dtype, x.device, row, col)
+    alone = EncoderSpec(quantizer, (len(x), 96), dtype, x.device, row, col)
     wanted = groups.encode_groups_reference(x, offs, alone, seeds)
     there = x.cuda(), offs.cuda(), seeds.cuda()
     encoded(there[0], there[1], quantizer, row, col, there[2])  # kernels are compiled at first

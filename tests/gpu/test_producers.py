@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lpq
 from lpq.operations import fused_pair, produced_tiles
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.producer import Output, bind_producer
 from lpq.operations.source import ACTIVATIONS, Source
@@ -107,7 +107,7 @@ def flat(made: Produced) -> list[Tensor]:
 
 def outputs_of(source: Source, text: str, shape: tuple[int, int], dtype: torch.dtype, **rest: Any) -> list[Output]:
     """Each with a pair of operands, but for the last of several, which has a column operand."""
-    wanted = Wanted(lpq.quantizer(text), shape, dtype, torch.device("cuda", 0), **rest)
+    wanted = EncoderSpec(lpq.quantizer(text), shape, dtype, torch.device("cuda", 0), **rest)
     last = source.outputs - 1 if source.outputs > 1 else 1
     return [Output(wanted._replace(row=i != last), value=i != 1) for i in range(source.outputs)]
 
@@ -119,7 +119,7 @@ def test_values_are_those_of_torch(source: Source, dtype: torch.dtype, family: s
     shape = 1024, 512
     inputs = inputs_of(source, shape, dtype)
     inputs[0] = torch.arange(1 << 16, device="cuda").to(torch.int16).view(dtype).repeat(8).view(shape)
-    outputs = [Output(Wanted(lpq.quantizer("mxfp8"), shape, dtype, inputs[0].device), True)] * source.outputs
+    outputs = [Output(EncoderSpec(lpq.quantizer("mxfp8"), shape, dtype, inputs[0].device), True)] * source.outputs
     producer = bind_producer(source, outputs)
     there = family == "cuda" or source.program is not None
     assert [why is None for why in producer.why_not] == [there] * source.outputs
@@ -187,7 +187,9 @@ def test_many_tiles_and_views(source: Source) -> None:
 @FAMILIES
 def test_one_output_is_wanted_as_it_is_and_formats_are_several() -> None:
     shape = 256, 256
-    wanted = [Wanted(lpq.quantizer(text), shape, torch.bfloat16, torch.device("cuda", 0)) for text in ("fp8", "mxfp8")]
+    wanted = [
+        EncoderSpec(lpq.quantizer(text), shape, torch.bfloat16, torch.device("cuda", 0)) for text in ("fp8", "mxfp8")
+    ]
     inputs = inputs_of(SWIGLU_BACKWARD, shape, torch.bfloat16)
     outputs = [Output(wanted[0]), Output(None, True), Output(wanted[1], True)]
     both(SWIGLU_BACKWARD, outputs, inputs, [()] * 3, lambda i: False)

@@ -24,7 +24,7 @@ from lpq.core import Buffer, Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.operations import measure_reference, produced_programs, tile_program
 from lpq.operations.binding import Encoding
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 from lpq.operations.produced_programs import ProgramOutput
 from lpq.operations.producer import Output, bind_producer
 from lpq.operations.references import quantize_reference
@@ -180,7 +180,7 @@ def test_with_a_state_by_a_producer(text: str, monkeypatch: pytest.MonkeyPatch) 
     """The table of kernels finds programs where no kernel in CUDA runs; without them torch computes the matrices."""
     monkeypatch.setattr(produced_programs, "not_here", lambda spec, dtype, device: None)
     shape, dtype, quantizer = (70, 150), torch.bfloat16, lpq.quantizer(text)
-    outputs = [Output(Wanted(quantizer, shape, dtype, CPU, remembers=True, col=i != 1), i == 2) for i in range(3)]
+    outputs = [Output(EncoderSpec(quantizer, shape, dtype, CPU, remembers=True, col=i != 1), i == 2) for i in range(3)]
     torch.manual_seed(0)
     inputs = [numbers(shape, dtype) for _ in SWIGLU_BACKWARD.inputs]
     states = [{name: torch.full_like(t, 5.0 + i) for name, t in quantizer.new_state("cpu").items()} for i in range(3)]
@@ -199,7 +199,7 @@ def test_what_has_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(produced_programs, "not_here", lambda spec, dtype, device: None)
     shape, dtype = (64, 64), torch.bfloat16
     texts = "nvfp4(search=mse)", "mxfp8", "identity"
-    outputs = [Output(Wanted(lpq.quantizer(text), shape, dtype, CPU)) for text in texts]
+    outputs = [Output(EncoderSpec(lpq.quantizer(text), shape, dtype, CPU)) for text in texts]
     producer = bind_producer(SWIGLU_BACKWARD, outputs)
     assert [why is None for why in producer.why_not] == [False, True, False]
     inputs = [torch.randn(shape).to(dtype) for _ in range(3)]

@@ -16,7 +16,7 @@ import lpq
 from lpq.operations import produced_tiles, producer
 from lpq.operations.binding import Encoding
 from lpq.operations.cut import Cut
-from lpq.operations.encoder import KnownStats, Wanted, bind_encoder
+from lpq.operations.encoder import EncoderSpec, KnownStats, bind_encoder
 from lpq.operations.part_encoders import SpanningStats, bind_part
 from lpq.operations.produced_tiles import TiledOutput
 from lpq.operations.producer import Output
@@ -118,7 +118,7 @@ def test_parts_are_encoded_by_given_statistics(text: str, launched: list[str], m
     monkeypatch.setattr(producer, "bind_exchange", exchange)
     torch.manual_seed(0)
     inputs = [torch.randn(shape).to(dtype) for _ in SWIGLU_BACKWARD.inputs]
-    wanted, cut = Wanted(quantizer, shape, dtype, CPU), Cut(1, 0, 2, shape[1])
+    wanted, cut = EncoderSpec(quantizer, shape, dtype, CPU), Cut(1, 0, 2, shape[1])
     made = producer.bind_producer(SWIGLU_BACKWARD, [Output(wanted, True, cut)] * 2 + [Output(None)])
     assert made.why_not == (None, None, None)
     for one in made.produce(inputs, [(), (), ()], [None] * 3)[:2]:

@@ -17,7 +17,7 @@ from lpq.formats.sections import Sections, bounds, matrices, starts, unit
 from lpq.kernels import sections
 from lpq.operations import groups, sectioned
 from lpq.operations.binding import Encoding, Operand
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 from lpq.operations.quantizing import quantize
 from lpq.operations.states import recall
 from lpq.testing.comparing import Poisoned
@@ -83,7 +83,7 @@ def check_groups(
     for dim, side in enumerate(sides):
         if side is None:
             continue
-        alone = Wanted(side, (len(x), cols), dtype, x.device, dim == 0, dim == 1)
+        alone = EncoderSpec(side, (len(x), cols), dtype, x.device, dim == 0, dim == 1)
         wanted = groups.encode_groups_reference(x, offs, alone, seeds, states[dim] or None)
         shape, at = (len(x), cols) if dim == 0 else (cols, len(x)), starts(offs.tolist(), unit(side, dim))
         for i, (start, stop) in enumerate(bounds(offs.tolist())):
@@ -140,7 +140,7 @@ def test_columns_of_groups_that_are_made_of_rows(text: str, monkeypatch: pytest.
     quantizer, counts = lpq.quantizer(text), [33, 0, 150]
     x, offs = torch.randn(sum(counts), 96).bfloat16(), torch.tensor(counts).cumsum(0, dtype=torch.int32)
     seeds, state = torch.arange(len(counts)) - 1, static_state(quantizer, len(counts)) or None
-    wanted = Wanted(quantizer, (len(x), 96), x.dtype, x.device)
+    wanted = EncoderSpec(quantizer, (len(x), 96), x.dtype, x.device)
     reference = groups.encode_groups_reference(x, offs, wanted, seeds, state)
     monkeypatch.setattr(groups, "at_once", lambda *_: True)
     monkeypatch.setattr(groups, "tell_of_waiting", waits)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.distributed.shard import plain
 from lpq.nn import linear, multiply, step
 from lpq.operations.binding import Multiply, Product
-from lpq.operations.encoder import Encoder, Wanted
+from lpq.operations.encoder import Encoder, EncoderSpec
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
@@ -37,12 +37,12 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
     return made
 
 
-def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
+def encodings(monkeypatch: pytest.MonkeyPatch) -> list[EncoderSpec]:
     """Note all that layers encode from now on, by bound calls or by operators; held weights are not among it."""
-    made: list[Wanted] = []
+    made: list[EncoderSpec] = []
 
-    def noting(bind: Callable[[Wanted], Encoder]) -> Callable[[Wanted], Encoder]:
-        def noted(wanted: Wanted) -> Encoder:
+    def noting(bind: Callable[[EncoderSpec], Encoder]) -> Callable[[EncoderSpec], Encoder]:
+        def noted(wanted: EncoderSpec) -> Encoder:
             encoder = bind(wanted)
 
             def encode(*args: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 import lpq
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.operations import references
-from lpq.operations.encoder import Wanted, bind_encoder, in_two_steps, through_operators
+from lpq.operations.encoder import EncoderSpec, bind_encoder, in_two_steps, through_operators
 from lpq.operations.measuring import measure_reference
 from lpq.registry import refresh, register
 from lpq.registry.errors import LpqError
@@ -134,7 +134,7 @@ def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(monke
     monkeypatch.setattr(NVFP4Quantizer, "transposable", True)
     refresh()
     x, seed = inputs()[0].detach(), torch.tensor(7)
-    wanted = Wanted(NVFP4Quantizer(block="16x16", stochastic=True), (ROWS, WIDTH), torch.float32, x.device)
+    wanted = EncoderSpec(NVFP4Quantizer(block="16x16", stochastic=True), (ROWS, WIDTH), torch.float32, x.device)
     for encoder in (bind_encoder, through_operators):
         _, now, _ = encoder(wanted).encode(x, (), seed)
         later = in_two_steps(encoder, wanted)

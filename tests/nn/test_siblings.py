@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lpq
 from lpq.nn.linear import Layer
 from lpq.nn.siblings import MOST, SharedInputs
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 
 ROWS, WIDTH, OUT = 48, 64, (96, 32, 32)
 RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "mxfp8-fwd-bf16-bwd")
@@ -69,7 +69,7 @@ def numbers(model: Any, run: Run = plainly, x: Tensor | None = None) -> list[Ten
     return step(model, given(), lambda model, leaf: run(model, leaf * 2 if x is None else x))
 
 
-def of_x(seen: list[Wanted]) -> list[tuple[bool, bool]]:
+def of_x(seen: list[EncoderSpec]) -> list[tuple[bool, bool]]:
     """For each encoding of an input whether the row and the column operand were made. Those of dy are of its width."""
     return [(w.row, w.col) for w in seen if w.shape == (ROWS, WIDTH) and w.row]
 

@@ -12,7 +12,7 @@ import lpq
 from lpq.formats.sections import bounds, starts, unit
 from lpq.nn import GroupedLinear
 from lpq.operations import group_tiles, groups
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 from lpq.testing.options import family
 
 WAITS = pytest.mark.filterwarnings("ignore:a group at a time, for which the host waits")
@@ -57,7 +57,7 @@ def test_columns_are_made_of_rows_that_are_decoded_at_once(
 ) -> None:
     x, offs = rows([5, 0, 33, 16], behind=0)
     seeds = torch.arange(4)
-    wanted = Wanted(quantizer, (len(x), COLS), x.dtype, x.device)
+    wanted = EncoderSpec(quantizer, (len(x), COLS), x.dtype, x.device)
     reference = groups.encode_groups_reference(x, offs, wanted, seeds)
     monkeypatch.setattr(groups, "at_once", lambda *_: True)
     made = groups.encode_groups(quantizer, x, offs, row=True, col=True, seeds=seeds)

@@ -11,7 +11,7 @@ import lpq
 from lpq import registry
 from lpq.kernels import cuda, table
 from lpq.operations import produced_programs, produced_tiles
-from lpq.operations.encoder import Wanted
+from lpq.operations.encoder import EncoderSpec
 from lpq.operations.producer import Output, bind_producer, kernels_of
 from lpq.operations.source import ACTIVATIONS, Source
 
@@ -26,7 +26,7 @@ def test_operands_are_those_of_the_outputs(source: Source, text: str) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(ROWS, COLS, dtype=torch.bfloat16) for _ in source.inputs]
     quantizer = lpq.quantizer(text)
-    wanted = Wanted(quantizer, (ROWS, COLS), torch.bfloat16, CPU)
+    wanted = EncoderSpec(quantizer, (ROWS, COLS), torch.bfloat16, CPU)
     last = source.outputs - 1
     outputs = [Output(wanted._replace(row=i != last), value=i == 0) for i in range(source.outputs)]
     producer = bind_producer(source, outputs)

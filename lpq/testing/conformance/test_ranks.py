@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.distributed.part_gathers import OperandGather, gathering, part_wanted
+from lpq.distributed.part_gathers import OperandGather, gathering, sent_part
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.sections import cat
 from lpq.operations.binding import operand_like
 from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import made_at_use, rounds_stochastically
-from lpq.operations.encoder import BindEncoder, KnownStats, Wanted, bind_encoder, through_operators
+from lpq.operations.encoder import BindEncoder, EncoderSpec, KnownStats, bind_encoder, through_operators
 from lpq.operations.operands import encode_operands
 from lpq.operations.part_encoders import bind_exchange, bind_part, bind_settle
 from lpq.operations.states import remember
@@ -69,10 +69,12 @@ class PassCase(NamedTuple):
         )  # fmt: skip
         return Result({"row": made.row, "col": made.col}, self.after(made.measured, group))
 
-    def wanted(self, local: Tensor) -> Wanted:
+    def wanted(self, local: Tensor) -> EncoderSpec:
         """How a rank has its part encoded."""
         rows, cols = local.shape
-        return Wanted(self.quantizer, (rows, cols), local.dtype, local.device, self.row, self.col, bool(self.state))
+        return EncoderSpec(
+            self.quantizer, (rows, cols), local.dtype, local.device, self.row, self.col, bool(self.state)
+        )
 
     def after(self, measured: list[Tensor], group: Rank | None = None) -> State:
         """The state after a pass with these measured statistics."""
@@ -202,7 +204,7 @@ def gathered(
         gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
         return {at: gather.whole.over(gather.finish(gather.begin(made.of(at).tensors()))) for at, gather in gathers}
     wanted = one.wanted(local)
-    part = bind_part(bind, part_wanted(wanted), cut, group)
+    part = bind_part(bind, sent_part(wanted), cut, group)
     encoder = gathering(part, bind, wanted, cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or (), seed)
     if encoder.arrive is not None:

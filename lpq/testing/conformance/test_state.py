@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
-from lpq.operations.encoder import Wanted, bind_encoder, through_operators
+from lpq.operations.encoder import EncoderSpec, bind_encoder, through_operators
 from lpq.operations.measuring import measure_reference
 from lpq.operations.operands import encode_operands
 from lpq.operations.quantizing import quantize
@@ -149,7 +149,7 @@ def test_a_fresh_state_is_measured(quantizer: Quantizer) -> None:
     what it measured."""
     x, seed = normal(24, 40), torch.tensor(SEED)
     whole = encode_operands(quantizer, x, seed=seed)
-    wanted = Wanted(quantizer, (24, 40), x.dtype, x.device, measures=True)
+    wanted = EncoderSpec(quantizer, (24, 40), x.dtype, x.device, measures=True)
     recalled = quantizer.new_state()
     remember(quantizer, recalled, encode_operands(quantizer, x, state=recalled).measured)
     for bind in (bind_encoder, through_operators):
