@@ -38,6 +38,11 @@ def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
     return write_words(numbers, device)
 
 
+def recording() -> bool:
+    """Whether launches on the current stream are being recorded in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def captured(device: torch.device) -> bool:
     """Whether launches on a device are being recorded in a CUDA graph."""
     if device.type != "cuda":

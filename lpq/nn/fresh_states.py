@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.kernels.host_to_device import recording
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private.tensors import local_part
 
@@ -60,7 +61,7 @@ class FreshStates(Watcher):
             reductions.afterwards(self._decide)
 
     def _decide(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if recording():
             return
         layers = [layer for known in [*self._layers.values()] if (layer := known()) is not None]
         decide(layers)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher
+from lpq.kernels.host_to_device import recording
 from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
@@ -41,31 +42,53 @@ class Stages(Watcher):
         self.due = False
         """Whether an optimizer of the model has made a step since the step moved."""
         self.warned = False
+        self.recorded = False
+        """Whether the last pass in training, or the last step of an optimizer, was recorded in a CUDA graph."""
+        self.changed_at: int | None = None
+        """The step at which recipes changed, if no pass and no step of an optimizer has begun since."""
 
     @property
     def moving(self) -> bool:
         """Whether a later step may change a recipe."""
         return self.last is None or self.step < self.last
 
-    def move(self, step: int) -> None:
-        """Take the step that ``set_step`` gives."""
+    def move(self, step: int, changes: bool) -> None:
+        """Take the step that ``set_step`` gives; ``changes``: whether a recipe changes with it."""
         self.was_set = True
-        if step != self.step:
-            self.step, self.due, self._by = step, False, None
+        if step == self.step:
+            return
+        if self.recorded and self.changed_at is not None:
+            warn(
+                f"recipes changed at step {self.changed_at}, and neither a forward nor an optimizer's step has begun "
+                "since: training was recorded in a CUDA graph, whose replays go on with the recipes before. Record it "
+                "again when lpq.set_step has changed recipes"
+            )
+            self.changed_at = None
+        self.step, self.due, self._by = step, False, None
+        if changes:
+            self.changed_at = step
 
     def check(self, layer: nn.Module) -> None:
         """Warn once, when forward of a layer begins, if the step should have moved. A compiled one does not check."""
-        if not torch.compiler.is_compiling() and self.due and layer.training and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
+            return
+        self._note()
+        if self.due:
             self._warn()
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Note that an optimizer has made a step."""
+        self._note()
         if self.warned or not self.moving:
             return
         if self._by is not None and self._by() is optimizer:
             self._warn()  # a compiled model has not warned
         elif not self.due:
             self.due, self._by = True, weakref.ref(optimizer)
+
+    def _note(self) -> None:
+        self.recorded = recording()
+        self.changed_at = None
 
     def _warn(self) -> None:
         self.due = False

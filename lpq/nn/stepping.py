@@ -36,10 +36,14 @@ def set_step(model: nn.Module, step: int) -> None:
             "with the length of the run, or give it to lpq.replan"
         )
     layers = [module for module in model.modules() if isinstance(module, StatefulLayer) and module.schedule is not None]
-    give_recipes({layer: layer.schedule.at(step) for layer in layers if layer.schedule is not None})
-    for layer in layers:
+    recipes = {layer: layer.schedule.at(step) for layer in layers if layer.schedule is not None}
+    changes: dict[Stages, bool] = {}
+    for layer, recipe in recipes.items():
         if layer.model.stages is not None:
-            layer.model.stages.move(step)
+            changes[layer.model.stages] = changes.get(layer.model.stages, False) or layer.recipe != recipe
+    give_recipes(recipes)
+    for stages, change in changes.items():
+        stages.move(step, change)
 
 
 def replan(model: nn.Module, *, steps: int) -> None:

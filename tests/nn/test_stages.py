@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lpq
+from lpq.nn import stages
 from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
 
@@ -145,6 +146,43 @@ def test_compiled_models_are_told_by_the_second_step() -> None:
     assert said(step) == []
     assert len(said(lambda: (step(), step(), step()))) == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("part", ["step", "forward"])
+def test_replays_that_go_on_with_the_recipes_before_are_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay runs no Python: it is seen by what does not happen between two calls of ``set_step``."""
+    recording = True
+    monkeypatch.setattr(stages, "recording", lambda: recording)
+    model = net()
+    run = torch.compile(model, backend="eager") if part == "step" else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def record() -> None:
+        run(X).square().mean().backward()
+        if part == "step":
+            optimizer.step()
+
+    def told(*numbers: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for number in numbers:
+                lpq.set_step(model, number)
+        return [str(one.message) for one in found if "recorded in a CUDA graph" in str(one.message)]
+
+    lpq.set_step(model, 0)
+    record()
+    assert not told(1, 2, 7)  # replays of the recipes that the policy has
+    (words,) = told(8, 9, 10)
+    assert "recipes changed at step 8" in words
+    lpq.set_step(model, 0)
+    record()
+    assert not told(8)
+    record()  # again, as the warning says
+    assert not told(9, 10)
+    recording = False
+    lpq.set_step(model, 0)
+    record()
+    assert not told(8, 9)  # nobody records: the loop skips steps
 
 
 def test_copies_and_pickles_are_models_of_their_own() -> None:
