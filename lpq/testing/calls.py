@@ -123,11 +123,11 @@ def _of_quantize(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> Ite
 def _views(stats: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors in one memory, after another number, as a reduction over ranks leaves them."""
     together = torch.cat([stats[0].new_zeros(1), *(s.flatten() for s in stats)])
-    found, at = [], 1
+    views, at = [], 1
     for stat in stats:
-        found.append(together[at : at + stat.numel()].view(stat.shape))
+        views.append(together[at : at + stat.numel()].view(stat.shape))
         at += stat.numel()
-    return found
+    return views
 
 
 def fresh(operand: Storage) -> Storage:
@@ -139,15 +139,15 @@ def fresh(operand: Storage) -> Storage:
 def parts(sides: Sequence[Quantizer], device: str) -> list[Storage]:
     """Operands as slicing a quantized tensor leaves them, views of larger ones; none where that cuts a block."""
     rows, cols = (math.lcm(16, *(unit(side, dim) for side in sides)) for dim in (0, 1))
-    found = []
+    pieces = []
     for i, side in enumerate(sides):
         x = normal((4 + i) * rows, 4 * cols, dtype=DTYPES[0], seed=i)
         whole: Storage = on(device, fresh(encode(side, x)))
         below = whole.narrow(0, rows, x.shape[0])
         part = below.narrow(1, cols, 4 * cols) if below is not None else None
         if part is not None:
-            found.append(part)
-    return found if len(found) == len(sides) else []
+            pieces.append(part)
+    return pieces if len(pieces) == len(sides) else []
 
 
 def on(device: str, value: Any) -> Any:

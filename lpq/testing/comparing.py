@@ -59,7 +59,7 @@ def compare_calls(
 ) -> bool:
     """Call a kernel, and on the CPU the reference of its operation, in all ways with the same matrix, which messages
     call ``name``. Whether there was anything to compare."""
-    of = f"{_named(row, col)}, {list(x.shape)} {x.dtype}, {name}"
+    of = f"{_names(row, col)}, {list(x.shape)} {x.dtype}, {name}"
     compared = [
         compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
         for how, arguments in calls(kernel.op, row, col, x)
@@ -67,7 +67,7 @@ def compare_calls(
     return any(compared)
 
 
-def _named(*sides: Quantizer | None) -> str:
+def _names(*sides: Quantizer | None) -> str:
     return " and ".join(str(side) for side in sides if side is not None)
 
 
@@ -76,39 +76,49 @@ def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[An
     Whether they return anything."""
     what = f"{kernel.backend} kernel {kernel.impl} on {of}"
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
-    given = [t for value in there for t in flat(value) if isinstance(t, Tensor)]
-    before = [t.clone() for t in given]
+    inputs = [t for value in there for t in flat(value) if isinstance(t, Tensor)]
+    before = [t.clone() for t in inputs]
     with Poisoned():  # type: ignore[no-untyped-call]
-        got = flat(registry.resolve(kernel.impl)(*there))
-    for one, other in zip(given, before, strict=True):
+        results = flat(registry.resolve(kernel.impl)(*there))
+    for one, other in zip(inputs, before, strict=True):
         same(one, other, f"{what}: it changed what it was given")
-    assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
+    check_number(results, expected, what)
     if kernel.op == "gemm":
         *_, dtype, fast = arguments
-        check_apart(kernel, there, got, what)
-        close(got[0], expected[0], FAST if fast else SUMMED[dtype], what)
+        check_apart(kernel, there, results, what)
+        close(results[0], expected[0], FAST if fast else SUMMED[dtype], what)
         return True
-    check_new(got, given, what)
-    check_apart(kernel, there, got, what)
-    check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
-    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if one.dtype in DTYPES and other.dtype in DTYPES:
-            one, other = one_nan(one), one_nan(other)
-        same(one.cpu(), other.cpu(), f"{what}, output {i}")
+    check_new(results, inputs, what)
+    check_apart(kernel, there, results, what)
+    check_order(results, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
+    results, expected = ([one_nan(t) if t.dtype in DTYPES else t for t in outputs] for outputs in (results, expected))
+    same_outputs(results, expected, what)
     return bool(expected)
 
 
-def close(got: Tensor, expected: Tensor, error: float, what: str) -> None:
+def same_outputs(results: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """Check that a kernel's results are, to the bit, the results of the reference."""
+    check_number(results, expected, what)
+    for i, (one, other) in enumerate(zip(results, expected, strict=True)):
+        same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def check_number(results: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """Check that there are as many results as the reference has."""
+    assert len(results) == len(expected), f"{what}: it returned {len(results)} tensors and must return {len(expected)}"
+
+
+def close(actual: Tensor, expected: Tensor, error: float, what: str) -> None:
     """Check that both agree up to the order of sums, and that the same elements are not finite."""
-    got = got.cpu()
-    assert got.dtype == expected.dtype, f"{what}: it is {got.dtype} and must be {expected.dtype}"
-    assert got.shape == expected.shape, f"{what}: {list(got.shape)}, not {list(expected.shape)}"
+    actual = actual.cpu()
+    assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: {list(actual.shape)}, not {list(expected.shape)}"
     finite = expected.isfinite()
-    assert torch.equal(got.isfinite(), finite), f"{what}: what is not finite in one is finite in the other"
-    one, other = torch.where(finite, got, 0), torch.where(finite, expected, 0)
+    assert torch.equal(actual.isfinite(), finite), f"{what}: what is not finite in one is finite in the other"
+    one, other = torch.where(finite, actual, 0), torch.where(finite, expected, 0)
     if other.any():
-        found = relative_error(one, other)
-        assert found < error, f"{what}: it is not the same, by {found:.1e} of the RMS"
+        difference = relative_error(one, other)
+        assert difference < error, f"{what}: it is not the same, by {difference:.1e} of the RMS"
     else:
         assert not one.any(), f"{what}: it must be zero"
 
@@ -119,7 +129,7 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
     here, there = parts(sides, "cpu"), parts(sides, device)
     if not here:
         return False
-    of = f"{_named(row, col)}, {PART}"
+    of = f"{_names(row, col)}, {PART}"
     each = (of_operands(kernel.op, *operands) for operands in (here, there))
     compared = [
         compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
@@ -139,9 +149,9 @@ def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[i
     bound = registry.resolve(there(kernel.several, "a kernel for several"))(tuple(map(operand_like, rows)), where)
     with on_device(where):
         bound([operand.tensors() for operand in rows], [operand.tensors() for operand in out])
-    for i, (one, other) in enumerate(zip(out, expected, strict=True)):
-        for got, wanted in zip(one.tensors(), other.tensors(), strict=True):
-            same(got.cpu(), wanted, f"{kernel.several} on {row}, the operand of {list(here[i].shape)} among several")
+    for operand, reference in zip(out, expected, strict=True):
+        what = f"{kernel.several} on {row}, the operand of {list(reference.shape[::-1])} among several"
+        same_outputs(operand.tensors(), reference.tensors(), what)
 
 
 def compare_rounded(
@@ -155,11 +165,9 @@ def compare_rounded(
             rest = on(device, rest)
             expected = flat(impl(on(device, rounded), *rest))
             with Poisoned():  # type: ignore[no-untyped-call]
-                got = flat(impl(x.to(device), *rest, dtype=dtype))
-            what = f"{kernel.impl} on {_named(row, col)}, {list(x.shape)} rounded to {dtype}, {how}"
-            assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
-            for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-                same(one.cpu(), other.cpu(), f"{what}, output {i}")
+                results = flat(impl(x.to(device), *rest, dtype=dtype))
+            what = f"{kernel.impl} on {_names(row, col)}, {list(x.shape)} rounded to {dtype}, {how}"
+            same_outputs(results, expected, what)
 
 
 def compare_tiles(
@@ -189,11 +197,10 @@ def compare_recoded(
     if recode is None:
         return False
     with on_device(placed.device), Poisoned():  # type: ignore[no-untyped-call]
-        made = recode(placed.tensors())
+        buffers = recode(placed.tensors())
     decoded = operations.decode_reference(operand, torch.float32)
     expected = operations.quantize_reference(decoded, [], None, side, None, 0, False)
-    for i, (got, wanted) in enumerate(zip(made, expected, strict=True)):
-        same(got.cpu(), wanted, f"{kernel.impl} on {side}, {list(x.shape)} {x.dtype}, {name}, output {i}")
+    same_outputs(list(buffers), expected, f"{kernel.impl} on {side}, {list(x.shape)} {x.dtype}, {name}")
     return True
 
 
@@ -211,25 +218,24 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
     seed = torch.tensor(SEED, device=x.device)
     with torch.no_grad():
         with Poisoned():  # type: ignore[no-untyped-call]
-            made = multiplicands(x, row, col, seed, exact)
+            pair = multiplicands(x, row, col, seed, exact)
         encoded = operations.quantize(x, None, row, col, seed)
-    for got, operand in zip(made or (), encoded, strict=False):
+    for actual, operand in zip(pair or (), encoded, strict=False):
         assert isinstance(operand, Storage), "quantize returns its operands first"
         what = f"{operand.quantizer}, {list(x.shape)}"
-        if isinstance(got, Multiplicand):
+        if isinstance(actual, Multiplicand):
             expected = exact_form(operand)
             if expected is None:  # LPQ_KERNELS leaves out the kernel that would give it
-                close(got.decode_rotated().double(), operand.decode_rotated().double().cpu(), 1e-6, what)
+                close(actual.decode_rotated().double(), operand.decode_rotated().double().cpu(), 1e-6, what)
                 continue
-            equal(got.form.constant, expected.constant, f"the constant of {what}")
-            same(got.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
+            equal(actual.form.constant, expected.constant, f"the constant of {what}")
+            same(actual.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
             if expected.factor is not None:
-                factor = there(got.form.factor, f"the factor of {what}")
+                factor = there(actual.form.factor, f"the factor of {what}")
                 same(factor.cpu(), expected.factor.cpu(), f"the factor of {what}")
         else:
-            for one, other in zip(got.tensors(), operand.tensors(), strict=True):
-                same(one.cpu(), other.cpu(), f"{what}, beside one that is not encoded")
-    return made is not None
+            same_outputs(actual.tensors(), operand.tensors(), f"{what}, beside one that is not encoded")
+    return pair is not None
 
 
 def compare_exact(
@@ -251,47 +257,52 @@ def _compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
     """Check that a bf16 matrix, its factor and its constant give the decoded operand, but for roundings to fp32. Return
     whether there is such a matrix: a kernel may decline a shape."""
     with Poisoned():  # type: ignore[no-untyped-call]
-        found = registry.resolve(kernel.impl)(operand)
+        form = registry.resolve(kernel.impl)(operand)
     what = f"{kernel.backend} kernel {kernel.impl} on {of}"
-    if found is None:
+    if form is None:
         return False
-    assert found.matrix.dtype == torch.bfloat16, f"{what}: the matrix is {found.matrix.dtype}"
-    made = found.matrix.double() * found.constant * (1 if found.factor is None else found.factor.double())
+    assert form.matrix.dtype == torch.bfloat16, f"{what}: the matrix is {form.matrix.dtype}"
+    values = form.matrix.double() * form.constant * (1 if form.factor is None else form.factor.double())
     expected = operand.decode_rotated()
-    if found.rest is not None:
-        made = torch.cat([made, found.rest.double()], 1)
-        expected = torch.cat([expected[:, : found.matrix.shape[1]], operand.decode()[:, found.matrix.shape[1] :]], 1)
-    close(made, expected.double().cpu(), 1e-6, what)
+    if form.rest is not None:
+        values = torch.cat([values, form.rest.double()], 1)
+        expected = torch.cat([expected[:, : form.matrix.shape[1]], operand.decode()[:, form.matrix.shape[1] :]], 1)
+    close(values, expected.double().cpu(), 1e-6, what)
     return True
 
 
-def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
+def check_new(results: list[Tensor], inputs: list[Tensor], what: str) -> None:
     """Check that outputs share no memory: operands are kept while the tensors they were made of are written to."""
-    inputs = [t for value in given for t in flat(value) if isinstance(t, Tensor)]
-    taken = [t.untyped_storage().data_ptr() for t in (*inputs, *got) if t.numel()]
-    for i, one in enumerate(got):
+    memories = [t.untyped_storage().data_ptr() for t in (*inputs, *results) if t.numel()]
+    for i, one in enumerate(results):
         memory = one.untyped_storage().data_ptr()
-        assert not one.numel() or taken.count(memory) == 1, f"{what}: output {i} shares memory with another tensor"
+        assert not one.numel() or memories.count(memory) == 1, f"{what}: output {i} shares memory with another tensor"
 
 
-def check_apart(kernel: KernelSpec, arguments: tuple[Any, ...], got: list[Tensor], what: str) -> None:
+def check_apart(kernel: KernelSpec, arguments: tuple[Any, ...], results: list[Tensor], what: str) -> None:
     """Check that a second call leaves the results of the first alone, where they are large: both are in use at once."""
-    if sum(t.numel() for t in got) < KEPT:
+    if sum(t.numel() for t in results) < KEPT:
         return
     again = flat(registry.resolve(kernel.impl)(*arguments))
-    memory = {t.untyped_storage().data_ptr() for t in got if t.numel()}
+    memory = {t.untyped_storage().data_ptr() for t in results if t.numel()}
     for i, one in enumerate(again):
-        taken = one.numel() and one.untyped_storage().data_ptr() in memory
-        assert not taken, f"{what}: output {i} of a second call lies in memory of the first: allocate it at each call"
+        overlaps = one.numel() and one.untyped_storage().data_ptr() in memory
+        assert not overlaps, (
+            f"{what}: output {i} of a second call lies in memory of the first: allocate it at each call"
+        )
 
 
-def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
+def check_order(results: list[Tensor], expected: list[Tensor], what: str) -> None:
     """Check that outputs have the strides that a compiler expects: row-major, unless a buffer of an encoded operand has
     others."""
-    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        found, wanted = ([s for size, s in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (one, other))
-        ask = f"{wanted}: return it contiguous, or a buffer as Storage.fresh allocates it"
-        assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {ask}"
+    for i, (one, other) in enumerate(zip(results, expected, strict=True)):
+        strides, reference = (
+            [s for size, s in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (one, other)
+        )
+        ask = f"{reference}: return it contiguous, or a buffer as Storage.fresh allocates it"
+        assert not other.numel() or strides == reference, (
+            f"{what}: output {i} has strides {strides} and must have {ask}"
+        )
 
 
 def compare_memories(

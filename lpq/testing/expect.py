@@ -57,9 +57,9 @@ def value(element: Tensor) -> Any:
 
 def same_operand(actual: Storage, expected: Storage, what: str) -> None:
     """Both operands stand for a matrix of the same shape and dtype, and hold the same bytes."""
-    described = (tuple(actual.shape), actual.dtype, actual.quantizer)
-    wanted = (tuple(expected.shape), expected.dtype, expected.quantizer)
-    assert described == wanted, f"{what}: it stands for {described} and must stand for {wanted}"
+    own = (tuple(actual.shape), actual.dtype, actual.quantizer)
+    reference = (tuple(expected.shape), expected.dtype, expected.quantizer)
+    assert own == reference, f"{what}: it stands for {own} and must stand for {reference}"
     for name, tensor in expected.buffers().items():
         same(actual.buffers()[name], tensor, f"{what}, buffer {name!r}")
 
@@ -81,9 +81,9 @@ def same_quantized(actual: Tensor, expected: Tensor, what: str) -> None:
     actual = quantized_still(actual, what)
     equal(list(actual.shape), list(expected.shape), what)
     equal(actual.dtype, expected.dtype, what)
-    held = [d for d, _ in actual.operands]
-    wanted = [d for d, _ in expected.operands]
-    assert held == wanted, f"{what}: it holds the operands {held} and must hold {wanted}"
+    directions = [d for d, _ in actual.operands]
+    reference = [d for d, _ in expected.operands]
+    assert directions == reference, f"{what}: it holds the operands {directions} and must hold {reference}"
     for (direction, one), (_, other) in zip(actual.operands, expected.operands, strict=True):
         same_operand(one, other, f"{what}, {direction} operand")
 

@@ -67,10 +67,10 @@ def unit(side: Quantizer, dim: int) -> int:
     return math.lcm(*(step for step in steps if step is not None))
 
 
-def no_parts(quantizer: Quantizer, dim: int, held: Iterable[Direction] = DIRECTIONS) -> bool:
+def no_parts(quantizer: Quantizer, dim: int, directions: Iterable[Direction] = DIRECTIONS) -> bool:
     """Whether a tensor that holds these operands must not be cut along its rows (0) or columns (1), at whole blocks
     either."""
-    return any(quantizer.side(d).why_no_parts(dim if d == "row" else 1 - dim) is not None for d in held)
+    return any(quantizer.side(d).why_no_parts(dim if d == "row" else 1 - dim) is not None for d in directions)
 
 
 def cut(quantizer: Quantizer) -> tuple[int, int]:

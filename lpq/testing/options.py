@@ -131,12 +131,12 @@ def _alternatives(name: str, hint: Any) -> Iterator[Any]:
 def partners() -> tuple[str, ...]:
     """The built-in formats that need no option. A tested format is combined with these alone: faults of another format
     that happens to be installed are not its own."""
-    found = []
+    names = []
     for name in (name for plugin in registry.plugins() if plugin.builtin for name in plugin.formats):
         with contextlib.suppress(OptionError):  # it needs an option
             registry.quantizer(name)
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
@@ -172,15 +172,15 @@ def known_failures(quantizer: Quantizer) -> dict[str, str]:
     its class: a property gives what holds for these options. Such a test must fail: once it passes, the kit fails until
     it is off the list.
     """
-    known: dict[str, str] = getattr(quantizer, "known_failures", {})
-    return known
+    failures: dict[str, str] = getattr(quantizer, "known_failures", {})
+    return failures
 
 
 def cases(test: Callable[..., Any]) -> list[str]:
     """The cases that a known failure may name in brackets, as pytest names the values of a test's own parameters."""
-    given = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     names = [list(partners())] if "partner" in inspect.signature(test).parameters else []
-    for mark in given:
+    for mark in marks:
         ids = mark.kwargs.get("ids", str)
         names.append([ids(value) for value in mark.args[1]] if callable(ids) else list(ids))
     return ["-".join(case) for case in itertools.product(*names)] if names else []

@@ -53,14 +53,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     families = _families(metafunc)
     quantizers = [quantizer for family in families for quantizer in family.quantizers]
     sides = [side for quantizer in quantizers for side in (quantizer.side("row"), quantizer.side("col"))]
-    asked = ", ".join(map(str, families))
+    formats = ", ".join(map(str, families))
     for argument in metafunc.fixturenames:
         if argument == "quantizer":
-            _parametrize(metafunc, argument, {quantizer: quantizer for quantizer in quantizers}, asked)
+            _parametrize(metafunc, argument, {quantizer: quantizer for quantizer in quantizers}, formats)
         elif argument == "side":
-            _parametrize(metafunc, argument, {side: side for side in sides}, asked)
+            _parametrize(metafunc, argument, {side: side for side in sides}, formats)
         elif argument == "family":
-            _parametrize(metafunc, argument, {family: family.default for family in families}, asked)
+            _parametrize(metafunc, argument, {family: family.default for family in families}, formats)
         elif argument == "partner":
             metafunc.parametrize(argument, partners())
 
@@ -75,9 +75,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     value = next((call.params[name] for name in ("quantizer", "side", "family") if name in call.params), None)
     if value is None:
         return
-    known = known_failures(getattr(value, "default", value))
+    failures = known_failures(getattr(value, "default", value))
     name, case = item.function.__name__, f"-{call.id}-".replace(f"-{value}-", "-", 1).strip("-")
-    reason = known.get(name) or known.get(f"{name}[{case}]")
+    reason = failures.get(name) or failures.get(f"{name}[{case}]")
     if reason:
         item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
@@ -110,15 +110,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Add the test's docstring, its requirement, to the report of a failure."""
     if call.excinfo is None or not isinstance(item, pytest.Function) or not item.function.__module__.startswith(KIT):
         return
-    asked = " ".join((item.function.__doc__ or "").split())
-    if asked and call.excinfo.errisinstance(Exception):
-        call.excinfo.value.add_note(f"{item.function.__name__} asks for this: {asked}")
+    requirement = " ".join((item.function.__doc__ or "").split())
+    if requirement and call.excinfo.errisinstance(Exception):
+        call.excinfo.value.add_note(f"{item.function.__name__} asks for this: {requirement}")
 
 
 def _families(metafunc: pytest.Metafunc) -> list[Family]:
     """The formats that the module (``lpq_formats = [...]``) or else the command line names."""
-    asked = getattr(metafunc.module, "lpq_formats", None) or metafunc.config.getoption("--lpq-format")
-    if not asked:
+    texts = getattr(metafunc.module, "lpq_formats", None) or metafunc.config.getoption("--lpq-format")
+    if not texts:
         raise pytest.Collector.CollectError(
             "the conformance kit must know what to test: --lpq-format FORMAT on the command line, "
             "or lpq_formats = ['FORMAT'] in the module that imports it"
@@ -127,18 +127,18 @@ def _families(metafunc: pytest.Metafunc) -> list[Family]:
     from lpq.testing.options import family
 
     try:
-        return [family(text) for text in asked]
+        return [family(text) for text in texts]
     except LpqError as error:
         raise pytest.Collector.CollectError(str(error)) from None
 
 
-def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer], asked: str) -> None:
+def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer], formats: str) -> None:
     """Run the test for each of these values, if it is about the value's quantizer."""
     from lpq.testing.options import ONLY
 
     applies, words = getattr(metafunc.function, ONLY, (lambda quantizer: True, ""))
     parameters = [pytest.param(value, id=str(value)) for value, quantizer in values.items() if applies(quantizer)]
     if not parameters:
-        reason = f"nothing {words} in {asked}"
+        reason = f"nothing {words} in {formats}"
         parameters = [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]
     metafunc.parametrize(argument, parameters)

@@ -26,15 +26,15 @@ class Exchange:
     def __init__(self, ranks: int) -> None:
         self.name = f"lpq ranks {next(_numbers)}"
         self.barrier = Barrier(ranks, timeout=PATIENCE)
-        self._sent: list[list[Tensor]] = [[] for _ in range(ranks)]
+        self._tensors: list[list[Tensor]] = [[] for _ in range(ranks)]
 
     def swap(self, rank: int, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the tensors of all ranks."""
-        self._sent[rank] = [tensor.clone() for tensor in tensors]
+        self._tensors[rank] = [tensor.clone() for tensor in tensors]
         self.barrier.wait()
-        came = [*self._sent]
+        of_all = [*self._tensors]
         self.barrier.wait()  # before any rank sends anew
-        return came
+        return of_all
 
 
 class Rank(ProcessGroup):
@@ -53,17 +53,17 @@ class Rank(ProcessGroup):
         return "lpq"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        came = zip(*self._exchange.swap(self.rank(), tensors), strict=True)
-        for tensor, of_all in zip(tensors, came, strict=True):
+        by_tensor = zip(*self._exchange.swap(self.rank(), tensors), strict=True)
+        for tensor, of_all in zip(tensors, by_tensor, strict=True):
             together = torch.stack(of_all)
             tensor.copy_(together.amax(0) if opts.reduceOp == ReduceOp.MAX else together.sum(0))
-        return _ended(tensors)
+        return _work(tensors)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        came = zip(*self._exchange.swap(self.rank(), inputs), strict=True)
-        for output, of_all in zip(outputs, came, strict=True):
+        by_tensor = zip(*self._exchange.swap(self.rank(), inputs), strict=True)
+        for output, of_all in zip(outputs, by_tensor, strict=True):
             output.copy_(torch.cat(of_all).view(output.shape))
-        return _ended(outputs)
+        return _work(outputs)
 
 
 def on_ranks(runs: Sequence[Callable[[Rank], T]]) -> list[T]:
@@ -82,17 +82,17 @@ def on_ranks(runs: Sequence[Callable[[Rank], T]]) -> list[T]:
         name_group(group.group_name, group)
     try:
         with ThreadPoolExecutor(len(runs)) as pool:
-            made = [pool.submit(on_rank, run, group) for run, group in zip(runs, groups, strict=True)]
+            futures = [pool.submit(on_rank, run, group) for run, group in zip(runs, groups, strict=True)]
     finally:
         for group in groups:
             forget_group(group.group_name)
-    errors = [error for future in made if (error := future.exception()) is not None]
+    errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
         raise error
-    return [future.result() for future in made]
+    return [future.result() for future in futures]
 
 
-def _ended(tensors: list[Tensor]) -> Any:
+def _work(tensors: list[Tensor]) -> Any:
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     return work_of(future)

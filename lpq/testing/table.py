@@ -105,10 +105,6 @@ class Case:
         """The matrix, row-major and from the first byte of its memory on."""
         return _matrix(self, seed).clone()
 
-    def in_memory(self, x: Tensor) -> Tensor:
-        """The same values in the memory layout of this case."""
-        return LAID[self.laid](x)
-
     @contextlib.contextmanager
     def default_dtype(self) -> Iterator[None]:
         """Torch's default dtype is the dtype of this case."""
@@ -138,16 +134,16 @@ def tall() -> Case:
 @cache
 def _cases(rows: int, cols: int, magnitudes: tuple[str, ...]) -> tuple[Case, ...]:
     blocks = max(rows, 8), max(cols, 8)
-    found = []
+    table = []
     for row in _pairwise({**FACTORS, "magnitude": magnitudes}):
         (rows, more_rows), (cols, more_cols) = RESTS[row.pop("rows")], RESTS[row.pop("cols")]
-        found.append(Case(shape=(rows * blocks[0] + more_rows, cols * blocks[1] + more_cols), **row))
+        table.append(Case(shape=(rows * blocks[0] + more_rows, cols * blocks[1] + more_cols), **row))
     step = max(blocks)
     square = -(-SQUARE // step) * step
     for i, shape in enumerate(((square, square), LARGE, LARGE[::-1])):
         others = {name: values[(i + 1) % len(values)] for name, values in FACTORS.items() if name in OTHERS}
-        found.append(Case(shape=shape, magnitude="one", place="no outlier", **others))
-    return tuple(found)
+        table.append(Case(shape=shape, magnitude="one", place="no outlier", **others))
+    return tuple(table)
 
 
 def _pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -172,8 +168,8 @@ def _pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def _gain(missing: set[Any], row: Mapping[str, int], name: str, value: int) -> tuple[int, int]:
     """How many pairs a value of a factor adds to a row, and how many it may add yet."""
-    made = sum(((other, chosen), (name, value)) in missing for other, chosen in row.items())
-    return made, sum((name, value) in pair for pair in missing)
+    gain = sum(((other, chosen), (name, value)) in missing for other, chosen in row.items())
+    return gain, sum((name, value) in pair for pair in missing)
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import Tensor
 from lpq.formats import Quantizer
 from lpq.operations import decode
 from lpq.tensor import PrecisionWarning, QuantizedTensor
-from lpq.testing.conformance.test_tensor import HELD, quantized
+from lpq.testing.conformance.test_tensor import EACH_CHOICE, quantized
 from lpq.testing.expect import equal, memory, plain, quantized_still, same_quantized, same_values
 from lpq.testing.operands import cut, no_parts, normal, rotated, sides
 from lpq.testing.options import only
@@ -75,17 +75,17 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 """Operations that need the numbers: the result is mostly an ordinary tensor."""
 
 
-@HELD
+@EACH_CHOICE
 @QUIET
-def test_views_stay_quantized(quantizer: Quantizer, held: str) -> None:
+def test_views_stay_quantized(quantizer: Quantizer, choice: str) -> None:
     """Views and copies on whole blocks are quantized, say nothing of decoding, and stand for what they must; views
     share the memory of the buffers."""
     rows, cols = cut(quantizer)
-    tensor = quantized(quantizer, held, 2 * rows, 2 * cols)
+    tensor = quantized(quantizer, choice, 2 * rows, 2 * cols)
     decoded = tensor.dequantize()
     for name, op in VIEWS.items():
-        what = f"{name} of {quantizer} ({held})"
-        with warnings.catch_warnings(record=True) as said:
+        what = f"{name} of {quantizer} ({choice})"
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always", PrecisionWarning)
             result = op(tensor, rows, cols)
         directions = [d for d, _ in tensor.operands]
@@ -98,7 +98,7 @@ def test_views_stay_quantized(quantizer: Quantizer, held: str) -> None:
                 f"{what} decoded the tensor; on whole blocks its buffers can be viewed, and it must stay quantized"
             )
             equal([d for d, _ in result.operands], directions, f"{what}: the operands that it holds")
-            equal([str(one.message) for one in said], [], f"{what}: what was said of decoding")
+            equal([str(one.message) for one in records], [], f"{what}: what was said of decoding")
             shared = storages(result) <= storages(tensor)
             equal(shared, name not in COPIES, f"{what}: whether it shares the memory of the buffers")
         same_values(result, op(decoded, rows, cols), what, exact=not rotated(quantizer))
@@ -109,54 +109,56 @@ def storages(tensor: QuantizedTensor) -> set[int]:
     return {b.untyped_storage().data_ptr() for _, operand in tensor.operands for b in operand.tensors()}
 
 
-@HELD
+@EACH_CHOICE
 @QUIET
-def test_reads_decode(quantizer: Quantizer, held: str) -> None:
+def test_reads_decode(quantizer: Quantizer, choice: str) -> None:
     """Everything else gives exactly what it gives on the decoded tensor."""
-    tensor = quantized(quantizer, held)
+    tensor = quantized(quantizer, choice)
     decoded = tensor.dequantize()
     for name, op in READS.items():
         result = op(tensor)
         exact = not rotated(quantizer) or not isinstance(result, QuantizedTensor)
-        same_values(result, op(decoded), f"{name} of {quantizer} ({held})", exact=exact)
+        same_values(result, op(decoded), f"{name} of {quantizer} ({choice})", exact=exact)
 
 
-@HELD
+@EACH_CHOICE
 @QUIET
-def test_transposed_tensors(quantizer: Quantizer, held: str) -> None:
+def test_transposed_tensors(quantizer: Quantizer, choice: str) -> None:
     """``t()`` and ``transpose`` swap the operands, where one quantizer describes the transposed tensor."""
-    tensor = quantized(quantizer, held)
+    tensor = quantized(quantizer, choice)
     expected = tensor.dequantize().t()
     if quantizer.flipped() is not None and tensor.col is not None:  # then this is the row operand, which is decoded
         expected = decode(tensor.col, tensor.dtype)
     for flipped in (tensor.t(), tensor.transpose(0, 1), tensor.transpose(-1, -2)):
-        same_values(flipped, expected, f"{quantizer} ({held}): t()")
+        same_values(flipped, expected, f"{quantizer} ({choice}): t()")
         if quantizer.flipped() is not None:
-            what = f"{quantizer} ({held}): t() (flipped() names its quantizer; None is right where there is none)"
-            turned = {d for d, _ in quantized_still(flipped, what).operands}
+            what = f"{quantizer} ({choice}): t() (flipped() names its quantizer; None is right where there is none)"
+            directions = {d for d, _ in quantized_still(flipped, what).operands}
             equal(
-                turned, {{"row": "col", "col": "row"}[d] for d, _ in tensor.operands}, f"{what}: the operands it holds"
+                directions,
+                {{"row": "col", "col": "row"}[d] for d, _ in tensor.operands},
+                f"{what}: the operands it holds",
             )
-            same_quantized(flipped.t(), tensor, f"{quantizer} ({held}): t().t()")
-    same_values(tensor.transpose(0, 0), tensor, f"{quantizer} ({held}): transpose(0, 0)")
+            same_quantized(flipped.t(), tensor, f"{quantizer} ({choice}): t().t()")
+    same_values(tensor.transpose(0, 0), tensor, f"{quantizer} ({choice}): transpose(0, 0)")
 
 
-@HELD
-def test_making_new_tensors(quantizer: Quantizer, held: str) -> None:
+@EACH_CHOICE
+def test_making_new_tensors(quantizer: Quantizer, choice: str) -> None:
     """``empty_like``, ``new_empty`` and ``new_zeros`` are quantized alike; ``zero_`` works in place."""
-    tensor = quantized(quantizer, held)
-    made: dict[str, Any] = {
+    tensor = quantized(quantizer, choice)
+    tensors: dict[str, Any] = {
         "empty_like": torch.empty_like(tensor),
         "new_empty": tensor.new_empty((16, 48)),
         "new_zeros": tensor.new_zeros((64, 48)),
         "new_zeros of 0 rows": tensor.new_zeros((0, 48)),
     }
-    for name, result in made.items():
+    for name, result in tensors.items():
         what = f"{name} of {quantizer}"
-        made_of = [d for d, _ in quantized_still(result, what).operands]
-        equal(made_of, [d for d, _ in tensor.operands], f"{what}: the operands that it holds")
+        directions = [d for d, _ in quantized_still(result, what).operands]
+        equal(directions, [d for d, _ in tensor.operands], f"{what}: the operands that it holds")
         equal(result.dtype, tensor.dtype, what)
-    zeros = made["new_zeros"]
+    zeros = tensors["new_zeros"]
     same_values(zeros, torch.zeros(64, 48), f"{quantizer}: new_zeros", exact=not rotated(quantizer))
     before = memory(tensor)
     assert tensor.zero_() is tensor, f"{quantizer}: zero_ returned another tensor; it must write in place"
@@ -167,13 +169,13 @@ def test_making_new_tensors(quantizer: Quantizer, held: str) -> None:
     )
 
 
-@HELD
-def test_copying_between_tensors(quantizer: Quantizer, held: str) -> None:
+@EACH_CHOICE
+def test_copying_between_tensors(quantizer: Quantizer, choice: str) -> None:
     """``copy_``: quantized to quantized moves bytes, to quantized encodes, from quantized decodes."""
-    target, source = quantized(quantizer, held), quantized(quantizer, held, seed=1)
-    same_quantized(target.copy_(source), source, f"{quantizer} ({held}): copy_ from a quantized tensor")
+    target, source = quantized(quantizer, choice), quantized(quantizer, choice, seed=1)
+    same_quantized(target.copy_(source), source, f"{quantizer} ({choice}): copy_ from a quantized tensor")
     ordinary = torch.empty(32, 48).copy_(source)
-    same_values(ordinary, source.dequantize(), f"{quantizer} ({held}): copy_ to an ordinary tensor")
+    same_values(ordinary, source.dequantize(), f"{quantizer} ({choice}): copy_ to an ordinary tensor")
 
 
 @only(lambda q: all(side.plain for side in sides(q)) is False, "loses precision: an ordinary matrix loses none")
@@ -181,9 +183,9 @@ def test_copying_between_tensors(quantizer: Quantizer, held: str) -> None:
 def test_decoding_is_said(quantizer: Quantizer) -> None:
     """An operator that the buffers cannot express warns: no precision is lost or gained in silence."""
     tensor = quantized(quantizer, "both")
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         plain(tensor + normal(32, 48))
-    assert any(issubclass(w.category, PrecisionWarning) for w in caught), (
+    assert any(issubclass(w.category, PrecisionWarning) for w in records), (
         f"{quantizer}: t + x decodes and gives no PrecisionWarning; it must: leave operators to QuantizedTensor"
     )

@@ -21,13 +21,13 @@ from lpq.testing.options import cases, known_failures, only
 def test_quantizer_is_a_constant(quantizer: Quantizer) -> None:
     """Frozen, hashable, equal to its copies: a constant to ``torch.compile`` and in a checkpoint."""
     assert dataclasses.is_dataclass(quantizer), f"{type(quantizer).__name__} must be a dataclass"
-    for made, how in (
+    for other, how in (
         (pickle.loads(pickle.dumps(quantizer)), "pickled"),
         (copy.deepcopy(quantizer), "copied"),
         (dataclasses.replace(quantizer), "made again from its options"),
     ):
-        assert made == quantizer, f"{quantizer}, {how}, is not equal to itself"
-        assert hash(made) == hash(quantizer), f"{quantizer}, {how}, has another hash"
+        assert other == quantizer, f"{quantizer}, {how}, is not equal to itself"
+        assert hash(other) == hash(quantizer), f"{quantizer}, {how}, has another hash"
     for field in dataclasses.fields(quantizer):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(quantizer, field.name, getattr(quantizer, field.name))
@@ -37,8 +37,8 @@ def test_quantizer_is_a_constant(quantizer: Quantizer) -> None:
 
 def test_text_makes_the_same_quantizer(quantizer: Quantizer) -> None:
     """``lpq.quantizer(str(q)) == q``, for its sides too."""
-    for made in (quantizer, quantizer.side("row"), quantizer.side("col")):
-        assert lpq.quantizer(str(made)) == made, f"{str(made)!r} makes another quantizer than the one it describes"
+    for one in (quantizer, quantizer.side("row"), quantizer.side("col")):
+        assert lpq.quantizer(str(one)) == one, f"{str(one)!r} makes another quantizer than the one it describes"
 
 
 def test_declarations_can_be_read(side: Quantizer) -> None:
@@ -52,8 +52,8 @@ def test_declarations_can_be_read(side: Quantizer) -> None:
             assert entry.name.isidentifier(), f"{what}: {entry.name!r} is no name for an attribute"
             assert all(step is None or step >= 1 for step in entry.block), f"{what}: {entry.name} covers {entry.block}"
     for buffer in layout:
-        taken = buffer.name in ("quantizer", "shape", "dtype") or hasattr(side.storage, buffer.name)
-        assert not taken, f"{name}.layout: {buffer.name!r} is an attribute of every Storage; choose another name"
+        clash = buffer.name in ("quantizer", "shape", "dtype") or hasattr(side.storage, buffer.name)
+        assert not clash, f"{name}.layout: {buffer.name!r} is an attribute of every Storage; choose another name"
         step = buffer.block[1]
         assert buffer.pad == 1 or (step is not None and buffer.pad % step == 0), (
             f"{name}.layout: {buffer.name} is padded to {buffer.pad} columns, which is no multiple of {step}"
@@ -66,10 +66,10 @@ def test_declarations_can_be_read(side: Quantizer) -> None:
 )
 def test_effective_bits_are_those_of_the_buffers(quantizer: Quantizer) -> None:
     """The bits an element that the spec advertises are the bytes of the layout, on a large matrix."""
-    said, bits = advertised(quantizer), stored_bits(quantizer.side("row"))
-    assert said is not None, f"{quantizer} has no effective_bits, and was chosen for them"
-    assert abs(bits - said) < 0.05, (
-        f"the spec has effective_bits={said}; the layout takes {bits:.3f} bits an element: set that in FormatSpec"
+    in_spec, bits = advertised(quantizer), stored_bits(quantizer.side("row"))
+    assert in_spec is not None, f"{quantizer} has no effective_bits, and was chosen for them"
+    assert abs(bits - in_spec) < 0.05, (
+        f"the spec has effective_bits={in_spec}; the layout takes {bits:.3f} bits an element: set that in FormatSpec"
     )
 
 
@@ -86,6 +86,6 @@ def test_known_failures_name_tests(quantizer: Quantizer, conformance_kit: Module
         test, bracket, case = name.removesuffix("]").partition("[")
         assert test in tests, f"{what} is no test of the kit: {suggestion(test, tests)}"
         if bracket:
-            known = cases(getattr(conformance_kit, test))
-            assert case in known, f"{what} is no case of {test}: {suggestion(case, known)}"
+            names = cases(getattr(conformance_kit, test))
+            assert case in names, f"{what} is no case of {test}: {suggestion(case, names)}"
         assert reason, f"{what} has no reason: say why it cannot be otherwise"

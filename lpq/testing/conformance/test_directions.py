@@ -79,8 +79,8 @@ def check_transposed(side: Quantizer, x: Tensor, which: str) -> None:
     operand, expected = encode(side, x), encode(side, x.t())
     wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
     what = f"{side.storage.__name__}.transposed of {which}, beside encoding the transposed matrix"
-    for taken, how in ((wrapped, ""), (in_views(wrapped), ", of buffers that are transposed views")):
-        same_operand(taken.transposed().bind(side, (cols, rows), x.dtype), expected, what + how)
+    for view, how in ((wrapped, ""), (in_views(wrapped), ", of buffers that are transposed views")):
+        same_operand(view.transposed().bind(side, (cols, rows), x.dtype), expected, what + how)
     same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
 
 
@@ -106,11 +106,11 @@ def test_leading_dimensions_are_rows(quantizer: Quantizer) -> None:
         (x[0], x[:1]),
         (x[0, 0], x[:1, :1]),
     ):
-        made, wanted = (quantizer.quantize(y, seed=SEED) for y in (tensor, matrix))
+        result, reference = (quantizer.quantize(y, seed=SEED) for y in (tensor, matrix))
         what = f"{quantizer}: a tensor {list(tensor.shape)}"
-        assert made.shape == tensor.shape, (
-            f"{what} became one {list(made.shape)}; it must keep its shape: leave quantize as Quantizer has it"
+        assert result.shape == tensor.shape, (
+            f"{what} became one {list(result.shape)}; it must keep its shape: leave quantize as Quantizer has it"
         )
-        for direction, operand in wanted.operands:
-            same_operand(made.operand(direction), operand, f"{what}, its {direction} operand")
-        same(made.dequantize().view(matrix.shape), wanted.dequantize(), f"{what}, decoded")
+        for direction, operand in reference.operands:
+            same_operand(result.operand(direction), operand, f"{what}, its {direction} operand")
+        same(result.dequantize().view(matrix.shape), reference.dequantize(), f"{what}, decoded")

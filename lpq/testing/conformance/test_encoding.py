@@ -159,11 +159,11 @@ def test_non_finite_is_never_silently_finite(side: Quantizer, value: float, dtyp
             x = normal(rows, cols, dtype)
             x[at] = value
             operand = encode(side, x)
-            found = {"": operand.decode()}
+            decodings = {"": operand.decode()}
             if side.transposable:
-                turned = operand.map(torch.clone).transposed().bind(side, (cols, rows), dtype)
-                found[", after transposed()"] = turned.decode().t()
-            for how, decoded in found.items():
+                transpose = operand.map(torch.clone).transposed().bind(side, (cols, rows), dtype)
+                decodings[", after transposed()"] = transpose.decode().t()
+            for how, decoded in decodings.items():
                 assert not decoded[at].isfinite(), (
                     f"{side}: {value} at {list(at)} of a matrix {[rows, cols]} in {dtype} comes back as "
                     f"{decoded[at].item():g}{how}; it must come back as NaN or infinity, or a diverged training goes "

@@ -46,15 +46,15 @@ def test_a_group_is_encoded_by_itself(quantizer: Quantizer) -> None:
     x[COUNTS[0] : rows] *= 1000
     ends = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
     seeds = torch.arange(SEED, SEED + len(COUNTS))
-    for used, state in with_states(quantizer, len(COUNTS)):
-        made = encode_groups(used, x, ends, row=True, col=True, seeds=seeds, state=state)
-        for direction, operand in zip(DIRECTIONS, made, strict=True):
+    for format, state in with_states(quantizer, len(COUNTS)):
+        operands = encode_groups(format, x, ends, row=True, col=True, seeds=seeds, state=state)
+        for direction, operand in zip(DIRECTIONS, operands, strict=True):
             grouped = there(operand, f"the {direction} operand")
             begins = starts(ends.tolist(), unit(grouped.quantizer, grouped.dim))
             for group, (start, stop) in enumerate(bounds(ends.tolist())):
-                alone = encode_operands(used, x[start:stop], seed=seeds[group], state=own(state, group))
+                alone = encode_operands(format, x[start:stop], seed=seeds[group], state=own(state, group))
                 expected = there(getattr(alone, direction), "an operand")
-                what = f"{used}: the {direction} operand of group {group} of {list(COUNTS)} rows"
+                what = f"{format}: the {direction} operand of group {group} of {list(COUNTS)} rows"
                 same_operand(grouped.group(group, start, stop, begins[group]), expected, what)
 
 
@@ -73,10 +73,10 @@ def test_a_large_matrix_of_a_stack_is_encoded_by_itself(family: Family) -> None:
 def _check_stack(quantizer: Quantizer, rows: int, cols: int) -> None:
     x = torch.stack([normal(rows, cols), 1000 * normal(rows, cols, seed=1)])
     seeds = torch.tensor([SEED, SEED + 1])
-    for used, state in with_states(quantizer, len(x)):
-        made = encode_operands(used, x, seed=seeds, state=state)
-        for direction, operand in zip(DIRECTIONS, made[:2], strict=True):
+    for format, state in with_states(quantizer, len(x)):
+        operands = encode_operands(format, x, seed=seeds, state=state)
+        for direction, operand in zip(DIRECTIONS, operands[:2], strict=True):
             for i, matrix in enumerate(matrices(there(operand, f"the {direction} operand"))):
-                alone = encode_operands(used, x[i], seed=seeds[i], state=own(state, i))
+                alone = encode_operands(format, x[i], seed=seeds[i], state=own(state, i))
                 expected = there(getattr(alone, direction), "an operand")
-                same_operand(matrix, expected, f"{used}: the {direction} operand of matrix {i} of a stack of two")
+                same_operand(matrix, expected, f"{format}: the {direction} operand of matrix {i} of a stack of two")

@@ -15,8 +15,8 @@ from lpq.testing.options import Family
 
 
 def hybrid(row: Quantizer, col: Quantizer, **options: object) -> Quantizer:
-    made: Quantizer = lpq.quantizer("hybrid", row=row, col=col, **options)
-    return made
+    quantizer: Quantizer = lpq.quantizer("hybrid", row=row, col=col, **options)
+    return quantizer
 
 
 def test_each_side_is_the_format_itself(quantizer: Quantizer, partner: str) -> None:
@@ -29,8 +29,8 @@ def test_each_side_is_the_format_itself(quantizer: Quantizer, partner: str) -> N
             expected = side.quantize(x, row=direction == "row", col=direction == "col", seed=SEED)
             if side.col_source == "row" and direction == "col":
                 continue
-            got, wanted = getattr(tensor, direction), getattr(expected, direction)
-            same_operand(got, wanted, f"{both}: the {direction} operand")
+            operand, reference = getattr(tensor, direction), getattr(expected, direction)
+            same_operand(operand, reference, f"{both}: the {direction} operand")
 
 
 def test_both_sides_alike_are_the_format(quantizer: Quantizer) -> None:

@@ -97,15 +97,17 @@ def test_import_strings_of_kernels(family: Family) -> None:
             if string is None:
                 continue
             try:
-                found = registry.resolve(string)
+                function = registry.resolve(string)
             except ImportStringError as error:
-                missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-                if any(f"{needed}.".startswith(f"{missing}.") for needed in kernel.requires):
+                module = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+                if any(f"{requirement}.".startswith(f"{module}.") for requirement in kernel.requires):
                     continue
                 raise
-            assert callable(found), f"the {kernel.op} kernel names {string!r}, which is {found!r} and cannot be called"
+            assert callable(function), (
+                f"the {kernel.op} kernel names {string!r}, which is {function!r} and cannot be called"
+            )
             if field in protocols:
-                fault = unfit(found, protocols[field], *(("dtype",) if kernel.rounds and field == "impl" else ()))
+                fault = unfit(function, protocols[field], *(("dtype",) if kernel.rounds and field == "impl" else ()))
                 assert fault is None, f"the {kernel.op} kernel names {string!r}: {fault}"
 
 
@@ -117,17 +119,17 @@ def triton_interprets() -> bool:
 def served_on(device: str, quantizer: Quantizer) -> list[KernelSpec]:
     """The kernels with a check that this type of device runs for a format. The CPU runs those in Triton, where Triton
     interprets them."""
-    found = kernels(quantizer)
+    candidates = kernels(quantizer)
     if triton_interprets():
-        found = [dataclasses.replace(k, device="cpu") if k.backend == "triton" else k for k in found]
-    return [kernel for kernel in found if kernel.device == device and CHECKS[kernel.op] is not None]
+        candidates = [dataclasses.replace(k, device="cpu") if k.backend == "triton" else k for k in candidates]
+    return [kernel for kernel in candidates if kernel.device == device and CHECKS[kernel.op] is not None]
 
 
 def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...], device: str) -> str | None:
     """Why a kernel is not compared for these operands; None: it is."""
-    named = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
+    backends = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
     try:
-        return why_not(kernel, operands, torch.device(device), frozenset(named or BACKENDS))
+        return why_not(kernel, operands, torch.device(device), frozenset(backends or BACKENDS))
     except Exception as error:
         if kernel.backend == "triton" and device == "cpu":  # it may read the GPU's properties, and there is no GPU
             return f"its why_not raised {words(error)}, where Triton interprets on a CPU"

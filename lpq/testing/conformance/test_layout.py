@@ -38,12 +38,14 @@ def check_buffers(side: Quantizer, operand: Storage, shape: tuple[int, int], dty
     assert isinstance(operand, storage), (
         f"{type(side).__name__}.encode returned a {type(operand).__name__}; the spec names {name}"
     )
-    held = {n: t for n, t in vars(operand).items() if isinstance(t, torch.Tensor)}
+    tensors = {n: t for n, t in vars(operand).items() if isinstance(t, torch.Tensor)}
     declared = [buffer.name for buffer in layout]
-    assert set(held) == set(declared), f"{name}.layout declares {declared}; encode set {list(held)}"
+    assert set(tensors) == set(declared), f"{name}.layout declares {declared}; encode set {list(tensors)}"
     for buffer in layout:
-        tensor, wanted, grid = held[buffer.name], buffer.dtype or dtype, buffer.grid(*shape)
-        assert tensor.dtype == wanted, f"{name}.layout: {buffer.name} is {wanted}; encode returned {tensor.dtype}"
+        tensor, buffer_dtype, grid = tensors[buffer.name], buffer.dtype or dtype, buffer.grid(*shape)
+        assert tensor.dtype == buffer_dtype, (
+            f"{name}.layout: {buffer.name} is {buffer_dtype}; encode returned {tensor.dtype}"
+        )
         assert tuple(tensor.shape) == grid, (
             f"{name}.layout declares that {buffer.name} covers {buffer.block}, so for {list(shape)} it must be "
             f"{grid}; encode returned {tuple(tensor.shape)}"
@@ -71,10 +73,10 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
         x = side.rotated(normal(*shape, dtype=dtype))
         measured = dict(side.measure(x) or {})
         again = side.measure_again(x, measured) if any(stat.round == 2 for stat in side.stats) else {}
-        for number, method, found in ((1, "measure", measured), (2, "measure_again", again)):
+        for number, method, stats in ((1, "measure", measured), (2, "measure_again", again)):
             declared = [stat.name for stat in side.stats if stat.round == number]
-            assert set(found) == set(declared), (
-                f"{name}.stats declares {declared} in round {number}; {method} returned {list(found)}"
+            assert set(stats) == set(declared), (
+                f"{name}.stats declares {declared} in round {number}; {method} returned {list(stats)}"
             )
         measured |= again
         for stat in side.stats:
@@ -109,8 +111,8 @@ def test_a_declared_amax_is_one(side: Quantizer, shape: tuple[int, int], special
 def _check_amax(side: Quantizer, x: torch.Tensor, which: str = "") -> None:
     measured = side.measure(side.rotated(x)) or {}
     for stat in (stat for stat in side.stats if stat.largest):
-        found, wanted = measured[stat.name], block_amax(x, stat.block)
-        assert ((found == wanted) | (found.isnan() & wanted.isnan())).all(), (
+        amax, reference = measured[stat.name], block_amax(x, stat.block)
+        assert ((amax == reference) | (amax.isnan() & reference.isnan())).all(), (
             f"{type(side).__name__}.stats declares {stat.name} with largest=True, and measure{which} returned another "
             "value than the largest magnitude of each block: leave largest out"
         )

@@ -42,12 +42,12 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
     gradients = x.grad, layer.weight.grad, layer.bias.grad
     dx, dw, db = (there(gradient, f"{quantizer}: a gradient of a linear layer") for gradient in gradients)
     if rounds_stochastically(quantizer):  # the layer draws its own seeds: compare with what is expected of them
-        for name, got, exact in (
+        for name, result, exact in (
             ("y", y.detach() - layer.bias.detach(), x.detach() @ layer.weight.detach().t()),
             ("dx", dx, dy @ layer.weight.detach()),
             ("dw", dw, dy.t() @ x.detach()),
         ):
-            error = relative_error(got, exact)
+            error = relative_error(result, exact)
             assert error < 0.5, (
                 f"{quantizer}: {name} of a linear layer is off by {error:.3f} of the product in fp32; below 0.5 is "
                 "rounding: look at what one operand decodes to, in each direction"
@@ -60,13 +60,13 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
         "dx": (dx, qdy.row, qw.col, None),
         "dw": (dw, qdy.col, qx.col, None),
     }
-    for name, (got, first, second, bias) in products.items():
+    for name, (result, first, second, bias) in products.items():
         a, b = (there(operand, f"{quantizer}: an operand of {name}") for operand in (first, second))
-        same(got, gemm(a, b, bias=bias), f"{quantizer}: {name} of a linear layer")
+        same(result, gemm(a, b, bias=bias), f"{quantizer}: {name} of a linear layer")
         exact = a.decode().double() @ b.decode().double().t() + (0 if bias is None else bias)
-        kept = a.tensors()[0].dtype if a.quantizer.plain and b.quantizer.plain else torch.float32
-        allowed = 4 * max(torch.finfo(kept).eps, 1e-6)  # ordinary matrices multiply in their own dtype
-        error = relative_error(got, exact)
+        precision = a.tensors()[0].dtype if a.quantizer.plain and b.quantizer.plain else torch.float32
+        allowed = 4 * max(torch.finfo(precision).eps, 1e-6)  # ordinary matrices multiply in their own dtype
+        error = relative_error(result, exact)
         assert error < allowed, (
             f"{quantizer}: {name} is off by {error:.1e} of the product of its decoded operands; below {allowed:.1e} "
             "is the order of sums: let kernels for products multiply what decode returns"
@@ -130,11 +130,11 @@ def test_compiled_layer_is_the_layer(family: Family) -> None:
         torch.manual_seed(3)
         results.append([])
         for rows in (M, M - 8):
-            given = x if rows == M else x.detach()[:rows].requires_grad_()
+            batch = x if rows == M else x.detach()[:rows].requires_grad_()
             layer.zero_grad()
-            y = run(given)
+            y = run(batch)
             y.backward(dy[:rows])
-            results[-1] += [y.detach(), given.grad, layer.weight.grad]
+            results[-1] += [y.detach(), batch.grad, layer.weight.grad]
     names = (f"{name} of a compiled layer, of {rows} rows" for rows in (M, M - 8) for name in ("y", "dx", "dw"))
     for eager, traced, name in zip(*results, names, strict=True):
         if not rounds_stochastically(quantizer):

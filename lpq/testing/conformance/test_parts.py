@@ -96,19 +96,19 @@ def test_parts_are_encoded_as_in_the_whole(side: Quantizer, direction: Direction
         holds = part_that_differs(x, parts, number)
         begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
         alone = [partial(_encoded, side, dim, *part) for part in zip(parts, begins, strict=True)]
-        made = on_ranks(alone)
+        results = on_ranks(alone)
         stats, whole = _encoded(side, dim, x, 0, None)
         compare, decoded = same_operand if x.isfinite().all() else same_decoded, whole.decode()
-        for (found, piece), begin, size in zip(made, begins, sizes, strict=True):
+        for (part_stats, piece), begin, size in zip(results, begins, sizes, strict=True):
             what = (
                 f"{side}: {size} {DIMENSIONS[dim]} from {begin} on, of the {sum(sizes)} of a {direction} operand in "
                 f"{x.dtype}, with {holds}, with statistics reduced over parts of {sizes}"
             )
             for stat in side.stats:
-                step, wanted = stat.block[dim], stats[stat.name]
-                wanted = wanted if step is None else wanted.narrow(dim, begin // step, -(-size // step))
+                step, statistic = stat.block[dim], stats[stat.name]
+                statistic = statistic if step is None else statistic.narrow(dim, begin // step, -(-size // step))
                 covers = f"one value covers {stat.block}, as stats declares, whatever the size"
-                same(one_nan(found[stat.name]), one_nan(wanted), f"{what}: statistic {stat.name!r} ({covers})")
+                same(one_nan(part_stats[stat.name]), one_nan(statistic), f"{what}: statistic {stat.name!r} ({covers})")
             expected = whole.narrow(dim, begin, begin + size)
             assert expected is not None, (
                 f"{what}: these lie on whole blocks of the layout, and cannot be taken from the operand: let narrow "
@@ -121,7 +121,7 @@ def test_parts_are_encoded_as_in_the_whole(side: Quantizer, direction: Direction
                 same(apart, within, f"{what}, decoded alone and in the whole (decode each element by its block alone)")
         if alike and number % 3 == 0:
             own = [of_part(None)[1].decode() for of_part in alone]
-            alike = all(torch.equal(one, piece.decode()) for one, (_, piece) in zip(own, made, strict=True))
+            alike = all(torch.equal(one, piece.decode()) for one, (_, piece) in zip(own, results, strict=True))
     assert not alike, (
         f"{side}: parts encode alike with their own statistics and with the reduced ones, so the statistic that "
         f"spans them, {spanning[0].name!r}, is of no use: take the scale from it, or do not declare it"
@@ -139,9 +139,9 @@ def _encoded(side: Quantizer, dim: int, x: Tensor, begin: int, group: Rank | Non
         stats = measure_again(x, side, None, stats)
         if group is not None:
             reduce_stats([(along, stats)], group, 2)
-    named = named_stats(side, stats)
+    by_name = stats_by_name(side, stats)
     offset = (begin, 0) if dim == 0 else (0, begin)
-    return named, encode(side, x, named, direction=DIRECTIONS[dim], offset=offset)
+    return by_name, encode(side, x, by_name, direction=DIRECTIONS[dim], offset=offset)
 
 
 @only(declares_what_follows, "declares buffers that follow from statistics")
@@ -157,19 +157,19 @@ def test_parts_of_a_master_are_cast_as_the_whole(quantizer: Quantizer) -> None:
     parts = place < x.numel() // 2 + 1, place >= x.numel() // 2 + 1  # which cuts a row
     for side in filter(beside_zeros, sides(quantizer)):
         what = f"{side}: each of two parts of a master {list(x.shape)} beside zeros"
-        whole, *found = (measure_reference(held, side, None) for held in (x, *(x * own for own in parts)))
-        for stat, of_whole, *of_parts in zip(side.stats, whole, *found, strict=True):
+        whole, *part_stats = (measure_reference(matrix, side, None) for matrix in (x, *(x * own for own in parts)))
+        for stat, of_whole, *of_parts in zip(side.stats, whole, *part_stats, strict=True):
             same(
                 torch.maximum(*of_parts),
                 of_whole,
                 f"{what}: the larger statistic {stat.name!r}, which zeros may not raise",
             )
-        stats = named_stats(side, whole)
-        wanted = encode(side, x, stats).buffers()
+        stats = stats_by_name(side, whole)
+        whole_buffers = encode(side, x, stats).buffers()
         for own in parts:
-            made = encode(side, x * own, stats).buffers()
+            part_buffers = encode(side, x * own, stats).buffers()
             for buffer in side.layout:
-                one, other = made[buffer.name], wanted[buffer.name]
+                one, other = part_buffers[buffer.name], whole_buffers[buffer.name]
                 if not buffer.from_stats:  # those whose block is in the part, but for what pads lines
                     complete = block_amax((~own).float(), buffer.block) == 0
                     lattice = tuple(map(slice, complete.shape))
@@ -177,5 +177,5 @@ def test_parts_of_a_master_are_cast_as_the_whole(quantizer: Quantizer) -> None:
                 same(one, other, f"{what}, with the statistics of the whole: {buffer.name}")
 
 
-def named_stats(side: Quantizer, stats: list[Tensor]) -> dict[str, Tensor]:
+def stats_by_name(side: Quantizer, stats: list[Tensor]) -> dict[str, Tensor]:
     return {stat.name: value for stat, value in zip(side.stats, stats, strict=True)}

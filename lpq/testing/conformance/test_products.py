@@ -26,14 +26,16 @@ def test_products_are_those_of_decoded_operands(family: Family) -> None:
 
     A format fails whose kernels for products take two rotations for one.
     """
-    found = dict.fromkeys(side for quantizer in _multiplied(family) for side in sides(quantizer))
-    made = {side: [encode(side, normal(*shape, seed=seed)) for seed, shape in enumerate(SHAPES)] for side in found}
-    decoded = {side: [operand.decode().double() for operand in operands] for side, operands in made.items()}
-    for a, b in itertools.product(made, repeat=2):
-        first, second = made[a][0], made[b][1]
-        wanted = decoded[a][0] @ decoded[b][1].t()
-        kept = torch.finfo(first.tensors()[0].dtype).eps if a.plain and b.plain else 0
-        error, allowed = relative_error(gemm(first, second, dtype=torch.float32), wanted), max(4 * kept, 1e-5)
+    operand_sides = dict.fromkeys(side for quantizer in _multiplied(family) for side in sides(quantizer))
+    encodings = {
+        side: [encode(side, normal(*shape, seed=seed)) for seed, shape in enumerate(SHAPES)] for side in operand_sides
+    }
+    decoded = {side: [operand.decode().double() for operand in operands] for side, operands in encodings.items()}
+    for a, b in itertools.product(encodings, repeat=2):
+        first, second = encodings[a][0], encodings[b][1]
+        product = decoded[a][0] @ decoded[b][1].t()
+        eps = torch.finfo(first.tensors()[0].dtype).eps if a.plain and b.plain else 0
+        error, allowed = relative_error(gemm(first, second, dtype=torch.float32), product), max(4 * eps, 1e-5)
         assert error <= allowed, (
             f"the product of {a} and {b} is off by {error:.1e} of the product of the decoded operands; below "
             f"{allowed:.1e} is the order of sums: {_remedy(a, b)}"

@@ -27,37 +27,39 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _with(x: Tensor, value: float) -> Tensor:
-    made = x.clone()
-    made[-2, -3] = value
-    return made
+    copy = x.clone()
+    copy[-2, -3] = value
+    return copy
 
 
-def untouched(given: Mapping[str, Tensor], function: Callable[[], Any], what: str) -> Any:
+def untouched(tensors: Mapping[str, Tensor], function: Callable[[], Any], what: str) -> Any:
     """Return the result of a function that may not write to these tensors, not even the values that they have."""
-    before = {name: (tensor.clone(), version_of(tensor)) for name, tensor in given.items()}
-    made = function()
+    before = {name: (tensor.clone(), version_of(tensor)) for name, tensor in tensors.items()}
+    result = function()
     for name, (copy, version) in before.items():
-        same(given[name], copy, f"{what} changed {name}; compute with a copy of it, as x.clamp(…) and not x.clamp_(…)")
-        assert version_of(given[name]) == version, (
+        same(
+            tensors[name], copy, f"{what} changed {name}; compute with a copy of it, as x.clamp(…) and not x.clamp_(…)"
+        )
+        assert version_of(tensors[name]) == version, (
             f"{what} writes to {name}, here what stood there already; it must not: compute with a copy of it, as "
             "x.clamp(…) and not x.clamp_(…)"
         )
-    return made
+    return result
 
 
 def results(side: Quantizer, x: Tensor, what: str) -> dict[str, Tensor]:
     """All results of a format for a matrix, by a name for messages; none of its methods may write to its arguments."""
     stats: dict[str, Tensor] = untouched({"its input": x}, partial(measure, side, x), f"{what}: measure")
-    given = {"its input": x} | {f"the statistic {name!r}": tensor for name, tensor in stats.items()}
-    operand: Storage = untouched(given, partial(encode, side, x, stats), f"{what}: encode")
+    inputs = {"its input": x} | {f"the statistic {name!r}": tensor for name, tensor in stats.items()}
+    operand: Storage = untouched(inputs, partial(encode, side, x, stats), f"{what}: encode")
     buffers = {f"the buffer {name!r}": tensor for name, tensor in operand.buffers().items()}
-    made = given | buffers | {"what decode returned": untouched(buffers, operand.decode, f"{what}: decode")}
+    tensors = inputs | buffers | {"what decode returned": untouched(buffers, operand.decode, f"{what}: decode")}
     if side.transposable:
-        turned: Storage = untouched(buffers, operand.transposed, f"{what}: transposed")
-        named = {f"the buffer {name!r} of the transpose": getattr(turned, name) for name in side.names}
-        made |= named
-    del made["its input"]
-    return made
+        transpose: Storage = untouched(buffers, operand.transposed, f"{what}: transposed")
+        transposes = {f"the buffer {name!r} of the transpose": getattr(transpose, name) for name in side.names}
+        tensors |= transposes
+    del tensors["its input"]
+    return tensors
 
 
 def test_encode_is_pure(side: Quantizer) -> None:
@@ -68,19 +70,19 @@ def test_encode_is_pure(side: Quantizer) -> None:
         x, y = case.matrix(), case.matrix(seed=1)
         what = f"{side}, {case}"
         first = results(side, x, what)
-        kept = {name: tensor.clone() for name, tensor in first.items()}
+        copies = {name: tensor.clone() for name, tensor in first.items()}
         results(side, y, what)
-        for name, copy in kept.items():
+        for name, copy in copies.items():
             same(
                 first[name], copy,
                 f"{what}: {name} changed when another matrix was encoded; make it in new memory, and keep none",
             )  # fmt: skip
         again = results(side, x, what)
-        for name, copy in kept.items():
+        for name, copy in copies.items():
             same(again[name], copy, f"{what}: encoding the same matrix a second time, {name}")
     for dtype in DTYPES:
-        for kind, made in KINDS.items():
-            x, what = made(normal(24, 72, dtype)), f"{side}, {kind} in {dtype}"
+        for kind, make in KINDS.items():
+            x, what = make(normal(24, 72, dtype)), f"{side}, {kind} in {dtype}"
             first = results(side, x, what)
             for name, tensor in results(side, x, what).items():
                 same(tensor, first[name], f"{what}: encoding the same matrix a second time, {name}")
@@ -95,12 +97,12 @@ def test_strides_do_not_matter(side: Quantizer) -> None:
     are repeated without a copy, and an odd place in memory. A buffer may be a view as well."""
     for case in cases(side):
         x, what = case.matrix(), f"{side}, {case}"
-        wanted = encode(side, x)
+        reference = encode(side, x)
         for laid in dict.fromkeys((case.laid, "transposed")):
             if laid != "contiguous":
                 how = f"{what}: encoding the same values from a view ({laid}), beside a copy of it"
-                same_operand(encode(side, LAID[laid](x)), wanted, how)
-        same(in_views(wanted).decode(), wanted.decode(), f"{what}: decoding buffers that are transposed views")
+                same_operand(encode(side, LAID[laid](x)), reference, how)
+        same(in_views(reference).decode(), reference.decode(), f"{what}: decoding buffers that are transposed views")
     for laid, expand in EXPANDED.items():
         expanded = expand(normal(24, 72))
         for x, way in ((expanded, ""), (expanded.t(), ", transposed")):
@@ -112,12 +114,12 @@ def test_the_default_dtype_does_not_matter(side: Quantizer) -> None:
     """With ``torch.set_default_dtype``, as models are made in bf16, a format does what it does without."""
     for case in (case for case in cases(side) if case.default):
         x, what = case.matrix(), f"{side}, {case} (give each new tensor its dtype)"
-        wanted = encode(side, x)
-        decoded = wanted.decode()
+        reference = encode(side, x)
+        decoded = reference.decode()
         with case.default_dtype():
-            made = encode(side, x)
-            same_operand(made, wanted, what)
-            same(made.decode(), decoded, f"{what}, decoded")
+            operand = encode(side, x)
+            same_operand(operand, reference, what)
+            same(operand.decode(), decoded, f"{what}, decoded")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -127,9 +129,11 @@ def test_the_same_numbers_give_the_same_bytes(side: Quantizer, dtype: torch.dtyp
     fp32."""
     for case in (case for case in cases(side) if case.dtype == dtype):
         x = case.matrix()
-        operand, wanted = encode(side, x), encode(side, x.float())
+        operand, reference = encode(side, x), encode(side, x.float())
         what = f"{side}, {case}, beside the same numbers in torch.float32 (compute in fp32, with x.float())"
         for buffer in side.layout:
             if buffer.dtype is not None:
-                same(operand.buffers()[buffer.name], wanted.buffers()[buffer.name], f"{what}, buffer {buffer.name!r}")
-        same(operand.decode(), wanted.decode(), f"{what}, decoded")
+                same(
+                    operand.buffers()[buffer.name], reference.buffers()[buffer.name], f"{what}, buffer {buffer.name!r}"
+                )
+        same(operand.decode(), reference.decode(), f"{what}, decoded")

@@ -63,13 +63,13 @@ class PassCase(NamedTuple):
 
     def encode(self, x: Tensor, seed: Tensor, group: Rank | None = None, begin: int = 0) -> Result:
         """Encode a tensor, or some of its rows from ``begin`` on."""
-        made = encode_operands(
+        pair = encode_operands(
             self.quantizer, x, row=self.row, col=self.col, state=self.state or None, seed=seed, group=group,
             offset=begin,
         )  # fmt: skip
-        return Result({"row": made.row, "col": made.col}, self.after(made.measured, group))
+        return Result({"row": pair.row, "col": pair.col}, self.after(pair.measured, group))
 
-    def wanted(self, local: Tensor) -> EncoderSpec:
+    def encoder_spec(self, local: Tensor) -> EncoderSpec:
         """How a rank has its part encoded."""
         rows, cols = local.shape
         return EncoderSpec(
@@ -101,9 +101,9 @@ def passes(quantizer: Quantizer, x: Tensor) -> list[PassCase]:
     fresh, static = quantizer.new_state(), quantizer.frozen()
     first = PassCase(quantizer, True, True, fresh)
     used = first.encode(x * 3, torch.tensor(SEED)).state if fresh else {}
-    made = [first, PassCase(quantizer, True, False, used), PassCase(quantizer, False, True, used)]
-    known = {} if fresh else {name: torch.full_like(value, KNOWN) for name, value in static.new_state().items()}
-    return [*made, PassCase(static, True, True, known)] if known else made
+    cases = [first, PassCase(quantizer, True, False, used), PassCase(quantizer, False, True, used)]
+    static_state = {} if fresh else {name: torch.full_like(value, KNOWN) for name, value in static.new_state().items()}
+    return [*cases, PassCase(static, True, True, static_state)] if static_state else cases
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -134,14 +134,14 @@ def _check(
     """Check one pass over a tensor that is divided over the ranks into these parts."""
     (dim, _, _, _, chunks), (quantizer, row, col, _) = cuts[0], one
     random, shards = rounds_stochastically(quantizer), dim == 0 and chunks == 1
-    asked = one.operands(dim)
+    operands = one.operands(dim)
 
     def encode(cut: Cut, local: Tensor, group: Rank) -> tuple[Tensor, list[Result]]:
         seed, results = torch.tensor(SEED), []
         for at_once, bind in enumerate(binds):
-            seed, made = of_part(one, bind, cut, local, group.group_name)
-            whole = gathered(one, bind, cut, local, seed, group.group_name, made, at_once=bool(at_once))
-            results.append(made._replace(gathered=whole))
+            seed, outcomes = of_part(one, bind, cut, local, group.group_name)
+            whole = gathered(one, bind, cut, local, seed, group.group_name, outcomes, at_once=bool(at_once))
+            results.append(outcomes._replace(gathered=whole))
         return seed, results + ([one.encode(local, seed, group, cut.place(0))] if shards else [])
 
     def shard(local: Tensor, group: Rank) -> Result:
@@ -149,19 +149,19 @@ def _check(
 
     whole = one.encode(x, torch.tensor(SEED))
     reason = cuts[0].why_not(quantizer, row, col)
-    if any(_part(whole.of(at), along, cut) is None for at, along in asked for cut in cuts):
+    if any(_part(whole.of(at), along, cut) is None for at, along in operands for cut in cuts):
         assert reason is not None, f"{what}: they cut what must stay whole, and Cut.why_not does not say so"
         if shards:
             with pytest.raises(ValueError, match="shard"):
                 on_ranks([partial(shard, local) for local in mine])
     if reason is not None:
         return
-    made = on_ranks([partial(encode, cut, local) for cut, local in zip(cuts, mine, strict=True)])
-    seed, _ = made[0]
+    outcomes = on_ranks([partial(encode, cut, local) for cut, local in zip(cuts, mine, strict=True)])
+    seed, _ = outcomes[0]
     whole = one.encode(x, seed) if random else whole
     compare = same_operand if x.isfinite().all() else same_decoded
-    for (_, results), cut in zip(made, cuts, strict=True):
-        for (at, along), result in itertools.product(asked, results):
+    for (_, results), cut in zip(outcomes, cuts, strict=True):
+        for (at, along), result in itertools.product(operands, results):
             expected = there(_part(whole.of(at), along, cut), f"{what}: a part of the {at} operand")
             compare(result.of(at), expected, f"{what}: {at} operand of rank {cut.rank}")
             if at in result.gathered:
@@ -172,19 +172,19 @@ def _check(
 
 def of_part(one: PassCase, bind: BindEncoder, cut: Cut, local: Tensor, group: str) -> tuple[Tensor, Result]:
     """Encode a part with exchanged statistics; return the seed that all ranks have, too."""
-    part = bind_part(bind, one.wanted(local), cut, group)
+    part = bind_part(bind, one.encoder_spec(local), cut, group)
     encoder, settle = part.encoder, bind_settle([part], group)
-    drawn = torch.tensor([SEED + cut.rank]) if rounds_stochastically(one.quantizer) else None
-    (stats,), common = bind_exchange([part.statistics], group)([local], drawn)
-    known = KnownStats(stats, one.state or ()) if stats else one.state or ()
+    own_seed = torch.tensor([SEED + cut.rank]) if rounds_stochastically(one.quantizer) else None
+    (stats,), common = bind_exchange([part.statistics], group)([local], own_seed)
+    source = KnownStats(stats, one.state or ()) if stats else one.state or ()
     seed = torch.tensor(SEED) if common is None else common[0]
-    of_row, of_col, measured = encoder.encode(local, known, seed)
+    of_row, of_col, measured = encoder.encode(local, source, seed)
     measured = measured if settle is None else settle([measured])[0]
-    made: dict[Direction, Storage | None] = {
+    operands: dict[Direction, Storage | None] = {
         "row": None if encoder.row is None else encoder.row.over(of_row),
         "col": None if encoder.col is None else encoder.col.over(of_col),
     }
-    return seed, Result(made, one.after([*measured]))
+    return seed, Result(operands, one.after([*measured]))
 
 
 def gathered(
@@ -194,28 +194,30 @@ def gathered(
     local: Tensor,
     seed: Tensor,
     group: str,
-    made: Result,
+    result: Result,
     *,
     at_once: bool,
 ) -> dict[Direction, Storage]:
     """The operands of the whole: rows as layers gather them, and columns from the encoded parts."""
     side, at_use = one.quantizer.side("col"), made_at_use(one.quantizer)
     if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic) and not at_use):
-        gathers = [(at, OperandGather(operand_like(made.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)]
-        return {at: gather.whole.over(gather.finish(gather.begin(made.of(at).tensors()))) for at, gather in gathers}
-    wanted = one.wanted(local)
-    part = bind_part(bind, sent_part(wanted), cut, group)
-    encoder = gathering(part, bind, wanted, cut, group, at_once=at_once).alone(group).encoder
+        gathers = [
+            (at, OperandGather(operand_like(result.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)
+        ]
+        return {at: gather.whole.over(gather.finish(gather.begin(result.of(at).tensors()))) for at, gather in gathers}
+    spec = one.encoder_spec(local)
+    part = bind_part(bind, sent_part(spec), cut, group)
+    encoder = gathering(part, bind, spec, cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or (), seed)
     if encoder.arrive is not None:
         row, col = encoder.arrive(row, col)
-    found: dict[Direction, Storage] = {}
+    operands: dict[Direction, Storage] = {}
     if encoder.row is not None:
-        found["row"] = encoder.row.over(row)
+        operands["row"] = encoder.row.over(row)
     if encoder.col is not None:
         later = there(encoder.later, "what makes the column operand")
-        found["col"] = encoder.col.over(later(col if encoder.begin is None else encoder.begin(col)))
-    return found
+        operands["col"] = encoder.col.over(later(col if encoder.begin is None else encoder.begin(col)))
+    return operands
 
 
 def _part(operand: Storage, dim: int, cut: Cut) -> Storage | None:

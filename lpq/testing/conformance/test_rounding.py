@@ -42,24 +42,24 @@ def test_ties_go_either_way(side: Quantizer) -> None:
         levels = _levels(side, units, sign)
         lower, upper = levels[:-1], levels[1:]
         ties = (lower + upper) / 2
-        got = _decoded(side, ties * sign, units) * sign
-        astray = (got != lower) & (got != upper)
+        decoded = _decoded(side, ties * sign, units) * sign
+        astray = (decoded != lower) & (decoded != upper)
         if astray.any():
             at = int(astray.nonzero()[0])
             raise AssertionError(
                 f"{side}: {ties[at] * sign:g}, half-way between {lower[at] * sign:g} and {upper[at] * sign:g}, comes "
-                f"back as {got[at] * sign:g}; it must be one of the two: round in encode, in fp32"
+                f"back as {decoded[at] * sign:g}; it must be one of the two: round in encode, in fp32"
             )
         for nearer, place in ((lower, 1 - BESIDE), (upper, 1 + BESIDE)):
-            got_beside = _decoded(side, ties * sign * place, units) * sign
-            if (got_beside != nearer).any():
-                at = int((got_beside != nearer).nonzero()[0])
+            decoded_beside = _decoded(side, ties * sign * place, units) * sign
+            if (decoded_beside != nearer).any():
+                at = int((decoded_beside != nearer).nonzero()[0])
                 raise AssertionError(
                     f"{side}: {ties[at] * sign * place:.7g}, beside the middle of {lower[at] * sign:g} and "
-                    f"{upper[at] * sign:g}, comes back as {got_beside[at] * sign:g}; it must be {nearer[at] * sign:g}: "
-                    "do not round x to a shorter dtype before its codes are made"
+                    f"{upper[at] * sign:g}, comes back as {decoded_beside[at] * sign:g}; it must be "
+                    f"{nearer[at] * sign:g}: do not round x to a shorter dtype before its codes are made"
                 )
-        outward = int((got == upper).sum())
+        outward = int((decoded == upper).sum())
         if len(ties) >= 4:
             assert len(ties) / 4 <= outward <= len(ties) * 3 / 4, (
                 f"{side}: {outward} of {len(ties)} ties {what} zero are rounded away from zero, the others towards it; "
@@ -70,25 +70,25 @@ def test_ties_go_either_way(side: Quantizer) -> None:
 def _units(side: Quantizer) -> float | None:
     """The largest unit in which the values that come back are whole numbers; None: there is none, or it cannot be
     found."""
-    found = _levels(side, 1.0)
-    if len(found) < 3:
+    levels = _levels(side, 1.0)
+    if len(levels) < 3:
         return None
-    units = float(1 / (found[1:] - found[:-1]).min())
+    units = float(1 / (levels[1:] - levels[:-1]).min())
     whole = float(round(units))
     if abs(units - whole) > 1e-3 * units:
         return None
-    found = _levels(side, whole)
-    return whole if len(found) >= 3 and torch.equal(found, found.round()) else None
+    levels = _levels(side, whole)
+    return whole if len(levels) >= 3 and torch.equal(levels, levels.round()) else None
 
 
 def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
     """The values of one sign that come back, without that, if the largest one is this: neighbours without a gap."""
     probes = torch.linspace(0, largest, PROBES + 1, dtype=torch.float64).float()
-    found, hits = torch.unique(_decoded(side, probes * sign, largest) * sign, return_counts=True)
+    values, hits = torch.unique(_decoded(side, probes * sign, largest) * sign, return_counts=True)
     rare = (hits < HITS).nonzero()
-    inside = rare[(rare > 0) & (rare < len(found) - 1)]  # the first and the last have half an interval
+    inside = rare[(rare > 0) & (rare < len(values) - 1)]  # the first and the last have half an interval
     first = int(inside.max()) + 1 if len(inside) else 0
-    levels: Tensor = found[first:]
+    levels: Tensor = values[first:]
     return levels
 
 
@@ -174,9 +174,9 @@ def test_directions_draw_bits_of_their_own(side: Quantizer) -> None:
     matrices = [(x.t(), "the transposed matrix")]
     if side.basis is None or not side.basis.drawn:
         matrices.append((x, "the same matrix"))
-    for given, how in matrices:
-        col = encode(side, given, direction="col").decode() - given
-        col = col if given is x else col.t()
+    for matrix, how in matrices:
+        col = encode(side, matrix, direction="col").decode() - matrix
+        col = col if matrix is x else col.t()
         alike = float((row * col).mean() / (row.square().mean() * col.square().mean()).sqrt())
         assert abs(alike) < 0.3, (
             f"{side}: the rounding errors of a row operand and of a column operand, {how}, correlate by {alike:.2f}; "

@@ -47,7 +47,7 @@ def recall(side: Quantizer, state: dict[str, Tensor], x: Tensor) -> dict[str, Te
     return {name: value if (value := recalled[name]) is not None else own[name] for name in own}
 
 
-def known(side: Quantizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stats_of_state(side: Quantizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The statistics that come from the state, as they are now."""
     return {name: value.clone() for name, value in side.recall(state).items() if value is not None}
 
@@ -81,20 +81,20 @@ def test_state_follows_the_tensor(quantizer: Quantizer) -> None:
     for side, state in branches(quantizer):
         name, steps = type(side).__name__, steps_of(side)
         _take(side, state, measure(side, x), steps)
-        before = known(side, state)
+        before = stats_of_state(side, state)
         stats = measure(side, x * 10)
-        given = {key: value.clone() for key, value in stats.items()}
+        copies = {key: value.clone() for key, value in stats.items()}
         _take(side, state, stats, steps)
-        for key, value in given.items():
+        for key, value in copies.items():
             same(stats[key], value, f"{side}: remember changed the statistic {key!r}; copy it, and change the copy")
-        after = known(side, state)
+        after = stats_of_state(side, state)
         assert not before or any(not torch.equal(after[key], value) for key, value in before.items()), (
             f"{name}.recall gives the same statistics as before, after {steps} steps with a tensor that is ten times "
             "as large; they must follow it: let remember write to state, in place, at every step"
         )
-        kept = {key: value.clone() for key, value in state.items()}
+        state_copies = {key: value.clone() for key, value in state.items()}
         side.recall(state)
-        for key, value in kept.items():
+        for key, value in state_copies.items():
             same(state[key], value, f"{side}: recall changed the state {key!r}; only remember may write to it")
 
 
@@ -106,15 +106,15 @@ def test_a_spike_is_forgotten(quantizer: Quantizer) -> None:
     for side, state in branches(quantizer):
         steps = steps_of(side)
         _take(side, state, measure(side, x), steps)
-        before = known(side, state)
+        before = stats_of_state(side, state)
         _take(side, state, measure(side, x * 1000), 1)
-        spiked = known(side, state)
+        spiked = stats_of_state(side, state)
         _take(side, state, measure(side, x), steps)
-        for key, value in known(side, state).items():
-            kept = (value > before[key]) & (value >= spiked[key])
-            assert not kept.any(), (
+        for key, value in stats_of_state(side, state).items():
+            mask = (value > before[key]) & (value >= spiked[key])
+            assert not mask.any(), (
                 f"{side}: {steps} steps after one whose tensor was a thousand times as large, recall still gives a "
-                f"{key!r} of {value[kept][0]:.3g}, as directly after it, and {before[key][kept][0]:.3g} before: all "
+                f"{key!r} of {value[mask][0]:.3g}, as directly after it, and {before[key][mask][0]:.3g} before: all "
                 "values between are lost for ever; forget the oldest statistic, or let it decay at each step"
             )
 
@@ -136,9 +136,9 @@ def test_values_beyond_what_is_remembered_saturate(quantizer: Quantizer) -> None
             beyond = (larger.abs() > top) & decoded.isfinite()
             wrong = beyond & ((decoded.sign() != larger.sign()) | (decoded.abs() < largest / 2))
             if wrong.any():
-                value, got = larger[wrong][0].item(), decoded[wrong][0].item()
+                value, result = larger[wrong][0].item(), decoded[wrong][0].item()
                 raise AssertionError(
-                    f"{side}: {value:.3g}, beyond the {top:.3g} that its state remembers, comes back as {got:.3g}; "
+                    f"{side}: {value:.3g}, beyond the {top:.3g} that its state remembers, comes back as {result:.3g}; "
                     "it must saturate with its sign: clamp to the range of the codes before you cast"
                 )
 
@@ -149,15 +149,15 @@ def test_a_fresh_state_is_measured(quantizer: Quantizer) -> None:
     what it measured."""
     x, seed = normal(24, 40), torch.tensor(SEED)
     whole = encode_operands(quantizer, x, seed=seed)
-    wanted = EncoderSpec(quantizer, (24, 40), x.dtype, x.device, measures=True)
+    spec = EncoderSpec(quantizer, (24, 40), x.dtype, x.device, measures=True)
     recalled = quantizer.new_state()
     remember(quantizer, recalled, encode_operands(quantizer, x, state=recalled).measured)
     for bind in (bind_encoder, through_operators):
-        encoder, state = bind(wanted), quantizer.new_state()
+        encoder, state = bind(spec), quantizer.new_state()
         of_row, of_col, measured = encoder.encode(x, (), seed)
         for operand, buffers, other in ((encoder.row, of_row, whole.row), (encoder.col, of_col, whole.col)):
-            made = there(operand, f"{quantizer}: an operand").over(buffers)
-            same_operand(made, there(other, f"{quantizer}: an operand"), f"{quantizer}, in its first step")
+            result = there(operand, f"{quantizer}: an operand").over(buffers)
+            same_operand(result, there(other, f"{quantizer}: an operand"), f"{quantizer}, in its first step")
         remember(quantizer, state, [*measured])
         for key, value in state.items():
             assert value.any(), f"{quantizer}: {key} is empty after the first step"
@@ -176,15 +176,15 @@ def test_static_statistics_come_from_the_state(quantizer: Quantizer) -> None:
     row, col = static.side("row"), static.side("col")
     needed, own, larger = declared(row, col), measure_reference(x, row, col), measure_reference(x * 3, row, col)
     frozen = recalls(static, row, col)
-    for (stat, _), known in zip(needed, frozen, strict=True):
-        assert known <= stat.of_all, f"{static}: {stat.name} is static, and is not of the whole matrix"
+    for (stat, _), is_static in zip(needed, frozen, strict=True):
+        assert is_static <= stat.of_all, f"{static}: {stat.name} is static, and is not of the whole matrix"
     keys = [prefix + s.name for prefix, side in static.state_branches().items() for s in side.state]
-    state = dict(zip(keys, [s for s, known in zip(larger, frozen, strict=True) if known], strict=True))
+    state = dict(zip(keys, [s for s, is_static in zip(larger, frozen, strict=True) if is_static], strict=True))
     before = {key: value.clone() for key, value in state.items()}
-    made = encode_operands(static, x, state=state, seed=seed)
-    stats = [b if known else a for a, b, known in zip(own, larger, frozen, strict=True)]
+    operands = encode_operands(static, x, state=state, seed=seed)
+    stats = [b if is_static else a for a, b, is_static in zip(own, larger, frozen, strict=True)]
     expected = quantize(x, stats, row, col, seed)
-    for one, other in zip(made[:2], expected[:2], strict=True):
+    for one, other in zip(operands[:2], expected[:2], strict=True):
         same_operand(there(one, f"{static}: an operand"), there(other, f"{static}: an operand"), f"{static}")
     for key, value in before.items():
         same(state[key], value, f"{static}: encoding changed the static statistic {key!r}")

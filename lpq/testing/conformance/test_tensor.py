@@ -15,12 +15,12 @@ from lpq.testing.expect import equal, memory, quantized_still, same, same_quanti
 from lpq.testing.operands import SEED, normal, rotated
 from lpq.testing.options import Family
 
-HELD = pytest.mark.parametrize("held", ["row", "col", "both"])
+EACH_CHOICE = pytest.mark.parametrize("choice", ["row", "col", "both"])
 
 
 def quantized(
     quantizer: Quantizer,
-    held: str,
+    choice: str,
     rows: int = 32,
     cols: int = 48,
     dtype: torch.dtype = torch.float32,
@@ -28,41 +28,41 @@ def quantized(
 ) -> QuantizedTensor:
     """A tensor that holds the row operand, the column operand or both."""
     x = normal(rows, cols, dtype, seed)
-    return quantize(quantizer, x, row=held != "col", col=held != "row", seed=SEED)
+    return quantize(quantizer, x, row=choice != "col", col=choice != "row", seed=SEED)
 
 
-@HELD
-def test_copies_and_pickles(quantizer: Quantizer, held: str) -> None:
+@EACH_CHOICE
+def test_copies_and_pickles(quantizer: Quantizer, choice: str) -> None:
     """``deepcopy``, ``pickle`` and ``torch.save`` (``weights_only=True``) keep every byte and share none."""
-    tensor = quantized(quantizer, held, dtype=torch.bfloat16)
+    tensor = quantized(quantizer, choice, dtype=torch.bfloat16)
     saved = io.BytesIO()
     torch.save({"weight": tensor}, saved)
     saved.seek(0)
-    for made, how in (
+    for other, how in (
         (copy.deepcopy(tensor), "deepcopy"),
         (tensor.clone(), "clone"),
         (tensor.to(tensor.device, copy=True), "to with copy=True"),
         (pickle.loads(pickle.dumps(tensor)), "pickle"),
         (torch.load(saved, weights_only=True)["weight"], "torch.save and torch.load"),
     ):
-        same_quantized(made, tensor, f"{quantizer}, {how}")
-        shared = set(memory(made)) & set(memory(tensor))
+        same_quantized(other, tensor, f"{quantizer}, {how}")
+        shared = set(memory(other)) & set(memory(tensor))
         assert not shared, f"{quantizer}, {how}: {len(shared)} buffers are shared with the original"
 
 
-@HELD
-def test_parameters(quantizer: Quantizer, held: str) -> None:
+@EACH_CHOICE
+def test_parameters(quantizer: Quantizer, choice: str) -> None:
     """It can be an ``nn.Parameter``: trained, frozen, in a file, in a state dict, copied and loaded."""
-    trained, file = torch.nn.Parameter(quantized(quantizer, held)), io.BytesIO()
+    trained, file = torch.nn.Parameter(quantized(quantizer, choice)), io.BytesIO()
     torch.save(trained, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    for made, how in ((loaded, "torch.save and torch.load"), (copy.deepcopy(loaded), "copied")):
-        kept = isinstance(made, torch.nn.Parameter), made.requires_grad
-        equal(kept, (True, True), f"{quantizer}, {how}: whether it is a parameter that is trained")
-        same_quantized(made.detach(), trained.detach(), f"{quantizer}, a parameter, {how}")
+    for parameter, how in ((loaded, "torch.save and torch.load"), (copy.deepcopy(loaded), "copied")):
+        facts = isinstance(parameter, torch.nn.Parameter), parameter.requires_grad
+        equal(facts, (True, True), f"{quantizer}, {how}: whether it is a parameter that is trained")
+        same_quantized(parameter.detach(), trained.detach(), f"{quantizer}, a parameter, {how}")
     module = torch.nn.Module()
-    module.weight = original = torch.nn.Parameter(quantized(quantizer, held), requires_grad=False)
+    module.weight = original = torch.nn.Parameter(quantized(quantizer, choice), requires_grad=False)
     other = copy.deepcopy(module)
     weight = other.weight
     assert isinstance(weight, torch.nn.Parameter), (
@@ -73,10 +73,10 @@ def test_parameters(quantizer: Quantizer, held: str) -> None:
     same_quantized(weight.detach(), original.detach(), f"{quantizer}: loaded from a state dict")
 
 
-@HELD
-def test_moves(quantizer: Quantizer, held: str) -> None:
+@EACH_CHOICE
+def test_moves(quantizer: Quantizer, choice: str) -> None:
     """``.to`` another dtype keeps the bytes and changes the dtype that they stand for; meta tensors keep the shapes."""
-    tensor = quantized(quantizer, held)
+    tensor = quantized(quantizer, choice)
     half = tensor.to(torch.bfloat16)
     equal(quantized_still(half, f"{quantizer}: as bf16").dtype, torch.bfloat16, f"{quantizer}: as bf16")
     if not rotated(quantizer):

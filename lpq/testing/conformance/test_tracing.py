@@ -64,8 +64,8 @@ def test_operators_pass_opcheck(quantizer: Quantizer) -> None:
             gemm(operand, operand, bias=torch.zeros(operand.shape[0]))
             if operand.quantizer.transposable:
                 transpose(operand)
-    assert calls.made, f"{quantizer} calls no operator of lpq; it must, or say plain = True if it encodes nothing"
-    for op, args in calls.made:
+    assert calls.log, f"{quantizer} calls no operator of lpq; it must, or say plain = True if it encodes nothing"
+    for op, args in calls.log:
         call = op, *(described_argument(arg) for arg in tree_leaves(args))
         if call not in checked():  # a hybrid makes many a call that its sides make
             opcheck(op, args)
@@ -91,25 +91,25 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[tuple[Any, tuple[Any, ...]]] = []
+        self.log: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "lpq":
-            self.made.append((func, args))
+            self.log.append((func, args))
         return func(*args, **(kwargs or {}))
 
 
 def opcheck(op: Any, args: tuple[Any, ...]) -> None:
-    given = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
-    before = [t.clone() for t in given]
-    made = tree_leaves(op(*args))
-    for tensor, copy in zip(given, before, strict=True):
+    arguments = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
+    before = [t.clone() for t in arguments]
+    results = tree_leaves(op(*args))
+    for tensor, copy in zip(arguments, before, strict=True):
         same(tensor, copy, f"{op} changed an input")
-    inputs, outputs = ([t.untyped_storage().data_ptr() for t in tensors] for tensors in (given, made))
+    inputs, outputs = ([t.untyped_storage().data_ptr() for t in tensors] for tensors in (arguments, results))
     assert len(set(outputs)) == len(outputs), f"{op} returns one buffer twice; each must have memory of its own"
     assert not set(inputs) & set(outputs), f"{op} returns a view of an input; what it returns must be new"
     # torch checks inputs by allclose, which has no 8-bit floats: there the lines above stand in for it.
-    wide = all(t.element_size() > 1 or not t.is_floating_point() for t in given)
+    wide = all(t.element_size() > 1 or not t.is_floating_point() for t in arguments)
     torch.library.opcheck(op, args, test_utils=("test_schema", *CHECKS) if wide else CHECKS)
 
 
@@ -138,6 +138,6 @@ def test_compile_without_a_break(family: Family) -> None:
         mark_dynamic(x, dim)  # and an error if a size in the graph equals a size of x
     compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")
     names = [f"{quantizer}: the {direction} operand" for quantizer, direction in ways.values()]
-    for given, how in ((x, "compiled"), (other, "compiled for another shape")):
-        for name, traced, eager in zip(names, compiled(given), round_trips(given), strict=True):
-            same(traced, eager, f"{name} of {list(given.shape)}, {how}, beside eager execution")
+    for matrix, how in ((x, "compiled"), (other, "compiled for another shape")):
+        for name, traced, eager in zip(names, compiled(matrix), round_trips(matrix), strict=True):
+            same(traced, eager, f"{name} of {list(matrix.shape)}, {how}, beside eager execution")

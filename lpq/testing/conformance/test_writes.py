@@ -11,7 +11,7 @@ from lpq.formats import Quantizer
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.optim import MasterWeights
 from lpq.testing.conformance.test_aten import QUIET
-from lpq.testing.conformance.test_tensor import HELD, quantized
+from lpq.testing.conformance.test_tensor import EACH_CHOICE, quantized
 from lpq.testing.expect import memory, plain, relative_error, same_quantized
 from lpq.testing.operands import normal, rotated
 from lpq.torch_private.operators import copy_each
@@ -27,13 +27,13 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@HELD
+@EACH_CHOICE
 @QUIET
-def test_writes_encode_again(quantizer: Quantizer, held: str) -> None:
+def test_writes_encode_again(quantizer: Quantizer, choice: str) -> None:
     """The tensor holds the operands of the written values; the tensor and its buffers stay the same objects."""
-    start, x = quantized(quantizer, held), normal(32, 48, seed=2)
+    start, x = quantized(quantizer, choice), normal(32, 48, seed=2)
     for name, write in WRITES.items():
-        what = f"{name} of {quantizer} ({held})"
+        what = f"{name} of {quantizer} ({choice})"
         tensor, values = start.clone(), start.dequantize()
         write(values, x)
         before, version = memory(tensor), version_of(tensor)
@@ -42,7 +42,7 @@ def test_writes_encode_again(quantizer: Quantizer, held: str) -> None:
         assert memory(tensor) == before, (
             f"{what} replaced the buffers: who refers to them misses the write; it must write into them"
         )
-        expected = quantizer.quantize(values, row=held != "col", col=held != "row")
+        expected = quantizer.quantize(values, row=choice != "col", col=choice != "row")
         if rounds_stochastically(quantizer):  # the seed is torch's to draw
             error, allowed = relative_error(plain(tensor), values), relative_error(plain(expected), values)
             assert error <= 2 * allowed + 0.05, (
