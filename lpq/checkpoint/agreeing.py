@@ -21,12 +21,12 @@ def check_alike(place: str, meshes: Meshes, optimizers: Sequence[str], ranks: Ch
     ranks.equal(optimizers, "the ranks were given different optimizers", "Pass the same on all ranks", "no optimizer")
 
 
-def check_one_model(found: Sequence[Meshes], ranks: CheckpointRanks) -> None:
+def check_one_model(of_ranks: Sequence[Meshes], ranks: CheckpointRanks) -> None:
     """Refuse ranks that have separate models, whose tensors would be mixed because they have the same names.
 
     Ranks have one model if its meshes connect them all, directly or through other ranks.
     """
-    meshes = sorted({mesh for own in found for mesh in own})
+    meshes = sorted({mesh for own in of_ranks for mesh in own})
     if strangers := [mesh for mesh in meshes if not {*mesh} <= {*ranks.names}]:
         raise CheckpointError(
             f"a tensor lies over the ranks {[*strangers[0]]}, and the ranks that call this together "
@@ -37,9 +37,9 @@ def check_one_model(found: Sequence[Meshes], ranks: CheckpointRanks) -> None:
         joined = [group for group in groups if group & {*mesh}]
         groups = [group for group in groups if group not in joined] + [set[int]().union(*joined)]
     if meshes and len(groups) > 1:
-        shown = " and ".join(str(sorted(group)) for group in sorted(groups, key=min))
+        listing = " and ".join(str(sorted(group)) for group in sorted(groups, key=min))
         raise CheckpointError(
-            f"no tensor joins the ranks {shown}, so these have models of their own, and one would hide the other: call "
-            "it for each by itself, with a directory of its own and process_group=mesh.get_group(), or a group of all "
-            "ranks of its mesh"
+            f"no tensor joins the ranks {listing}, so these have models of their own, and one would hide the other: "
+            "call it for each by itself, with a directory of its own and process_group=mesh.get_group(), or a group of "
+            "all ranks of its mesh"
         )

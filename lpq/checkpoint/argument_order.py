@@ -22,16 +22,16 @@ def model_first(function: F) -> F:
     name = f"{function.__module__.rpartition('.')[0]}.{function.__name__}"
 
     @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **keywords: Any) -> Any:
         if args and not isinstance(args[0], nn.Module):
-            if isinstance(named.get(model), nn.Module) and path not in named:
-                args, named = args[1:], {path: args[0], **named}
+            if isinstance(keywords.get(model), nn.Module) and path not in keywords:
+                args, keywords = args[1:], {path: args[0], **keywords}
             elif len(args) > 1 and isinstance(args[1], nn.Module):
                 args = (args[1], args[0], *args[2:])
             else:
-                return function(*args, **named)
+                return function(*args, **keywords)
             now = f"the model is the first argument, call {name}({model}, {path})"
             deprecate(f"{name}({path}, {model})", gone_in="0.2", now=now)
-        return function(*args, **named)
+        return function(*args, **keywords)
 
     return cast("F", call)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lpq import registry
-from lpq.checkpoint.errors import CheckpointError, MissingPlugin, shown
+from lpq.checkpoint.errors import CheckpointError, MissingPlugin, tensor_name
 from lpq.formats import Quantizer
 from lpq.recipes import Policy, Steps, policy
 from lpq.registry.errors import LpqError
@@ -90,7 +90,7 @@ class Description:
         data = {**LATER, **data} if isinstance(data, Mapping) else data
         check_fields("its description (lpq)", data, FIELDS)
         for name, entry in data["quantized"].items():
-            check_fields(f"its description (lpq) of {shown(str(name))}", entry, ENTRY)
+            check_fields(f"its description (lpq) of {tensor_name(str(name))}", entry, ENTRY)
             _check_tensor(name, entry)
         for name, origin in data["formats"].items():
             check_fields(f"its description (lpq) of the format {brief(name)}", origin, ORIGIN)
@@ -98,15 +98,15 @@ class Description:
             check_fields(f"its description (lpq) of the conversion of {brief(name)}", conversion, CONVERSION)
         stacks: Mapping[str, Any] = data["stacks"] or {}
         for name, stack in stacks.items():
-            check_fields(f"its description (lpq) of the experts {shown(str(name))}", stack, STACK)
+            check_fields(f"its description (lpq) of the experts {tensor_name(str(name))}", stack, STACK)
         texts = [*data["memories"], *data["stored"], *data["tied"]]
         texts += [*data["renamed"].values(), *data["aliases"].values()]
         texts += [recipe for recipe in data["recipes"].values() if recipe is not None]
         texts += [layer for stack in stacks.values() for layer in stack["layers"] or ()]
         if wrong := [text for text in texts if not isinstance(text, str)]:
             raise CheckpointError(f"its description (lpq) has {brief(wrong[0])} where a text should be: {WRITE}")
-        known = {name: data[name] for name in FIELDS}
-        return cls(**{**known, **{name: tuple(data[name]) for name in ("memories", "stored", "tied")}})
+        values = {name: data[name] for name in FIELDS}
+        return cls(**{**values, **{name: tuple(data[name]) for name in ("memories", "stored", "tied")}})
 
     def require(self, formats: Iterable[str]) -> None:
         """Make sure that these formats are installed; the error names the package that brings a missing one."""
@@ -138,12 +138,14 @@ def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]], r
     """Refuse data in which one of these fields is missing or has another type: another program wrote or changed it."""
     if not isinstance(data, dict):
         raise CheckpointError(f"{what} is of type {type(data).__name__}, not dict: {remedy}")
-    if lacking := [repr(name) for name in fields if name not in data]:
-        raise CheckpointError(f"{what} lacks {listed(lacking)}: {remedy}")
+    if absent := [repr(name) for name in fields if name not in data]:
+        raise CheckpointError(f"{what} lacks {listed(absent)}: {remedy}")
     for name, types in fields.items():
         if not isinstance(data[name], types):
-            wanted = " or ".join(t.__name__ for t in types)
-            raise CheckpointError(f"{what} has {name!r} of type {type(data[name]).__name__}, not {wanted}: {remedy}")
+            type_names = " or ".join(t.__name__ for t in types)
+            raise CheckpointError(
+                f"{what} has {name!r} of type {type(data[name]).__name__}, not {type_names}: {remedy}"
+            )
 
 
 def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:
@@ -155,7 +157,9 @@ def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:
     sides = operands and set(operands) <= {"row", "col"} and all(isinstance(text, str) for text in operands.values())
     if floating and shape and sides:
         return
-    raise CheckpointError(f"its description (lpq) of {shown(name)} is {brief(entry)}, which is no tensor: {WRITE}")
+    raise CheckpointError(
+        f"its description (lpq) of {tensor_name(name)} is {brief(entry)}, which is no tensor: {WRITE}"
+    )
 
 
 def formats_of(quantizer: Quantizer) -> set[str]:
@@ -168,9 +172,9 @@ def formats_of(quantizer: Quantizer) -> set[str]:
 def origins(formats: Iterable[str]) -> dict[str, dict[str, str]]:
     """The plugin, distribution and version that bring each of these formats."""
     plugins = registry.plugins()
-    found = {}
+    entries = {}
     for name in sorted(formats):
         plugin = next((p for p in plugins if name in p.formats), None)
         if plugin is not None:
-            found[name] = {"plugin": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
-    return found
+            entries[name] = {"plugin": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
+    return entries

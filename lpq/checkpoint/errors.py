@@ -7,7 +7,8 @@ from lpq.registry.errors import OptionError
 from lpq.registry.showing import printable
 
 __all__ = [
-    "TRUST", "CheckpointError", "CheckpointWarning", "MissingPlugin", "NoCheckpoint", "UnknownName", "expect", "shown",
+    "TRUST", "CheckpointError", "CheckpointWarning", "MissingPlugin", "NoCheckpoint", "UnknownName", "expect",
+    "tensor_name",
 ]  # fmt: skip
 
 TRUST = "do not trust it"
@@ -26,7 +27,7 @@ class MissingPlugin(CheckpointError):
     """A checkpoint with a format whose plugin cannot be used here."""
 
 
-def shown(name: str) -> str:
+def tensor_name(name: str) -> str:
     """The name that a tensor of a checkpoint has in its model or optimizer."""
     return printable(name.removeprefix("model."))
 

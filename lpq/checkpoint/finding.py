@@ -28,7 +28,7 @@ def step_name(step: int) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class WholeCheckpoint:
     """A checkpoint that is whole."""
 
     path: Path
@@ -40,7 +40,7 @@ class Found:
     """Why this checkpoint is taken though others are of later steps, in words; empty if no other is of a later step."""
 
 
-def find(path: Path, ranks: CheckpointRanks, *, thorough: bool = True) -> Found:
+def find(path: Path, ranks: CheckpointRanks, *, thorough: bool = True) -> WholeCheckpoint:
     """Find the checkpoint at ``path``, or, of the run there, the last one written that is whole.
 
     Not ``thorough``: the sizes of all files are compared, and the digests of the small ones only.
@@ -57,7 +57,7 @@ def find(path: Path, ranks: CheckpointRanks, *, thorough: bool = True) -> Found:
                 warn(f"{line}; {candidate.name} is loaded in its place", CheckpointWarning)
             if why:
                 warn(why, CheckpointWarning)
-            return Found(candidate, manifest.sizes, tuple(refused), why)
+            return WholeCheckpoint(candidate, manifest.sizes, tuple(refused), why)
         refused.append(f"checkpoint {candidate} is refused: {reason}")
         unfinished += reason == UNFINISHED
     others = ranks.first(lambda: _others(path))
@@ -72,14 +72,14 @@ def find(path: Path, ranks: CheckpointRanks, *, thorough: bool = True) -> Found:
 def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
     """The checkpoints of a run, from the last step on: step, what their names end in, and path."""
     matched = [(STEP.fullmatch(p.name), p) for p in directory.iterdir() if p.is_dir()]
-    found = [(int(match[1]), match[2] or "", path) for match, path in matched if match is not None]
-    return sorted(found, key=lambda entry: (-entry[0], ("", REPLACED, PARTIAL).index(entry[1])))
+    entries = [(int(match[1]), match[2] or "", path) for match, path in matched if match is not None]
+    return sorted(entries, key=lambda entry: (-entry[0], ("", REPLACED, PARTIAL).index(entry[1])))
 
 
 def manifests_in(directory: Path) -> dict[Path, Manifest]:
     """The manifests of a run's checkpoints, as far as they can be read."""
-    read = {path: read_manifest(path) for _, _, path in steps_in(directory)}
-    return {path: found for path, found in read.items() if isinstance(found, Manifest)}
+    manifests = {path: read_manifest(path) for _, _, path in steps_in(directory)}
+    return {path: manifest for path, manifest in manifests.items() if isinstance(manifest, Manifest)}
 
 
 def _newest_first(directory: Path) -> list[Path]:
@@ -87,26 +87,26 @@ def _newest_first(directory: Path) -> list[Path]:
 
     One without a time of writing comes before all of the same step or an earlier one.
     """
-    found, manifests = steps_in(directory), manifests_in(directory)
-    times = [(step, manifests[path].written) for step, _, path in found if path in manifests]
+    entries, manifests = steps_in(directory), manifests_in(directory)
+    times = [(step, manifests[path].time) for step, _, path in entries if path in manifests]
 
-    def written(step: int, path: Path) -> int:
+    def time_of(step: int, path: Path) -> int:
         if path in manifests:
-            return manifests[path].written
+            return manifests[path].time
         return max((when for other, when in times if other <= step), default=0)
 
-    return [path for step, _, path in sorted(found, key=lambda entry: (-written(entry[0], entry[2]), -entry[0]))]
+    return [path for step, _, path in sorted(entries, key=lambda entry: (-time_of(entry[0], entry[2]), -entry[0]))]
 
 
-def _why(taken: Path, older: Sequence[Path]) -> str:
+def _why(choice: Path, older: Sequence[Path]) -> str:
     """The reason why a checkpoint is taken though others, which were written earlier, are of later steps."""
-    match = STEP.fullmatch(taken.name)
+    match = STEP.fullmatch(choice.name)
     steps = [(STEP.fullmatch(path.name), path.name) for path in older]
-    later = [name for found, name in steps if match and found and not found[2] and int(found[1]) > int(match[1])]
+    later = [name for other, name in steps if match and other and not other[2] and int(other[1]) > int(match[1])]
     if not later:
         return ""
     return (
-        f"checkpoint {taken} is loaded, which was written last: {listed(later)} beside it "
+        f"checkpoint {choice} is loaded, which was written last: {listed(later)} beside it "
         f"{'is of a later step and was' if len(later) == 1 else 'are of later steps and were'} written before it, so "
         "the run went back. To load another one give its own path"
     )
@@ -141,7 +141,9 @@ def _others(path: Path) -> str:
     """The finished checkpoints of the run to which this checkpoint belongs, newest first."""
     if not STEP.fullmatch(path.name) or not path.parent.is_dir():
         return ""
-    return listed([found.name for _, ending, found in steps_in(path.parent) if not ending and found.name != path.name])
+    return listed(
+        [sibling.name for _, ending, sibling in steps_in(path.parent) if not ending and sibling.name != path.name]
+    )
 
 
 def _why_not(path: Path, manifest: Manifest, ranks: CheckpointRanks, thorough: bool) -> str | None:

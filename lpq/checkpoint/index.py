@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lpq.checkpoint import version_1
 from lpq.checkpoint.description import check_fields
-from lpq.checkpoint.errors import TRUST, CheckpointError, expect, shown
+from lpq.checkpoint.errors import TRUST, CheckpointError, expect, tensor_name
 from lpq.files.manifest import INDEX, PICKLE
 from lpq.torch_private.checkpoints import StorageInfo
 
@@ -89,10 +89,10 @@ def _tensor(
     name: str, entry: Any, places: dict[MetadataIndex, StorageInfo], sizes: Mapping[str, int]
 ) -> TensorStorageMetadata:
     """Describe a tensor as DCP does, and add the places of its pieces."""
-    check_fields(f"its entry of {shown(name)}", entry, TENSOR, TRUST)
-    expect(entry["dtype"] in DTYPES, f"the dtype of {shown(name)} is none")
+    check_fields(f"its entry of {tensor_name(name)}", entry, TENSOR, TRUST)
+    expect(entry["dtype"] in DTYPES, f"the dtype of {tensor_name(name)} is none")
     dtype, size = DTYPES[entry["dtype"]], _size(entry["shape"])
-    chunks, covered, what = [], 0, f"a piece of {shown(name)}"
+    chunks, covered, what = [], 0, f"a piece of {tensor_name(name)}"
     for piece in entry["pieces"]:
         check_fields(what, piece, PIECE, TRUST)
         at, shape, file = _size(piece["at"]), _size(piece["shape"]), piece["file"]
@@ -107,7 +107,7 @@ def _tensor(
         places[index] = StorageInfo(file, begin, length)
         chunks.append(ChunkStorageMetadata(at, shape))
         covered += count
-    expect(covered == math.prod(size), f"the pieces of {shown(name)} do not cover it")
+    expect(covered == math.prod(size), f"the pieces of {tensor_name(name)} do not cover it")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 

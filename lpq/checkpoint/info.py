@@ -19,7 +19,7 @@ from lpq.checkpoint import pickles
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, expect
-from lpq.checkpoint.finding import Found, find
+from lpq.checkpoint.finding import WholeCheckpoint, find
 from lpq.checkpoint.optimizer import check_data
 from lpq.files.disk import place
 from lpq.files.manifest import DESCRIPTION, EXTRA, INDEX, MANIFEST
@@ -90,16 +90,16 @@ def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) ->
         process_group: The ranks that read together; None: each reads for itself.
     """
     ranks = ranks_of(process_group, False, "reads")
-    found = find(ranks.each(lambda: place(path)), ranks, thorough=False)
-    return ranks.each(lambda: read(found)[0])
+    checkpoint = find(ranks.each(lambda: place(path)), ranks, thorough=False)
+    return ranks.each(lambda: read(checkpoint)[0])
 
 
-def read(found: Found) -> tuple[Info, dict[str, Any]]:
+def read(checkpoint: WholeCheckpoint) -> tuple[Info, dict[str, Any]]:
     """Read the info of a whole checkpoint, and the values that ``save`` kept beside the tensors for ``load``."""
-    path = found.path
+    path = checkpoint.path
     try:
         description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
-        expect(description.version == 1 or INDEX in found.sizes, f"its {MANIFEST} does not list {INDEX}")
+        expect(description.version == 1 or INDEX in checkpoint.sizes, f"its {MANIFEST} does not list {INDEX}")
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
         why = f"its {DESCRIPTION} is not the JSON that lpq.checkpoint.save writes: do not trust it"
         if isinstance(error, CheckpointError | OSError):
@@ -112,7 +112,7 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
     if not isinstance(beside, dict) or not beside.keys() >= OWNERS.keys() or not isinstance(beside["model"], dict):
         raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA} is not what lpq.checkpoint.save writes")
     check_data(beside["optimizer"])
-    return Info(path, description.step, beside["extra"], description, found.refused, found.why), beside
+    return Info(path, description.step, beside["extra"], description, checkpoint.refused, checkpoint.why), beside
 
 
 def pickled(beside: dict[str, Any]) -> bytes:

@@ -14,11 +14,11 @@ from lpq.checkpoint.agreeing import ALIKE, check_alike
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointWarning
-from lpq.checkpoint.finding import Found, find
+from lpq.checkpoint.finding import WholeCheckpoint, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model, is_shared
-from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, given_optimizers, join, kind, master_name, untrained
+from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, join, kind, master_name, optimizer_list, untrained
 from lpq.checkpoint.ranks import quiet
 from lpq.checkpoint.reading import CheckpointReader
 from lpq.files.disk import place
@@ -61,14 +61,14 @@ def load(
         source = ranks.each(lambda: place(path))
     with ranks.error_context(f"{source} cannot be loaded"):
         # These are compared first, as reading takes long.
-        kinds, meshes = ranks.each(lambda: ([*map(kind, given_optimizers(optimizer))], Model(model).meshes()))
+        kinds, meshes = ranks.each(lambda: ([*map(kind, optimizer_list(optimizer))], Model(model).meshes()))
         check_alike(str(source), meshes, kinds, ranks)
-    found = find(source, ranks)
-    what = f"checkpoint {found.path} cannot be loaded"
-    seen = Model(model)
-    seen.own_memories()
-    with ranks.error_context(what), seen.recipes_stay_on_error():
-        plan = ranks.each(lambda: _prepare(found, seen, optimizer, any_policy))
+    checkpoint = find(source, ranks)
+    what = f"checkpoint {checkpoint.path} cannot be loaded"
+    view = Model(model)
+    view.own_memories()
+    with ranks.error_context(what), view.recipes_stay_on_error():
+        plan = ranks.each(lambda: _prepare(checkpoint, view, optimizer, any_policy))
         differ = "the ranks read different files under that name, or hold different models"
         ranks.equal([*plan.matches[0].to_encode], differ, ALIKE)
     reader = plan.reader
@@ -77,16 +77,16 @@ def load(
         dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.many)
     for filled in plan.matches:
         filled.finish()
-    seen.forget(plan.fresh)
-    seen.set_extra_state(plan.beside["model"])
+    view.forget(plan.fresh)
+    view.set_extra_state(plan.beside["model"])
     encoded = dict(pair for filled in plan.matches for pair in filled.to_encode.values())
     for loaded in plan.loaded:
         loaded.apply(encoded)
     if dropped := [name for loaded in plan.loaded for name in loaded.dropped]:
         warn(
-            f"checkpoint {found.path}: the fp32 masters of {len(dropped)} weights are left out ({listed(dropped)}). "
-            "The weights are stored quantized, and this optimizer keeps no masters: wrap it in lpq.optim.MasterWeights "
-            "before loading to go on from them",
+            f"checkpoint {checkpoint.path}: the fp32 masters of {len(dropped)} weights are left out "
+            f"({listed(dropped)}). The weights are stored quantized, and this optimizer keeps no masters: wrap it in "
+            "lpq.optim.MasterWeights before loading to go on from them",
             CheckpointWarning,
         )
     return plan.info
@@ -104,7 +104,7 @@ class _Job(NamedTuple):
     loaded: list[Loaded]
 
 
-def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -> _Job:
+def _prepare(source: WholeCheckpoint, model: Model, optimizer: Optimizers, any_policy: bool) -> _Job:
     """Find everything that can be wrong, before anything is written."""
     info, beside = read(source)
     description = info.description
@@ -117,7 +117,7 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     tensors, _ = model.state()
     memories = model.memories()
     if any_policy:  # a history of another length belongs to another recipe
-        saved = {name: what for name, what in saved.items() if name not in memories or what[0] == memories[name].shape}
+        saved = {n: kind for n, kind in saved.items() if n not in memories or kind.shape == memories[n].shape}
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
     # A weight of a layer that is in several places has a master, and a place in an optimizer, by one of its names.
     one = {
@@ -128,20 +128,20 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     ours = {name for name in saved if name.startswith(PREFIX)}
     unknown = untrained(beside["optimizer"], [*one.values()])
     frozen = {name for name in description.quantized if one[name] in unknown}
-    found = match(tensors, saved, description.quantized, masters=masters, decodable=frozen)
-    check_complete(found, ours, description.quantized, may_lack=memories, may_ignore=description.memories)
+    in_model = match(tensors, saved, description.quantized, masters=masters, decodable=frozen)
+    check_complete(in_model, ours, description.quantized, may_lack=memories, may_ignore=description.memories)
     model.check_extra_state(beside["model"])
-    fresh = model.starting(found.absent)
-    matches, loaded = [found], list[Loaded]()
-    if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
+    fresh = model.starting(in_model.absent)
+    matches, loaded = [in_model], list[Loaded]()
+    if optimizer is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
         stored = {one[name] for name in masters}
-        wanted, loaded = join(
-            [Named(one, names) for one in given_optimizers(given)],
+        targets, loaded = join(
+            [Named(one, names) for one in optimizer_list(optimizer)],
             beside["optimizer"],
             saved,
             stored,
             description.quantized,
         )
-        matches.append(more := match(wanted, saved, description.quantized))
-        check_complete(more, saved.keys() - ours, description.quantized, (), masters.values(), "optimizer")
+        matches.append(in_optimizer := match(targets, saved, description.quantized))
+        check_complete(in_optimizer, saved.keys() - ours, description.quantized, (), masters.values(), "optimizer")
     return _Job(reader, info, beside, matches, fresh, loaded)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.checkpoint.errors import CheckpointError, tensor_name
 from lpq.checkpoint.optimizer import Saved
 from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like
 from lpq.distributed.shard import touched
@@ -37,9 +37,9 @@ class Match:
     the whole tensor, so that all ranks encode alike."""
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors in high precision, each with the one whose values it takes, decoded, in its own dtype."""
-    taken: list[str] = field(default_factory=list)
+    partial: list[str] = field(default_factory=list)
     """The quantized tensors in the checkpoint of which one operand, or the master, is enough."""
-    written: list[Tensor] = field(default_factory=list)
+    in_place: list[Tensor] = field(default_factory=list)
     """The tensors that ``targets`` or ``to_copy`` fills in place."""
     absent: list[str] = field(default_factory=list)
     """The tensors of which the checkpoint has nothing."""
@@ -50,7 +50,7 @@ class Match:
         for target, source in self.to_copy:
             copy(target, source)
         encode(self.to_encode.values())
-        for tensor in [*self.written, *(tensor for tensor, _ in self.to_encode.values())]:
+        for tensor in [*self.in_place, *(tensor for tensor, _ in self.to_encode.values())]:
             touched(tensor)
 
 
@@ -67,62 +67,62 @@ def match(
     weights. ``decodable``: the names of the tensors that were saved quantized and may be decoded. ``cast``: an ordinary
     tensor may have been saved in another dtype.
     """
-    found = Match()
+    result = Match()
     for name, tensor in tensors.items():
         theirs, mine = quantized.get(name), described(tensor)
         if theirs is None and name not in saved:
-            found.absent.append(name)
+            result.absent.append(name)
         elif mine is not None and theirs is None:  # encode values that were saved in high precision
             shape, dtype = saved[name]
             _check_shape(name, shape, tensor.shape)
             if dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{shown(name)} was saved in {dtype}, and no format encodes that: cast it to float32 first"
+                    f"{tensor_name(name)} was saved in {dtype}, and no format encodes that: cast it to float32 first"
                 )
             values = plain_like(name, tensor, dtype)
-            found.targets[name] = values
-            found.to_encode[name] = tensor, values
+            result.targets[name] = values
+            result.to_encode[name] = tensor, values
         elif mine is None and masters and name in masters:  # take the master of a weight that was stored quantized
             shape, dtype = saved[masters[name]]
             _check_shape(name, shape, tensor.shape)
             values = plain_like(name, tensor, dtype)
-            found.targets[masters[name]] = values
-            found.to_copy.append((parts(name, tensor)[name], values))
-            found.taken.append(name)
-            found.written.append(tensor)
+            result.targets[masters[name]] = values
+            result.to_copy.append((parts(name, tensor)[name], values))
+            result.partial.append(name)
+            result.in_place.append(tensor)
         elif mine is None and theirs is not None and name in decodable:  # decode a weight that was stored quantized
             _check_shape(name, theirs["shape"], tensor.shape)
             stored = stored_like(name, tensor, theirs)
             for part, target in parts(name, stored).items():
                 _check(part, target, saved, exact=True)
-                found.targets[part] = target
-            found.to_copy.append((parts(name, tensor)[name], stored))
-            found.taken.append(name)
-            found.written.append(tensor)
+                result.targets[part] = target
+            result.to_copy.append((parts(name, tensor)[name], stored))
+            result.partial.append(name)
+            result.in_place.append(tensor)
         else:  # take it bit for bit
             _check_storage(name, theirs, mine)
             for part, target in parts(name, tensor).items():
                 _check(part, target, saved, exact=not cast or mine is not None)
-                found.targets[part] = target
-            found.taken += [name] if theirs is not None else []
-            found.written.append(tensor)
-    return found
+                result.targets[part] = target
+            result.partial += [name] if theirs is not None else []
+            result.in_place.append(tensor)
+    return result
 
 
 def check_complete(
-    found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
+    result: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
     may_ignore: Collection[str], whose: str = "model",
 ) -> None:  # fmt: skip
     """Make sure that no tensor is left over on either side except those that may be, as quantizers' memories."""
     remedy = f"Make the {whose} as it was when it was saved"
-    lacking = [shown(name) for name in found.absent if name not in may_lack]
-    if lacking:
-        raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(lacking)}. {remedy}")
-    left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
-    unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in found.taken)]
+    absent = [tensor_name(name) for name in result.absent if name not in may_lack]
+    if absent:
+        raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(absent)}. {remedy}")
+    rest = sorted(set(saved) - result.targets.keys() - set(may_ignore))
+    unused = [name for name in rest if not any(name.startswith(f"{owner}.") for owner in result.partial)]
     if unused:
         owners = {part: name for name in quantized for part in unused if part.startswith(f"{name}.")}
-        names = dict.fromkeys(shown(owners.get(name, name)) for name in unused)
+        names = dict.fromkeys(tensor_name(owners.get(name, name)) for name in unused)
         raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}. {remedy}")
 
 
@@ -131,41 +131,36 @@ def _check_storage(name: str, theirs: Mapping[str, Any] | None, mine: Mapping[st
     saved = theirs["quantizer"] if theirs is not None else "in high precision"
     if ours != saved:
         raise CheckpointError(
-            f"{shown(name)} was saved as {saved}, and the model stores it {'as ' if mine is not None else ''}{ours}: "
-            "convert the model with the policy and the weights= that it was saved with, and shard it so that its "
-            f"blocks stay whole; {BY_VALUE}"
+            f"{tensor_name(name)} was saved as {saved}, and the model stores it "
+            f"{'as ' if mine is not None else ''}{ours}: convert the model with the policy and the weights= that it "
+            f"was saved with, and shard it so that its blocks stay whole; {BY_VALUE}"
         )
     if mine is None or theirs is None:
         return
     _check_shape(name, theirs["shape"], mine["shape"])
-    lacking = [d for d in mine["operands"] if d not in theirs["operands"]]
-    if lacking:
+    absent = [d for d in mine["operands"] if d not in theirs["operands"]]
+    if absent:
         raise CheckpointError(
-            f"{shown(name)} was saved without its {lacking[0]} operand, which the model stores: convert the model with "
-            f"the policy that it was saved with; {BY_VALUE}"
+            f"{tensor_name(name)} was saved without its {absent[0]} operand, which the model stores: convert the model "
+            f"with the policy that it was saved with; {BY_VALUE}"
         )
 
 
 def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:
     if name not in saved:
-        raise CheckpointError(f"it lacks {shown(name)}, a part of a tensor that it has")
+        raise CheckpointError(f"it lacks {tensor_name(name)}, a part of a tensor that it has")
     shape, dtype = saved[name]
     _check_shape(name, shape, target.shape)
     if exact and dtype != target.dtype:
         raise CheckpointError(
-            f"{shown(name)} was saved in {dtype} and is {target.dtype} in the model, and a checkpoint is loaded bit "
-            f"for bit: give the model the dtype that it had, {BY_VALUE}"
+            f"{tensor_name(name)} was saved in {dtype} and is {target.dtype} in the model, and a checkpoint is loaded "
+            f"bit for bit: give the model the dtype that it had, {BY_VALUE}"
         )
 
 
 def _check_shape(name: str, theirs: Sequence[int], mine: Sequence[int]) -> None:
     if list(theirs) != list(mine):
         raise CheckpointError(
-            f"{shown(name)} was saved with shape {list(theirs)} and is {list(mine)} in the model: make the model "
+            f"{tensor_name(name)} was saved with shape {list(theirs)} and is {list(mine)} in the model: make the model "
             "with the sizes that were saved"
         )
-
-
-def saved_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The shape and dtype of each tensor, as ``match`` takes them of saved tensors."""
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as Replicas
 
 from lpq.checkpoint.agreeing import Meshes
 from lpq.checkpoint.description import Description, formats_of, origins
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, tensor_name
 from lpq.checkpoint.tensors import described
 from lpq.nn import Layer
 from lpq.nn.conversion import Conversion, records
@@ -44,15 +44,15 @@ class Model:
     def __init__(self, model: nn.Module) -> None:
         check_model(model, CheckpointError)
         self.module = _unwrapped(model)
-        self._given = model
+        self._original = model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Parameters and persistent buffers by name, and the values that modules return from ``get_extra_state``."""
         tensors: dict[str, Tensor] = {}
         extra: dict[str, Any] = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
-            found = extra if is_extra(key) else tensors
-            found[PREFIX + plain_name(key)] = value
+            target = extra if is_extra(key) else tensors
+            target[PREFIX + plain_name(key)] = value
         return tensors, extra
 
     def meshes(self, replicas: bool = True) -> Meshes:
@@ -63,24 +63,24 @@ class Model:
 
     def groups(self, device: str) -> list[ProcessGroup]:
         """The groups over which it is trained on this type of device."""
-        found = [group for mesh in self._meshes() if mesh.device_type == device for group in mesh.get_all_groups()]
-        return found + [replicas.process_group for replicas in self._replicas() if replicas.device_type == device]
+        of_meshes = [group for mesh in self._meshes() if mesh.device_type == device for group in mesh.get_all_groups()]
+        return of_meshes + [replicas.process_group for replicas in self._replicas() if replicas.device_type == device]
 
     def _meshes(self) -> list[DeviceMesh]:
         tensors = self.module.state_dict(keep_vars=True).values()
         return [*{id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}.values()]
 
     def _replicas(self) -> list[Replicas]:
-        return [module for module in self._given.modules() if isinstance(module, Replicas)]
+        return [module for module in self._original.modules() if isinstance(module, Replicas)]
 
     def check_extra_state(self, saved: Collection[str]) -> None:
         """Make sure that each value of ``get_extra_state`` was saved, and that each saved one has a place."""
         mine = self.state()[1].keys()
-        if lacking := [shown(name) for name in mine if name not in saved]:
-            raise CheckpointError(f"it has nothing for these states of modules: {listed(lacking)}. {AS_SAVED}")
-        if left := [shown(name) for name in saved if name not in mine]:
+        if absent := [tensor_name(name) for name in mine if name not in saved]:
+            raise CheckpointError(f"it has nothing for these states of modules: {listed(absent)}. {AS_SAVED}")
+        if excess := [tensor_name(name) for name in saved if name not in mine]:
             raise CheckpointError(
-                f"it has states of modules for which the model has no place: {listed(left)}. {AS_SAVED}"
+                f"it has states of modules for which the model has no place: {listed(excess)}. {AS_SAVED}"
             )
 
     def set_extra_state(self, extra: Mapping[str, Any]) -> None:
@@ -127,14 +127,14 @@ class Model:
         recipes += [layer.recipe for _, layer in self.remembering() if layer.recipe is not None]
         parts = map(local_part, tensors.values())
         stored = {name for p in parts if isinstance(p, QuantizedTensor) for name in formats_of(p.quantizer)}
-        used = {name for recipe in recipes for q in recipe.operands.values() for name in formats_of(q)}
+        in_use = {name for recipe in recipes for q in recipe.operands.values() for name in formats_of(q)}
         return Description(
             step=step,
             conversions={n: {"policy": c.policy.to_dict(), "steps": c.steps} for n, c in conversions.items()},
             recipes={name: _text(layer.recipe) for name, layer in self.remembering()},
             memories=tuple(self.memories()),
             quantized=quantized,
-            formats=origins(used | stored),
+            formats=origins(in_use | stored),
             stored=tuple(sorted(stored)),
             aliases=self.aliases(),
             tied=tuple(self.tied()),
@@ -145,7 +145,7 @@ class Model:
         """The first name of each tensor that has a further one, by that."""
         first: dict[int, str] = {}
         names = ((key.removeprefix(PREFIX), tensor) for key, tensor in self.state()[0].items())
-        return {name: found for name, tensor in names if (found := first.setdefault(id(tensor), name)) != name}
+        return {name: original for name, tensor in names if (original := first.setdefault(id(tensor), name)) != name}
 
     def tied(self) -> list[str]:
         """The first names of parameters that several modules have."""
@@ -174,12 +174,12 @@ class Model:
     def check_policy(
         self,
         saved: Description,
-        found: str = "lpq.checkpoint.info(path).policy",
+        source: str = "lpq.checkpoint.info(path).policy",
         otherwise: str = "load(…, any_policy=True)",
     ) -> None:
         """Make sure that the model has the policy that it had when it was saved; one never converted has none.
 
-        For the message: ``found`` is where the saved policy is, and ``otherwise`` the call that goes on under another.
+        For the message: ``source`` is where the saved policy is, and ``otherwise`` the call that goes on under another.
         """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
@@ -188,8 +188,8 @@ class Model:
             return
         raise CheckpointError(
             "it was saved under another policy than the model's, and going on would change the run.\n"
-            f"{_shown('the checkpoint', theirs)}\n{_shown('the model', mine)}\n"
-            f"Convert the model with the checkpoint's policy ({found}) for as many steps, or pass "
+            f"{_policy_text('the checkpoint', theirs)}\n{_policy_text('the model', mine)}\n"
+            f"Convert the model with the checkpoint's policy ({source}) for as many steps, or pass "
             f"{otherwise} to go on under the model's own"
         )
 
@@ -229,23 +229,23 @@ class Model:
         """The states that start anew because some were not saved: for each tensor all of its quantizer's states, or
         none. A warning names the tensors whose states were saved in part.
         """
-        found: dict[str, Tensor] = {}
+        fresh: dict[str, Tensor] = {}
         halves: list[str] = []
         for name, layer in self.remembering():
-            kept = layer.state_buffers()
-            for of in dict.fromkeys((memory.stack, memory.tensor) for memory in kept):
-                names = [memory.name for memory in kept if (memory.stack, memory.tensor) == of]
+            buffers = layer.state_buffers()
+            for of in dict.fromkeys((memory.stack, memory.tensor) for memory in buffers):
+                names = [memory.name for memory in buffers if (memory.stack, memory.tensor) == of]
                 own = {PREFIX + _joined(name, key): getattr(layer, key) for key in names}
-                lacking = [shown(key) for key in own if key in absent]
-                found.update(own if lacking else {})
-                halves += lacking if len(lacking) < len(own) else []
+                gaps = [tensor_name(key) for key in own if key in absent]
+                fresh.update(own if gaps else {})
+                halves += gaps if len(gaps) < len(own) else []
         if halves:
             warn(
                 f"the checkpoint lacks {listed(halves)}, and has other states of the same quantizers: all states of "
                 "these quantizers start anew",
                 CheckpointWarning,
             )
-        return found
+        return fresh
 
     @torch.no_grad()
     def forget(self, memories: Mapping[str, Tensor]) -> None:
@@ -296,7 +296,7 @@ def _same(a: tuple[Policy, Steps], b: tuple[Policy, Steps], alike: bool) -> bool
     return rules and (a[1] == b[1] or not fractions)
 
 
-def _shown(whose: str, policies: Mapping[str, tuple[Policy, Steps]]) -> str:
+def _policy_text(whose: str, policies: Mapping[str, tuple[Policy, Steps]]) -> str:
     if not policies:
         return f"{whose} has none"
     texts = []

@@ -9,6 +9,7 @@ weight here. Where there is none it is left out, and a master that was not saved
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.checkpoint.tensors import described, plain_like, stored_like
+from lpq.files.safetensors import TensorKind
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.states import QuantizedStates
 from lpq.optim.unwrap import unwrapped
@@ -36,8 +38,8 @@ NUMBERED = ("params", "param_names")
 """The keys of a group that list its parameters in order, which may not be the order in the saved group."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-Saved = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""The shapes and dtypes of the tensors in a checkpoint."""
+Saved = Mapping[str, TensorKind]
+"""The tensors in a checkpoint."""
 
 
 def master_name(weight: str) -> str:
@@ -63,15 +65,15 @@ def check_data(data: Any) -> None:
         expect(_is_mark(state.get(MASTER, {MARK: ""})), f"{what} of {brief(name)} has a master that is no tensor")
     for number, group in enumerate(data["groups"]):
         check_fields(f"{what} of group {number}", group, {"params": (list,), "options": (dict,)})
-        named = all(isinstance(name, str) for name in [*group["params"], group.get("optimizer", "")])
-        expect(named, f"{what} of group {number} has something else than names")
+        all_names = all(isinstance(name, str) for name in [*group["params"], group.get("optimizer", "")])
+        expect(all_names, f"{what} of group {number} has something else than names")
         _check_tree(group["options"], f"{PREFIX}groups.{number}")
 
 
 def _check_tree(value: Any, name: str) -> None:
     if isinstance(value, Tensor) or (_is_mark(value) and value[MARK] != name):
-        shown = value.dtype if isinstance(value, Tensor) else value[MARK]
-        raise CheckpointError(f"its optimizer state (extra.pt) has {brief(shown)} as {name}: do not trust it")
+        fault = value.dtype if isinstance(value, Tensor) else value[MARK]
+        raise CheckpointError(f"its optimizer state (extra.pt) has {brief(fault)} as {name}: do not trust it")
     if isinstance(value, list | tuple) or (isinstance(value, Mapping) and not _is_mark(value)):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             _check_tree(inner, f"{name}.{key}")
@@ -82,9 +84,9 @@ def _is_mark(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {MARK}
 
 
-def given_optimizers(given: Optimizers) -> list[Optimizer]:
+def optimizer_list(optimizer: Optimizers) -> list[Optimizer]:
     """The optimizers that were given: one, several or none. One that stands for another is replaced by that."""
-    every = [*given] if isinstance(given, Sequence) else [] if given is None else [given]
+    every = [*optimizer] if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     for one in every:
         if not isinstance(one, Optimizer):
             raise CheckpointError(
@@ -130,14 +132,14 @@ def join(
     descriptions of the tensors that were stored quantized, by name.
     """
     tensors: dict[str, Tensor] = {}
-    given = _masters_alone(optimizers) if data is None else data
-    return tensors, [one.join(given, saved, tensors, masters, quantized) for one in optimizers]
+    source = _masters_alone(optimizers) if data is None else data
+    return tensors, [one.join(source, saved, tensors, masters, quantized) for one in optimizers]
 
 
 def _masters_alone(optimizers: Sequence[Named]) -> dict[str, Any]:
     """The data to load where no optimizer was saved: masters start from the weights, and no other state is set."""
-    given = [one.optimizer for one in optimizers]
-    if not all(isinstance(one, MasterWeights) and one.keep and not one.optimizer.state for one in given):
+    inner = [one.optimizer for one in optimizers]
+    if not all(isinstance(one, MasterWeights) and one.keep and not one.optimizer.state for one in inner):
         raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
     groups = [{"params": names, "options": own} for one in optimizers for names, own in one.groups()]
     return {"state": {}, "groups": groups}
@@ -184,18 +186,18 @@ class Named:
         """Prepare the state for this optimizer, and add the tensors to fill for it to ``tensors``."""
         loaded = Loaded(self.optimizer, self.params)
 
-        def joined(value: Any, own: Any, param: Tensor | None) -> Any:
-            def taken(name: str, existing: object) -> Tensor:
+        def fill(value: Any, own: Any, param: Tensor | None) -> Any:
+            def target(name: str, existing: object) -> Tensor:
                 if name in quantized:
                     tensors[name] = self._stored(name, quantized[name], param, existing)
                 else:
                     tensors[name] = _existing_or_new(saved, param, name, existing)
                 return tensors[name]
 
-            return _join(value, own, taken)
+            return _join(value, own, target)
 
         for group, (names, own) in zip(self.whole_state["param_groups"], self.groups(), strict=True):
-            options = joined(self._saved_group(data, names)["options"], own, None)
+            options = fill(self._saved_group(data, names)["options"], own, None)
             for key, value in options.items():
                 if isinstance(own.get(key), int | float) and not isinstance(value, int | float | Tensor | None):
                     raise CheckpointError(
@@ -209,7 +211,7 @@ class Named:
                     if self.names[number] in masters and param not in self.masters:
                         state = {key: value for key, value in state.items() if key != MASTER}
                         loaded.dropped += [self.names[number]] if isinstance(local_part(param), QuantizedTensor) else []
-                    loaded.state[number] = joined(state, self.whole_state["state"].get(number), param)
+                    loaded.state[number] = fill(state, self.whole_state["state"].get(number), param)
                     if param in self.masters and MASTER in state:
                         self._check_master(param, self.names[number], loaded.state[number][MASTER])
                 if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
@@ -230,28 +232,28 @@ class Named:
             return stored_like(name, param, entry)
         raise CheckpointError(f"{name} was stored quantized, and this optimizer has none yet: take one step first")
 
-    def _check_master(self, param: Tensor, name: str, found: Tensor) -> None:
+    def _check_master(self, param: Tensor, name: str, master: Tensor) -> None:
         here = self.masters[param]
-        if (found.shape, found.dtype) != (here.shape, here.dtype):
+        if (master.shape, master.dtype) != (here.shape, here.dtype):
             raise CheckpointError(
-                f"its master of {name} is {found.dtype} of shape {list(found.shape)}, and the optimizer's is "
+                f"its master of {name} is {master.dtype} of shape {list(master.shape)}, and the optimizer's is "
                 f"{here.dtype} of shape {list(here.shape)}"
             )
 
     def _saved_group(self, data: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
         """The saved group of these parameters, of an optimizer of this kind."""
         alike: Iterator[Mapping[str, Any]] = (g for g in data["groups"] if sorted(g["params"]) == sorted(names))
-        if (found := next(alike, None)) is None:
+        if (group := next(alike, None)) is None:
             raise CheckpointError(
                 f"no group of the saved optimizer has the parameters of one of this optimizer: {listed(names)}. "
                 "Make the groups as they were when it was saved"
             )
-        if (kind := found.get("optimizer", self.kind)) != self.kind:
+        if (kind := group.get("optimizer", self.kind)) != self.kind:
             raise CheckpointError(
                 f"the state of {kind} was saved, and this optimizer is {self.kind}, whose state is another: load "
                 f"into {kind}, or without an optimizer"
             )
-        return found
+        return group
 
 
 @dataclass
@@ -282,13 +284,13 @@ class Loaded:
         starting = {id(weight) for weight in self.starting}  # moments of a master that starts here are made fp32
         for number, values in self.state.items():
             param = self.params[number]
-            given = (
+            state = (
                 {}
                 if id(param) in starting
                 else wrapped.state.get(whole.updated(param) if whole is not None else param, {})
             )
-            cast = [name for name, value in values.items() if name in given and _dtypes(given[name]) != _dtypes(value)]
-            given.update({name: values[name] for name in cast})  # to the dtype of the parameter, by load_state_dict
+            cast = [name for name, value in values.items() if name in state and _dtypes(state[name]) != _dtypes(value)]
+            state.update({name: values[name] for name in cast})  # to the dtype of the parameter, by load_state_dict
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
@@ -302,22 +304,22 @@ def _split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: _split(v, f"{name}.{key}", tensors) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        found = [_split(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
-        return tuple(found) if isinstance(value, tuple) else found
+        items = [_split(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
-def _join(data: Any, existing: Any, taken: Callable[[str, object], Tensor]) -> Any:
-    """The inverse of ``_split``: ``taken`` gives the tensor of a name, which may be the one that is there already."""
+def _join(data: Any, existing: Any, target: Callable[[str, object], Tensor]) -> Any:
+    """The inverse of ``_split``: ``target`` gives the tensor of a name, which may be the one that is there already."""
     if _is_mark(data):
-        return taken(data[MARK], existing)
+        return target(data[MARK], existing)
     if isinstance(data, Mapping):
         inner = existing if isinstance(existing, Mapping) else {}
-        return {key: _join(v, inner.get(key), taken) for key, v in data.items()}
+        return {key: _join(v, inner.get(key), target) for key, v in data.items()}
     if isinstance(data, list | tuple):
         beside = existing if isinstance(existing, list | tuple) and len(existing) == len(data) else [None] * len(data)
-        found = [_join(v, e, taken) for v, e in zip(data, beside, strict=True)]
-        return tuple(found) if isinstance(data, tuple) else found
+        items = [_join(v, e, target) for v, e in zip(data, beside, strict=True)]
+        return tuple(items) if isinstance(data, tuple) else items
     return data
 
 
@@ -330,13 +332,13 @@ def _existing_or_new(saved: Saved, param: Tensor | None, name: str, existing: ob
         raise CheckpointError(f"it lacks {name}, a tensor of the optimizer's state")
     if param is not None and shape == param.shape:
         return plain_like(name, param, dtype)
-    if param is not None and shape.numel() > 1 and _sharded(param):
+    if param is not None and math.prod(shape) > 1 and _sharded(param):
         raise CheckpointError(
             f"{name} of shape {list(shape)} belongs to a sharded parameter of shape {list(param.shape)}, and only "
             "the optimizer knows how it is sharded itself: take one step, then load"
         )
     # load_state_dict puts a single number on the device that the optimizer needs.
-    device = torch.device("cpu") if param is None or shape.numel() == 1 else local_part(param).device
+    device = torch.device("cpu") if param is None or math.prod(shape) == 1 else local_part(param).device
     return torch.empty(shape, dtype=dtype, device=device)
 
 

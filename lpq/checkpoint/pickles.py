@@ -88,9 +88,9 @@ def _check_tuples(program: bytes) -> None:
             inner = stack[begin:]
             del stack[begin - (op.stack_before.index(pickletools.markobject) if marked else 0) :]
             if op.name in TUPLES:
-                held = 1 + sum(count for count, _ in inner), 1 + max((deep for _, deep in inner), default=0)
-                expect(held[0] <= MOST and held[1] <= DEEPEST, "it has tuples in tuples without end")
-                stack.append(held)
+                nesting = 1 + sum(count for count, _ in inner), 1 + max((deep for _, deep in inner), default=0)
+                expect(nesting[0] <= MOST and nesting[1] <= DEEPEST, "it has tuples in tuples without end")
+                stack.append(nesting)
             else:
                 stack += [NONE] * len(op.stack_after)
 

@@ -27,12 +27,12 @@ class CheckpointRanks(Ranks):
             if mine is not None and not isinstance(mine, Exception):
                 raise mine from error  # this process is interrupted
             failures = {self.names[rank]: self.as_error(failure[0]) for rank, failure in error.failures.items()}
-            found, cause = self.raised(failures), error.__cause__ or error
+            report, cause = self.raised(failures), error.__cause__ or error
         except Exception as error:  # or the group's own: another process died, or none answers
-            found, cause = self.as_error(error), error
+            report, cause = self.as_error(error), error
         else:
             return
-        raise type(found)(f"{what if isinstance(what, str) else what()}: {found}") from cause
+        raise type(report)(f"{what if isinstance(what, str) else what()}: {report}") from cause
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
-from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.checkpoint.errors import CheckpointError, tensor_name
 from lpq.checkpoint.index import read_index
 from lpq.checkpoint.pickles import check_archive
 from lpq.files import disk
+from lpq.files.safetensors import TensorKind
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -72,17 +73,17 @@ class CheckpointReader(FileSystemReader):
         """The index, which is read once."""
         return self._index
 
-    def saved(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def saved(self) -> dict[str, TensorKind]:
         """The shape and dtype of each tensor."""
         entries = self._index.state_dict_metadata.items()
-        return {n: (e.size, e.properties.dtype) for n, e in entries if isinstance(e, TensorStorageMetadata)}
+        return {n: TensorKind(e.size, e.properties.dtype) for n, e in entries if isinstance(e, TensorStorageMetadata)}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Make sure that the files from which this rank reads are here, before any rank reads."""
         pieces = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         for name in sorted({piece.relative_path for piece in pieces.values()}):
-            if (found := disk.fault(self._folder, name, self._sizes[name], None)) is not None:
-                raise CheckpointError(found)
+            if (fault := disk.fault(self._folder, name, self._sizes[name], None)) is not None:
+                raise CheckpointError(fault)
         for index, piece in pieces.items():
             with self._naming(index), (self._folder / piece.relative_path).open("rb") as file:
                 check_archive(_Part(file, piece.offset, piece.length), piece.length)
@@ -99,9 +100,9 @@ class CheckpointReader(FileSystemReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(piece)
                 planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         """A piece of a tensor, of the dtype and the shape that the index has."""
@@ -128,4 +129,4 @@ class CheckpointReader(FileSystemReader):
             elif isinstance(error, CheckpointError | MemoryError):
                 why = error
             name = self.storage_data[index].relative_path
-            raise CheckpointError(f"{name} cannot be read for its piece of {shown(index.fqn)}: {why}") from error
+            raise CheckpointError(f"{name} cannot be read for its piece of {tensor_name(index.fqn)}: {why}") from error

@@ -16,11 +16,11 @@ from lpq.checkpoint.agreeing import ALIKE, Meshes, check_alike
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.description import Description
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, tensor_name
 from lpq.checkpoint.finding import REPLACED, step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.model import PREFIX, Model, is_shared
-from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
+from lpq.checkpoint.optimizer import Named, Optimizers, optimizer_list, split
 from lpq.checkpoint.ranks import CheckpointRanks, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import CheckpointWriter
@@ -138,7 +138,7 @@ class _Content(NamedTuple):
     """The tensors by model and optimizer, as DCP's own tools expect it."""
     small: dict[str, bytes]
     """The files to write beside DCP's."""
-    held: list[str]
+    shapes: list[str]
     """The names and shapes of the tensors."""
     meshes: Meshes
     optimizers: list[str]
@@ -150,7 +150,7 @@ class _Content(NamedTuple):
 def _prepare(
     target: Path,
     model: nn.Module,
-    given: Optimizers,
+    optimizer: Optimizers,
     step: int | None,
     extra: Any,
     keep: int | None,
@@ -159,11 +159,11 @@ def _prepare(
     """Collect the data to save, and make sure that all ranks save the same checkpoint."""
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
         warn(f"{text} (nobody called Saving.wait)", CheckpointWarning)
-    content = ranks.each(lambda: _collected(model, given, step, extra, ranks))
+    content = ranks.each(lambda: _collected(model, optimizer, step, extra, ranks))
     check_alike(str(target.absolute()), content.meshes, content.optimizers, ranks)
     differ = "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model"
     ranks.equal(content.description.lines(), differ, "Call lpq.set_step and lpq.checkpoint.save alike on all ranks")
-    ranks.equal(content.held, "the ranks hold different tensors, and a checkpoint is of one model", ALIKE)
+    ranks.equal(content.shapes, "the ranks hold different tensors, and a checkpoint is of one model", ALIKE)
     if ranks.many:  # they may have had other inputs; as after a step, the largest statistics count
         every = [*ranks.exchange(content.memories).values()]
         for name in content.memories:
@@ -174,25 +174,27 @@ def _prepare(
     return content.state, CheckpointWriter(where, content.small, keep, claim)
 
 
-def _collected(model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: CheckpointRanks) -> _Content:
-    seen = Model(model)
-    tensors, module_extra = seen.state()
+def _collected(
+    model: nn.Module, optimizer: Optimizers, step: int | None, extra: Any, ranks: CheckpointRanks
+) -> _Content:
+    view = Model(model)
+    tensors, module_extra = view.state()
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
-    optimizers = [Named(one, names) for one in given_optimizers(given)]
+    optimizers = [Named(one, names) for one in optimizer_list(optimizer)]
     theirs, rest = split(optimizers)
     every = {**tensors, **theirs}
-    description = seen.describe(every, step)
+    description = view.describe(every, step)
     state: dict[str, dict[str, Tensor]] = {}
     for name, tensor in every.items():
         for part, value in parts(name, tensor).items():
             side, _, within = part.partition(".")
             state.setdefault(side, {})[within] = value
-    beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
-    memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
-    held = sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items())
+    beside = {"extra": extra, "model": module_extra, "optimizer": rest if optimizer is not None else None}
+    memories = {name: memory.detach().cpu() for name, memory in view.memories().items() if name in tensors}
+    shapes = sorted(f"{tensor_name(name)} {list(tensor.shape)}" for name, tensor in every.items())
     small = {DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""}
     kinds = [one.kind for one in optimizers]
-    return _Content(state, small, held, seen.meshes(replicas=ranks.many), kinds, description, memories)
+    return _Content(state, small, shapes, view.meshes(replicas=ranks.many), kinds, description, memories)
 
 
 def _begin(target: Path, step: int | None) -> Claim:

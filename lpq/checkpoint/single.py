@@ -21,12 +21,13 @@ from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.info import Info, pickled
-from lpq.checkpoint.matching import Match, check_complete, match, saved_of
+from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
 from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.files.claim import whole_file
 from lpq.files.disk import place
+from lpq.files.safetensors import TensorKind
 from lpq.registry.warning import deprecate
 
 
@@ -79,15 +80,15 @@ def import_file(model: nn.Module, path: str | Path, *, process_group: dist.Proce
         source = ranks.each(lambda: place(path))
     with ranks.error_context(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
-        seen = Model(model)
-        seen.own_memories()
-        description, tensors, other, found = ranks.each(lambda: _prepare(source, seen, ranks))
-        ranks.equal([*found.to_encode], "the ranks read different files, or hold different models", ALIKE)
-    for name, target in found.targets.items():
+        view = Model(model)
+        view.own_memories()
+        description, tensors, other, result = ranks.each(lambda: _prepare(source, view, ranks))
+        ranks.equal([*result.to_encode], "the ranks read different files, or hold different models", ALIKE)
+    for name, target in result.targets.items():
         copy(target, tensors[name])
-    found.finish()
-    seen.forget(seen.starting(found.absent))
-    seen.set_extra_state(other)
+    result.finish()
+    view.forget(view.starting(result.absent))
+    view.set_extra_state(other)
     return Info(source, description.step, None, description)
 
 
@@ -101,16 +102,16 @@ def _place(path: str | Path) -> Path:
 
 def _collected(model: nn.Module, decode: bool) -> tuple[Description, list[tuple[str, Tensor]], dict[str, Any]]:
     """The description, the tensors to gather and the values of ``get_extra_state``; checked before any is gathered."""
-    seen = Model(model)
-    tensors, extra = seen.state()
+    view = Model(model)
+    tensors, extra = view.state()
     pickled({"model": extra})
-    found = seen.describe(tensors, None)
+    description = view.describe(tensors, None)
     if decode:
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in found.memories}
-        found = replace(found, quantized={}, stored=(), memories=())
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in description.memories}
+        description = replace(description, quantized={}, stored=(), memories=())
     saved = [(name, tensor, parts(name, tensor)) for name, tensor in tensors.items()]
     pieces = [piece for name, tensor, own in saved for piece in ([(name, tensor)] if decode else own.items())]
-    return found, pieces, extra
+    return description, pieces, extra
 
 
 def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description) -> None:
@@ -120,7 +121,7 @@ def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], desc
 
 
 def _prepare(
-    source: Path, seen: Model, ranks: CheckpointRanks
+    source: Path, view: Model, ranks: CheckpointRanks
 ) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
     """Find everything that can be wrong, before anything is written."""
     content = _opened(source, ranks)
@@ -140,12 +141,13 @@ def _prepare(
             quantized.update({name: entry} if (entry := described(value)) is not None else {})
             available.update(parts(name, value))
     description.require(description.stored)
-    tensors, _ = seen.state()
-    found = match(tensors, saved_of(available), quantized, decodable=quantized, cast=True)
-    check_complete(found, available, quantized, may_lack=seen.memories(), may_ignore=description.memories)
+    tensors, _ = view.state()
+    kinds = {name: TensorKind.of(tensor) for name, tensor in available.items()}
+    result = match(tensors, kinds, quantized, decodable=quantized, cast=True)
+    check_complete(result, available, quantized, may_lack=view.memories(), may_ignore=description.memories)
     extra = {name: value for name, value in saved.items() if is_extra(name)}
-    seen.check_extra_state(extra)
-    return description, available, extra, found
+    view.check_extra_state(extra)
+    return description, available, extra, result
 
 
 def _opened(source: Path, ranks: CheckpointRanks) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lpq import registry
-from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.checkpoint.errors import CheckpointError, tensor_name
 from lpq.distributed.shard import plain
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not_placed, why_uncut
@@ -34,7 +34,7 @@ def here(name: str, tensor: Tensor) -> Tensor:
     local = local_part(tensor)
     if local.is_meta:
         raise CheckpointError(
-            f"{shown(name)} is on the meta device, where there is nothing to save and no place to load into: "
+            f"{tensor_name(name)} is on the meta device, where there is nothing to save and no place to load into: "
             "call model.to_empty(device=…) first"
         )
     return local
@@ -48,7 +48,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in tensor.placements):
             return {name: ordinary}  # what all ranks hold is an ordinary tensor for DCP, which saves it once
         return {name: _placed_like(tensor, ordinary)}
-    found = {}
+    tensors = {}
     count = tensor.shape[:1] if local.is_stack else ()
     matrix = (math.prod(tensor.shape[len(count) : -1]), tensor.shape[-1])
     for direction, storage in local.operands:
@@ -56,10 +56,10 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
             part = f"{name}.{direction}.{buffer.name}"
             of = (name, tensor, direction, buffer, bool(count))
             placements = tuple(_placement(p, *of) for p in tensor.placements) if isinstance(tensor, DTensor) else ()
-            found[part] = _placed(
+            tensors[part] = _placed(
                 part, value.detach(), tensor, (*count, *buffer.grid(*along(direction, matrix))), placements
             )
-    return found
+    return tensors
 
 
 def described(tensor: Tensor) -> dict[str, Any] | None:
@@ -100,8 +100,8 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     matrix, dtype = (*count, math.prod(shape[len(count) : -1]), shape[-1]), getattr(torch, entry["dtype"])
     operand = side.storage.empty(side, along(direction, matrix), dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)
-    made = QuantizedTensor(row, col, quantizer, shape, dtype)
-    return _placed_like(sharded, made) if sharded is not None else made
+    quantized = QuantizedTensor(row, col, quantizer, shape, dtype)
+    return _placed_like(sharded, quantized) if sharded is not None else quantized
 
 
 def decoded(tensor: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ def chunk(tensor: Tensor) -> tuple[slice, ...]:
     """The place, in the whole, of this rank's share of a part."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(None) for _ in tensor.shape)
-    (found,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(slice(o, o + s) for o, s in zip(found.offsets, found.sizes, strict=True))
+    (place,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(slice(o, o + s) for o, s in zip(place.offsets, place.sizes, strict=True))
 
 
 def whole(part: Tensor) -> Tensor:
@@ -173,7 +173,8 @@ def _placement(
         return placement  # whole matrices
     if stack or type(placement) is not Shard or placement.dim not in (0, tensor.dim() - 1):
         raise CheckpointError(
-            f"{shown(name)} is quantized and placed by {placement}: shard it along its first or its last dimension"
+            f"{tensor_name(name)} is quantized and placed by {placement}: shard it along its first or its last "
+            "dimension"
         )
     dim = 1 if placement.dim == tensor.dim() - 1 else 0
     dim = dim if direction == "row" else 1 - dim
@@ -190,7 +191,7 @@ def _placed(
     expected = tuple(s.stop - s.start for s in chunk(part))
     if expected != tuple(local.shape):
         raise CheckpointError(
-            f"{shown(name)}: a shard of {list(local.shape)} is held where equal shards of {list(shape)} would be "
+            f"{tensor_name(name)}: a shard of {list(local.shape)} is held where equal shards of {list(shape)} would be "
             f"{list(expected)}: the shards cut blocks of the format, or do not belong to a DTensor"
         )
     return part

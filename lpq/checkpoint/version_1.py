@@ -12,7 +12,7 @@ import pickletools
 from collections.abc import ItemsView
 from typing import Any, ClassVar, TypeGuard
 
-from lpq.checkpoint.errors import CheckpointError, expect, shown
+from lpq.checkpoint.errors import CheckpointError, expect, tensor_name
 from lpq.torch_private.checkpoints import METADATA, STORAGE_INFO
 
 OPCODES = {
@@ -24,7 +24,7 @@ OPCODES = {
 """The instructions that ``pickle.dump`` uses for an index. None of them takes more memory than it has bytes."""
 NAMES = 100
 """More names than an index refers to: some twenty, and one for each dtype."""
-CODES = {ord(known.code) for known in pickletools.opcodes if known.name in OPCODES}
+CODES = {ord(opcode.code) for opcode in pickletools.opcodes if opcode.name in OPCODES}
 
 
 class Record:
@@ -41,9 +41,9 @@ class Record:
 
     def __new__(cls, *args: Any) -> Record:
         """Keep the arguments."""
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
 
     def __setstate__(self, state: Any) -> None:
         """Keep the state."""
@@ -61,14 +61,14 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._known: dict[str, type[Record]] = {}
+        self._classes: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> type[Record]:
         full = f"{module}.{name}"
-        if full not in self._known:
-            expect(len(self._known) < NAMES, f"it refers to {full[:200]!r}, and to more names than an index has")
-            self._known[full] = type("Record", (Record,), {"__slots__": (), "name": full})
-        return self._known[full]
+        if full not in self._classes:
+            expect(len(self._classes) < NAMES, f"it refers to {full[:200]!r}, and to more names than an index has")
+            self._classes[full] = type("Record", (Record,), {"__slots__": (), "name": full})
+        return self._classes[full]
 
 
 def _set(reader: Any, code: int, keys: slice) -> None:
@@ -89,7 +89,7 @@ def read(raw: bytes) -> dict[str, Any]:
         if place.get("transform_descriptors"):
             raise CheckpointError("it has files that are compressed, and lpq.checkpoint.save writes none")
         where = name, tuple(_size(at)) if at is not None else ()
-        expect(where not in places, f"it has a piece of {shown(name)} twice")
+        expect(where not in places, f"it has a piece of {tensor_name(name)} twice")
         places[where] = {"file": place["relative_path"], "begin": place["offset"], "bytes": place["length"]}
     return {"tensors": {name: _tensor(name, entry, places) for name, entry in _entries(whole["state_dict_metadata"])}}
 
@@ -97,14 +97,14 @@ def read(raw: bytes) -> dict[str, Any]:
 def _tensor(name: Any, entry: Any, places: dict[tuple[str, tuple[int, ...]], dict[str, Any]]) -> dict[str, Any]:
     _like(type(name) is str, "the name of a tensor")
     if _is(entry, f"{METADATA}.BytesStorageMetadata"):
-        raise CheckpointError(f"{shown(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
-    found = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
-    _like(type(found["chunks"]) is list, f"the pieces of {shown(name)}")
-    chunks = [_state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes") for piece in found["chunks"]]
+        raise CheckpointError(f"{tensor_name(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
+    fields = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
+    _like(type(fields["chunks"]) is list, f"the pieces of {tensor_name(name)}")
+    chunks = [_state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes") for piece in fields["chunks"]]
     pieces = [{"at": _size(chunk["offsets"]), "shape": _size(chunk["sizes"])} for chunk in chunks]
     pieces = [{**piece, **places.get((name, (*piece["at"],)), {})} for piece in pieces if 0 not in piece["shape"]]
-    expect(all("file" in piece for piece in pieces), f"a piece of {shown(name)} is not in its files")
-    return {"dtype": _dtype(found["properties"]), "shape": _size(found["size"]), "pieces": pieces}
+    expect(all("file" in piece for piece in pieces), f"a piece of {tensor_name(name)} is not in its files")
+    return {"dtype": _dtype(fields["properties"]), "shape": _size(fields["size"]), "pieces": pieces}
 
 
 def _like(so: bool, what: str) -> None:
@@ -115,10 +115,10 @@ def _is(value: Any, name: str) -> TypeGuard[Record]:
     return isinstance(value, Record) and value.name == name
 
 
-def _state(value: Any, name: str, *wanted: str) -> dict[str, Any]:
+def _state(value: Any, name: str, *keys: str) -> dict[str, Any]:
     """The fields of a record of this name, which must include the wanted ones."""
     state = value.state if _is(value, name) and not value.args else None
-    so = type(state) is dict and state.keys() >= {*wanted}
+    so = type(state) is dict and state.keys() >= {*keys}
     expect(so, f"it has something else where an index has a {name.rpartition('.')[2]}")
     return state or {}
 
@@ -137,6 +137,6 @@ def _size(value: Any) -> list[int]:
 
 def _dtype(properties: Any) -> str:
     state = properties.state if _is(properties, f"{METADATA}.TensorProperties") else None
-    known = state[0] if type(state) is tuple and state else None
-    _like(isinstance(known, type) and issubclass(known, Record), "a dtype")
-    return str(getattr(known, "name", "")).removeprefix("torch.")
+    record = state[0] if type(state) is tuple and state else None
+    _like(isinstance(record, type) and issubclass(record, Record), "a dtype")
+    return str(getattr(record, "name", "")).removeprefix("torch.")

@@ -63,18 +63,18 @@ class CheckpointWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
-            done: Future[list[WriteResult]] = Future()
-            done.set_result(_Written(results, self._entries(names)))
+            future: Future[list[WriteResult]] = Future()
+            future.set_result(_Written(results, self._entries(names)))
         except Exception as error:  # an error that cannot be pickled would never reach the other ranks
             raise CheckpointRanks.as_error(error) from error
-        return done
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Close the checkpoint and give it its name, on rank 0 when all have written."""
         try:
             super().finish(metadata, results)
-            entries = {name: entry for written in results for name, entry in written.entries.items()}  # type: ignore[attr-defined]
-            self._small[INDEX] = as_json(metadata, [result for written in results for result in written])
+            entries = {name: entry for of_rank in results for name, entry in of_rank.entries.items()}  # type: ignore[attr-defined]
+            self._small[INDEX] = as_json(metadata, [result for of_rank in results for result in of_rank])
             for name, data in self._small.items():
                 disk.write(self._partial / name, data)
             entries.update(self._entries([*self._small, PICKLE]))
@@ -90,7 +90,7 @@ class CheckpointWriter(FileSystemWriter):
     def _manifest(self, entries: dict[str, dict[str, Any]]) -> bytes:
         """The list of files, with a time of writing that is later than any other of the run, whatever clocks show."""
         others = manifests_in(self.target.parent) if STEP.fullmatch(self.target.name) else {}
-        last = max((other.written for other in others.values()), default=0)
+        last = max((other.time for other in others.values()), default=0)
         return json.dumps({"files": entries, "written": max(time.time_ns(), last + 1)}, indent=1).encode()
 
     def _publish(self) -> None:
@@ -125,21 +125,21 @@ class CheckpointWriter(FileSystemWriter):
         after the run went back, and the first names them. A checkpoint that another job is writing stays. So does, with
         a warning, anything that has the name of a checkpoint and was not written by lpq.
         """
-        found = steps_in(self.target.parent)
+        steps = steps_in(self.target.parent)
         match = STEP.fullmatch(self.target.name)
         assert match is not None
         ours = {path: manifest for path, manifest in manifests_in(self.target.parent).items() if not path.is_symlink()}
-        upto = [path for step, ending, path in found if path in ours and not ending and step <= int(match[1])]
+        upto = [path for step, ending, path in steps if path in ours and not ending and step <= int(match[1])]
         whole = [path for path in upto if path == self.target or is_whole(path)]
-        before = max((ours[path].written for path in upto if path != self.target), default=0)
+        before = max((ours[path].time for path in upto if path != self.target), default=0)
         later, others = [], []
-        for step, ending, path in reversed(found):
+        for step, ending, path in reversed(steps):
             if ending == PARTIAL and (path / LOCK).exists():
                 if left_behind(path):
                     Claim.take(path.with_name(path.name.removesuffix(PARTIAL))).release()
             elif path not in ours:
                 others.append(path.name)
-            elif step > int(match[1]) and ours[path].written >= before and is_whole(path):
+            elif step > int(match[1]) and ours[path].time >= before and is_whole(path):
                 later.append(path.name)
             elif path not in whole[:keep]:
                 remove(path)

@@ -38,14 +38,14 @@ class CompressedTensors(Layout):
             f"group_{i}": {"targets": [ANY] if one else [*group.layers], **group.config}
             for i, group in enumerate(groups)
         }
-        found = {
+        config = {
             "quant_method": METHOD,
             "format": formats[0] if len({*formats}) == 1 else MIXED,
             "quantization_status": "compressed",
             "config_groups": entries,
             "ignore": [*left],
         }
-        return {"config.json": {CONFIG: found}}
+        return {"config.json": {CONFIG: config}}
 
     def read(self, files: Mapping[str, Mapping[str, Any]], schemes: Sequence[Scheme]) -> Described | None:
         config = files.get("config.json", {}).get(CONFIG)
@@ -58,9 +58,9 @@ class CompressedTensors(Layout):
             raise LayoutError(f"config.json: it ignores {brief(ignored)}, which is no list of layers")
         _refuse_more(config)
         is_ignored = _matcher(ignored)
-        found = [(_targets(name, group), _scheme(name, group, schemes)) for name, group in groups.items()]
-        general = [scheme for targets, scheme in found if ANY in targets]
-        exact = [(_matcher(targets), scheme) for targets, scheme in found]
+        groups_and_schemes = [(_targets(name, group), _scheme(name, group, schemes)) for name, group in groups.items()]
+        general = [scheme for targets, scheme in groups_and_schemes if ANY in targets]
+        exact = [(_matcher(targets), scheme) for targets, scheme in groups_and_schemes]
         for name, group in groups.items():
             _check_format(name, group.get("format") or config.get("format"), _scheme(name, group, schemes)[0])
 
@@ -86,12 +86,13 @@ def _refuse_more(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_format(name: str, given: Any, scheme: Scheme) -> None:
+def _check_format(name: str, name_in_file: Any, scheme: Scheme) -> None:
     """Refuse a name of a weight format that does not belong to this scheme; files of old releases have no name."""
-    known = {config["format"] for config in (scheme.config, *(i.config for i in scheme.inputs)) if "format" in config}
-    if given not in (None, MIXED, *known):
+    formats = {config["format"] for config in (scheme.config, *(i.config for i in scheme.inputs)) if "format" in config}
+    if name_in_file not in (None, MIXED, *formats):
         raise LayoutError(
-            f"config.json: the format of its {name} is {brief(given)}, and {scheme.title} lies as {sorted(known)}"
+            f"config.json: the format of its {name} is {brief(name_in_file)}, and {scheme.title} lies as "
+            f"{sorted(formats)}"
         )
 
 
@@ -135,10 +136,10 @@ def _same(ours: Mapping[str, Any], theirs: Any) -> bool:
     return all(mine.get(key) == other.get(key) for key in KEYS)
 
 
-def _completed(given: Mapping[str, Any]) -> dict[str, Any]:
+def _completed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with those that are not there, as the package takes them."""
-    found = {**DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
-    size = found.pop("group_size", None)
+    values = {**DEFAULTS, **{key: value for key, value in arguments.items() if value is not None}}
+    size = values.pop("group_size", None)
     grouped = type(size) is int and size > 0
     strategy = {"strategy": "group" if grouped else "tensor" if size is None else "channel"}
-    return {**strategy, **found, **({"group_size": size} if grouped else {})}
+    return {**strategy, **values, **({"group_size": size} if grouped else {})}

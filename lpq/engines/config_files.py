@@ -38,16 +38,16 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if callable(getattr(config, "to_diff_dict", None)):
         assert config is not None
-        found: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
-        found["architectures"] = [_class_of(model).__name__]
+        data: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
+        data["architectures"] = [_class_of(model).__name__]
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has the dtype of its loading
-            found[next((key for key in DTYPE if key in found), DTYPE[0])] = _text(dtype)
+            data[next((key for key in DTYPE if key in data), DTYPE[0])] = _text(dtype)
     elif base is not None:
-        found = read_json(_own(base / CONFIG, base)) if (base / CONFIG).is_file() else {}
+        data = read_json(_own(base / CONFIG, base)) if (base / CONFIG).is_file() else {}
     else:
-        found = {}
-    found.pop(OURS, None)
-    return found
+        data = {}
+    data.pop(OURS, None)
+    return data
 
 
 def base_of(model: nn.Module | None, base: str | Path | None) -> Path | None:
@@ -62,17 +62,17 @@ def base_of(model: nn.Module | None, base: str | Path | None) -> Path | None:
 
 def small_files(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
     """The small files, by name: tokenizers and templates of ``base``, and the settings for generating."""
-    found = {}
+    contents = {}
     for path in sorted(base.iterdir()) if base is not None else []:
-        wanted = any(fnmatchcase(path.name, pattern) for pattern in COPIED)
-        if wanted and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in NOT_COPIED):
+        is_small = any(fnmatchcase(path.name, pattern) for pattern in COPIED)
+        if is_small and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in NOT_COPIED):
             assert base is not None
-            found[path.name] = _own(path, base).read_bytes()
+            contents[path.name] = _own(path, base).read_bytes()
     generation = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         assert generation is not None
-        found["generation_config.json"] = generation.to_json_string().encode()
-    return found
+        contents["generation_config.json"] = generation.to_json_string().encode()
+    return contents
 
 
 def _own(path: Path, base: Path) -> Path:
@@ -95,12 +95,12 @@ def as_json(data: Mapping[str, Any]) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file, which is a table."""
     try:
-        found = json.loads(read_text(path, MOST))
+        table = json.loads(read_text(path, MOST))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path.name} is {brief(found)}, and no table")
-    return found
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path.name} is {brief(table)}, and no table")
+    return table
 
 
 def _class_of(model: nn.Module | None) -> type:

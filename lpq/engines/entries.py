@@ -47,8 +47,8 @@ class Multiplied:
         """The amax of inputs that the layer encodes with, or that it came with; None: it measures each input."""
         if self.x is None or not (side := self.x.side("row")).state:
             return self.imported
-        known = recall(self.x, side, None, self.memories.get("x", {}))
-        whole = [value for stat, value in zip(side.stats, known, strict=True) if stat.block == (None, None)]
+        stats = recall(self.x, side, None, self.memories.get("x", {}))
+        whole = [value for stat, value in zip(side.stats, stats, strict=True) if stat.block == (None, None)]
         return whole[0] if whole else None
 
 
@@ -90,14 +90,14 @@ class FileEntry:
     def operand(self, pieces: Pieces) -> Storage:
         """The row operand: the stored operand, or the operand that the layer encodes, encoded once."""
         whole = self._whole(pieces)
-        found = whole if self.part is None else whole.narrow(0, *self.part[:2])
-        if found is None:
+        part = whole if self.part is None else whole.narrow(0, *self.part[:2])
+        if part is None:
             assert self.part is not None
             raise CheckpointError(
                 f"{self.name} is rows {self.part[0]} to {self.part[1]} of a matrix that is encoded as one, and they "
                 f"cut blocks of {whole.quantizer}: keep the layer in high precision, leave=[…]"
             )
-        return found
+        return part
 
     def _whole(self, pieces: Pieces) -> Storage:
         rows, cols = self.shape if self.part is None else (self.part[2], self.shape[1])
@@ -107,9 +107,9 @@ class FileEntry:
         assert self.layer is not None
         matrix = as_matrix(pieces[""].to(self.dtype))
         state = self.layer.memories.get("w")
-        found = encode_operands(self.layer.w, matrix, row=True, col=False, state=state).row
-        assert found is not None
-        return found.row_major()
+        operand = encode_operands(self.layer.w, matrix, row=True, col=False, state=state).row
+        assert operand is not None
+        return operand.row_major()
 
     def values(self, pieces: Pieces) -> Tensor:
         """The tensor in high precision."""

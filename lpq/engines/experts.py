@@ -95,28 +95,30 @@ def _matrices(stack: Stack, whole: FileEntry, imported: Mapping[str, Tensor]) ->
     """Yield the matrices of a stack ``[experts, rows, columns]``."""
     assert stack.recipe is not None
     _, rows, cols = whole.shape
-    held = _Held(whole.gather)
+    stack_pieces = _GatheredStack(whole.gather)
     for number, layers in enumerate(stack.names):
         each = rows // len(layers)
-        own = {tensor: {key: value[number] for key, value in kept.items()} for tensor, kept in stack.memories.items()}
+        own = {
+            tensor: {key: value[number] for key, value in values.items()} for tensor, values in stack.memories.items()
+        }
         for i, layer in enumerate(layers):
             last = number == len(stack.names) - 1 and i == len(layers) - 1
             part = (i * each, (i + 1) * each, rows) if len(layers) > 1 else None
             yield replace(
-                whole, name=f"{layer}.weight", shape=(each, cols), gather=held.of(number, last),
+                whole, name=f"{layer}.weight", shape=(each, cols), gather=stack_pieces.of(number, last),
                 layer=Multiplied.by(stack.recipe, layer, own, imported.get(layer)), part=part,
             )  # fmt: skip
 
 
 def _biases(stack: Stack, whole: FileEntry) -> Iterator[FileEntry]:
     """Yield the biases of a stack, ``[experts, rows]``."""
-    held = _Held(whole.gather)
+    stack_pieces = _GatheredStack(whole.gather)
     for number, (layer,) in enumerate(stack.names):
-        get = held.of(number, number == len(stack.names) - 1)
+        get = stack_pieces.of(number, number == len(stack.names) - 1)
         yield replace(whole, name=f"{layer}.bias", shape=whole.shape[1:], gather=get)
 
 
-class _Held:
+class _GatheredStack:
     """A stack that is gathered for its first expert and forgotten with its last one."""
 
     def __init__(self, gather: Callable[[], Pieces]) -> None:
@@ -129,9 +131,9 @@ class _Held:
         def get() -> Pieces:
             if self._pieces is None:
                 self._pieces = self._gather()
-            found = {name: piece[number] for name, piece in self._pieces.items()}
+            pieces = {name: piece[number] for name, piece in self._pieces.items()}
             if last:
                 self._pieces = None
-            return found
+            return pieces
 
         return get

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lpq.checkpoint.agreeing import ALIKE, Meshes, check_one_model
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, tensor_name
 from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.single import write_file
@@ -140,14 +140,14 @@ class Export:
         with ranks.error_context(f"nothing is exported to {target}"):
             plan, source = _planned(model, layout, dtype, input_amax, leave, siblings, shard_bytes, ranks)
             config = ranks.first(lambda: _config(source.model, base, plan, dtype))
-            written = config[CONFIG]
-            lacking = [NO_MODEL] if not written.get("architectures") else []
-            remarks = plan.remarks(next((str(written[key]) for key in DTYPE if written.get(key)), None))
+            config_json = config[CONFIG]
+            no_model = [NO_MODEL] if not config_json.get("architectures") else []
+            remarks = plan.remarks(next((str(config_json[key]) for key in DTYPE if config_json.get(key)), None))
             directory = ranks.each(lambda: begin() if ranks.rank == 0 else None)
             with directory.discarded_on_error() if directory is not None else nullcontext():
                 _write(plan, directory, ranks, siblings)
         layers = {group.title: group.layers for group in plan.groups}
-        notes = (*plan.notes, *source.notes, *lacking, *remarks)
+        notes = (*plan.notes, *source.notes, *no_model, *remarks)
         return Exported(target, layout, layers, plan.left, notes, plan.readers)
 
     def stream(
@@ -214,8 +214,8 @@ def _planned(
 
     _check_ranks(model, ranks)
     plan, source = ranks.each(prepare)
-    shown = [f"{name} {kind}" for tensor in plan.tensors for name, kind in tensor.shown().items()]
-    ranks.equal(shown, "the ranks hold different models, and an engine gets one", ALIKE)
+    kinds = [f"{name} {kind}" for tensor in plan.tensors for name, kind in tensor.kinds().items()]
+    ranks.equal(kinds, "the ranks hold different models, and an engine gets one", ALIKE)
     return plan, source
 
 
@@ -230,11 +230,11 @@ def _one_file(
         raise CheckpointError(f'layout="{ONE_FILE}" writes a model as it is, and takes decode and process_group alone')
     if isinstance(model, str | Path):
         raise CheckpointError(f'layout="{ONE_FILE}" is of a model: load {model} into one, and export that')
-    written, description = write_file(model, path, decode, process_group)
+    target, description = write_file(model, path, decode, process_group)
     layers: dict[str, tuple[str, ...]] = {}
     for name, entry in description.quantized.items():
-        layers[entry["quantizer"]] = (*layers.get(entry["quantizer"], ()), shown(name))
-    return Exported(written, layout, layers, (), ())
+        layers[entry["quantizer"]] = (*layers.get(entry["quantizer"], ()), tensor_name(name))
+    return Exported(target, layout, layers, (), ())
 
 
 def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
@@ -249,16 +249,16 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
         saved = SavedCheckpoint(place(model, "model"), ranks)
         notes = _notes(saved.stacks, saved.shared_layers(), layout)
         return _Source(saved.entries(dtype), saved.unquantized, None, notes)
-    seen = Model(model)
-    if adapted := [name for name, module in seen.module.named_modules() if hasattr(module, "get_base_layer")]:
+    view = Model(model)
+    if adapted := [name for name, module in view.module.named_modules() if hasattr(module, "get_base_layer")]:
         raise CheckpointError(
             f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
             "model = model.merge_and_unload()"
         )
-    held = stacks(seen.module)
-    notes = _notes(held, shared_layers(seen), layout)
-    left = partial(unquantized, seen.module, stacks=held)
-    return _Source(entries(seen, dtype, held), left, seen.module, notes)
+    experts = stacks(view.module)
+    notes = _notes(experts, shared_layers(view), layout)
+    rest = partial(unquantized, view.module, stacks=experts)
+    return _Source(entries(view, dtype, experts), rest, view.module, notes)
 
 
 def _notes(stacks: Stacks, shared: Sequence[str], layout: str) -> tuple[str, ...]:
@@ -289,9 +289,9 @@ def _config(
     config = configuration(model, base_of(model, base))
     if dtype is not None:
         config |= {key: str(dtype).removeprefix("torch.") for key in DTYPE if key in config}
-    found = {name: dict(data) for name, data in plan.files.items()}
-    found[CONFIG] = {**config, **found.get(CONFIG, {})}
-    return found
+    tables = {name: dict(data) for name, data in plan.files.items()}
+    tables[CONFIG] = {**config, **tables.get(CONFIG, {})}
+    return tables
 
 
 def _write(plan: ExportPlan, directory: Directory | None, ranks: CheckpointRanks, siblings: Siblings) -> None:
@@ -305,10 +305,10 @@ def _write(plan: ExportPlan, directory: Directory | None, ranks: CheckpointRanks
             del pieces
             continue
         try:
-            made = tensor.tensors(pieces)
-            directory.add(tensor, made)
-            values.update(_values(tensor, made))
-            del made, pieces  # before the next is gathered
+            tensors = tensor.tensors(pieces)
+            directory.add(tensor, tensors)
+            values.update(_values(tensor, tensors))
+            del tensors, pieces  # before the next is gathered
         except Exception as error:
             failed.append(error)
 
@@ -325,18 +325,18 @@ def _write(plan: ExportPlan, directory: Directory | None, ranks: CheckpointRanks
 
 def _streamed(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
     for tensor in plan.tensors:
-        made = tensor.tensors(tensor.entry.gather())
-        while made:
-            name = next(iter(made))
-            yield name, made.pop(name)
+        tensors = tensor.tensors(tensor.entry.gather())
+        while tensors:
+            name = next(iter(tensors))
+            yield name, tensors.pop(name)
 
 
-def _values(tensor: Assigned, made: Mapping[str, Tensor]) -> dict[str, list[float]]:
+def _values(tensor: Assigned, tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """The values of a quantized layer that must be equal in layers that engines fuse."""
     if tensor.scheme is None:
         return {}
     alike = [p.name for p in tensor.parts() if p.holds == "value"]
-    return {tensor.layer: [made[f"{tensor.layer}.{name}"].item() for name in alike]}
+    return {tensor.layer: [tensors[f"{tensor.layer}.{name}"].item() for name in alike]}
 
 
 def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:

@@ -54,26 +54,28 @@ class Intended:
         stored = {name: side for name, tensor in tensors.items() if (side := stored_side(tensor)) is not None}
         modules = {plain_name(name): module for name, module in module.named_modules()}
         if rules is None:
-            found = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
-            return cls(found, stored, tuple(modules))
+            present = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
+            return cls(present, stored, tuple(modules))
         schedules = ConversionPlan.of(module, recipes.policy(rules)).schedules
         first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
-        given = {name: recipe for name, recipe in first.items() if recipe is not None}
+        recipes_by_name = {name: recipe for name, recipe in first.items() if recipe is not None}
         if weights == "quantized":
-            linear = [name for name in given if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]
+            linear = [
+                name for name in recipes_by_name if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)
+            ]
             owners = {f"{name}.weight".lstrip("."): name for name in linear}
-            owners |= {one.name: one.holder_name for one in stacks.values() if one.holder_name in given}
+            owners |= {one.name: one.holder_name for one in stacks.values() if one.holder_name in recipes_by_name}
             times = Counter(id(tensor) for tensor in tensors.values())
             for weight, name in owners.items():
-                side = given[name].w.side("row")
+                side = recipes_by_name[name].w.side("row")
                 if weight not in stored and not side.plain and times[id(tensors.get(weight))] == 1:
                     stored[weight] = side
-        return cls(given, stored, tuple(modules))
+        return cls(recipes_by_name, stored, tuple(modules))
 
-    def fitting(self, found: Mapping[str, Quantized]) -> str:
+    def fitting(self, layers: Mapping[str, Quantized]) -> str:
         """A policy that stores weights as these layers of the files, by the names of modules, have them."""
         rules: dict[str, list[str]] = {}
-        for name, layer in found.items():
+        for name, layer in layers.items():
             if (recipe := self.recipes.get(name)) is not None:
                 rules.setdefault(_with_weight(recipe, layer).text, []).append(name)
         listing = [

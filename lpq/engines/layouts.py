@@ -27,8 +27,8 @@ def summaries() -> dict[str, str]:
 def layout_named(name: str) -> Layout:
     """The layout with this name."""
     if name in OWN:
-        made: Layout = registry.resolve(OWN[name][0])()
-        return made
+        layout: Layout = registry.resolve(OWN[name][0])()
+        return layout
     if name in registry.layouts():
         return registry.layout(name)
     raise UnknownName(f"there is no layout {name!r}: {suggestion(str(name), summaries())}")
@@ -48,10 +48,10 @@ def schemes_for(quantizer: Quantizer, layout: str) -> list[Scheme]:
 
 def schemes_in(layout: str) -> list[Scheme]:
     """How operands of any format lie in this layout; formats whose plugins cannot be used have none."""
-    found: list[Scheme] = []
+    schemes: list[Scheme] = []
     for name in registry.formats():
         try:
-            found += [scheme for scheme in registry.schemes(name) if scheme.layout == layout]
+            schemes += [scheme for scheme in registry.schemes(name) if scheme.layout == layout]
         except PluginError:
             continue
-    return found
+    return schemes

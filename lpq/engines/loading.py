@@ -19,7 +19,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.distributed.shard import touched
 from lpq.engines.intended import Intended, recipe_of, stored_side
-from lpq.engines.loading_experts import by_module, held_stacks, make_static, operand_of, static_key, store_quantized
+from lpq.engines.loading_experts import by_module, make_static, operand_of, stacks_in_model, static_key, store_quantized
 from lpq.engines.models import RECORD
 from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
@@ -68,39 +68,39 @@ def load_quantized(
     path = place(path)
     with CheckpointRanks(alone=True).error_context(f"{path} cannot be loaded"):
         files = Files(path)
-        found = files.quantized()
-        if not found:
+        layers = files.quantized()
+        if not layers:
             raise CheckpointError(
                 f"{CONFIG} describes quantized layers, and no tensor of the files is one of theirs: their names, the "
                 "targets or what is ignored were changed"
             )
-        given = Model(model)
-        stacks = held_stacks(given.module, found)
-        _check_model(given, found, stacks)
+        view = Model(model)
+        stacks = stacks_in_model(view.module, layers)
+        _check_model(view, layers, stacks)
         fresh = not any(isinstance(m, StatefulLayer) and m.recipe is not None for m in model.modules())
-        rules = _rules(by_module(found, stacks)) if policy is None and fresh else policy
-        job = _Job(files, given, found, stacks, Intended.of(given, rules, weights, stacks))
+        rules = _rules(by_module(layers, stacks)) if policy is None and fresh else policy
+        job = _Job(files, view, layers, stacks, Intended.of(view, rules, weights, stacks))
         job.judge()
         if rules is not None:
-            convert(given.module, rules, weights=weights)
+            convert(view.module, rules, weights=weights)
             if weights == "quantized":
                 store_quantized(stacks)
         job.fill()
-        for layer in given.module.modules():
+        for layer in view.module.modules():
             if isinstance(layer, Layer) and layer.gather is not None:
                 layer.gather.rounded = False  # its values come from the files
     return model
 
 
-def _rules(found: Mapping[str, Quantized]) -> dict[str, Any]:
+def _rules(layers: Mapping[str, Quantized]) -> dict[str, Any]:
     """A policy with a rule for all layers that lie alike."""
     alike: dict[tuple[int, int], list[str]] = {}
-    for name, layer in found.items():
+    for name, layer in layers.items():
         alike.setdefault((id(layer.scheme), id(layer.inputs)), []).append(name)
-    return {"rules": [{"match": names, "recipe": recipe_of(found[names[0]])} for names in alike.values()]}
+    return {"rules": [{"match": names, "recipe": recipe_of(layers[names[0]])} for names in alike.values()]}
 
 
-def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> None:
+def _check_model(model: Model, layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> None:
     tensors, _ = model.state()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -109,7 +109,7 @@ def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[s
             raise CheckpointError(f"{name.removeprefix(PREFIX)} is on the meta device: call model.to_empty(…) first")
     linear = {plain_name(n) for n, m in model.module.named_modules() if isinstance(m, nn.Linear | Layer)}
     linear |= {layer for one in stacks.values() for layer in one.layers}
-    if strange := [name for name in found if name not in linear]:
+    if strange := [name for name in layers if name not in linear]:
         raise CheckpointError(
             f"the files have quantized weights of linear layers that the model has not: {listed(strange)}; build the "
             "model that was exported"
@@ -122,7 +122,7 @@ class _Job:
 
     files: Files
     model: Model
-    found: Mapping[str, Quantized]
+    layers: Mapping[str, Quantized]
     stacks: Mapping[str, ExpertStack]
     """The stacks of the model's experts, by the names of their parameters."""
     intended: Intended
@@ -140,23 +140,23 @@ class _Job:
         """Find what each tensor of the model gets; everything that can be wrong."""
         tensors = self._tensors()
         other = renamed(self.model.module, [name for name in tensors if name not in self.stacks])
-        used: set[str] = set()
+        names: set[str] = set()
         filled: set[int] = set()
         for name, tensor in tensors.items():
             own = self._judge_tensor(name, other.get(name, name), tensor)
             if own is not None:
-                used |= own
+                names |= own
                 filled.add(id(tensor))
-        if lacking := [name for name, tensor in tensors.items() if id(tensor) not in filled]:
-            raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
-        left = [name for name in self.files.tensors if name not in used]
-        if strange := [name for name in left if not CACHE.fullmatch(name)]:
+        if absent := [name for name, tensor in tensors.items() if id(tensor) not in filled]:
+            raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(absent)}")
+        rest = [name for name in self.files.tensors if name not in names]
+        if strange := [name for name in rest if not CACHE.fullmatch(name)]:
             raise CheckpointError(f"the files have tensors for which the model has no place: {listed(strange)}")
-        for read in self.operands.values():
-            read()
-        if left:
+        for read_operand in self.operands.values():
+            read_operand()
+        if rest:
             warn(
-                f"the files have scales of a KV cache ({listed(left)}), for which lpq has no place: they are left out, "
+                f"the files have scales of a KV cache ({listed(rest)}), for which lpq has no place: they are left out, "
                 "and an export of this model has none",
                 CheckpointWarning,
             )
@@ -173,9 +173,9 @@ class _Job:
         if (own := self._judge_experts(name, tensor)) is not None:
             return own
         layer = name.removesuffix(".weight")
-        if name.endswith(".weight") and layer in self.found:
-            self._judge_layer(self.found[layer], name, tensor)
-            return {f"{layer}.{part.name}" for part in self.found[layer].parts}
+        if name.endswith(".weight") and layer in self.layers:
+            self._judge_layer(self.layers[layer], name, tensor)
+            return {f"{layer}.{part.name}" for part in self.layers[layer].parts}
         stored = name if name in self.files.tensors else other
         if stored not in self.files.tensors:
             return None
@@ -188,18 +188,18 @@ class _Job:
             _, rows, cols = tensor.shape
             each = rows // len(one.names[0])
             for layer in one.layers:
-                self.files.check_headers(self.found[layer], each, cols)
+                self.files.check_headers(self.layers[layer], each, cols)
             names, dtype = one.names, tensor.dtype
             self.operands[name] = lambda: operand_of(
-                names, lambda layer: self._operand(self.found[layer], name, dtype, each, cols)
+                names, lambda layer: self._operand(self.layers[layer], name, dtype, each, cols)
             )
-            return {f"{layer}.{part.name}" for layer in one.layers for part in self.found[layer].parts}
+            return {f"{layer}.{part.name}" for layer in one.layers for part in self.layers[layer].parts}
         one = self.stacks.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
         if one is None:
             return None
         biases = [f"{layer}.bias" for layer in one.layers]
-        if lacking := [bias for bias in biases if bias not in self.files.tensors]:
-            raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
+        if absent := [bias for bias in biases if bias not in self.files.tensors]:
+            raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(absent)}")
         for number, (bias, row) in enumerate(zip(biases, local_part(tensor), strict=True)):
             self._judge_plain(bias, row, name, number)
         return {*biases}
@@ -228,22 +228,22 @@ class _Job:
 
     def _unfit(self, what: str) -> CheckpointError:
         """The error that weights which are to be stored quantized do not fit the files."""
-        fitting = self.intended.fitting(by_module(self.found, self.stacks))
+        fitting = self.intended.fitting(by_module(self.layers, self.stacks))
         return CheckpointError(f"{what}: convert by what fits the files, {fitting}; or by weights=None, which decodes")
 
     def _judge_plain(self, name: str, tensor: Tensor, own: str, number: int | None = None) -> None:
         """``own``: the name of the tensor in the model; ``number``: its part of that."""
-        shown = self.files.tensors[name]
-        if shown.shape != tuple(tensor.shape):
+        kind = self.files.tensors[name]
+        if kind.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} has shape {list(shown.shape)}, and in the model {list(tensor.shape)}: make the model with the "
+                f"{name} has shape {list(kind.shape)}, and in the model {list(tensor.shape)}: make the model with the "
                 f"sizes that {CONFIG} beside the files gives"
             )
         if (side := self.intended.stored.get(own)) is not None:
-            raise self._unfit(f"{name} is {shown.dtype} and not quantized in the files, and stored as {side}")
-        if shown.dtype != tensor.dtype and not (shown.dtype in DTYPES and tensor.dtype in DTYPES):
+            raise self._unfit(f"{name} is {kind.dtype} and not quantized in the files, and stored as {side}")
+        if kind.dtype != tensor.dtype and not (kind.dtype in DTYPES and tensor.dtype in DTYPES):
             raise CheckpointError(
-                f"{name} is {shown.dtype} and not quantized in the files, and {tensor.dtype} in the model: cast one of "
+                f"{name} is {kind.dtype} and not quantized in the files, and {tensor.dtype} in the model: cast one of "
                 f"them, or have {CONFIG} describe it"
             )
         self.plain.append((own, number, name))
@@ -265,20 +265,20 @@ class _Job:
             local = local_part(tensors[own])
             (local if number is None else local[number]).copy_(self.files.read(name))
             touched(tensors[own])
-        for name, read in self.operands.items():
-            local, operand = local_part(tensors[name]), read()
+        for name, read_operand in self.operands.items():
+            local, operand = local_part(tensors[name]), read_operand()
             if isinstance(local, QuantizedTensor):
                 _fill(local, operand)
             else:
                 local.copy_(decode(operand, local.dtype))
             touched(tensors[name])
-        kept = dict(self.amaxes)
+        amaxes = dict(self.amaxes)
         for stack in self.stacks.values():
-            make_static(stack, kept)
+            make_static(stack, amaxes)
         for name, layer in self.model.layers():
-            if name in kept and _remembers(layer, kept[name]):
-                del kept[name]
-        self.model.module.__dict__[RECORD] = kept
+            if name in amaxes and _remembers(layer, amaxes[name]):
+                del amaxes[name]
+        self.model.module.__dict__[RECORD] = amaxes
 
 
 def _fill(weight: QuantizedTensor, operand: Storage) -> None:
@@ -287,9 +287,9 @@ def _fill(weight: QuantizedTensor, operand: Storage) -> None:
     assert row is not None
     _copy(row, operand)
     if col is not None:
-        _, made, _ = quantize(decode(row, torch.float32), None, None, col.quantizer)
-        assert made is not None
-        _copy(col, made.astype(col.dtype))
+        _, column, _ = quantize(decode(row, torch.float32), None, None, col.quantizer)
+        assert column is not None
+        _copy(col, column.astype(col.dtype))
 
 
 def _copy(target: Storage, source: Storage) -> None:

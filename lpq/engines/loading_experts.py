@@ -16,33 +16,33 @@ from lpq.operations.derived_operands import derives_col
 from lpq.registry.showing import listed
 
 
-def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, ExpertStack]:
+def stacks_in_model(model: nn.Module, layers: Mapping[str, Quantized]) -> dict[str, ExpertStack]:
     """The stacks for whose experts the files have quantized layers, by the names of their parameters."""
-    held = {}
+    stacks = {}
     for stack in stacks_in_files(model):
-        there = [layer for layer in stack.layers if layer in found]
+        there = [layer for layer in stack.layers if layer in layers]
         if not there:
             continue
-        if lacking := [layer for layer in stack.layers if layer not in found]:
+        if absent := [layer for layer in stack.layers if layer not in layers]:
             raise CheckpointError(
-                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {stack.name} of the model "
+                f"the files have {listed(there)} quantized and not {listed(absent)}, and {stack.name} of the model "
                 "holds all of them in one tensor"
             )
-        kinds = {(id(found[layer].scheme), id(found[layer].inputs)): layer for layer in there}
+        kinds = {(id(layers[layer].scheme), id(layers[layer].inputs)): layer for layer in there}
         if len(kinds) > 1:
             raise CheckpointError(
                 f"the files have {listed([*kinds.values()])} in several formats, and {stack.name} of the model holds "
                 "them in one tensor"
             )
-        held[stack.name] = stack
-    return held
+        stacks[stack.name] = stack
+    return stacks
 
 
-def by_module(found: Mapping[str, Quantized], held: Mapping[str, ExpertStack]) -> dict[str, Quantized]:
+def by_module(layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> dict[str, Quantized]:
     """Return the quantized layers by the names of the model's modules; one module holds many experts."""
-    holder_of = {layer: stack.holder_name for stack in held.values() for layer in stack.layers}
+    holder_of = {layer: stack.holder_name for stack in stacks.values() for layer in stack.layers}
     modules: dict[str, Quantized] = {}
-    for layer, quantized in found.items():
+    for layer, quantized in layers.items():
         name = holder_of.get(layer, layer)
         before = modules.setdefault(name, quantized)
         if (before.scheme, before.inputs) != (quantized.scheme, quantized.inputs):
@@ -52,35 +52,35 @@ def by_module(found: Mapping[str, Quantized], held: Mapping[str, ExpertStack]) -
     return modules
 
 
-def store_quantized(held: Mapping[str, ExpertStack]) -> None:
+def store_quantized(stacks: Mapping[str, ExpertStack]) -> None:
     """Store the stacks of converted experts of Hugging Face's models quantized, as files have codes for them.
 
     ``lpq.convert`` leaves them in high precision.
     """
-    for stack in held.values():
+    for stack in stacks.values():
         if not stack.key or stack.recipe is None or (w := stack.recipe.w).side("row").plain:
             continue
         weight = stack.weight
         if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
-            made = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
-            setattr(stack.holder, stack.key, nn.Parameter(made, requires_grad=weight.requires_grad))
+            tensor = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
+            setattr(stack.holder, stack.key, nn.Parameter(tensor, requires_grad=weight.requires_grad))
 
 
-def operand_of(names: Names, read: Callable[[str], Storage]) -> Storage:
+def operand_of(names: Names, read_layer: Callable[[str], Storage]) -> Storage:
     """The stack of the operands of all experts."""
-    return stacked([_joined(layers, [read(layer) for layer in layers]) for layers in names])
+    return stacked([_joined(layers, [read_layer(layer) for layer in layers]) for layers in names])
 
 
 def _joined(layers: Sequence[str], operands: Sequence[Storage]) -> Storage:
     if len(operands) == 1:
         return operands[0]
-    found = cat(operands, 0)
-    if found is None:
+    operand = cat(operands, 0)
+    if operand is None:
         raise CheckpointError(
             f"{listed(layers)} are one matrix of the model, and they do not join: their scales of the whole differ, or "
             "blocks would have rows of both. Load them with weights=None"
         )
-    return found
+    return operand
 
 
 def static_key(x: Quantizer) -> str | None:

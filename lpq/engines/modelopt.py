@@ -59,19 +59,19 @@ class ModelOpt(Layout):
             if config is not None or not isinstance(legacy.get("quantization"), Mapping):
                 return None
             config = legacy["quantization"]
-        left = config.get("ignore") or config.get("exclude_modules") or []
+        exclusions = config.get("ignore") or config.get("exclude_modules") or []
         layers = config.get("quantized_layers")
         if config.get(ALGORITHM) != MIXED:
-            one = _named(config.get(ALGORITHM), schemes)
+            one = _algorithm(config.get(ALGORITHM), schemes)
         elif isinstance(layers, Mapping) and all(isinstance(entry, Mapping) for entry in layers.values()):
-            table = {name: _named(entry.get(ALGORITHM), schemes) for name, entry in layers.items()}
+            table = {name: _algorithm(entry.get(ALGORITHM), schemes) for name, entry in layers.items()}
         else:
             raise LayoutError(f"config.json: a mixture has a table of quantized_layers, and not {brief(layers)}")
 
         def described(layer: str) -> tuple[Scheme, Inputs | None] | None:
             if config[ALGORITHM] == MIXED:
                 return table.get(layer)
-            return None if any(fnmatchcase(layer, str(pattern)) for pattern in left) else one
+            return None if any(fnmatchcase(layer, str(pattern)) for pattern in exclusions) else one
 
         return described
 
@@ -80,7 +80,7 @@ def _layer(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in (ALGORITHM, SIZE) if key in config}
 
 
-def _named(algorithm: Any, schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:
+def _algorithm(algorithm: Any, schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:
     """The algorithm with this name; programs differ in capitals."""
     for scheme in schemes:
         for inputs in (None, *scheme.inputs):

@@ -33,31 +33,31 @@ def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Fil
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
     aliases, tied = model.aliases(), model.tied()
     memories, gathered = model.memories(), gathered_dtypes(model.module)
-    known = model.module.__dict__.get(RECORD, {})
+    amaxes = model.module.__dict__.get(RECORD, {})
     apart = memories.keys() | {f"{PREFIX}{name}" for name, stack in stacks.items() if stack.is_split}
     in_files = renamed(model.module, [key.removeprefix(PREFIX) for key in state if key not in apart])
-    found: dict[int, list[FileEntry]] = {}
+    by_tensor: dict[int, list[FileEntry]] = {}
     for key, tensor in state.items():
         name = key.removeprefix(PREFIX)
         if name in aliases or key in memories:
             continue  # tied: an engine ties it, too
         local, layer, shared = here(key, tensor), layers.get(key), name in tied
-        used = _multiplied(*layer, local, known) if layer is not None and not shared else None
+        product = _multiplied(*layer, local, amaxes) if layer is not None and not shared else None
         stored = _stored(name, local)
-        kept = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
-        kept = kept if local.is_floating_point() else local.dtype
-        entry = FileEntry(name, tuple(tensor.shape), kept, partial(_gather, key, tensor), used, stored)
-        parts_of_stack = None if shared else split(entry, stacks, known)
+        file_dtype = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
+        file_dtype = file_dtype if local.is_floating_point() else local.dtype
+        entry = FileEntry(name, tuple(tensor.shape), file_dtype, partial(_gather, key, tensor), product, stored)
+        parts_of_stack = None if shared else split(entry, stacks, amaxes)
         if parts_of_stack is not None:
-            found[id(tensor)] = parts_of_stack
+            by_tensor[id(tensor)] = parts_of_stack
         elif stored is not None and local.dim() > 2:
             raise CheckpointError(
                 f"{name} is a stack that is stored as {stored.side}, and engines have no names for its matrices: load "
                 "a checkpoint of it into a model that was not converted with weights='quantized', and export that"
             )
         else:
-            found[id(tensor)] = [entry if used is not None else replace(entry, name=in_files.get(name, name))]
-    return [entry for own in found.values() for entry in own]
+            by_tensor[id(tensor)] = [entry if product is not None else replace(entry, name=in_files.get(name, name))]
+    return [entry for own in by_tensor.values() for entry in own]
 
 
 def shared_layers(model: Model) -> list[str]:
@@ -71,17 +71,17 @@ def unquantized(model: nn.Module, quantized: set[str], stacks: Stacks) -> Iterat
     """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight,
     and modules with experts that are no layers to engines."""
     yield from left_modules(stacks)
-    left = []
+    rest = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
         if matrix and plain_name(name) not in quantized:
-            left.append(f"{plain_name(name)}.weight")
-    in_files = renamed(model, left)
-    yield from (in_files.get(name, name).removesuffix(".weight") for name in left)
+            rest.append(f"{plain_name(name)}.weight")
+    in_files = renamed(model, rest)
+    yield from (in_files.get(name, name).removesuffix(".weight") for name in rest)
 
 
-def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tensor]) -> Multiplied | None:
+def _multiplied(name: str, layer: Layer, local: Tensor, amaxes: Mapping[str, Tensor]) -> Multiplied | None:
     recipe = layer.recipe
     if recipe is None or (recipe.w.side("row").plain and not isinstance(local, QuantizedTensor)):
         return None
@@ -92,7 +92,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
             f"{name} ({layer.kind}) holds its weight as [in, out], and engines read quantized weights as [out, in]: "
             "keep it in high precision, leave=[…]"
         )
-    return Multiplied.by(recipe, name, states_of(layer), known.get(name))
+    return Multiplied.by(recipe, name, states_of(layer), amaxes.get(name))
 
 
 def _stored(name: str, local: Tensor) -> Stored | None:

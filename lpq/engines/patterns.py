@@ -46,19 +46,19 @@ class Patterns:
     """Regular expressions, each of which matches the beginning of a name, as ``re.match`` does."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        known = [*texts]
+        all_texts = [*texts]
         self._all: Rest = {}
-        for text in known:
+        for text in all_texts:
             rest = self._all
             for step in _read(text):
                 rest = rest.setdefault(step, {})
             rest[None] = {}
-        self._once = sum(map(len, known))
-        self._left = STEPS
+        self._once = sum(map(len, all_texts))
+        self._budget = STEPS
 
     def match(self, text: str) -> bool:
         """Whether one of the expressions matches."""
-        self._left = min(STEPS, self._left + self._once)
+        self._budget = min(STEPS, self._budget + self._once)
         name, ways = _Name(text), [(self._all, 1)]
         while ways:
             rest, places = ways.pop()
@@ -71,8 +71,8 @@ class Patterns:
         return False
 
     def _take(self, steps: int) -> None:
-        self._left -= steps
-        if self._left < 0:
+        self._budget -= steps
+        if self._budget < 0:
             raise LayoutError("config.json: matching its patterns with the names of layers takes too long")
 
     def _through(self, steps: Sequence[Node], places: int, name: _Name) -> int:
@@ -98,8 +98,8 @@ class Patterns:
                 reached |= self._through(branch, places, name)
             return reached
         ahead = (1 << i for i in range(places.bit_length()) if places >> i & 1)
-        wanted = step.kind == "ASSERT"
-        return sum(i for i in ahead if bool(self._through(step.inner[0], i, name)) == wanted)
+        is_positive = step.kind == "ASSERT"
+        return sum(i for i in ahead if bool(self._through(step.inner[0], i, name)) == is_positive)
 
     def _repeated(self, step: Node, places: int, name: _Name) -> int:
         least, most = step.argument
@@ -131,8 +131,8 @@ class _Name:
         self._where: dict[Node, int] = {}
 
     def where(self, step: Node) -> int:
-        if (known := self._where.get(step)) is not None:
-            return known
+        if (places := self._where.get(step)) is not None:
+            return places
         fitting = sum(bits for character, bits in self._of.items() if _is(step.kind, step.argument, character))
         self._where[step] = fitting
         return fitting
@@ -156,24 +156,24 @@ def _read(text: str) -> tuple[Node, ...]:
 
 
 def _steps(tree: Any) -> tuple[Node, ...]:
-    found: list[Node] = []
+    nodes: list[Node] = []
     for op, argument in tree:
         kind = str(op)
         if kind in CHARACTERS:
-            found.append(Node(kind, tuple(argument) if kind == "IN" else argument))
+            nodes.append(Node(kind, tuple(argument) if kind == "IN" else argument))
         elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            found.append(Node("REPEAT", (int(argument[0]), int(argument[1])), (_steps(argument[2]),)))
+            nodes.append(Node("REPEAT", (int(argument[0]), int(argument[1])), (_steps(argument[2]),)))
         elif kind == "SUBPATTERN" and not argument[1] and not argument[2]:
-            found += _steps(argument[3])
+            nodes += _steps(argument[3])
         elif kind == "BRANCH":
-            found.append(Node(kind, None, tuple(map(_steps, argument[1]))))
+            nodes.append(Node(kind, None, tuple(map(_steps, argument[1]))))
         elif kind in ("ASSERT", "ASSERT_NOT") and argument[0] > 0:
-            found.append(Node(kind, None, (_steps(argument[1]),)))
+            nodes.append(Node(kind, None, (_steps(argument[1]),)))
         elif kind == "AT" and str(argument) in ENDS:
-            found.append(Node(kind, str(argument)))
+            nodes.append(Node(kind, str(argument)))
         else:
             raise LayoutError(f"it has {kind} {argument if kind == 'AT' else ''}".strip())
-    return tuple(found)
+    return tuple(nodes)
 
 
 def _is(kind: str, argument: Any, character: str) -> bool:

@@ -15,7 +15,7 @@ from lpq.engines.checks import check_value
 from lpq.engines.entries import FileEntry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, parts_of, schemes_for, summaries
 from lpq.engines.siblings import EXPERTS, Siblings, check_alike
-from lpq.files.safetensors import Shown
+from lpq.files.safetensors import TensorKind
 from lpq.formats import Quantizer
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
@@ -42,38 +42,38 @@ class Assigned:
         assert self.scheme is not None
         return parts_of(self.scheme, self.inputs)
 
-    def shown(self) -> dict[str, Shown]:
+    def kinds(self) -> dict[str, TensorKind]:
         """The tensors that are written, as they will be."""
         if self.scheme is None:
-            return {self.entry.name: Shown(self.entry.dtype, self.entry.shape)}
+            return {self.entry.name: TensorKind(self.entry.shape, self.entry.dtype)}
         rows, cols = self.entry.shape
-        return {f"{self.layer}.{p.name}": Shown(p.dtype, p.shape(rows, cols)) for p in self.parts()}
+        return {f"{self.layer}.{p.name}": TensorKind(p.shape(rows, cols), p.dtype) for p in self.parts()}
 
     def tensors(self, pieces: Pieces) -> dict[str, Tensor]:
         """The tensors that are written, checked: each is there, and none has what engines cannot compute with."""
         if self.scheme is None:
             return {self.entry.name: self.entry.values(pieces)}
         operand = self.entry.operand(pieces)
-        parts, found = self.parts(), [*self.scheme.write(operand)]
+        parts, values = self.parts(), [*self.scheme.write(operand)]
         if self.inputs is not None and self.inputs.write is not None and self.amax is not None:
-            found.append(self.inputs.write(self.amax))
-        _check_written(registry.format_of(type(operand.quantizer)).name, self.scheme, self.shown(), found)
-        made = {f"{self.layer}.{part.name}": value for part, value in zip(parts, found, strict=True)}
-        for part, (name, value) in zip(parts, made.items(), strict=True):
+            values.append(self.inputs.write(self.amax))
+        _check_written(registry.format_of(type(operand.quantizer)).name, self.scheme, self.kinds(), values)
+        by_name = {f"{self.layer}.{part.name}": value for part, value in zip(parts, values, strict=True)}
+        for part, (name, value) in zip(parts, by_name.items(), strict=True):
             check_value(name, part, value)
-        return made
+        return by_name
 
 
-def _check_written(format: str, scheme: Scheme, wanted: Mapping[str, Shown], found: Sequence[object]) -> None:
+def _check_written(format: str, scheme: Scheme, kinds: Mapping[str, TensorKind], values: Sequence[object]) -> None:
     """Refuse tensors of a scheme that are not as its parts declare them; a file has room for those alone."""
-    given = [Shown(t.dtype, tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in found]
+    actual_kinds = [TensorKind.of(t) if isinstance(t, Tensor) else type(t).__name__ for t in values]
     wrong = [
-        f"writes {name} as {made}, and parts declares {part}"
-        for (name, part), made in zip(wanted.items(), given, strict=False)
-        if made != part
+        f"writes {name} as {actual}, and parts declares {part}"
+        for (name, part), actual in zip(kinds.items(), actual_kinds, strict=False)
+        if actual != part
     ]
-    if len(given) != len(wanted):
-        wrong = [f"writes {number(len(given), 'tensor')}, and parts declares {len(wanted)}"]
+    if len(actual_kinds) != len(kinds):
+        wrong = [f"writes {number(len(actual_kinds), 'tensor')}, and parts declares {len(kinds)}"]
     if wrong:
         cause = f"its scheme {scheme.title!r} of the layout {scheme.layout!r} {wrong[0]}"
         raise registry.at_fault(format, cause, "return from write what parts declares, or declare what is returned")
@@ -100,7 +100,7 @@ class ExportPlan:
 
     def remarks(self, dtype: str | None) -> list[str]:
         """The limits of readers that these layers meet in a model of this dtype; None: in the dtype of each weight."""
-        found: dict[str, list[str]] = {}
+        layers_by_text: dict[str, list[str]] = {}
         for tensor in self.tensors:
             if tensor.scheme is None:
                 continue
@@ -109,8 +109,8 @@ class ExportPlan:
             for limited in (tensor.scheme, tensor.inputs):
                 remark = limited.remark if limited is not None else None
                 if remark is not None and (text := remark(rows, cols, own)) is not None:
-                    found.setdefault(text, []).append(tensor.layer)
-        return [f"{number(len(names), 'layer')} ({listed(names)}): {text}" for text, names in found.items()]
+                    layers_by_text.setdefault(text, []).append(tensor.layer)
+        return [f"{number(len(names), 'layer')} ({listed(names)}): {text}" for text, names in layers_by_text.items()]
 
 
 def planned(
@@ -122,13 +122,13 @@ def planned(
     siblings: Siblings,
 ) -> ExportPlan:
     """Find the place of each tensor. ``linear``: the layers that an engine takes for linear ones, but for a set."""
-    made = layout_named(layout)
+    own_layout = layout_named(layout)
     quantized = {entry.layer.name for entry in entries if entry.layer is not None}
     _check_names(quantized, input_amax, leave)
-    found = [_assigned(entry, layout, input_amax, leave) for entry in entries]
+    assigned = [_assigned(entry, layout, input_amax, leave) for entry in entries]
     places: dict[tuple[int, int], list[str]] = {}
     kinds: dict[tuple[int, int], tuple[Scheme, Inputs | None]] = {}
-    for tensor in found:
+    for tensor in assigned:
         if tensor.scheme is not None:
             key = id(tensor.scheme), id(tensor.inputs)
             kinds[key] = tensor.scheme, tensor.inputs
@@ -137,14 +137,16 @@ def planned(
         raise CheckpointError("no layer has a quantized weight: convert the model with a recipe first, lpq.convert")
     groups = tuple(Group(*kinds[key], tuple(layers)) for key, layers in places.items())
     layers = {layer for group in groups for layer in group.layers}
-    apart = [t.layer for t in found if t.entry.layer is not None and t.scheme is None]  # which a name of none has yet
+    apart = [
+        t.layer for t in assigned if t.entry.layer is not None and t.scheme is None
+    ]  # which a name of none has yet
     left = tuple(dict.fromkeys([*linear(layers), *apart]))
     check_alike(groups, left, siblings)
-    high = {t.layer: t.entry.layer.x for t in found if t.scheme is not None and t.inputs is None and t.entry.layer}
+    high = {t.layer: t.entry.layer.x for t in assigned if t.scheme is not None and t.inputs is None and t.entry.layer}
     changed = [layer for layer, x in high.items() if x is not None]
     notes = [_note(changed)] if changed else []
     notes += [_note_of_experts(group) for group in groups if _not_readers(group)]
-    return ExportPlan(tuple(found), groups, left, made.files(groups, left), tuple(notes))
+    return ExportPlan(tuple(assigned), groups, left, own_layout.files(groups, left), tuple(notes))
 
 
 def _note(layers: Sequence[str]) -> str:
@@ -190,13 +192,13 @@ def _assigned(
     layer = entry.layer
     if layer is None or any(fnmatchcase(layer.name, pattern) for pattern in leave):
         return Assigned(entry)
-    known = schemes_for(entry.side, layout)
-    scheme = next((scheme for scheme in known if scheme.serves(entry.side)), None)
+    schemes = schemes_for(entry.side, layout)
+    scheme = next((scheme for scheme in schemes if scheme.serves(entry.side)), None)
     keep = f"keep the layer in high precision, leave=[{layer.name!r}]"
     if scheme is None:
         raise CheckpointError(
             f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place"
-            f"{_elsewhere(entry.side, known)}, or {keep}"
+            f"{_elsewhere(entry.side, schemes)}, or {keep}"
         )
     if scheme.unwritten is not None:
         raise CheckpointError(
@@ -223,9 +225,9 @@ def _assigned(
     return Assigned(entry, scheme, inputs, amax)
 
 
-def _elsewhere(side: Quantizer, known: Sequence[Scheme]) -> str:
+def _elsewhere(side: Quantizer, schemes: Sequence[Scheme]) -> str:
     """List the quantizers for which the layout has a place, and the ways to files that engines read."""
-    others = ", ".join(scheme.quantizer for scheme in known if scheme.unwritten is None)
+    others = ", ".join(scheme.quantizer for scheme in schemes if scheme.unwritten is None)
     has = f"; it has one for: {others}" if others else ", nor for another option of this format"
     layouts = [
         name for name in summaries() if any(s.serves(side) and s.unwritten is None for s in schemes_for(side, name))
@@ -235,7 +237,7 @@ def _elsewhere(side: Quantizer, known: Sequence[Scheme]) -> str:
     return f"{has}. No layout has a place for it: train with weights that one has a place for"
 
 
-def _amax_of(entry: FileEntry, given: Mapping[str, Tensor | float] | None) -> Tensor | None:
+def _amax_of(entry: FileEntry, input_amax: Mapping[str, Tensor | float] | None) -> Tensor | None:
     assert entry.layer is not None
-    found = entry.layer.known_amax() if given is None else given.get(entry.layer.name)
-    return None if found is None else torch.as_tensor(found, dtype=torch.float32).detach().cpu().reshape(())
+    amax = entry.layer.known_amax() if input_amax is None else input_amax.get(entry.layer.name)
+    return None if amax is None else torch.as_tensor(amax, dtype=torch.float32).detach().cpu().reshape(())

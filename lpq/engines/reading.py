@@ -18,7 +18,7 @@ from lpq.engines.layouts import layout_named, parts_of, schemes_in, summaries
 from lpq.engines.names import CONFIG, INDEX, JSON_FILES, ONE
 from lpq.files import disk
 from lpq.files.manifest import DESCRIPTION
-from lpq.files.safetensors import Reader, Shown
+from lpq.files.safetensors import Reader, TensorKind
 from lpq.registry import Described, Inputs, Part, Scheme
 from lpq.registry.errors import suggestion
 from lpq.registry.showing import brief, listed
@@ -47,8 +47,8 @@ class Files:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             if path.is_file():
-                known = "; lpq.checkpoint.import_file reads a file of layout='lpq'"
-                other = "" if path.suffix == ".safetensors" else known
+                hint = "; lpq.checkpoint.import_file reads a file of layout='lpq'"
+                other = "" if path.suffix == ".safetensors" else hint
                 raise CheckpointError(f"it is a file: give the directory in which it is{other}")
             raise CheckpointError("there is no such directory; lpq.export writes one")
         self.json = {name: read_json(path / name) for name in JSON_FILES if (path / name).is_file()}
@@ -75,11 +75,11 @@ class Files:
 
     def quantized(self) -> dict[str, Quantized]:
         """The layers whose weights are quantized, by name; that all their tensors are there."""
-        found: dict[str, Quantized] = {}
-        leaves: dict[str, dict[str, Shown]] = {}
-        for name, shown in self.tensors.items():
+        layers: dict[str, Quantized] = {}
+        leaves: dict[str, dict[str, TensorKind]] = {}
+        for name, kind in self.tensors.items():
             layer, _, leaf = name.rpartition(".")
-            leaves.setdefault(layer, {})[leaf] = shown
+            leaves.setdefault(layer, {})[leaf] = kind
         for layer, own in leaves.items():
             facts = self._described(layer)
             if facts is None:
@@ -92,10 +92,10 @@ class Files:
             ]
             if not here:
                 continue  # in high precision, as an embedding is
-            if lacking := [part.name for part in parts if part.name not in own]:
-                raise CheckpointError(f"{layer} has {listed(here)} and lacks {listed(lacking)}")
-            found[layer] = Quantized(layer, *facts, parts)
-        return found
+            if absent := [part.name for part in parts if part.name not in own]:
+                raise CheckpointError(f"{layer} has {listed(here)} and lacks {listed(absent)}")
+            layers[layer] = Quantized(layer, *facts, parts)
+        return layers
 
     def check_headers(self, layer: Quantized, rows: int, cols: int) -> None:
         """Compare the shapes and dtypes of a layer's tensors with those that its scheme has for its weight."""
@@ -104,27 +104,27 @@ class Files:
         tensors = self.tensors
         for part in layer.parts:
             name = f"{layer.name}.{part.name}"
-            shown, shape = tensors[name], part.shape(rows, cols)
-            one = math.prod(shape) == math.prod(shown.shape) == 1  # others write [], [1] or [1, 1]
-            if shown.shape != shape and not one:
+            kind, shape = tensors[name], part.shape(rows, cols)
+            one = math.prod(shape) == math.prod(kind.shape) == 1  # others write [], [1] or [1, 1]
+            if kind.shape != shape and not one:
                 raise CheckpointError(
-                    f"{name} has shape {list(shown.shape)}, and for a weight of {rows}x{cols} it is {list(shape)}"
+                    f"{name} has shape {list(kind.shape)}, and for a weight of {rows}x{cols} it is {list(shape)}"
                 )
             wide = FLOATS if part.dtype == torch.float32 else (part.dtype,)
-            if shown.dtype not in (EXPONENTS if part.holds == "exponents" else wide):
-                raise CheckpointError(f"{name} is {shown.dtype}, and {layer.scheme.title} has {part.dtype} there")
+            if kind.dtype not in (EXPONENTS if part.holds == "exponents" else wide):
+                raise CheckpointError(f"{name} is {kind.dtype}, and {layer.scheme.title} has {part.dtype} there")
 
     def parts(self, layer: Quantized, rows: int, cols: int) -> list[Tensor]:
         """The tensors of a layer, whose headers are checked, as its scheme has them."""
-        made = []
+        tensors = []
         for part in layer.parts:
             name = f"{layer.name}.{part.name}"
             value = self.read(name)
             value = value.view(part.dtype) if part.holds == "exponents" else value.to(part.dtype)
             value = value.reshape(part.shape(rows, cols))
             check_value(name, part, value)
-            made.append(value)
-        return made
+            tensors.append(value)
+        return tensors
 
 
 def _as_named(part: Part, there: Container[str]) -> Part:
@@ -140,9 +140,9 @@ def _file_names(path: Path) -> list[str]:
     elif (path / ONE).exists():
         names = [ONE]
     else:
-        others = sorted(found.name for found in path.iterdir() if found.suffix in PICKLED)
-        found = f": {others[0]} is a pickle, which can run code, and is not read" if others else ""
-        raise CheckpointError(f"it has neither {ONE} nor {INDEX}{found}")
+        others = sorted(entry.name for entry in path.iterdir() if entry.suffix in PICKLED)
+        entry = f": {others[0]} is a pickle, which can run code, and is not read" if others else ""
+        raise CheckpointError(f"it has neither {ONE} nor {INDEX}{entry}")
     for name in names:
         if not disk.PLAIN.fullmatch(name):
             raise CheckpointError(f"{INDEX} refers to {brief(name)}, which is not the name of a file in the directory")
@@ -155,26 +155,26 @@ def _file_names(path: Path) -> list[str]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    found = read_json(path / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    files = read_json(path / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise CheckpointError(f"{INDEX} has no weight_map, which is a table of files")
-    return found
+    return files
 
 
-def _check_index(listing: Mapping[str, str], found: Mapping[str, str]) -> None:
-    if absent := [name for name, file in listing.items() if found.get(name) != file]:
+def _check_index(listing: Mapping[str, str], actual: Mapping[str, str]) -> None:
+    if absent := [name for name, file in listing.items() if actual.get(name) != file]:
         raise CheckpointError(f"{absent[0]} is not in {listing[absent[0]]}, where {INDEX} has it")
-    if unknown := [name for name in found if name not in listing]:
-        raise CheckpointError(f"{found[unknown[0]]} has {unknown[0]}, which {INDEX} does not list")
+    if unknown := [name for name in actual if name not in listing]:
+        raise CheckpointError(f"{actual[unknown[0]]} has {unknown[0]}, which {INDEX} does not list")
 
 
-def _described(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, Described]:
+def _described(config_files: Mapping[str, Mapping[str, Any]]) -> tuple[str, Described]:
     """The layout whose JSON this is, and its description of the layers."""
     for name in summaries():
-        described = layout_named(name).read(found, schemes_in(name))
+        described = layout_named(name).read(config_files, schemes_in(name))
         if described is not None:
             return name, described
-    config = found[CONFIG].get("quantization_config")
+    config = config_files[CONFIG].get("quantization_config")
     if config is None:
         raise CheckpointError(f"{CONFIG} has no quantization_config: it is a model in high precision")
     method = config.get("quant_method") if isinstance(config, dict) else config

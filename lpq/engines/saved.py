@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from lpq import recipes, registry
-from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.checkpoint.errors import CheckpointError, tensor_name
 from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import read
 from lpq.checkpoint.model import PREFIX
@@ -30,64 +30,66 @@ class SavedCheckpoint:
 
     def __init__(self, path: Path, ranks: CheckpointRanks) -> None:
         """All ranks call it, and find the same one."""
-        found = find(path, ranks)
-        self._description = read(found)[0].description
+        checkpoint = find(path, ranks)
+        self._description = read(checkpoint)[0].description
         self._description.require(self._description.formats)
-        self._reader = CheckpointReader(found.path, found.sizes)
+        self._reader = CheckpointReader(checkpoint.path, checkpoint.sizes)
         self._saved = self._reader.saved()
-        self.stacks = self._found_stacks()
+        self.stacks = self._read_stacks()
 
     def entries(self, dtype: torch.dtype | None) -> list[FileEntry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
         description = self._description
-        made: list[FileEntry] = []
+        entries: list[FileEntry] = []
         for name in self._names():
             quantized = description.quantized.get(name)
             if quantized is not None:
                 if "row" not in quantized["operands"]:
-                    raise CheckpointError(f"{shown(name)} was saved without its row operand, which engines multiply")
+                    raise CheckpointError(
+                        f"{tensor_name(name)} was saved without its row operand, which engines multiply"
+                    )
                 shape, own = self._shape(name), getattr(torch, quantized["dtype"])
                 stored = Stored(registry.quantizer(quantized["operands"]["row"]), own)
                 self._check_shape(name, shape, stored)
             else:
-                shape, own, stored = self._shape(name), self._saved[name][1], None
-            kept = dtype if dtype is not None and own.is_floating_point else own
+                shape, own, stored = self._shape(name), self._saved[name].dtype, None
+            file_dtype = dtype if dtype is not None and own.is_floating_point else own
             gather, own_name = partial(self._gather, name, stored), name.removeprefix(PREFIX)
-            entry = FileEntry(own_name, shape, kept, gather, self._layer(name), stored)
+            entry = FileEntry(own_name, shape, file_dtype, gather, self._layer(name), stored)
             plain = entry if entry.layer is not None else replace(entry, name=self._in_files(own_name))
-            made += split(replace(entry, layer=None), self.stacks, {}) or [plain]
-        return made
+            entries += split(replace(entry, layer=None), self.stacks, {}) or [plain]
+        return entries
 
     def _check_shape(self, name: str, shape: tuple[int, ...], stored: Stored) -> None:
         """Refuse a matrix whose shape, which ``lpq.json`` has, is another one than its buffers make."""
         for buffer in stored.side.layout if len(shape) == 2 else ():
-            found, wanted = self._saved.get(f"{name}.row.{buffer.name}"), buffer.grid(*shape)
-            if found is not None and tuple(found[0]) != wanted:
+            kind, grid = self._saved.get(f"{name}.row.{buffer.name}"), buffer.grid(*shape)
+            if kind is not None and tuple(kind[0]) != grid:
                 raise CheckpointError(
-                    f"its lpq.json has {shown(name)} as {list(shape)}, and its {buffer.name} is {list(found[0])}, not "
-                    f"{list(wanted)}: do not trust it"
+                    f"its lpq.json has {tensor_name(name)} as {list(shape)}, and its {buffer.name} is "
+                    f"{list(kind[0])}, not {list(grid)}: do not trust it"
                 )
 
     def _in_files(self, name: str) -> str:
         return self._description.renamed.get(name, name)
 
-    def _found_stacks(self) -> Stacks:
+    def _read_stacks(self) -> Stacks:
         """Return the stacks of the model that was saved."""
         description = self._description
         if description.stacks is None and (several := [n for n in self._names() if self._may_be_stack(n)]):
             raise CheckpointError(
-                f"{shown(several[0])} seems to hold experts, and the checkpoint does not note their names in files, as "
-                "earlier releases of lpq did not: load it into its model, and export that"
+                f"{tensor_name(several[0])} seems to hold experts, and the checkpoint does not note their names in "
+                "files, as earlier releases of lpq did not: load it into its model, and export that"
             )
-        found = {}
+        stacks = {}
         for name, entry in (description.stacks or {}).items():
             layer, _, leaf = name.rpartition(".")
             patterns = () if name in description.tied else entry["layers"] or ()
             memories = self._memories(layer, "" if leaf == "weight" else f"{leaf}_")
             shape = self._shape(f"{PREFIX}{name}")
             names = numbered(patterns, shape[0] if shape else 0)
-            found[name] = Stack(names, _recipe(entry["recipe"]), memories)
-        return found
+            stacks[name] = Stack(names, _recipe(entry["recipe"]), memories)
+        return stacks
 
     def _may_be_stack(self, name: str) -> bool:
         layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
@@ -98,7 +100,7 @@ class SavedCheckpoint:
         """The shape of a tensor of the model; empty if there is no such tensor."""
         if name in self._description.quantized:
             return tuple(self._description.quantized[name]["shape"])
-        return tuple(self._saved[name][0]) if name in self._saved else ()
+        return tuple(self._saved[name].shape) if name in self._saved else ()
 
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
         """The modules with a matrix as weight, but for this set. Engines do not quantize embeddings, but a checkpoint
@@ -145,13 +147,13 @@ class SavedCheckpoint:
 
     def _memories(self, layer: str, begin: str = "") -> dict[str, dict[str, Tensor]]:
         """The states of a layer; the names of states of one of several stacks begin with the name of the stack."""
-        found: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for buffer in self._description.memories:
             owner, _, own = buffer.removeprefix(PREFIX).rpartition(".")
             if owner == layer and own.startswith(begin):
                 tensor, _, key = own.removeprefix(begin).partition("_")
-                found.setdefault(tensor, {})[key] = self._read([buffer])[buffer]
-        return found
+                states.setdefault(tensor, {})[key] = self._read([buffer])[buffer]
+        return states
 
     def _gather(self, name: str, stored: Stored | None) -> Pieces:
         if stored is None:
@@ -161,12 +163,12 @@ class SavedCheckpoint:
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
         """These tensors."""
-        if lacking := [shown(name) for name in names if name not in self._saved]:
-            raise CheckpointError(f"it lacks {lacking[0]}")
-        found = {name: torch.empty(self._saved[name][0], dtype=self._saved[name][1]) for name in names}
+        if absent := [tensor_name(name) for name in names if name not in self._saved]:
+            raise CheckpointError(f"it lacks {absent[0]}")
+        tensors = {name: torch.empty(self._saved[name].shape, dtype=self._saved[name].dtype) for name in names}
         with quiet():
-            dcp.load(found, storage_reader=self._reader, no_dist=True)
-        return found
+            dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+        return tensors
 
 
 def _recipe(text: str | None) -> Recipe | None:

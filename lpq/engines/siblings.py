@@ -30,13 +30,13 @@ HIGH = "high precision"
 
 def fused(layers: Iterable[str], groups: Sequence[Sequence[str]] = FUSED) -> list[list[str]]:
     """The layers of each fused one."""
-    found: dict[tuple[str, int], list[str]] = {}
+    by_parent: dict[tuple[str, int], list[str]] = {}
     for layer in layers:
         parent, _, leaf = layer.rpartition(".")
         for number, group in enumerate(groups):
             if any(fnmatchcase(leaf, pattern) for pattern in group):
-                found.setdefault((parent, number), []).append(layer)
-    return [names for names in found.values() if len(names) > 1]
+                by_parent.setdefault((parent, number), []).append(layer)
+    return [names for names in by_parent.values() if len(names) > 1]
 
 
 def check_alike(groups: Iterable[Group], left: Iterable[str], siblings: Siblings) -> None:
@@ -61,10 +61,10 @@ def check_alike(groups: Iterable[Group], left: Iterable[str], siblings: Siblings
         group = how[name]
         ways.setdefault(HIGH if group is None else group.title, []).append(name)
     quantized = [name for title, names in ways.items() if title != HIGH for name in names]
-    told = "; ".join(f"{listed(names)} in {title}" for title, names in ways.items())
+    ways_text = "; ".join(f"{listed(names)} in {title}" for title, names in ways.items())
     more = f" (the same holds in {len(differing) - 1} more places)" if differing[1:] else ""
     raise CheckpointError(
         f"engines make one layer of {listed(differing[0])}, which has one format, and they lie in several ways: "
-        f"{told}{more}. Give all of them one recipe, or keep all in high precision, leave={brief(quantized)}; "
+        f"{ways_text}{more}. Give all of them one recipe, or keep all in high precision, leave={brief(quantized)}; "
         "siblings='any' (lpq export --siblings any) is for engines that do not fuse layers"
     )

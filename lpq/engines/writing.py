@@ -14,21 +14,21 @@ from lpq.engines.names import CONFIG, INDEX, shard_name
 from lpq.engines.plan import Assigned, ExportPlan
 from lpq.files import disk
 from lpq.files.claim import Claim
-from lpq.files.safetensors import Shown, Writer
+from lpq.files.safetensors import TensorKind, Writer
 
 
 def shards(plan: ExportPlan, largest: int) -> list[list[Assigned]]:
     """The tensors of each file: in their order, and no more than ``largest`` bytes unless one alone has more."""
-    found: list[list[Assigned]] = [[]]
+    files: list[list[Assigned]] = [[]]
     filled = 0
     for tensor in plan.tensors:
-        size = sum(shown.bytes for shown in tensor.shown().values())
-        if filled + size > largest and found[-1]:
-            found.append([])
+        size = sum(kind.bytes for kind in tensor.kinds().values())
+        if filled + size > largest and files[-1]:
+            files.append([])
             filled = 0
-        found[-1].append(tensor)
+        files[-1].append(tensor)
         filled += size
-    return found
+    return files
 
 
 class Directory:
@@ -42,21 +42,21 @@ class Directory:
         self._claim = Claim.take(self._target)
         self._partial = self._claim.partial
         names = [shard_name(number, len(split)) for number in range(1, len(split) + 1)]
-        self._shown: dict[str, dict[str, Shown]] = {
-            name: {key: shown for tensor in shard for key, shown in tensor.shown().items()}
+        self._kinds: dict[str, dict[str, TensorKind]] = {
+            name: {key: kind for tensor in shard for key, kind in tensor.kinds().items()}
             for name, shard in zip(names, split, strict=True)
         }
         self._file_of = {id(tensor): name for name, shard in zip(names, split, strict=True) for tensor in shard}
         self._small = {**small, **self._index()}
         self._open: tuple[str, Writer] | None = None
 
-    def add(self, tensor: Assigned, made: Mapping[str, Tensor]) -> None:
+    def add(self, tensor: Assigned, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors that are made of one; these come in the order of the shards."""
         name = self._file_of[id(tensor)]
         if self._open is None or self._open[0] != name:
             self._close()
-            self._open = name, Writer(self._partial / name, self._shown[name])
-        for key, value in made.items():
+            self._open = name, Writer(self._partial / name, self._kinds[name])
+        for key, value in tensors.items():
             self._open[1].add(key, value)
 
     def publish(self) -> None:
@@ -84,8 +84,8 @@ class Directory:
         self._open = None
 
     def _index(self) -> dict[str, bytes]:
-        if len(self._shown) == 1:
+        if len(self._kinds) == 1:
             return {}
-        total = sum(shown.bytes for tensors in self._shown.values() for shown in tensors.values())
-        weights = {key: name for name, tensors in self._shown.items() for key in sorted(tensors)}
+        total = sum(kind.bytes for tensors in self._kinds.values() for kind in tensors.values())
+        weights = {key: name for name, tensors in self._kinds.items() for key in sorted(tensors)}
         return {INDEX: as_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))})}

@@ -16,22 +16,22 @@ PLAIN = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 """The names of a checkpoint's files: they lead nowhere else."""
 
 
-def place(path: object, named: str = "path") -> Path:
+def place(path: object, argument: str = "path") -> Path:
     """The place of a file or a directory that a user gave under this name."""
     if not isinstance(path, str | os.PathLike):
         model = ": the model is the first argument" if hasattr(path, "state_dict") else ""
-        raise CheckpointError(f"{named} must be str or Path, got {type(path).__name__}{model}")
+        raise CheckpointError(f"{argument} must be str or Path, got {type(path).__name__}{model}")
     if not os.fspath(path):
-        raise CheckpointError(f"{named} is empty: give a place on the disk, as '.' for the current directory")
+        raise CheckpointError(f"{argument} is empty: give a place on the disk, as '.' for the current directory")
     return Path(path) if Path(path).name not in ("", "..") else resolved(Path(path))  # names of others are made of its
 
 
 def resolved(path: Path) -> Path:
     """The place where something is written that is to be at ``path``: where that leads, if it is a link."""
-    found = Path(os.path.realpath(path))
-    if not found.name:
-        raise CheckpointError(f"{found} is the root of a file system: give a directory in it")
-    return found
+    target = Path(os.path.realpath(path))
+    if not target.name:
+        raise CheckpointError(f"{target} is the root of a file system: give a directory in it")
+    return target
 
 
 def digest(path: Path) -> str:
@@ -45,12 +45,12 @@ def fault(folder: Path, name: str, size: int, sha256: str | None) -> str | None:
     if not PLAIN.fullmatch(name):
         return f"{name[:200]!r} is not the name of a file in it"
     try:
-        found = astray(folder, name) or _fault(folder / name, size, sha256)
+        reason = astray(folder, name) or _fault(folder / name, size, sha256)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror or error}"
-    return f"{name}: {found}" if found is not None else None
+    return f"{name}: {reason}" if reason is not None else None
 
 
 def astray(folder: Path, name: str) -> str | None:
@@ -62,8 +62,8 @@ def astray(folder: Path, name: str) -> str | None:
 
 
 def _fault(path: Path, size: int, sha256: str | None) -> str | None:
-    if (found := path.stat().st_size) != size:
-        return f"it has {found} bytes where its manifest says {size}, so it is truncated or was changed"
+    if (actual := path.stat().st_size) != size:
+        return f"it has {actual} bytes where its manifest says {size}, so it is truncated or was changed"
     if sha256 is not None and digest(path) != sha256:
         return "its SHA-256 differs from its manifest, so it is damaged or was changed"
     return None

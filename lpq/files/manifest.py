@@ -28,7 +28,7 @@ class Manifest:
     """The content of a manifest."""
 
     files: dict[str, dict[str, Any]]
-    written: int
+    time: int
     """The time of writing in nanoseconds since 1970, which grows within a run; 0: not given."""
 
     def fault(self, path: Path, name: str, *, thorough: bool) -> str | None:
@@ -51,12 +51,12 @@ def read_manifest(path: Path) -> Manifest | str:
         if (wrong := disk.astray(path, MANIFEST)) is not None:
             return f"{MANIFEST}: {wrong}"
         data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        found = Manifest(data["files"], data.get("written", 0))
-        if type(found.written) is int and all(
-            type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in found.files.values()
+        manifest = Manifest(data["files"], data.get("written", 0))
+        if type(manifest.time) is int and all(
+            type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in manifest.files.values()
         ):
-            lacking = [name for name in (PICKLE, DESCRIPTION, EXTRA) if name not in found.files]
-            return f"its {MANIFEST} does not list {listed(lacking)}" if lacking else found
+            absent = [name for name in (PICKLE, DESCRIPTION, EXTRA) if name not in manifest.files]
+            return f"its {MANIFEST} does not list {listed(absent)}" if absent else manifest
     except FileNotFoundError:
         return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -66,8 +66,10 @@ def read_manifest(path: Path) -> Manifest | str:
 
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint has all its files, in their sizes."""
-    found = read_manifest(path)
-    return isinstance(found, Manifest) and all(found.fault(path, n, thorough=False) is None for n in found.files)
+    manifest = read_manifest(path)
+    return isinstance(manifest, Manifest) and all(
+        manifest.fault(path, n, thorough=False) is None for n in manifest.files
+    )
 
 
 def is_ours(path: Path) -> bool:
@@ -99,5 +101,5 @@ def remove(path: Path, heir: Path | None = None) -> None:
         warn(f"{path} is to be removed, and cannot be: {error.strerror or error}", CheckpointWarning)
         return
     if others:
-        left = listed([str(where / name) for name, where in sorted(others.items())])
-        warn(f"{path} was removed but for files that lpq did not write: {left}", CheckpointWarning)
+        rest = listed([str(where / name) for name, where in sorted(others.items())])
+        warn(f"{path} was removed but for files that lpq did not write: {rest}", CheckpointWarning)

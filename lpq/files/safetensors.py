@@ -12,9 +12,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,12 +36,15 @@ PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """The first bytes of files of ``torch.save`` and of ``pickle``."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The dtype and the shape of a tensor in a header."""
+class TensorKind(NamedTuple):
+    """The shape and the dtype of a tensor in a file."""
 
-    dtype: torch.dtype
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -56,17 +58,17 @@ class Shown:
 class Writer:
     """A file that is being written; its tensors come in any order, each once."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Shown]) -> None:
-        self._left, self._begin = dict(tensors), dict[str, int]()
+    def __init__(self, path: Path, tensors: Mapping[str, TensorKind]) -> None:
+        self._pending, self._begin = dict(tensors), dict[str, int]()
         header: dict[str, Any] = {METADATA: {"format": "pt"}}
         end = 0
         for name in sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n)):  # so each is aligned
-            shown = tensors[name]
-            if shown.dtype not in NAMES:
-                raise CheckpointError(f"{name} is {shown.dtype}, which safetensors has no name for: cast it")
-            begin, end = end, end + shown.bytes
+            kind = tensors[name]
+            if kind.dtype not in NAMES:
+                raise CheckpointError(f"{name} is {kind.dtype}, which safetensors has no name for: cast it")
+            begin, end = end, end + kind.bytes
             self._begin[name] = begin
-            header[name] = {"dtype": NAMES[shown.dtype], "shape": list(shown.shape), "data_offsets": [begin, end]}
+            header[name] = {"dtype": NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._file = path.open("wb")
@@ -76,9 +78,9 @@ class Writer:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one of its tensors."""
-        shown = self._left.pop(name)
-        found = Shown(tensor.dtype, tuple(tensor.shape))
-        assert found == shown, f"{name}: {found} where {shown} was announced"
+        kind = self._pending.pop(name)
+        actual = TensorKind.of(tensor)
+        assert actual == kind, f"{name}: {actual} where {kind} was announced"
         self._file.seek(self._start + self._begin[name])
         data = row_major(tensor.detach().cpu())
         if count := data.nbytes:
@@ -89,7 +91,7 @@ class Writer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Wait until it is on the disk."""
-        assert kind is not None or not self._left, f"never written: {[*self._left]}"
+        assert kind is not None or not self._pending, f"never written: {[*self._pending]}"
         if kind is None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -122,15 +124,15 @@ class Reader:
             raise CheckpointError(
                 f"{path.name}: {brief(unknown[0])} is of dtype {dtype!r}, which is none that is read here"
             )
-        self.tensors = {name: Shown(DTYPES[e["dtype"]], tuple(e["shape"])) for name, e in header.items()}
+        self.tensors = {name: TensorKind(tuple(e["shape"]), DTYPES[e["dtype"]]) for name, e in header.items()}
 
     def read(self, name: str) -> Tensor:
         """A copy of one of its tensors."""
         try:
-            found: Tensor = self._file.get_tensor(name)
+            tensor: Tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path.name} was changed while it was read: {error}") from error
-        return found
+        return tensor
 
 
 def _check_begin(first: bytes, length: int, size: int) -> None:
@@ -143,7 +145,7 @@ def _check_begin(first: bytes, length: int, size: int) -> None:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A table in which no name stands twice: readers differ in which entry they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("its header has a name twice")
-    return found
+    return table

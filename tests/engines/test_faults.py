@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.checkpoint import CheckpointError
-from lpq.files.safetensors import Shown, Writer
+from lpq.files.safetensors import TensorKind, Writer
 
 UP = "blocks.0.mlp.up_proj"
 
@@ -49,7 +49,7 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def write(path: Path, found: dict[str, Tensor]) -> None:
-    with Writer(path / "model.safetensors", {n: Shown(t.dtype, tuple(t.shape)) for n, t in found.items()}) as writer:
+    with Writer(path / "model.safetensors", {n: TensorKind.of(t) for n, t in found.items()}) as writer:
         for name, tensor in found.items():
             writer.add(name, tensor)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
 from lpq.core import QuantizedTensor
-from lpq.files.safetensors import Shown, Writer
+from lpq.files.safetensors import TensorKind, Writer
 from lpq.formats.inverse import preimage
 from lpq.nn.shared_states import shared_state
 from lpq.optim import MasterWeights
@@ -143,7 +143,7 @@ def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
 
 def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]) -> None:
     path.mkdir()
-    with Writer(path / "model.safetensors", {n: Shown(t.dtype, tuple(t.shape)) for n, t in found.items()}) as writer:
+    with Writer(path / "model.safetensors", {n: TensorKind.of(t) for n, t in found.items()}) as writer:
         for name, tensor in found.items():
             writer.add(name, tensor)
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lpq.files.errors import CheckpointError
-from lpq.files.safetensors import NAMES, Reader, Shown, Writer
+from lpq.files.safetensors import NAMES, Reader, TensorKind, Writer
 
 
 def write(path: Path, found: dict[str, Tensor]) -> None:
-    with Writer(path, {name: Shown(t.dtype, tuple(t.shape)) for name, t in found.items()}) as writer:
+    with Writer(path, {name: TensorKind.of(t) for name, t in found.items()}) as writer:
         for name, tensor in reversed(found.items()):
             writer.add(name, tensor)
 
