@@ -129,7 +129,7 @@ def _missing(name: str) -> AttributeError:
     """The error for a name that is not public. Tools ask every module for names with underscores, so none of those
     imports anything."""
     text = f"module 'lpq' has no attribute {name!r}"
-    hint = "" if name.startswith("_") else import_module("lpq.registry.errors").meant(name, __dir__())
+    hint = "" if name.startswith("_") else import_module("lpq.registry.errors").near_names(name, __dir__())
     if hint:
         return AttributeError(f"{text}; {hint}", obj=sys.modules[__name__])  # obj, for Python to suggest no second time
     return AttributeError(text)

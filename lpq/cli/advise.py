@@ -143,7 +143,7 @@ def gpu_named(gpu: str, option: str) -> tuple[Gpu, bool]:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that are sharded by themselves: the longest list with the most parameters."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    sized = ((sum(p.numel() for p in found.parameters()), i) for i, found in enumerate(lists))
+    sized = ((sum(p.numel() for p in blocks.parameters()), i) for i, blocks in enumerate(lists))
     return list(lists[max(sized)[1]]) if lists else []
 
 
@@ -235,20 +235,22 @@ def _reasons(
     line: str | None,
 ) -> list[str]:
     """Sentences on what gains nothing, what to leave out, and what is not in the table."""
-    said = []
+    sentences = []
     bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
-        said.append(f"{', '.join(bf16)}: this GPU multiplies them in bf16, which saves bytes and no time.")
+        sentences.append(f"{', '.join(bf16)}: this GPU multiplies them in bf16, which saves bytes and no time.")
     if line is None:
-        said.append("Stay in bf16 here: no recipe saves time for these layers.")
+        sentences.append("Stay in bf16 here: no recipe saves time for these layers.")
     elif skipped:
-        said.append(f"Leave out {', '.join(skipped)}: {best} makes them slower.")
+        sentences.append(f"Leave out {', '.join(skipped)}: {best} makes them slower.")
     if line is not None and 'weights="high_precision"' in line:
-        said.append("Weights are gathered quantized: `weights=None` gathers them in bf16, with the same numbers.")
+        sentences.append("Weights are gathered quantized: `weights=None` gathers them in bf16, with the same numbers.")
     narrow = [text for text in recipes if _is_narrow(text) and _gain(groups, text) > max(_gain(groups, best), 1)]
     if narrow:
-        said.append(f"{', '.join(narrow)}: faster still, with codes of 4 bits; compare the loss before you choose it.")
-    return said + _of_experts(card, recipes, groups)
+        sentences.append(
+            f"{', '.join(narrow)}: faster still, with codes of 4 bits; compare the loss before you choose it."
+        )
+    return sentences + _of_experts(card, recipes, groups)
 
 
 def _of_experts(card: Gpu, recipes: Sequence[str], groups: Sequence[LayerGroup]) -> list[str]:
@@ -256,7 +258,7 @@ def _of_experts(card: Gpu, recipes: Sequence[str], groups: Sequence[LayerGroup])
     if not (stacks := [stack for g in groups for stack in g.experts()]):
         return []
     rows = sorted({f"{stack.tokens // stack.experts:,}" for stack in stacks})
-    said = [
+    sentences = [
         f"An expert gets {' or '.join(rows)} rows, as many as any other. Experts were measured on an H100 alone, with "
         "512 rows and more."
     ]
@@ -266,14 +268,14 @@ def _of_experts(card: Gpu, recipes: Sequence[str], groups: Sequence[LayerGroup])
         if native_products(lpq.recipe(text), card.sm) and not native_products(lpq.recipe(text), card.sm, True)
     ]
     if bf16:
-        said.append(f"{', '.join(bf16)}: this GPU multiplies the rows of experts in bf16.")
-    return said
+        sentences.append(f"{', '.join(bf16)}: this GPU multiplies the rows of experts in bf16.")
+    return sentences
 
 
 def _show(heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], measured: Measurements) -> None:
     def cell(group: LayerGroup, text: str) -> str:
-        found = measured.get(group.sizes, {}).get(text)
-        return f"{group.gain(text):.2f}" + (f" ({in_figures(found)})" if measured else "")
+        gain = measured.get(group.sizes, {}).get(text)
+        return f"{group.gain(text):.2f}" + (f" ({in_figures(gain)})" if measured else "")
 
     rows = [
         (

@@ -97,8 +97,8 @@ def bench(
     if model:
         layers = layer_sizes(_converted(model, recipes[0]), tokens, chosen)
         unknown = left_out(layers)
-        for (name, found), count in alike(layers).items():
-            for size in found:
+        for (name, own), count in alike(layers).items():
+            for size in own:
                 counts[size] = counts.get(size, 0) + count
                 names.setdefault(size, []).append(name)
         if layers and not counts:
@@ -109,8 +109,8 @@ def bench(
     quiet = json or not sys.stderr.isatty()
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
         steps = measure(sizes, recipes, where)
-        shown = track(steps, "Timing", len(sizes), console=Console(stderr=True), transient=True, disable=quiet)
-        shapes = list(shown)
+        rows = track(steps, "Timing", len(sizes), console=Console(stderr=True), transient=True, disable=quiet)
+        shapes = list(rows)
     environment = machine.record(_command(shape or (), model, tokens, chosen, recipe or ()), where)
     result: dict[str, Any] = {
         "part": "layers" if counts else "map",
@@ -136,10 +136,10 @@ def bench(
 
 
 def _command(shapes: Sequence[str], model: str, tokens: int, chosen: int | None, recipes: Sequence[str]) -> str:
-    given = [part for text in shapes for part in ("--shape", text)]
-    given += ["--model", model, "--tokens", str(tokens)] if model else []
-    given += ["--experts-per-token", str(chosen)] if chosen else []
-    return shlex.join(["lpq", "bench", *given, *(part for text in recipes for part in ("--recipe", text))])
+    arguments = [part for text in shapes for part in ("--shape", text)]
+    arguments += ["--model", model, "--tokens", str(tokens)] if model else []
+    arguments += ["--experts-per-token", str(chosen)] if chosen else []
+    return shlex.join(["lpq", "bench", *arguments, *(part for text in recipes for part in ("--recipe", text))])
 
 
 def _size(text: str) -> LayerSize:
@@ -193,11 +193,11 @@ def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:
         return ["These are times of emulation: a CPU multiplies no such codes. They say nothing of a GPU."]
     others = "in bf16, which saves bytes and no time"
     return [
-        f"{text}: this GPU multiplies {', '.join(found)} as codes, and the rest {others}."
-        if found
+        f"{text}: this GPU multiplies {', '.join(products)} as codes, and the rest {others}."
+        if products
         else f"{text}: this GPU multiplies none of its products as codes, but all {others}."
-        for text, found in native.items()
-        if len(found) < 3
+        for text, products in native.items()
+        if len(products) < 3
     ]
 
 

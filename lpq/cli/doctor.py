@@ -57,7 +57,7 @@ def doctor(
     reason. The exit status is 1 if anything is broken.
     """
     where = pick_device(device)
-    told = advice(where, has_cuda_core=installed("cuda-core") != ABSENT)
+    text = advice(where, has_cuda_core=installed("cuda-core") != ABSENT)
     check_environment()
     chosen = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
@@ -71,13 +71,13 @@ def doctor(
     if json:
         as_json(
             {
-                "advice": told,
+                "advice": text,
                 "versions": versions(),
                 "devices": gpus,
                 "environment": environment(),
                 "plugins": plugins,
                 "device": str(where),
-                "kernels": [{"format": name, **s.plain()} for name, found in kernels.items() for s in found],
+                "kernels": [{"format": name, **s.plain()} for name, own in kernels.items() for s in own],
                 "pairs": [s.plain() for s in pairs],
                 "broken_formats": broken,
                 "broken_recipes": unbuilt,
@@ -87,12 +87,12 @@ def doctor(
         )
     else:
         if not chosen:
-            print_text(told)
+            print_text(text)
         show_machine(gpus, plugins)
         if chosen or full:
-            every = [*(s for found in kernels.values() for s in found), *pairs]
+            every = [*(s for own in kernels.values() for s in own), *pairs]
             options = "" if chosen else ", default options"
-            show(f"Kernels on {where}{options}", ("format", "operation"), named(every), full=full)
+            show(f"Kernels on {where}{options}", ("format", "operation"), titles(every), full=full)
             show_meanings({s.op for s in every} if full else ())
         elif whole:
             show_overview(kernels, pairs, where)
@@ -107,7 +107,7 @@ def doctor(
             typer.echo(f"lpq: format {name}: {problem}", err=True)
         for name, problem in unbuilt.items():
             typer.echo(f"lpq: recipe {name}: {problem}", err=True)
-    at_fault = any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found)
+    at_fault = any(s.error or s.broken for own in (*kernels.values(), pairs) for s in own)
     if wrong or broken or unbuilt or at_fault or any(d["broken"] for d in gpus):
         raise typer.Exit(1)
 
@@ -140,7 +140,9 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
 
 def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> None:
     """Print versions, devices, the variables that are set, and the plugins; a plugin in order takes its name only."""
-    print_text("Versions: " + ", ".join(f"{what}{':' * (' ' in found)} {found}" for what, found in versions().items()))
+    print_text(
+        "Versions: " + ", ".join(f"{what}{':' * (' ' in version)} {version}" for what, version in versions().items())
+    )
     for gpu in gpus:
         print_text(f"Device {gpu['device']}: {', '.join(filter(None, (gpu['name'], gpu['detail'])))}")
     for name, value in environment().items():
@@ -160,22 +162,22 @@ def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> N
     typer.echo()
 
 
-def named(found: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:
+def titles(served: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:
     """Name each by its operands, with options that are no defaults, and by its operation."""
-    return (((" and ".join(dict.fromkeys(s.operands)), s.op), s) for s in found)
+    return (((" and ".join(dict.fromkeys(s.operands)), s.op), s) for s in served)
 
 
 def unused_kernels() -> list[dict[str, str]]:
     """The kernels for a format that is not here. That is no error, as the plugin of the format may be absent."""
-    known = registry.formats()
+    formats = registry.formats()
     return [
         {
             "impl": f"{kernel.backend} {kernel.impl}",
-            "reason": f"{plugin.title} has it for {missing!r}, a format that is not here: {suggestion(missing, known)}",
+            "reason": f"{plugin.title} has it for {absent!r}, a format that is not here: {suggestion(absent, formats)}",
         }
         for plugin in registry.plugins()
         for kernel in plugin.kernels
-        for missing in sorted({*kernel.formats} - {*known, registry.ANY})
+        for absent in sorted({*kernel.formats} - {*formats, registry.ANY})
     ]
 
 
@@ -210,7 +212,7 @@ def installed(distribution: str) -> str:
 def devices() -> list[dict[str, Any]]:
     """The devices that torch lists, also those that it cannot use."""
     threads = f"{torch.get_num_threads()} threads"
-    found = [{"device": "cpu", "name": platform.machine(), "detail": threads, "broken": False}]
+    rows = [{"device": "cpu", "name": platform.machine(), "detail": threads, "broken": False}]
     for index in range(torch.cuda.device_count()):
         name, broken = "", False
         try:
@@ -218,8 +220,8 @@ def devices() -> list[dict[str, Any]]:
             name, detail = gpu.name, f"compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
         except Exception as error:  # as where the driver is too old: it counts GPUs that nobody can use
             broken, detail = True, f"torch cannot use it: {words(error)}"
-        found.append({"device": f"cuda:{index}", "name": name, "detail": detail, "broken": broken})
-    return found
+        rows.append({"device": f"cuda:{index}", "name": name, "detail": detail, "broken": broken})
+    return rows
 
 
 def environment() -> dict[str, str]:

@@ -34,19 +34,19 @@ def explain(recipe: Source, device: Device = "auto", full: Full = False, json: J
     cannot run, because LPQ_KERNELS leaves no kernel for it.
     """
     refuse_rules(recipe, f"it is for `lpq train --policy {recipe}`; explain the recipe of one of its rules")
-    made, where = lpq.recipe(recipe), pick_device(device)
+    chosen, where = lpq.recipe(recipe), pick_device(device)
     check_environment()
-    gemms = {gemm: described(made, gemm) for gemm in GEMMS}
-    runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in made.products.items()}
+    gemms = {gemm: described(chosen, gemm) for gemm in GEMMS}
+    runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in chosen.products.items()}
     for tensor in TENSORS:
-        runs |= encoding(made, tensor, where)
-    print_recipe(made, where, gemms, runs, full=full, json=json)
+        runs |= encoding(chosen, tensor, where)
+    print_recipe(chosen, where, gemms, runs, full=full, json=json)
     if any(step.error is not None for step in runs.values()):
         raise typer.Exit(1)
 
 
 def print_recipe(
-    made: Recipe,
+    chosen: Recipe,
     where: torch.device,
     gemms: dict[str, dict[str, Any]],
     runs: dict[str, Served],
@@ -58,17 +58,17 @@ def print_recipe(
     if json:
         as_json(
             {
-                "recipe": made.text,
-                "name": made.name,
+                "recipe": chosen.text,
+                "name": chosen.name,
                 "device": str(where),
                 "gemms": gemms,
                 "runs": {name: s.plain() for name, s in runs.items()},
-                "experts": expert_note(made, EXPERTS),
+                "experts": expert_note(chosen, EXPERTS),
             }
         )
         return
     table(
-        f"{made.title}  =  {made.text}" if made.name else made.text,
+        f"{chosen.title}  =  {chosen.text}" if chosen.name else chosen.text,
         ("product", "computes", "operands"),
         (
             (gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", " · ".join(operands.values()))
@@ -76,7 +76,7 @@ def print_recipe(
         ),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()], full=full)
-    print_text(f"Experts: {expert_note(made, EXPERTS)}")
+    print_text(f"Experts: {expert_note(chosen, EXPERTS)}")
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:

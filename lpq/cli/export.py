@@ -58,11 +58,13 @@ def export(
     from lpq.registry.tables import table
 
     chosen = getattr(torch, dtype) if dtype else None
-    made = lpq.export(
+    record = lpq.export(
         checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or (),
         siblings=siblings,  # type: ignore[arg-type]  # which is one of these
     )  # fmt: skip
-    typer.echo(made)
+    typer.echo(record)
     if full:
-        layers = {name: title for title, names in made.layers.items() for name in names}
-        table("Layers", ("layer", "in the files"), [*layers.items(), *((name, "high precision") for name in made.left)])
+        layers = {name: title for title, names in record.layers.items() for name in names}
+        table(
+            "Layers", ("layer", "in the files"), [*layers.items(), *((name, "high precision") for name in record.left)]
+        )

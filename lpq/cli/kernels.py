@@ -151,21 +151,21 @@ def served_by_format(name: str, device: torch.device) -> list[Served]:
 
     An operation that only other options need, such as a memory of past statistics, is shown with one of these.
     """
-    found = served_by_quantizer(registry.quantizer(name), device)
+    rows = served_by_quantizer(registry.quantizer(name), device)
     for op in OPERATIONS:
-        if registry.kernels(op, (name,)) and op not in {s.op for s in found}:
+        if registry.kernels(op, (name,)) and op not in {s.op for s in rows}:
             needy = (side for other in nearby(name) for side in _sides(other) if _does(op, side))
-            found += [served(op, (side,), device) for side in islice(needy, 1)]
-    return found
+            rows += [served(op, (side,), device) for side in islice(needy, 1)]
+    return rows
 
 
 def served_by_quantizer(quantizer: Quantizer, device: torch.device) -> list[Served]:
     """List the kernels of all operations of its operands, of both operands if these differ by direction."""
-    found: list[Served] = []
+    rows: list[Served] = []
     for side in _sides(quantizer):
         ops = [op for op in OPERATIONS if _does(op, side)]
-        found += [served(op, (side,) * TABLE[op].formats[0], device) for op in ops]
-    return found
+        rows += [served(op, (side,) * TABLE[op].formats[0], device) for op in ops]
+    return rows
 
 
 def served_by_pair(device: torch.device, formats: Container[str]) -> list[Served]:
@@ -182,11 +182,11 @@ def served_by_pair(device: torch.device, formats: Container[str]) -> list[Served
     )
     pairs |= {("quantize", names) for names in permutations(tiled, 2)}
     pairs |= {("gemm", names) for names in combinations(exact, 2)}
-    found: list[Served] = []
+    rows: list[Served] = []
     for op, (first, last) in sorted(pairs, key=lambda pair: (OPERATIONS.index(pair[0]), pair[1])):
         row, other = registry.quantizer(first).side("row"), registry.quantizer(last)
-        found.append(served(op, (row, other.side("row" if op == "gemm" else "col")), device))
-    return found
+        rows.append(served(op, (row, other.side("row" if op == "gemm" else "col")), device))
+    return rows
 
 
 def _sides(quantizer: Quantizer) -> Iterable[Quantizer]:
@@ -214,9 +214,9 @@ def pick_device(name: str) -> torch.device:
     if device.type != "cuda":
         _use(device, name)
         return device
-    seen = torch.cuda.device_count()
-    if (device.index or 0) >= seen:
-        raise KernelError(f"--device {name}: torch sees {seen} CUDA devices; use cpu or auto")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise KernelError(f"--device {name}: torch sees {count} CUDA devices; use cpu or auto")
     try:
         current = torch.cuda.current_device()
     except Exception as error:  # as where the driver is too old: counting devices does not show it

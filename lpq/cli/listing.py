@@ -29,7 +29,7 @@ TOKENS, WIDTH = 8192, 4096
 def formats(json: Json = False) -> None:
     """List the number formats that are installed, other packages' formats included."""
     plugins = registry.plugins()
-    found = [(plugin, spec) for plugin in plugins for spec in plugin.formats.values()]
+    pairs = [(plugin, spec) for plugin in plugins for spec in plugin.formats.values()]
     if json:
         as_json(
             [
@@ -40,14 +40,14 @@ def formats(json: Json = False) -> None:
                     "kernels": len(spec.kernels),
                     **origin(plugin),
                 }
-                for plugin, spec in found
+                for plugin, spec in pairs
             ]
         )
     else:
         table(
             "Formats",
             ("name", "bits", "from", "summary"),
-            ((s.name, bits(s.effective_bits), f"{p.distribution} {p.version}", s.summary) for p, s in found),
+            ((s.name, bits(s.effective_bits), f"{p.distribution} {p.version}", s.summary) for p, s in pairs),
         )
     print_broken(plugins)
 
@@ -60,12 +60,12 @@ def recipes(gpu: For = "", json: Json = False) -> None:
     predicts it for a model.
     """
     plugins = registry.plugins()
-    found = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
+    pairs = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
     # lpq's own can be built if its plugins are in order: the tests check that, and trying them takes a second
     wrong = broken_recipes(plugins if any(p.error if p.builtin else p.recipes for p in plugins) else ())
-    names = [s.name for _, s in found if s.name not in wrong]
+    names = [s.name for _, s in pairs if s.name not in wrong]
     gains, first, remark = predicted_gains(names, gpu) if gpu else ({}, (), None)
-    found.sort(key=lambda pair: (pair[1].name not in first[:1], -gains.get(pair[1].name, 0)))
+    pairs.sort(key=lambda pair: (pair[1].name not in first[:1], -gains.get(pair[1].name, 0)))
     if json:
         as_json(
             [
@@ -80,7 +80,7 @@ def recipes(gpu: For = "", json: Json = False) -> None:
                         "gain": gains.get(spec.name),
                         **origin(plugin),
                     }
-                    for plugin, spec in found
+                    for plugin, spec in pairs
                 ),
                 *(
                     {
@@ -112,7 +112,7 @@ def recipes(gpu: For = "", json: Json = False) -> None:
                     " ".join(s.aliases),
                     wrong.get(s.name),
                 )
-                for p, s in found
+                for p, s in pairs
             ),
         )
         if remark is not None:
@@ -123,9 +123,9 @@ def recipes(gpu: For = "", json: Json = False) -> None:
 
 def plugins(full: Full = False, json: Json = False) -> None:
     """List the plugins: where each comes from, what it brings, and what is wrong with it."""
-    found = registry.plugins()
+    every = registry.plugins()
     if json:
-        as_json([described(plugin) for plugin in found])
+        as_json([described(plugin) for plugin in every])
         return
     table(
         "Plugins",
@@ -139,10 +139,10 @@ def plugins(full: Full = False, json: Json = False) -> None:
                 "\n".join(plugin.recipes) if full else len(plugin.recipes),
                 "\n".join(f"{k.op}: {k.backend} {k.impl}" for k in plugin.kernels) if full else len(plugin.kernels),
             )
-            for plugin in found
+            for plugin in every
         ),
     )
-    print_broken(found)
+    print_broken(every)
 
 
 def predicted_gains(names: Iterable[str], gpu: str) -> tuple[dict[str, float], tuple[str, ...], str]:

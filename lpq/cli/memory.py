@@ -60,13 +60,13 @@ def memory(
         other = "lpq.observe.memory counts your model"
         raise OptionError(f"there is no shape {shape!r}: {suggestion(shape, SHAPES)}; {other}")
     refuse_rules(recipe, "give the recipe of one of its rules")
-    made = lpq.recipe(recipe)
+    chosen = lpq.recipe(recipe)
     moments = {name: text for name, text in ((FIRST, exp_avg), (SECOND, exp_avg_sq)) if text}
-    found = {way: counted(SHAPES[shape], made, weights, ranks, moments) for way, weights in WAYS.items()}
+    counts = {way: counted(SHAPES[shape], chosen, weights, ranks, moments) for way, weights in WAYS.items()}
     if json:
-        as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in found.items()})
+        as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in counts.items()})
         return
-    plain, *others = found.values()
+    plain, *others = counts.values()
     unit = min(int(math.log(plain.total, 1024)), len(UNITS) - 1)
 
     def cell(count: int, of: int) -> str:
@@ -75,15 +75,15 @@ def memory(
 
     converted = max(m.converted for m in others)
     high = BF16 * converted
-    rows = [("all: the converted weights", *(cell(m.quantized or high, high) for m in found.values()))]
-    rows += [(row, *(cell(of(m), of(plain)) for m in found.values())) for row, of in ROWS.items()]
+    rows = [("all: the converted weights", *(cell(m.quantized or high, high) for m in counts.values()))]
+    rows += [(row, *(cell(of(m), of(plain)) for m in counts.values())) for row, of in ROWS.items()]
     title = f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]} and parts of bf16's (fp32 shards)"
-    table(title, ("", *found), rows)
+    table(title, ("", *counts), rows)
     print_text(
         f"{plain.parameters:,} parameters; {converted:,} are converted: the blocks' linear layers, but for "
         f"weights that {ranks} ranks cannot cut into whole blocks."
     )
-    for way, m in found.items():
+    for way, m in counts.items():
         if m.total > plain.total:
             of, bare = (f"{count / plain.total:.0%}" for count in (m.total, m.total - m.masters))
             print_text(

@@ -51,10 +51,10 @@ def by_function(name: str, option: str) -> nn.Module:
         inspect.signature(make).bind()
     except TypeError as error:
         raise OptionError(f"{option}: {name} cannot be called without arguments: {error}") from error
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise OptionError(f"{option}: {name} returns a {type(made).__name__}, and no torch.nn.Module")
-    return made
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{option}: {name} returns a {type(model).__name__}, and no torch.nn.Module")
+    return model
 
 
 def on_meta(source: str, option: str) -> nn.Module:
@@ -81,10 +81,10 @@ def _of_config(path: Path, option: str) -> nn.Module:
     folder = path.parent if path.is_file() else path
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+        classes = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
         with torch.device("meta"):
-            if named and named[0] is not None:
-                return named[0](config)  # type: ignore[no-any-return]
+            if classes and classes[0] is not None:
+                return classes[0](config)  # type: ignore[no-any-return]
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:  # of transformers, whose errors have no class in common
         raise ModelError(f"{option}: transformers cannot build the model of {path}: {words(error)}") from error
@@ -99,22 +99,22 @@ def layer_sizes(model: nn.Module, tokens: int, chosen: int | None) -> dict[str, 
         tokens: The tokens of a step.
         chosen: To how many experts a token goes; None: as the model's configuration says.
     """
-    given, chosen = chosen, chosen or experts_per_token(model)
-    found: dict[str, tuple[LayerSize, ...]] = {}
+    asked_count, chosen = chosen, chosen or experts_per_token(model)
+    sizes: dict[str, tuple[LayerSize, ...]] = {}
     for name, stacks in searched_layers(model).items():
         count = min((one.experts for one in stacks if one.experts is not None), default=None)
-        if given is not None and count is not None and given > count:
-            raise OptionError(f"--experts-per-token {given}: {name} has {count} experts")
+        if asked_count is not None and count is not None and asked_count > count:
+            raise OptionError(f"--experts-per-token {asked_count}: {name} has {count} experts")
         rows = [one.experts if getattr(one.layer, "dense", False) else chosen for one in stacks]
-        known = all(one.experts is None or count for one, count in zip(stacks, rows, strict=True))
-        sizes = (one.size(tokens, count or 0, 1) for one, count in zip(stacks, rows, strict=True))
-        found[name] = tuple(sizes) if known else ()
-    return found
+        complete = all(one.experts is None or count for one, count in zip(stacks, rows, strict=True))
+        own = (one.size(tokens, count or 0, 1) for one, count in zip(stacks, rows, strict=True))
+        sizes[name] = tuple(own) if complete else ()
+    return sizes
 
 
 def left_out(sizes: Mapping[str, tuple[LayerSize, ...]]) -> str | None:
     """Say which experts have no size; None if all have one."""
-    if not (names := [name for name, found in sizes.items() if not found]):
+    if not (names := [name for name, own in sizes.items() if not own]):
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"Experts are left out ({names[0]}{more}): --experts-per-token says to how many of them a token goes."
@@ -124,8 +124,8 @@ def experts_per_token(model: nn.Module) -> int | None:
     """To how many experts a token goes by the configuration of a model of Hugging Face's; None: it has none."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(text, "num_experts_per_tok", None)
-    return found if isinstance(found, int) else None
+    count = getattr(text, "num_experts_per_tok", None)
+    return count if isinstance(count, int) else None
 
 
 def alike(layers: Mapping[str, Size]) -> dict[tuple[str, Size], int]:

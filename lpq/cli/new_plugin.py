@@ -76,8 +76,8 @@ def check_name(name: str) -> None:
 def rendered(name: str) -> dict[str, str]:
     """The files of the package, by path. Templates of Python files end in ``.txt``, being no code of lpq."""
     camel = "".join(part.capitalize() for part in name.split("_"))
-    templates, made = Path(__file__).with_name("templates"), dict[str, str]()
+    templates, texts = Path(__file__).with_name("templates"), dict[str, str]()
     for path in sorted(path for path in templates.rglob("*") if path.is_file()):
         target = path.relative_to(templates).as_posix().removesuffix(".txt").replace("NAME", name)
-        made[target] = path.read_text(encoding="utf-8").replace("NAME", name).replace("Name", camel)
-    return made
+        texts[target] = path.read_text(encoding="utf-8").replace("NAME", name).replace("Name", camel)
+    return texts

@@ -24,30 +24,30 @@ class Remarks:
 
     def letters(self, served: Served, default: str | None) -> str:
         """Add the remarks about this cell; return their letters, in order."""
-        found = [(served.error, "")] if served.error is not None else []
+        remarks = [(served.error, "")] if served.error is not None else []
         if default is not None and served.operands[0] != default:
-            found.append((f"for {served.operands[0]}", ""))
+            remarks.append((f"for {served.operands[0]}", ""))
         if served.note:
-            found.append((served.note, served.backend))
-        found += [(r.reason, r.impl.partition(" ")[0]) for r in served.why_not]
-        for words, backend in found:
+            remarks.append((served.note, served.backend))
+        remarks += [(r.reason, r.impl.partition(" ")[0]) for r in served.why_not]
+        for words, backend in remarks:
             self._about.setdefault(words, {})[backend] = None
         order = list(self._about)
-        return ",".join(map(_letter, sorted({order.index(words) for words, _ in found})))
+        return ",".join(map(_letter, sorted({order.index(words) for words, _ in remarks})))
 
     def lines(self) -> list[str]:
         """The remarks by their letters, each after the backends that it is about."""
-        shown = []
+        lines = []
         for i, (words, backends) in enumerate(self._about.items()):
             about = ", ".join(sorted(filter(None, backends)))
-            shown.append(f"{_letter(i)}  {about}{': ' if about else ''}{words}")
-        return shown
+            lines.append(f"{_letter(i)}  {about}{': ' if about else ''}{words}")
+        return lines
 
 
 def show_overview(kernels: Mapping[str, Sequence[Served]], pairs: Iterable[Served], where: torch.device) -> None:
     """Print which backend runs each operation of each format, and of two formats at once."""
     remarks = Remarks()
-    cells = {(s.op, name): _cell(s, remarks, name) for name, found in kernels.items() for s in found}
+    cells = {(s.op, name): _cell(s, remarks, name) for name, own in kernels.items() for s in own}
     ops = [op for op in OPERATIONS if any((op, name) in cells for name in kernels)]
     rows = [(op, *(cells.get((op, name), "") for name in kernels)) for op in ops]
     table(f"What runs on {where}, default options", ("operation", *kernels), rows)

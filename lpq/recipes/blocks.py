@@ -30,11 +30,11 @@ class Span(NamedTuple):
 @cache
 def spans(text: str) -> tuple[Span, ...]:
     """The spans that ``Rule.blocks`` names."""
-    found = [SPAN.fullmatch(part.strip()) for part in text.split(",")]
-    made = [Span(match[1], int(match[2]), bool(match[3])) for match in found if match is not None]
-    if len(made) < len(found) or any(not span.size or (span.percent and span.size > 100) for span in made):
+    matches = [SPAN.fullmatch(part.strip()) for part in text.split(",")]
+    result = [Span(match[1], int(match[2]), bool(match[3])) for match in matches if match is not None]
+    if len(result) < len(matches) or any(not span.size or (span.percent and span.size > 100) for span in result):
         raise RecipeError(f"blocks must be {WORDS}, and is {brief(text)}")
-    return tuple(made)
+    return tuple(result)
 
 
 def block_of(name: str) -> tuple[str, int] | None:
@@ -46,15 +46,15 @@ def block_of(name: str) -> tuple[str, int] | None:
 
 def stacks_of(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
     """The lists of blocks among all modules of a model, and how many blocks each has."""
-    found: dict[str, set[int]] = {}
+    blocks: dict[str, set[int]] = {}
     for name in names:
         if (block := block_of(name)) is not None:
-            found.setdefault(block[0], set()).add(block[1])
-    for name, indices in found.items():
+            blocks.setdefault(block[0], set()).add(block[1])
+    for name, indices in blocks.items():
         if min(indices) > 0:
             raise RecipeError(
                 f"a rule is for the first or last blocks, and {name or 'the model'} begins with block {min(indices)}, "
                 "as a stage of a pipeline does: convert the model before it is cut, or have the policy say how many "
                 f"blocks the whole model has, by stacks = [{{name = {name!r}, blocks = …}}] beside its rules"
             )
-    return tuple((name, max(indices) + 1) for name, indices in sorted(found.items()))
+    return tuple((name, max(indices) + 1) for name, indices in sorted(blocks.items()))

@@ -154,13 +154,13 @@ class Recipe:
     def text(self) -> str:
         """A short text that ``lpq.recipe`` makes this recipe from, whatever recipes are installed."""
         sums = {f"{gemm}.fast_accumulate": self.gemm(gemm).fast_accumulate for gemm in GEMMS}
-        given = {key: str(fast).lower() for key, fast in sums.items() if fast is not None}
-        given |= {f"{key}.save": value for key, value in self.saves.items() if value != SAVES[key][0]}
-        if len(set(self.operands.values())) == 1 and not given:
+        others = {key: str(fast).lower() for key, fast in sums.items() if fast is not None}
+        others |= {f"{key}.save": value for key, value in self.saves.items() if value != SAVES[key][0]}
+        if len(set(self.operands.values())) == 1 and not others:
             return explicit(self.fprop.a)
         ways = [[part for key in keys for part in self._parts(key)] for keys in (GEMMS, TENSORS)]
         shortest = min(ways, key=len)
-        return ", ".join(f"{key}={value}" for key, value in [*shortest, *given.items()])
+        return ", ".join(f"{key}={value}" for key, value in [*shortest, *others.items()])
 
     def _parts(self, key: str) -> list[tuple[str, str]]:
         """A product or tensor as items of the grammar: one item, if its two operands have the same quantizer."""

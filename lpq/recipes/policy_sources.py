@@ -46,8 +46,8 @@ def policy(source: PolicyLike, *, include: Include = None) -> Policy:
     """
     if include not in (None, "all"):
         raise RecipeError(f"include={include!r}: it is 'all' or None")
-    made = _made(source)
-    return made.without_exceptions() if include == "all" else made
+    result = _policy(source)
+    return result.without_exceptions() if include == "all" else result
 
 
 def refuse_rules(source: str, remedy: str) -> None:
@@ -59,7 +59,7 @@ def refuse_rules(source: str, remedy: str) -> None:
         raise RecipeError(f"{source} is a policy and not a recipe: {remedy}")
 
 
-def _made(source: PolicyLike) -> Policy:
+def _policy(source: PolicyLike) -> Policy:
     if isinstance(source, Policy):
         return source
     if source == SKIP:
@@ -93,28 +93,28 @@ def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
     if not isinstance(entries, list | tuple):
         raise RecipeError(f"{RULES} must be a list of rules, not {brief(entries)}")
     rules: list[Rule] = []
-    made: dict[object, Recipe | None] = {}
+    recipes: dict[object, Recipe | None] = {}
     for number, entry in enumerate(entries, 1):
         with place(f"rule {number}"):
-            rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder, made))
+            rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder, recipes))
     parts = tuple(leave) if isinstance(leave, list) else leave
     others = {"least": table["least"]} if "least" in table else {}
     stacks = _stacks(table.get("stacks", ()))
     return Policy(tuple(rules), parts, stacks=stacks, **others)  # type: ignore[arg-type]  # which are checked there
 
 
-def _stacks(given: object) -> tuple[tuple[str, int], ...]:
-    entries: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
+def _stacks(value: object) -> tuple[tuple[str, int], ...]:
+    entries: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
     for entry in entries:
         if not isinstance(entry, Mapping) or set(entry) != {"name", "blocks"} or type(entry["blocks"]) is not int:
             raise RecipeError(
-                f"stacks is a list of tables with a name and the number of its blocks, not {brief(given)}"
+                f"stacks is a list of tables with a name and the number of its blocks, not {brief(value)}"
             )
     return tuple((str(entry["name"]), entry["blocks"]) for entry in entries)
 
 
-def _rule(entry: object, folder: Path, made: dict[object, Recipe | None]) -> Rule:
-    """``made``: the recipes of the policy by their texts, as rules share them."""
+def _rule(entry: object, folder: Path, recipes: dict[object, Recipe | None]) -> Rule:
+    """``recipes``: the recipes of the policy by their texts, as rules share them."""
     if not isinstance(entry, Mapping):
         raise RecipeError(f"a rule is a table with {', '.join(KEYS)}, not {brief(entry)}")
     _check_keys(entry, KEYS)
@@ -126,17 +126,20 @@ def _rule(entry: object, folder: Path, made: dict[object, Recipe | None]) -> Rul
     if path := toml.path(source):
         source = folder / path
     text = source if isinstance(source, str | Path) else object()
-    if text not in made:
+    if text not in recipes:
         with place("recipe"):
-            made[text] = None if source in (None, SKIP) else recipe(source)
+            recipes[text] = None if source in (None, SKIP) else recipe(source)
     return Rule(
-        tuple(patterns) if isinstance(patterns, list) else patterns, made[text], entry.get("until"), entry.get("blocks")
+        tuple(patterns) if isinstance(patterns, list) else patterns,
+        recipes[text],
+        entry.get("until"),
+        entry.get("blocks"),
     )
 
 
-def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:
+def _check_keys(table: Mapping[str, object], keys: tuple[str, ...]) -> None:
     for key in table:
-        if key in KEYS and known == TABLE:
+        if key in KEYS and keys == TABLE:
             raise RecipeError(f"a rule goes into a list: {{{RULES!r}: [{{'match': …, 'recipe': …}}]}}")
-        if key not in known:
-            raise UnknownKey(f"unknown key {brief(key)}: {suggestion(str(key), known)}")
+        if key not in keys:
+            raise UnknownKey(f"unknown key {brief(key)}: {suggestion(str(key), keys)}")

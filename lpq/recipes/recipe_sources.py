@@ -127,19 +127,19 @@ def _check_key(key: str) -> None:
         raise UnknownKey(f"unknown key {brief(key)}: {suggestion(key, KEYS)}")
 
 
-def _check_complete(given: Container[GemmOperand]) -> None:
-    if missing := min((_absent(given, keys) for keys in (GEMMS, TENSORS)), key=len):
+def _check_complete(operands: Container[GemmOperand]) -> None:
+    if missing := min((_absent(operands, keys) for keys in (GEMMS, TENSORS)), key=len):
         raise RecipeError(
             f"nothing is said of {' and '.join(missing)}: add {', '.join(f'{key}=…' for key in missing)} "
             "with the name of a recipe or a quantizer"
         )
 
 
-def _absent(given: Container[GemmOperand], keys: Sequence[str]) -> list[str]:
+def _absent(operands: Container[GemmOperand], keys: Sequence[str]) -> list[str]:
     """Names for all operands that are not given: a key if both of its operands are absent, else the absent operand."""
     absent: list[str] = []
     for key in keys:
-        own = [str(operand) for operand in OPERANDS if operand.belongs_to(key) and operand not in given]
+        own = [str(operand) for operand in OPERANDS if operand.belongs_to(key) and operand not in operands]
         absent += [key] if len(own) == 2 else own
     return absent
 
@@ -173,15 +173,15 @@ def _refuse_file(name: str) -> None:
 def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
     """The default quantizer of a format, for a name that no recipe has; or the recipe that other libraries call so."""
     try:
-        made = cast("Quantizer", registry.quantizer(name))
-        meant = [recipe for p in registry.plugins() if name in p.formats for recipe in p.recipes]
-        if meant and not within:
+        quantizer = cast("Quantizer", registry.quantizer(name))
+        recipes = [recipe for p in registry.plugins() if name in p.formats for recipe in p.recipes]
+        if recipes and not within:
             warn(
                 f"{name!r} is a format and no recipe: operands get {name}() with its default options. Recipes of its "
-                f"plugin: {', '.join(meant)}; for the bare format write {name}()",
+                f"plugin: {', '.join(recipes)}; for the bare format write {name}()",
                 RecipeWarning,
             )
-        return made
+        return quantizer
     except UnknownFormat:
         if (spec := registry.recipe_known_as(name)) is not None:
             warn(
@@ -193,9 +193,9 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         _refuse_file(name)
         if policy_file(name) is not None:
             raise RecipeError(f"{name} is a policy and not a recipe: pass it to lpq.convert or lpq.policy") from None
-        known = {*registry.recipes(), *registry.formats(), *policies()}
+        names = {*registry.recipes(), *registry.formats(), *policies()}
         raise UnknownRecipe(
-            f"there is no recipe and no format {brief(name)} here: {suggestion(name, known)} "
+            f"there is no recipe and no format {brief(name)} here: {suggestion(name, names)} "
             "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"
         ) from None
 

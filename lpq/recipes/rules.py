@@ -144,16 +144,16 @@ def _hidden(rules: Sequence[Rule]) -> Iterator[tuple[int, str, int, str]]:
     """
     earlier: dict[str, list[tuple[str, int, Rule]]] = {}
     lengths: set[int] = set()
-    left = COMPARED
+    budget = COMPARED
     for number, rule in enumerate(rules, 1):
         for pattern in rule.match:
             for piece in within(pattern, earlier, lengths):
                 for cover, first, other in earlier[piece]:
                     if other.outlasts(rule):
-                        left -= 1
+                        budget -= 1
                         if covers(cover, pattern):
                             yield first, cover, number, pattern
-                    if left <= 0:
+                    if budget <= 0:
                         return
         for pattern in rule.match:
             earlier.setdefault(literal(pattern), []).append((pattern, number, rule))
@@ -173,9 +173,9 @@ class Policy:
     """The lists of blocks of the model, and how many each has, for rules with ``blocks``; ``placed`` finds them."""
 
     def __post_init__(self) -> None:
-        given = self.rules
-        if not (isinstance(given, tuple) and given and all(isinstance(rule, Rule) for rule in given)):
-            raise RecipeError(f"a policy's rules must be a tuple of one or more Rules, not {brief(given)}")
+        rules = self.rules
+        if not (isinstance(rules, tuple) and rules and all(isinstance(rule, Rule) for rule in rules)):
+            raise RecipeError(f"a policy's rules must be a tuple of one or more Rules, not {brief(rules)}")
         if not isinstance(self.leave, tuple) or not all(isinstance(p, str) and PART.fullmatch(p) for p in self.leave):
             raise RecipeError(
                 f"leave must be a tuple of parts of names, without dots and wildcards, as ('lm_head',), and is "
@@ -246,8 +246,10 @@ class Policy:
         layers = tuple(name for name in names if self.left_by(name) is None)
         holding = {number for name in layers for number, _, _ in self._holding(name, steps)}
         others = [(number, rule) for number, rule in enumerate(self.rules, 1) if number not in holding]
-        found = matching((pattern for _, rule in others for pattern in rule.match), layers)
-        return tuple(n for n, rule in others if any(self._in_block(rule, x) for p in rule.match for x in found[p]))
+        layers_by_pattern = matching((pattern for _, rule in others for pattern in rule.match), layers)
+        return tuple(
+            n for n, rule in others if any(self._in_block(rule, x) for p in rule.match for x in layers_by_pattern[p])
+        )
 
     def misplaced(self, names: Iterable[str]) -> tuple[tuple[int, str], ...]:
         """The numbers of the rules with ``blocks`` that match some of these layers and are for none of them, each with
@@ -263,14 +265,12 @@ class Policy:
         if not placed.stacks:
             why = "this model has no list of layers, so `blocks` holds nowhere"
         matched = [(number, rule, [name for name in layers if rule.matches(name)]) for number, rule in numbered]
-        return tuple(
-            (n, why) for n, rule, found in matched if found and not any(placed._in_block(rule, x) for x in found)
-        )
+        return tuple((n, why) for n, rule, own in matched if own and not any(placed._in_block(rule, x) for x in own))
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """The patterns that match none of these layers."""
         patterns = (pattern for rule in self.rules for pattern in rule.match)
-        return tuple(pattern for pattern, found in matching(patterns, tuple(names)).items() if not found)
+        return tuple(pattern for pattern, hits in matching(patterns, tuple(names)).items() if not hits)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that ``lpq.policy`` makes this policy from."""

@@ -16,17 +16,19 @@ def fault(cls: type) -> str | None:
     """
     same = {field.name: object() for field in fields(cls)}
     try:
-        if made(cls, same) != made(cls, same) or hash(made(cls, same)) != hash(made(cls, same)):
+        if with_options(cls, same) != with_options(cls, same) or hash(with_options(cls, same)) != hash(
+            with_options(cls, same)
+        ):
             return "is not equal to a copy of itself"
         for name in same:
-            if made(cls, same) == made(cls, same | {name: object()}):
+            if with_options(cls, same) == with_options(cls, same | {name: object()}):
                 return f"is equal to one with another {name}"
     except Exception as error:
         return f"compares by more than its options: == raised {words(error)}"
     return None
 
 
-def made(cls: type, options: dict[str, object]) -> Any:
+def with_options(cls: type, options: dict[str, object]) -> Any:
     """A quantizer with these options, which are not checked."""
     quantizer: Any = object.__new__(cls)
     for name, value in options.items():

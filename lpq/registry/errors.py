@@ -44,14 +44,14 @@ class OptionError(LpqError, ValueError):
     """An option of a quantizer that does not exist, or a value that it cannot take."""
 
     @classmethod
-    def unknown(cls, owner: str, option: str, known: Iterable[str]) -> Self:
+    def unknown(cls, owner: str, option: str, options: Iterable[str]) -> Self:
         """``owner`` has no such option."""
-        return cls(f"{owner} has no option {brief(option)}: {suggestion(option, known)}")
+        return cls(f"{owner} has no option {brief(option)}: {suggestion(option, options)}")
 
     @classmethod
-    def invalid(cls, owner: str, option: str, value: object, wanted: str) -> Self:
+    def invalid(cls, owner: str, option: str, value: object, must_be: str) -> Self:
         """The option exists and cannot take this value."""
-        return cls(f"{owner}: option {option!r} must be {wanted}, not {brief(value)}")
+        return cls(f"{owner}: option {option!r} must be {must_be}, not {brief(value)}")
 
 
 class GrammarError(OptionError):
@@ -62,11 +62,11 @@ class GrammarError(OptionError):
         self.text, self.position, self.problem = text, position, problem
 
     def message(self) -> str:
-        found = brief(self.text[self.position :]) if self.position < len(self.text) else "the end"
-        marked = f"\n  {self.text}\n  {' ' * self.position}^"
+        rest = brief(self.text[self.position :]) if self.position < len(self.text) else "the end"
+        pointer = f"\n  {self.text}\n  {' ' * self.position}^"
         if not self.text.isprintable() or len(self.text) > LINE:
-            marked = ""
-        return f"cannot read {brief(self.text)}: {self.problem} at {found}{marked}"
+            pointer = ""
+        return f"cannot read {brief(self.text)}: {self.problem} at {rest}{pointer}"
 
 
 class ImportStringError(LpqError, ImportError):
@@ -100,25 +100,25 @@ class PluginMissing(PluginError):
     status = "missing"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, choices: Iterable[str]) -> str:
     """A hint at the name that may have been meant: ``did you mean 'nvfp4'?``, or else all there is."""
-    names = sorted(set(known))
+    names = sorted(set(choices))
     every = f"choose from {', '.join(names)}" if names else "there are none"
-    return meant(name, names) or every
+    return near_names(name, names) or every
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def near_names(name: str, choices: Iterable[str]) -> str:
     """``did you mean 'nvfp4'?``, or two names that are about as near; "" if none is near. Case does not count."""
     spellings: dict[str, list[str]] = {}
-    for one in sorted(set(known)):
+    for one in sorted(set(choices)):
         spellings.setdefault(one.lower(), []).append(one)
     text = name.lower()
     near = difflib.get_close_matches(text, spellings, n=2) if len(name) <= LINE else []
     if near:
         least = difflib.SequenceMatcher(None, near[0], text).ratio() - ALIKE
         near = difflib.get_close_matches(text, near, n=2, cutoff=least)
-    found = [difflib.get_close_matches(name, spellings[one], n=1, cutoff=0)[0] for one in near]
-    return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
+    spelled = [difflib.get_close_matches(name, spellings[one], n=1, cutoff=0)[0] for one in near]
+    return f"did you mean {' or '.join(map(repr, spelled))}?" if spelled else ""
 
 
 def words(error: BaseException | None) -> str:

@@ -37,7 +37,7 @@ class Call:
     options: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        inside = ", ".join(f"{key}={_written(value)}" for key, value in self.options)
+        inside = ", ".join(f"{key}={_text(value)}" for key, value in self.options)
         return f"{self.name}({inside})" if inside else self.name
 
 
@@ -53,10 +53,10 @@ def parse(text: str) -> Call:
 def split_items(text: str) -> list[tuple[str, str]]:
     """Split ``"fprop=mxfp8, dgrad=nvfp4(rht=true)"`` into keys and the texts of their values."""
     reader = _Reader(text)
-    found = [(key, text[start:end].strip()) for key, _, start, end in reader.items()]
+    items = [(key, text[start:end].strip()) for key, _, start, end in reader.items()]
     if not reader.done:
         raise reader.error("expected ',' or the end")
-    return found
+    return items
 
 
 class _Reader:
@@ -81,24 +81,24 @@ class _Reader:
         return GrammarError(self.text, self.position, problem)
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
-        found = pattern.match(self.text, self.position)
-        if found is None:
+        match = pattern.match(self.text, self.position)
+        if match is None:
             return None
-        self.move(found.end())
-        return found[0]
+        self.move(match.end())
+        return match[0]
 
     def symbol(self, character: str) -> bool:
         """Whether this character comes next."""
-        found = self.text.startswith(character, self.position)
-        if found:
+        is_next = self.text.startswith(character, self.position)
+        if is_next:
             self.move(self.position + 1)
-        return found
+        return is_next
 
     def take(self, pattern: re.Pattern[str], problem: str) -> str:
-        found = self.match(pattern)
-        if found is None:
+        token = self.match(pattern)
+        if token is None:
             raise self.error(problem)
-        return found
+        return token
 
     def call(self, name: str) -> Call:
         """The options that follow a name, if any do."""
@@ -115,13 +115,13 @@ class _Reader:
 
     def items(self) -> Iterator[tuple[str, Value, int, int]]:
         """``key=value, …`` with the span of each value."""
-        seen: set[str] = set()
+        keys: set[str] = set()
         while True:
             key_start = self.position
             key = self.take(NAME, "expected 'key=value'")
-            if key in seen:
+            if key in keys:
                 raise GrammarError(self.text, key_start, f"{key!r} is given twice")
-            seen.add(key)
+            keys.add(key)
             if not self.symbol("="):
                 raise self.error(f"expected '=' after {key!r}")
             start = self.position
@@ -149,7 +149,7 @@ def _meaning(word: str) -> bool | int | float | str | None:
     return float(word) if _FLOAT.fullmatch(word) else word
 
 
-def _written(value: object) -> str:
+def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float | Call):

@@ -131,8 +131,8 @@ class Group:
         """The programs that read them right."""
         if self.inputs is None:
             return self.scheme.readers
-        found = (*self.scheme.readers, *self.inputs.readers)
-        return tuple(name for name in found if name not in self.inputs.not_readers)
+        every = (*self.scheme.readers, *self.inputs.readers)
+        return tuple(name for name in every if name not in self.inputs.not_readers)
 
     @property
     def not_experts(self) -> tuple[str, ...]:

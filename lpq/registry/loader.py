@@ -112,20 +112,20 @@ def installed() -> dict[str, list[PluginSource]]:
 
     A distribution that is on the path twice counts once, as it does for ``import``.
     """
-    found: dict[str, list[PluginSource]] = {}
+    sources: dict[str, list[PluginSource]] = {}
     for entry in metadata.entry_points(group=GROUP):
         assert entry.dist is not None, "an entry point that was discovered belongs to a distribution"
         module = entry.value.partition(":")[0].strip()
         source = PluginSource(entry.name, *_origin(entry.dist), module, functools.partial(_imported, entry))
-        found.setdefault(entry.name, []).append(source)
-    return found
+        sources.setdefault(entry.name, []).append(source)
+    return sources
 
 
 def _origin(distribution: metadata.Distribution) -> tuple[str, str]:
     """Name and version of a distribution, in words where its metadata is lost: its plugin may work all the same."""
     try:
-        told = distribution.metadata
-        name, version = (told[key] or "" for key in ("Name", "Version"))
+        fields = distribution.metadata
+        name, version = (fields[key] or "" for key in ("Name", "Version"))
     except Exception:  # some versions of Python raise where there is no metadata
         name = version = ""
     return name or f"a distribution without metadata in {distribution.locate_file('')}", version
@@ -223,10 +223,10 @@ def _answers(source: PluginSource, manager: pluggy.PluginManager, hook: str, kin
             answer = implementation.function()
         except (Exception, SystemExit) as error:
             raise source.error(f"{hook} raised {words(error)}", source.other_version) from error
-        found = [answer] if isinstance(answer, kind) else answer
-        if not isinstance(found, Sequence) or not all(isinstance(spec, kind) for spec in found):
+        own = [answer] if isinstance(answer, kind) else answer
+        if not isinstance(own, Sequence) or not all(isinstance(spec, kind) for spec in own):
             raise source.error(f"{hook} returned {answer!r}", f"return a {kind.__name__} or a list of them")
-        specs += found
+        specs += own
     return specs
 
 
@@ -244,10 +244,10 @@ def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
     if kernel.op == "cast":  # an operation of earlier builds
         remedy = "leave it out: master weights are cast by the kernels for measure and quantize"
         raise source.error(f"{what} has op='cast'", remedy)
-    for field_name, known in (("op", OPERATIONS), ("backend", BACKENDS)):
+    for field_name, choices in (("op", OPERATIONS), ("backend", BACKENDS)):
         value = getattr(kernel, field_name)
-        if value not in known:
-            raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(str(value), known)})")
+        if value not in choices:
+            raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(str(value), choices)})")
     if not isinstance(kernel.priority, int):
         raise source.error(f"{what} has priority={kernel.priority!r}", "give it a whole number")
     for field_name, example in (("formats", "('acme',)"), ("requires", "('triton',)")):
@@ -276,7 +276,7 @@ def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
 
 
 def _by_name(source: PluginSource, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
-    found: dict[str, Named] = {}
+    by_name: dict[str, Named] = {}
     for spec in specs:
         _check_version(source, spec.name, spec.api_version)
         if not owns(source.name, spec.name, kind):
@@ -287,13 +287,13 @@ def _by_name(source: PluginSource, kind: Kind, specs: Sequence[Named]) -> dict[s
             )
         if not NAME.fullmatch(spec.name):
             raise source.error(f"{spec.name!r} is not a name", "use letters, digits, '_', '-' and '.'")
-        if spec.name in found:
+        if spec.name in by_name:
             raise source.error(f"it registers {spec.name!r} twice", "give each its own name")
         aliases = spec.aliases if isinstance(spec, RecipeSpec) else ()
         if not isinstance(aliases, tuple) or not all(isinstance(a, str) and NAME.fullmatch(a) for a in aliases):
             raise source.error(f"{spec.name!r} has aliases={aliases!r}", "write a tuple of names, as ('tensorwise',)")
-        found[spec.name] = spec
-    return found
+        by_name[spec.name] = spec
+    return by_name
 
 
 def _own_kernels(source: PluginSource, spec: FormatSpec) -> list[KernelSpec]:

@@ -66,8 +66,8 @@ def layout(name: str) -> Layout:
     if not (isinstance(cls, type) and issubclass(cls, Layout)):
         cause = f"layout {name} has layout={string!r}, which is no subclass of lpq.registry.Layout but {cls!r}"
         raise _at_fault(plugin, cause, "name the class of the layout")
-    made: Layout = cls()
-    return made
+    instance: Layout = cls()
+    return instance
 
 
 @cached
@@ -78,18 +78,18 @@ def schemes(format: str) -> tuple[Scheme, ...]:
     string = plugin.formats[format].schemes
     if string is None:
         return ()
-    found = registry.imported(plugin, string)
-    if not isinstance(found, tuple) or not all(isinstance(scheme, Scheme) for scheme in found):
-        cause = f"format {format} has schemes={string!r}, which is no tuple of Scheme but {found!r}"
+    own = registry.imported(plugin, string)
+    if not isinstance(own, tuple) or not all(isinstance(scheme, Scheme) for scheme in own):
+        cause = f"format {format} has schemes={string!r}, which is no tuple of Scheme but {own!r}"
         raise _at_fault(plugin, cause, "write a tuple of lpq.registry.Scheme")
-    return found
+    return own
 
 
 @cached
 def kernels(op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
     """The kernels of all usable plugins for this operation on exactly these formats, the preferred first."""
-    found = [k for p in plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
-    return tuple(sorted(found, key=lambda kernel: -kernel.priority))
+    fitting = [k for p in plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
+    return tuple(sorted(fitting, key=lambda kernel: -kernel.priority))
 
 
 def provider_of(kernel: KernelSpec) -> PluginInfo | None:
@@ -113,18 +113,18 @@ def _at_fault(plugin: PluginInfo, cause: str, remedy: str) -> PluginError:
 
 def quantizer_class(name: str) -> Any:
     """The quantizer class of a format, imported."""
-    plugin, string, found = _class(name, "quantizer")
-    if not (hasattr(found, "from_options") and is_dataclass(found)):
+    plugin, string, cls = _class(name, "quantizer")
+    if not (hasattr(cls, "from_options") and is_dataclass(cls)):
         cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
         raise _at_fault(plugin, cause, "name a subclass of lpq.core.Quantizer that is a frozen dataclass")
-    if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a constant that has a hash
+    if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a constant that has a hash
         cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
-        raise _at_fault(plugin, cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
-    if (fault := equality.fault(found)) is not None:
-        cause = f"a quantizer of format {name}, {found.__qualname__}, {fault}"
+        raise _at_fault(plugin, cause, f"declare {cls.__qualname__} with @dataclass(frozen=True)")
+    if (fault := equality.fault(cls)) is not None:
+        cause = f"a quantizer of format {name}, {cls.__qualname__}, {fault}"
         remedy = "let the dataclass make __eq__ and __hash__ of all options, without eq=False and field(compare=False)"
         raise _at_fault(plugin, cause, remedy)
-    return found
+    return cls
 
 
 def storage_class(name: str) -> Any:
@@ -137,11 +137,11 @@ def _class(name: str, role: Literal["quantizer", "storage"]) -> tuple[PluginInfo
     registry = default()
     plugin = registry.provider(name, "formats")
     string = getattr(plugin.formats[name], role)
-    found = registry.imported(plugin, string)
-    if not isinstance(found, type):
-        cause = f"format {name} has {role}={string!r}, which is no class but {found!r}"
+    cls = registry.imported(plugin, string)
+    if not isinstance(cls, type):
+        cause = f"format {name} has {role}={string!r}, which is no class but {cls!r}"
         raise _at_fault(plugin, cause, f"name the {role} class of the format")
-    return plugin, string, found
+    return plugin, string, cls
 
 
 def convert_module(module: Any, fqn: str, recipe: Any) -> Any:

@@ -63,8 +63,8 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
     except TypeError as error:
         if not missing:
             raise
-        given = ", ".join(f"{name}=…" for name in missing)
-        raise OptionError(f"{call.name} has options without a default: write it as {call.name}({given})") from error
+        example = ", ".join(f"{name}=…" for name in missing)
+        raise OptionError(f"{call.name} has options without a default: write it as {call.name}({example})") from error
 
 
 def required(cls: type) -> list[str]:

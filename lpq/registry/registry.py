@@ -47,10 +47,10 @@ class Registry:
         self._manager.add_hookspecs(hookspecs)
         self._places = _places()
         self._sources = installed()
-        self._wanted = os.environ.get(LOAD_PLUGINS)
+        self._setting = os.environ.get(LOAD_PLUGINS)
         self._allowed: set[str] | None = None
-        if self._wanted is not None:
-            self._allowed = {name.strip() for name in self._wanted.split(",")} - {""}
+        if self._setting is not None:
+            self._allowed = {name.strip() for name in self._setting.split(",")} - {""}
             for name in self._allowed:
                 self._sources.setdefault(name, [])
         self._plugins: dict[str, PluginInfo] = {}
@@ -86,8 +86,8 @@ class Registry:
         """All plugins, lpq's own first."""
         with self.lock:
             self._look_again()
-            found = [self.plugin(name) for name in sorted(self._sources)]
-        return tuple(sorted(found, key=lambda plugin: not plugin.builtin))
+            every = [self.plugin(name) for name in sorted(self._sources)]
+        return tuple(sorted(every, key=lambda plugin: not plugin.builtin))
 
     def provider(self, name: str, kind: Kind) -> PluginInfo:
         """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
@@ -105,10 +105,10 @@ class Registry:
                     f"{brief(name)} is a recipe and no format: it stands alone, or after a key of a recipe, and "
                     f"without parentheses; `lpq explain {name}` shows the quantizers that it stands for"
                 )
-            known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
+            names = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
             unknown = UnknownFormat if kind == "formats" else UnknownRecipe
             raise unknown(
-                f"there is no {kind[:-1]} {brief(name)} here: {suggestion(name, known)} "
+                f"there is no {kind[:-1]} {brief(name)} here: {suggestion(name, names)} "
                 "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"
             )
 
@@ -150,16 +150,18 @@ class Registry:
             for source in self._sources.get(name, ()):
                 if source.distribution != HERE:
                     raise source.error("it is installed, and its name cannot be taken", "choose another name")
-            made = PluginSource(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
+            source_here = PluginSource(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
             if isinstance(plugin, str):
-                raise made.error(f"{brief(plugin)} is a text", "import the module, and register the module itself")
+                raise source_here.error(
+                    f"{brief(plugin)} is a text", "import the module, and register the module itself"
+                )
             if isinstance(plugin, type) and any(
                 inspect.isfunction(inspect.getattr_static(plugin, hook, None)) for hook in HOOKS
             ):
                 remedy = f"register an object of it, as {plugin.__name__}(), or make its hooks static methods"
-                raise made.error(f"{plugin.__name__} is a class whose hooks take self", remedy)
+                raise source_here.error(f"{plugin.__name__} is a class whose hooks take self", remedy)
             self._forget(name)
-            self._sources[name] = [made]
+            self._sources[name] = [source_here]
             info = self.plugin(name)
             if info.error is not None:
                 self._forget(name)
@@ -176,17 +178,17 @@ class Registry:
 
     def _source(self, name: str) -> PluginSource:
         """The one distribution that provides a plugin; an error, if there is none or more than one."""
-        found, setting = self._sources[name], f"{LOAD_PLUGINS}={self._wanted}"
+        sources, setting = self._sources[name], f"{LOAD_PLUGINS}={self._setting}"
         everyone = self._allowed is None or name in self._allowed
-        usable = [source for source in found if everyone or source.distribution in (OWN, HERE)]
+        usable = [source for source in sources if everyone or source.distribution in (OWN, HERE)]
         if len(usable) == 1:
             return usable[0]
-        origins = " and ".join(f"{source.distribution} {source.version}" for source in usable or found)
+        origins = " and ".join(f"{source.distribution} {source.version}" for source in usable or sources)
         if usable:
             removable = [source.distribution for source in usable if source.distribution != OWN]
             remedy = pip("uninstall", removable, "uninstall all of them but one")
             raise PluginError(name, origins, "", "they bring plugins of the same name", remedy)
-        if found:
+        if sources:
             remedy = f"add {name} to {LOAD_PLUGINS}, or unset it"
             raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
         inside = [plugin for plugin, sources in self._sources.items() if any(s.distribution == name for s in sources)]
@@ -199,13 +201,13 @@ class Registry:
 
 def _places() -> list[tuple[str, int | None]]:
     """The folders in which Python looks for distributions, and when each changed last: a few microseconds each."""
-    found: list[tuple[str, int | None]] = []
+    folders: list[tuple[str, int | None]] = []
     for place in sys.path:
         try:
-            found.append((place, os.stat(place or ".").st_mtime_ns))
+            folders.append((place, os.stat(place or ".").st_mtime_ns))
         except OSError:
-            found.append((place, None))
-    return found
+            folders.append((place, None))
+    return folders
 
 
 def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
@@ -235,14 +237,14 @@ FEW = 512
 
 
 @functools.cache
-def _made() -> Registry:
+def _registry() -> Registry:
     return Registry()
 
 
 def default() -> Registry:
     """The registry of this process, made on first use."""
     with _MAKING:  # two threads would make one each, and registrations in all but one would be lost
-        return _made()
+        return _registry()
 
 
 def refresh() -> None:
@@ -253,7 +255,7 @@ def refresh() -> None:
     """
     importlib.invalidate_caches()
     with _MAKING:
-        _made.cache_clear()
+        _registry.cache_clear()
     _REMEMBERED.clear()
 
 
@@ -273,10 +275,10 @@ def _forgotten(function: Callable[P, T], most: int | None, under: Callable[[], o
 
     @functools.wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = _REMEMBERED.get(keyed)
-        if found is None:
-            found = _REMEMBERED[keyed] = functools.lru_cache(most)(keyed)
-        result: T = found(*args, **kwargs) if under is None else found(under(), *args, **kwargs)  # type: ignore[arg-type]
+        results = _REMEMBERED.get(keyed)
+        if results is None:
+            results = _REMEMBERED[keyed] = functools.lru_cache(most)(keyed)
+        result: T = results(*args, **kwargs) if under is None else results(under(), *args, **kwargs)  # type: ignore[arg-type]
         return result
 
     return remembered

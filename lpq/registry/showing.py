@@ -50,7 +50,7 @@ def preformatted(text: object) -> str:
 
 def pip(command: str, names: Iterable[str], otherwise: str) -> str:
     """``pip install acme`` if all of these are names of distributions; otherwise another remedy."""
-    found = list(names)
-    if found and all(DISTRIBUTION.fullmatch(name) for name in found):
-        return " or ".join(f"pip {command} {name}" for name in found)
+    every = list(names)
+    if every and all(DISTRIBUTION.fullmatch(name) for name in every):
+        return " or ".join(f"pip {command} {name}" for name in every)
     return otherwise

@@ -31,14 +31,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Row], console: Cons
     In a narrow terminal each row is a record: its first cell, and a line for each other one that is not empty. Where
     there is no terminal, nothing is broken.
     """
-    made = _Cells.of(columns, rows)
-    made.print(title, console or made.console())
+    cells = _Cells.of(columns, rows)
+    cells.print(title, console or cells.console())
 
 
 def drawn(title: str, columns: Sequence[str], rows: Iterable[Row]) -> str:
     """Return what ``table`` prints, without styles."""
-    made, out = _Cells.of(columns, rows), io.StringIO()
-    made.print(title, Console(file=out, width=made.console().width))
+    cells, out = _Cells.of(columns, rows), io.StringIO()
+    cells.print(title, Console(file=out, width=cells.console().width))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -52,8 +52,8 @@ class _Cells:
     @classmethod
     def of(cls, columns: Sequence[str], rows: Iterable[Row]) -> _Cells:
         cells = [[printable(str(cell)) if cell is not None else "" for cell in row] for row in rows]
-        used = [i for i, _ in enumerate(columns) if i == 0 or any(row[i] for row in cells)]
-        return cls([columns[i] for i in used], [[row[i] for row in cells] for i in used])
+        filled = [i for i, _ in enumerate(columns) if i == 0 or any(row[i] for row in cells)]
+        return cls([columns[i] for i in filled], [[row[i] for row in cells] for i in filled])
 
     def console(self) -> Console:
         """The console of this process; without a terminal it is as wide as the table."""
@@ -79,14 +79,14 @@ class _Cells:
 
     def _print_table(self, console: Console, heads: Sequence[tuple[str, bool]], **how: Any) -> None:
         """``heads``: each with whether its cells may be broken."""
-        made = Table(box=box.SIMPLE_HEAD, pad_edge=False, **how)
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, **how)
         for i, (head, folds) in enumerate(heads):
             side: JustifyMethod = "right" if i and all(map(NUMBER.fullmatch, self.columns[i])) else "left"
-            made.add_column(escape(head), justify=side, overflow="fold", no_wrap=not folds)
+            grid.add_column(escape(head), justify=side, overflow="fold", no_wrap=not folds)
         for row in zip(*self.columns, strict=True):
-            made.add_row(*map(escape, row))
+            grid.add_row(*map(escape, row))
         edge = [""] if how else []
-        console.print(*edge, made, *edge, sep="\n")
+        console.print(*edge, grid, *edge, sep="\n")
 
     def _print_broken(self, console: Console) -> None:
         """Print them in a terminal that is narrower than they are: numbers and the first column are not broken."""

@@ -23,13 +23,13 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     frame: FrameType | None = caller
     while frame is not None and _between(frame):
         frame = frame.f_back
-    found = frame or caller
-    names = found.f_globals
+    place = frame or caller
+    names = place.f_globals
     warnings.warn_explicit(
         text,
         category,
-        found.f_code.co_filename,
-        found.f_lineno,
+        place.f_code.co_filename,
+        place.f_lineno,
         module=names.get("__name__", "<unknown>"),
         registry=names.setdefault("__warningregistry__", {}),  # so Python shows the same text from the same line once
     )
