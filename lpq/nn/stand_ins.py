@@ -141,7 +141,7 @@ class Trial(TorchFunctionMode):
         before = {name: copy(value) if isinstance(value, MUTABLE) else value for name, value in own.items()}
         self._copies.append((like, before, versions))
         vars(like)[TRIAL] = self._note, module
-        self._note(module, "forward")  # a trial may call the function of the class
+        self._note_class(module, "forward")  # a trial may call the function of the class
         return like
 
     def _note(self, module: nn.Module, name: str) -> None:
@@ -149,10 +149,14 @@ class Trial(TorchFunctionMode):
         if (id(module), name) not in self.reads:
             value = _value_of(module, name)
             self.reads[id(module), name] = Read(module, name, value, _contents(value))
-            classes = class_before(module).__mro__ if value is ABSENT else ()
-            owner = next((cls for cls in classes if name in vars(cls)), nn.Module)
-            if owner is not nn.Module:
-                self.reads[id(owner), name] = _read_of_class(owner, name)
+            if value is ABSENT:
+                self._note_class(module, name)
+
+    def _note_class(self, module: nn.Module, name: str) -> None:
+        """Note the attribute of the class that has it."""
+        owner = next((cls for cls in class_before(module).__mro__ if name in vars(cls)), nn.Module)
+        if owner is not nn.Module:
+            self.reads[id(owner), name] = _read_of_class(owner, name)
 
     def shows_little(self) -> bool:
         """Whether the next run of the forward may do something else: this one drew a number, wrote something, or read a
