@@ -81,15 +81,15 @@ class Comparison:
         if replicas is not None:  # ranks may come for another model
             self._about = f"{digest(' '.join(name for name, _ in around.named_modules())):x}"
         was, self.alike = self.alike, False  # where they differ
-        found = check_alike(around, replicas, self._about, seconds)
-        if found is None:
+        sets = check_alike(around, replicas, self._about, seconds)
+        if sets is None:
             self.alike = was
             self._wait_on(seconds or 0.0)
             return
-        self.sets, self.began, self.withholds, self._waited = found, True, False, 0.0
-        stages = {id(found): found for layer in converted(around) if (found := layer.model.stages) is not None}
+        self.sets, self.began, self.withholds, self._waited = sets, True, False, 0.0
+        stages = {id(sets): sets for layer in converted(around) if (sets := layer.model.stages) is not None}
         self._stages = [*stages.values()]
-        self.moving = bool(self.sets) and any(found.moving for found in self._stages)
+        self.moving = bool(self.sets) and any(sets.moving for sets in self._stages)
         self.alike = True
 
     def _wait_on(self, seconds: float) -> None:
@@ -169,7 +169,7 @@ def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
         for ranks in sets:
             for group in ranks.groups:
                 both = all_reduce(both.to(ranks.device), "max", group)
-        found = both.view(2, -1).tolist()
+        pairs = both.view(2, -1).tolist()
     except RuntimeError as error:
         raise RuntimeError(
             "ranks compare recipes that are new before weights or operands travel or, where none does, before an "
@@ -178,7 +178,7 @@ def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
         ) from error
     finally:
         waits.cancel()
-    return all(a + b == LIMIT for a, b in zip(*found, strict=True))
+    return all(a + b == LIMIT for a, b in zip(*pairs, strict=True))
 
 
 def check_part(text: str, mesh: DeviceMesh) -> None:
@@ -217,12 +217,12 @@ class CachedDescription:
             self._was = now
             self._texts.clear()
         kind = (rows.shape[1:], rows.dtype, rows.requires_grad)
-        if (found := self._texts.get(kind)) is None:
+        if (entry := self._texts.get(kind)) is None:
             gradient = "with" if rows.requires_grad else "without"
             text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n"
             text += description(self._name, self._part)
-            found = self._texts[kind] = digest(text), text
-        return found
+            entry = self._texts[kind] = digest(text), text
+        return entry
 
 
 def _state(layer: Any) -> tuple[object, ...]:
@@ -265,8 +265,8 @@ def _describe(
     text += f", recipe {layer.recipe.text if layer.recipe is not None else None}{layer.passes.withheld}"
     if (layouts := getattr(module, "layouts", None)) is not None:
         text += f", input {layouts.input}, output {layouts.output}"
-    if (sent := getattr(module, "dispatched", None)) is not None:
-        text += f", rows dispatched {'encoded' if sent == 'encoded' else 'in high precision'}"
+    if (dispatch := getattr(module, "dispatched", None)) is not None:
+        text += f", rows dispatched {'encoded' if dispatch == 'encoded' else 'in high precision'}"
     schedule, stages = layer.schedule, layer.model.stages
     if schedule is None or len(schedule.pieces) == 1:
         return text

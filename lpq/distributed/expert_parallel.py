@@ -73,8 +73,8 @@ def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor
         )
     exchange: RowExchange = module.expert_exchange
     rows, ends = inputs
-    sent: tuple[Tensor, Tensor] = exchange.dispatch(rows, ends, mesh)
-    return sent
+    arrivals: tuple[Tensor, Tensor] = exchange.dispatch(rows, ends, mesh)
+    return arrivals
 
 
 def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:

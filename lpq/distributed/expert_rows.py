@@ -37,16 +37,16 @@ Dispatch = Literal["high_precision", "encoded"]
 """How rows travel to their experts."""
 
 
-class Sent(NamedTuple):
+class Route(NamedTuple):
     """Where the rows of one call went, and where the results belong."""
 
     order: Tensor
     """For each place in the order expert by expert, the number of its row in the order of arrival."""
     back: Tensor
     """The inverse of ``order``."""
-    sent: list[int]
+    to_ranks: list[int]
     """How many rows went to each rank."""
-    received: list[int]
+    from_ranks: list[int]
     """How many rows came from each rank."""
     rows: int
     """How many rows the caller gave, those behind the last expert's included."""
@@ -61,7 +61,7 @@ class RowExchange:
         self.sends = True
         """Whether this rank sends rows to any expert."""
         self._module, self._how, self._described = module, how, CachedDescription(type(module).__name__, module)
-        self._call: Sent | None = None
+        self._call: Route | None = None
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
     @outside_graphs
@@ -77,9 +77,9 @@ class RowExchange:
         number %= MODELS
         own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
         each = [own.shape[1]] * ranks
-        came = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)
-        counts, arriving = own[:, :-1], came[:, :-1]
-        sent, received, models = torch.stack([counts.sum(1), arriving.sum(1), came[:, -1]]).tolist()
+        numbers = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)
+        counts, arriving = own[:, :-1], numbers[:, :-1]
+        sent, received, models = torch.stack([counts.sum(1), arriving.sum(1), numbers[:, -1]]).tolist()
         if min(received) < 0:  # on all ranks, as one sends such numbers to all
             if min(sent) < 0 and mistake is None:
                 mistake = ValueError(
@@ -94,9 +94,9 @@ class RowExchange:
         order = expert.argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        self._call = call = Sent(order, back, sent, received, len(rows), group.group_name)
-        came_rows: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
-        return came_rows, arriving.sum(0).cumsum(0, dtype=torch.int32)
+        self._call = call = Route(order, back, sent, received, len(rows), group.group_name)
+        arrivals: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
+        return arrivals, arriving.sum(0).cumsum(0, dtype=torch.int32)
 
     def _prepare(self, rows: Tensor, ends: Tensor | Sequence[int]) -> tuple[Tensor, Lines | None, Exception | None]:
         """Count the rows of each expert, and encode those that travel encoded. On a mistake the numbers are negative,
@@ -106,15 +106,15 @@ class RowExchange:
         try:
             if rows.dim() != 2:
                 raise ValueError(f"{title}: the input is {list(rows.shape)}, and must be [rows, features]: flatten it")
-            known = as_offsets(title, ends, experts, rows).to(torch.int64)
+            offsets = as_offsets(title, ends, experts, rows).to(torch.int64)
             if not self.sends:
-                known = torch.zeros_like(known)
+                offsets = torch.zeros_like(offsets)
             encodes = self._how == "encoded"
             lines = _lines(rows.detach(), encoded_rows(title, self._module)) if encodes else None
         except Exception as error:
             return torch.full((experts,), WRONG, device=rows.device), None, error
-        counts = known.diff(prepend=known.new_zeros(1))
-        fits = (counts >= 0).all() & (known[-1] <= len(rows))
+        counts = offsets.diff(prepend=offsets.new_zeros(1))
+        fits = (counts >= 0).all() & (offsets[-1] <= len(rows))
         return torch.where(fits, counts, WRONG), lines, None
 
     @outside_graphs
@@ -142,7 +142,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, call: Sent, to_experts: bool, lines: Lines | None, quantizer: Quantizer | None
+        ctx: Any, rows: Tensor, call: Route, to_experts: bool, lines: Lines | None, quantizer: Quantizer | None
     ) -> Tensor:
         """``lines``: rows that go to experts encoded; ``quantizer``: of the gradients of results, which go there."""
         ctx.call, ctx.to_experts, ctx.quantizer = call, to_experts, quantizer
@@ -159,16 +159,16 @@ class _Exchange(torch.autograd.Function):
 _exchange: Any = _Exchange.apply
 
 
-def _returned(rows: Tensor, call: Sent) -> Tensor:
-    return all_to_all(rows[call.back], call.sent, call.received, call.group)
+def _returned(rows: Tensor, call: Route) -> Tensor:
+    return all_to_all(rows[call.back], call.to_ranks, call.from_ranks, call.group)
 
 
-def _arrived(rows: Tensor, call: Sent, lines: Lines | None) -> Tensor:
+def _arrived(rows: Tensor, call: Route, lines: Lines | None) -> Tensor:
     if lines is None:
-        return all_to_all(rows, call.received, call.sent, call.group)[call.order]
-    came = all_to_all(lines.bytes[: len(rows)], call.received, call.sent, call.group)[call.order]
-    shape, side = (len(came), rows.shape[1]), lines.operand.quantizer
-    row = side.storage.wrap([*_pieces(came, lines.operand.tensors())], side, shape, rows.dtype)
+        return all_to_all(rows, call.from_ranks, call.to_ranks, call.group)[call.order]
+    lines_here = all_to_all(lines.bytes[: len(rows)], call.from_ranks, call.to_ranks, call.group)[call.order]
+    shape, side = (len(lines_here), rows.shape[1]), lines.operand.quantizer
+    row = side.storage.wrap([*_pieces(lines_here, lines.operand.tensors())], side, shape, rows.dtype)
     return QuantizedTensor(row, None, lines.quantizer, shape, rows.dtype)
 
 
@@ -220,13 +220,13 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], prod(tensor.shape[1:])).view(torch.uint8)
 
 
-def _pieces(came: Tensor, sent: Sequence[Tensor]) -> Iterator[Tensor]:
+def _pieces(lines: Tensor, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
     """Take the buffers out of lines of bytes in which they lie beside each other. Each is copied to memory of its own:
     a piece of a single line is contiguous where it lies, and may begin at a byte at which no wider element can."""
-    sizes = [prod(t.shape[1:]) * t.itemsize for t in sent]
-    for piece, tensor in zip(torch.split(came, sizes, 1), sent, strict=True):
+    sizes = [prod(t.shape[1:]) * t.itemsize for t in buffers]
+    for piece, tensor in zip(torch.split(lines, sizes, 1), buffers, strict=True):
         own = piece.clone(memory_format=torch.contiguous_format)
-        yield own.view(tensor.dtype).view(len(came), *tensor.shape[1:])
+        yield own.view(tensor.dtype).view(len(lines), *tensor.shape[1:])
 
 
 # ---------------------------------------------------------------------------------------------- what may travel so

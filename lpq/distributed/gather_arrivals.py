@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.gathered_operand import GatheredOperand
-from lpq.formats.layout import as_bytes
 from lpq.kernels.placing import SPEC, Place, RankPieces, bind_places
 from lpq.kernels.table import serves
 from lpq.operations.binding import on_device
@@ -61,20 +60,15 @@ class Arrivals:
                     self._arrive += [t.view(ranks, -1) for t in flat]
                     self._belong += whole.large
             self._allocated = self._belong
-        self._shares = shares
         self._place: Place | None = None
         self._with: list[Tensor] = []
         """The buffers that did not travel and are put in place by the same launch."""
-        self._rows: list[Tensor] = []
-        """The buffers, by rank, if one operation of torch copies all that arrives."""
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
         if self._arrive and serves(SPEC, device):
             self._bind(
                 [whole.lines(t) for whole in wholes for t in whole.large if not (whole.in_place and not self.flat)]
             )
-        elif self.flat and sizes is None and all(whole.in_place for whole in wholes):
-            self._rows = [as_bytes(t.data).view(ranks, n) for t, n in zip(large, shares, strict=True)]
         else:
             arrive = iter(self._arrive)
             for whole in wholes if self._arrive else ():
@@ -106,9 +100,6 @@ class Arrivals:
         if self._place is not None:
             arrived = [*self._arrive, *staying] if self._with else self._arrive
             self._place([t.data_ptr() for t in arrived], [t.data_ptr() for t in (*self._belong, *self._with)])
-        elif self._rows:
-            whole = self._apart[0].view(len(self._rows[0]), -1)
-            torch.split_with_sizes_copy(whole, self._shares, 1, out=self._rows)
         elif self._to:
             copy_each(self._to, self._from)
         if staying and not self._with:  # apart from the others: they are copied in one launch

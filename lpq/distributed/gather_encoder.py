@@ -12,7 +12,6 @@ from torch import Tensor
 from lpq.distributed.several_matrices import Scratch, SentOperand, ShardOperands, bind_operands, encodes_several
 from lpq.distributed.shardability import operand_bytes, why_in, why_whole
 from lpq.formats import Quantizer
-from lpq.formats.format import Direction
 from lpq.formats.layout import Stat
 from lpq.formats.sections import is_stack
 from lpq.kernels.table import bound_once
@@ -52,9 +51,9 @@ def sides_of(quantizer: Quantizer, stack: bool) -> Sides:
     """The operands that are encoded from shards, or from some matrices of a stack."""
     row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
     stats = declared(row, col)
-    known = recalls(quantizer, row, col)
+    recalled = recalls(quantizer, row, col)
     across = tuple(map(spans, stats))
-    spanned = not stack and any(a and not k for a, k in zip(across, known, strict=True))
+    spanned = not stack and any(a and not k for a, k in zip(across, recalled, strict=True))
     measured = spanned or moves(quantizer, row, col)
     return Sides(quantizer, row, col, stats, across, stack, bool(state_names(quantizer)), measured)
 
@@ -74,16 +73,16 @@ class Way(NamedTuple):
 
 
 def way_of(
-    sides: Sides, wanted: tuple[bool, bool], shape: tuple[int, ...], dtype: torch.dtype, ranks: int, stored: bool
+    sides: Sides, directions: tuple[bool, bool], shape: tuple[int, ...], dtype: torch.dtype, ranks: int, stored: bool
 ) -> Way:
     """Decide how a weight is gathered. ``shape``, ``dtype``: of the whole weight; ``stored``: shards are encoded."""
-    row, col = wanted
+    row, col = directions
     if made_at_use(sides.quantizer):
         row, col = row or col, False
     rows, cols = shape[-2:]
-    sent = operand_bytes(sides.quantizer, rows, cols, dtype, row, col)
+    size = operand_bytes(sides.quantizer, rows, cols, dtype, row, col)
     whole = why_whole(sides.quantizer, shape[0], ranks, sides.stack)
-    high = not stored and ranks > 1 and (sent > rows * cols * dtype.itemsize or why_in(whole, wanted) is not None)
+    high = not stored and ranks > 1 and (size > rows * cols * dtype.itemsize or why_in(whole, directions) is not None)
     return Way(row, col, row or sides.col is None, col and sides.col is not None, high)
 
 
@@ -93,12 +92,12 @@ class Task(NamedTuple):
     sides: Sides
     way: Way
     shape: tuple[int, ...]
-    held: torch.dtype
+    x_dtype: torch.dtype
     """The dtype of the tensor."""
     dtype: torch.dtype
     """The dtype that it is first rounded to."""
     device: torch.device
-    given: tuple[bool, ...]
+    has_stats: tuple[bool, ...]
     """For each statistic of ``sides``, whether it is known before the encoding."""
 
 
@@ -120,9 +119,9 @@ class ShardsEncoder:
         launches of its own. ``scratch``: memory for operands of which each gather sends others than the last."""
         self._tasks, self._device = tasks, tasks[0].device if tasks else torch.device("cpu")
         self._together = [] if encoders is None else _together(tasks, encoders, scratch)
-        together = {n for group, _ in self._together for n in group.numbers}
+        together = {n for numbers, _ in self._together for n in numbers}
         self._apart = [(n, _bind(task), _of_sides(task)) for n, task in enumerate(tasks) if n not in together]
-        alike = all(len(group.numbers) == len(tasks) for group, _ in self._together)
+        alike = all(len(numbers) == len(tasks) for numbers, _ in self._together)
         self.all = [operands for _, operands in self._together] if alike else []
         """The encoders of the wanted operands of all matrices, if one launch each encodes them; empty otherwise."""
 
@@ -131,64 +130,55 @@ class ShardsEncoder:
         ``Sides.stats``."""
         tasks = self._tasks
         if not xs or not can_bypass_dispatcher(xs[0]):
-            return [
-                _dispatched(task, x, known[_of_sides(task)]) for task, x, known in zip(tasks, xs, stats, strict=True)
-            ]
-        made: list[tuple[Buffers, Buffers]] = [((), ())] * len(tasks)
+            triples = zip(tasks, xs, stats, strict=True)
+            return [_dispatched(task, x, own_stats[_of_sides(task)]) for task, x, own_stats in triples]
+        results: list[tuple[Buffers, Buffers]] = [((), ())] * len(tasks)
         with on_device(self._device):
-            for (direction, numbers), operands in self._together:
+            for numbers, operands in self._together:
                 encoded = operands.encode([xs[n] for n in numbers], [stats[n] for n in numbers])
                 for n, buffers in zip(numbers, encoded.buffers, strict=True):
-                    made[n] = (buffers, made[n][1]) if direction == "row" else (made[n][0], buffers)
+                    results[n] = (buffers, results[n][1]) if operands.direction == "row" else (results[n][0], buffers)
             for n, run, of_them in self._apart:
                 if run is not None:
-                    made[n] = run(xs[n], stats[n][of_them], None)[:2]
+                    results[n] = run(xs[n], stats[n][of_them], None)[:2]
                 else:
-                    made[n] = _dispatched(tasks[n], xs[n], stats[n][of_them])
-        return made
-
-
-class EncodedGroup(NamedTuple):
-    """Matrices of which one launch encodes an operand."""
-
-    direction: Direction
-    numbers: list[int]
+                    results[n] = _dispatched(tasks[n], xs[n], stats[n][of_them])
+        return results
 
 
 def _together(
     tasks: Sequence[Task], encoders: Encoders, scratch: Scratch | None
-) -> list[tuple[EncodedGroup, ShardOperands]]:
-    """The matrices that are encoded together, and their encoders."""
+) -> list[tuple[list[int], ShardOperands]]:
+    """The numbers of the matrices that are encoded together, and their encoders."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for n, task in enumerate(tasks):
-        sent = _sent(task)
-        if is_stack(task.shape) or task.held is not torch.float32 or not sent:
+        operands = _operands_of(task)
+        if is_stack(task.shape) or task.x_dtype is not torch.float32 or not operands:
             continue
-        if all(encodes_several(operand, task.device) for operand in sent):
-            alike.setdefault((*sent, task.dtype), []).append(n)
-    once = len(alike) == 1 and not any(task.sides.col is None or len(_sent(task)) > 1 for task in tasks)
-    found: list[tuple[EncodedGroup, ShardOperands]] = []
+        if all(encodes_several(operand, task.device) for operand in operands):
+            alike.setdefault((*operands, task.dtype), []).append(n)
+    once = len(alike) == 1 and not any(task.sides.col is None or len(_operands_of(task)) > 1 for task in tasks)
+    groups: list[tuple[list[int], ShardOperands]] = []
     for numbers in alike.values():
         task = tasks[numbers[0]]
         shapes = tuple((tasks[n].shape[0], tasks[n].shape[1]) for n in numbers)
-        made: list[tuple[EncodedGroup, ShardOperands]] = []
-        for operand in _sent(task):
+        fills: list[ShardOperands] = []
+        for operand in _operands_of(task):
             key = operand, shapes, task.dtype, task.device, scratch if once else None
-            operands = encoders.get(key) or (bind_operands(*key) if len(numbers) > 1 else None)
-            if operands is not None:
-                encoders[key] = operands
-                made.append((EncodedGroup(operand.direction, numbers), operands))
-        if len(made) == len(_sent(task)):
-            found += made
-    return found
+            if (fill := encoders.get(key) or (bind_operands(*key) if len(numbers) > 1 else None)) is not None:
+                encoders[key] = fill
+                fills.append(fill)
+        if len(fills) == len(_operands_of(task)):
+            groups += [(numbers, fill) for fill in fills]
+    return groups
 
 
-def _sent(task: Task) -> list[SentOperand]:
+def _operands_of(task: Task) -> list[SentOperand]:
     """The operands that are encoded."""
     row, col = _sides(task)
     count = len(task.sides.row.stats)
-    sent = [SentOperand(row, "row", 0, task.given[:count])] if row is not None else []
-    return sent if col is None else [*sent, SentOperand(col, "col", count, task.given[count:])]
+    operands = [SentOperand(row, "row", 0, task.has_stats[:count])] if row is not None else []
+    return operands if col is None else [*operands, SentOperand(col, "col", count, task.has_stats[count:])]
 
 
 def _sides(task: Task) -> tuple[Quantizer | None, Quantizer | None]:
@@ -205,9 +195,9 @@ def _bind(task: Task) -> Run | None:
     """The bound encoder of a matrix; None for a stack."""
     if is_stack(task.shape):
         return None
-    known = task.given[_of_sides(task)]
+    flags = task.has_stats[_of_sides(task)]
     rows, cols = task.shape
-    e = Encoding(*_sides(task), (rows, cols), task.held, task.dtype, task.device, known if True in known else ())
+    e = Encoding(*_sides(task), (rows, cols), task.x_dtype, task.dtype, task.device, flags if True in flags else ())
     with on_device(task.device):
         run: Run = _run_of(e)
     return run

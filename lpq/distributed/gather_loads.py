@@ -34,7 +34,7 @@ class Ordinary:
         self.gathers: Sequence[Gather] = (gather,)
         self._dtype = dtype
         self.into: list[Tensor] | None = None
-        self.held: list[Tensor] = []
+        self.to_free: list[Tensor] = []
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_high(self.gathers[0], self._dtype),)
@@ -49,7 +49,7 @@ class _Quantized:
     def __init__(self, gathers: Sequence[Gather], ways: Sequence[Way]) -> None:
         self.gathers = gathers
         self.into: list[Tensor] | None = []
-        self.held: list[Tensor] = []
+        self.to_free: list[Tensor] = []
         self._device = gathers[0].site.device
         self._derived: list[Tensor] = []
         self._unwanted: list[Tensor] = []
@@ -83,9 +83,9 @@ class High(_Quantized):
         super().__init__((gather,), (way,))
         sides, dtype, row, col = operands_of(gather)
         self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.site.shape)
-        given = tuple(s is not None for s in gather.statistics())
-        self._encode = ShardsEncoder([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
-        self._made = [
+        flags = tuple(s is not None for s in gather.statistics())
+        self._encode = ShardsEncoder([Task(sides, way, self._shape, dtype, dtype, self._device, flags)])
+        self._wholes = [
             whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if whole is not None and sends
         ]
         count = shard.numel() * gather.site.group.size() * dtype.itemsize
@@ -95,7 +95,7 @@ class High(_Quantized):
         fsdp.free(self.into)
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self.held.clear()
+        self.to_free.clear()
         self._stats = self._gather.statistics()
         return (as_bytes(_high(self._gather, self._dtype)),)
 
@@ -104,12 +104,12 @@ class High(_Quantized):
         _read_on_this_stream([s for s in stats if s is not None])
         with torch.no_grad():
             (operands,) = self._encode([self._arrives.view(self._dtype).view(self._shape)], [stats])
-        for whole in self._made:
+        for whole in self._wholes:
             fsdp.allocate(whole.large)
-        copy_each([t for whole in self._made for t in whole.targets], [t for buffers in operands for t in buffers])
+        copy_each([t for whole in self._wholes for t in whole.targets], [t for buffers in operands for t in buffers])
         with on_device(self._device):
             self._complete()
-        self.held += self._all
+        self.to_free += self._all
         fsdp.free((self._arrives,))
 
 
@@ -134,20 +134,20 @@ class EncodedLoad(_Quantized):
         self._remember = [(n, i) for n, i in enumerate(self._coded) if operands_of(gathers[i]).sides.remembers]
         """Weights with statistics of earlier steps, by their number among the encoded weights and among all."""
         self._moves = any(shards[i].device != self._device for i in self._coded)
-        made = [
+        operands = [
             (i, side, whole)
             for side in (0, 1)
             for i, (gather, way) in enumerate(zip(gathers, ways, strict=True))
             if (way.sends_row, way.sends_col)[side] and (whole := operands_of(gather)[2:][side]) is not None
         ]
-        self._sends = [(i, side, number, whole) for i, side, whole in made for number in whole.travels]
+        self._sends = [(i, side, number, whole) for i, side, whole in operands for number in whole.travels]
         """The buffers that travel: by the number of the weight, 0 for the row operand or 1, and the buffer's number."""
-        self._stays = [(i, side, number) for i, side, whole in made for number in whole.stays]
+        self._stays = [(i, side, number) for i, side, whole in operands for number in whole.stays]
         """Buffers that are equal on all ranks."""
         self._staying: list[Tensor] = []
         self._sizes = [size for operands in self._together for size in operands.sizes] or None
         ranks = gathers[0].site.group.size()
-        self._arrivals = Arrivals([whole for *_, whole in made], ranks, self._device, self._sizes)
+        self._arrivals = Arrivals([whole for *_, whole in operands], ranks, self._device, self._sizes)
         self.into = self._arrivals.into
         self._anew = True
         """Whether what stays was allocated for the present gather."""
@@ -157,11 +157,11 @@ class EncodedLoad(_Quantized):
     def _task(self, i: int, shard: Tensor) -> Task:
         gather = self.gathers[i]
         sides, dtype, *_ = operands_of(gather)
-        x, given = gather.prepared(shard), tuple(s is not None for s in gather.statistics())
-        return Task(sides, self._ways[i], tuple(x.shape), x.dtype, dtype, x.device, given)
+        x, flags = gather.prepared(shard), tuple(s is not None for s in gather.statistics())
+        return Task(sides, self._ways[i], tuple(x.shape), x.dtype, dtype, x.device, flags)
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self.held.clear()
+        self.to_free.clear()
         gathers, coded = self.gathers, self._coded
         stats = [gathers[i].spanning for i in coded]
         copies: Copies = []
@@ -188,20 +188,20 @@ class EncodedLoad(_Quantized):
             return tuple(spread)
         if self._moves:
             xs = [gathers[i].prepared(x) for i, x in zip(coded, xs, strict=True)]
-        made: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
+        results: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
         with torch.no_grad():
             for i, operands in zip(coded, self._encode(xs, stats), strict=True):
-                made[i] = operands
+                results[i] = operands
             for i in self._stored:
-                made[i] = self._operands_of(i, shards[i])
+                results[i] = self._operands_of(i, shards[i])
             self._anew = True
-            self._staying = [made[i][side][number] for i, side, number in self._stays]
-            sent = sent_bytes((whole, made[i][side][number]) for i, side, number, whole in self._sends)
+            self._staying = [results[i][side][number] for i, side, number in self._stays]
+            pieces = sent_bytes((whole, results[i][side][number]) for i, side, number, whole in self._sends)
             if self._sizes is not None and self._arrivals.flat:
-                sent = [nn.functional.pad(t, (0, n - len(t))) for t, n in zip(sent, self._sizes, strict=True)]
+                pieces = [nn.functional.pad(t, (0, n - len(t))) for t, n in zip(pieces, self._sizes, strict=True)]
             if self._arrivals.flat:
-                return (torch.cat(sent),)
-        return tuple(sent) or (_nothing(self._device),)
+                return (torch.cat(pieces),)
+        return tuple(pieces) or (_nothing(self._device),)
 
     def _operands_of(self, i: int, shard: Tensor) -> tuple[Buffers, Buffers]:
         """The buffers of a shard that is stored quantized."""
@@ -218,7 +218,7 @@ class EncodedLoad(_Quantized):
             self._arrivals.place(staying)
             if self._derive:
                 self._complete()
-        self.held += self._all
+        self.to_free += self._all
 
     def _keep(self, staying: Sequence[Tensor]) -> None:
         """Keep the memory of what stays until the present stream has read it."""

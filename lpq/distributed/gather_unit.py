@@ -63,7 +63,7 @@ class Unit:
                 f"{self.gathers[0].layer.title}, in whose place somebody put an ordinary tensor after fully_shard: "
                 "load weights by load_state_dict, or write to them in place"
             )
-        return _sent(self.begun[gather], shard) if gather in self.begun else ()
+        return _pieces_of(self.begun[gather], shard) if gather in self.begun else ()
 
     def begin_all(self, shard: Tensor) -> tuple[Tensor, ...]:
         """The same for the first weight, after which the others need not be looked at: check and measure all, and
@@ -93,16 +93,16 @@ class Unit:
         key = (*directions, again, kernels_allowed(), registry.epoch())
         plan = self._plans.get(key)
         if plan is None or plan.of != of:
-            wanted = [(directions[0] or runs, directions[1]) for runs in again]
-            plan = self._plans[key] = self._make(of, shards, wanted)
+            needs = [(directions[0] or runs, directions[1]) for runs in again]
+            plan = self._plans[key] = self._make(of, shards, needs)
         fsdp.gather_into(plan.places)
         self.begun = plan.loads
         load = plan.loads.get(self.gathers[0])
         if load is None:
             return ()
-        return load.begin(shards) if len(load.gathers) == len(shards) > 1 else _sent(load, shard)
+        return load.begin(shards) if len(load.gathers) == len(shards) > 1 else _pieces_of(load, shard)
 
-    def _make(self, of: Sequence[Traits], shards: Sequence[Tensor], wanted: Sequence[tuple[bool, bool]]) -> UnitPlan:
+    def _make(self, of: Sequence[Traits], shards: Sequence[Tensor], needs: Sequence[tuple[bool, bool]]) -> UnitPlan:
         for gather, (sides, *_) in zip(self.gathers, of, strict=True):
             if gather.made_for != (sides, gather.site.dtype):
                 self._plans.clear()
@@ -110,7 +110,7 @@ class Unit:
                 gather.make(sides, gather.site.dtype)
         loads: list[Load] = []
         together: list[tuple[Gather, Tensor, Way]] = []
-        for gather, shard, each in zip(self.gathers, shards, wanted, strict=True):
+        for gather, shard, each in zip(self.gathers, shards, needs, strict=True):
             dtype, ranks = gather.site.dtype, gather.site.group.size()
             if gather.operands is None:
                 loads.append(Ordinary(gather, dtype))
@@ -127,12 +127,12 @@ class Unit:
             gathers, shards, ways = zip(*together, strict=True)
             loads.append(EncodedLoad(gathers, shards, ways, self.encoders))
         of_first = {load.gathers[0]: load for load in loads}
-        sent = {gather: of_first[gather] for gather in self.gathers if gather in of_first}
-        places = [(g.site, sent[g].into, sent[g].held) if g in sent else (g.site, [], []) for g in self.gathers]
-        return UnitPlan(of, sent, places)
+        by_gather = {gather: of_first[gather] for gather in self.gathers if gather in of_first}
+        into = [(load.into, load.to_free) if (load := by_gather.get(g)) else ([], []) for g in self.gathers]
+        return UnitPlan(of, by_gather, [(g.site, *where) for g, where in zip(self.gathers, into, strict=True)])
 
 
-def _sent(load: Load, shard: Tensor) -> tuple[Tensor, ...]:
+def _pieces_of(load: Load, shard: Tensor) -> tuple[Tensor, ...]:
     """The tensors that a load sends, when FSDP2 asks the first of its weights; ``shard``: that one's."""
     return load.begin([shard] if len(load.gathers) == 1 else fsdp.shards(gather.site for gather in load.gathers))
 

@@ -85,14 +85,14 @@ class GatheredOperand:
 
 def sent_bytes(buffers: Iterable[tuple[GatheredOperand, Tensor]]) -> list[Tensor]:
     """The bytes that this rank sends of the buffers of its part of an operand."""
-    sent = []
+    pieces = []
     for whole, buffer in buffers:
         if whole.turned:
             buffer = transposed(buffer)
         if not buffer.is_contiguous() or buffer.numel() == 1:  # strides of one element may be unusual
             buffer = row_major(buffer)
-        sent.append(buffer.view(-1).view(torch.uint8))
-    return sent
+        pieces.append(buffer.view(-1).view(torch.uint8))
+    return pieces
 
 
 def _by_rank(whole: Tensor, rows: int, parts: Tensor) -> Place:

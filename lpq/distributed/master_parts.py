@@ -95,9 +95,9 @@ def agreed_parts(
 
 def _described(part: MasterPart) -> str:
     weight = part.weight
-    held = " and ".join(direction for direction, _ in weight.operands)
+    operands = " and ".join(direction for direction, _ in weight.operands)
     remembers = ", with a state" if part.state is not None else ""
-    return f"weights[{part.index}]: {weight.quantizer} {[*weight.shape]} of {weight.dtype}, {held}{remembers}"
+    return f"weights[{part.index}]: {weight.quantizer} {[*weight.shape]} of {weight.dtype}, {operands}{remembers}"
 
 
 def _rounding(parts: Sequence[MasterPart], seed: Tensor | int | None) -> list[str]:

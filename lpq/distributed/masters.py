@@ -120,12 +120,12 @@ def cast_master_weights(
         stats = [measure(part.matrix(), *part.sides) for part in apart]
         if many is not None:
             elements = _exchanged(whole, many)
-            reduced = iter(reduce_max([stat for found in stats for stat in found], many))
-            stats = [[next(reduced) for _ in found] for found in stats]
+            reduced = iter(reduce_max([stat for own_stats in stats for stat in own_stats], many))
+            stats = [[next(reduced) for _ in own_stats] for own_stats in stats]
         for part, values in zip(whole, elements, strict=True):
             _encode_whole(part, values)
-        for part, found in zip(apart, stats, strict=True):
-            _encode_own(part, found)
+        for part, own_stats in zip(apart, stats, strict=True):
+            _encode_own(part, own_stats)
             _add(pieces, part)
     return pieces
 
@@ -198,23 +198,23 @@ def _encode_whole(part: MasterPart, values: Tensor) -> None:
     weight, state = part.weight, part.state
     row, col = (side is not None for side in part.sides)
     x = values.view(weight.matrix_shape)
-    made = encode_operands(weight.quantizer, x, row=row, col=col, state=state, seed=part.seed)
+    operands = encode_operands(weight.quantizer, x, row=row, col=col, state=state, seed=part.seed)
     if state is not None:
-        remember(weight.quantizer, state, made.measured, row=row, col=col)
-    _write(weight, made.row, made.col)
+        remember(weight.quantizer, state, operands.measured, row=row, col=col)
+    _write(weight, operands.row, operands.col)
 
 
 def _encode_own(part: MasterPart, stats: list[Tensor]) -> None:
     """Write all that follows from the statistics of the whole weight, and the codes of the elements that are here."""
     weight, state, (row, col) = part.weight, part.state, part.sides
-    used: list[Tensor] = stats
+    stats_used: list[Tensor] = stats
     if state is not None:
-        known = recall(weight.quantizer, row, col, state)
-        used = [stat if own is None else own for own, stat in zip(known, stats, strict=True)]
-    made_row, made_col, _ = quantize(part.matrix(), used, row, col, part.seed)
+        recalled = recall(weight.quantizer, row, col, state)
+        stats_used = [stat if own is None else own for own, stat in zip(recalled, stats, strict=True)]
+    new_row, new_col, _ = quantize(part.matrix(), stats_used, row, col, part.seed)
     if state is not None:
         remember(weight.quantizer, state, stats, row=row is not None, col=col is not None)
-    _write(weight, made_row, made_col)
+    _write(weight, new_row, new_col)
 
 
 def _write(weight: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:

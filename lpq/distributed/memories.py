@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class _Kept(NamedTuple):
+class _Layer(NamedTuple):
     """A layer that may remember something, for as long as it lives."""
 
     layer: weakref.ref[nn.Module]
@@ -39,22 +39,22 @@ class Memories:
     def __init__(self, root: nn.Module, mine: Callable[[Any], bool], replicas: Replicas | None = None) -> None:
         """``mine``: whether it is to serve a layer of ``root``."""
         sharded = fsdp.sites(fsdp.outermost(root), "weight")
-        self._kept: list[_Kept] = []
+        self._layers: list[_Layer] = []
         self._replicas = replicas or Replicas()
         for module in root.modules():
             if hasattr(module, "state_buffers") and hasattr(module, "gather") and mine(module):
                 weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
                 if weight is not None:
                     mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0
-                    self._kept.append(_Kept(weakref.ref(module), weight, mesh))
+                    self._layers.append(_Layer(weakref.ref(module), weight, mesh))
 
     def reduce(self, optimizer: Optimizer, reductions: Reductions) -> bool:
         """Add the memories of the layers whose weight this optimizer has to ``reductions``; those, too, whose weight is
         frozen: no optimizer has it. Return whether there are any that ranks share."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         over: dict[int, list[ProcessGroup]] = {}
-        found: dict[ProcessGroup, list[Tensor]] = {}
-        for ref, weight, mesh in self._kept:
+        by_group: dict[ProcessGroup, list[Tensor]] = {}
+        for ref, weight, mesh in self._layers:
             layer: Any = ref()
             if layer is None or (weight.requires_grad and id(weight) not in params):
                 continue
@@ -67,7 +67,7 @@ class Memories:
             if mesh not in over and isinstance(weight, DTensor):
                 over[mesh] = weight.device_mesh.get_all_groups()
             for group in over[mesh] if mesh else self._replicas.of([weight]):
-                found.setdefault(group, []).extend(moving)
-        for group, values in found.items():
+                by_group.setdefault(group, []).extend(moving)
+        for group, values in by_group.items():
             reductions.add(values, group)
-        return any(group.size() > 1 for group in found)
+        return any(group.size() > 1 for group in by_group)

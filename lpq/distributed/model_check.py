@@ -62,7 +62,7 @@ class PassInput(NamedTuple):
     def __str__(self) -> str:
         over = "" if self.placements is None else f" over the mesh as {self.placements}"
         named = zip(("its input", "its weight"), (self.dx, self.dw), strict=True)
-        trained = " and ".join(name for name, wanted in named if wanted) or "neither"
+        trained = " and ".join(name for name, gets in named if gets) or "neither"
         how = "" if self.encoded is None else f" encoded as {self.encoded}"
         within = ", in a fused block" if self.joined else ""
         return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}{within}"
@@ -81,7 +81,7 @@ class ModelCheck(Watcher):
         self._passes, self._steps, self._replicas = Comparison(), Comparison(), Replicas()
         self._first = 0
         """The ``id`` of the layer before whose pass ranks compared last."""
-        self._known: set[PassInput] = set()
+        self._inputs: set[PassInput] = set()
         """Inputs that ranks have compared."""
         self._memories: Memories | None = None
         self._remembers, self._sought = False, False
@@ -160,44 +160,44 @@ class ModelCheck(Watcher):
         collectives of the pass, as their inputs are known: there ranks meet in the store.
         """
         passes, grad, mesh = self._passes, torch.is_grad_enabled(), weight.device_mesh
-        given: PassInput | None = None
-        refused: Exception | None = None
+        facts: PassInput | None = None
+        refusal: Exception | None = None
         try:
             placements = input.placements if isinstance(input, DTensor) else None
             dx, dw = grad and input.requires_grad, grad and weight.requires_grad
             shape, dtype, layout, device = input.shape, input.dtype, input.layout, input.device
-            given = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, joined, layout, device)
+            facts = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, joined, layout, device)
         except RuntimeError:
             pass  # it has no shape: check says so
         due = passes.moving and id(layer) == self._first
-        if given in self._known and mesh.device_type not in FREE and not due:
+        if facts in self._inputs and mesh.device_type not in FREE and not due:
             if not passes.alike:  # since a recipe has changed
                 passes.compare(self._model() or cast("nn.Module", layer), steps=False)
             return
         try:
             check(layer, input, weight)
-            own = f"{layer.title} with {given}"
+            own = f"{layer.title} with {facts}"
         except (TypeError, ValueError, RuntimeError) as error:
-            own, refused = str(error), error
+            own, refusal = str(error), error
         alike, ranks = passes.alike, Ranks(mesh, device=weight.device)
         if due or mesh.device_type in FREE:
             equal = are_equal(f"{alike}, {own}", [ranks])
         else:
-            equal = _meet(ranks, alike, own, refused)
+            equal = _meet(ranks, alike, own, refusal)
         if not equal:
             differ = "the ranks do not call the same layer with equal parts of its input"
             ranks.equal([own], differ, f"Give each rank a part of the same size. {REMEDY}")
             alike = False
-        if refused is not None:
-            raise refused
+        if refusal is not None:
+            raise refusal
         if due or not alike:
             passes.alike = alike
             passes.compare(self._model() or cast("nn.Module", layer))
             self._first = id(layer)
-        if len(self._known) >= MOST:
-            self._known.clear()
-        if given is not None:
-            self._known.add(given)
+        if len(self._inputs) >= MOST:
+            self._inputs.clear()
+        if facts is not None:
+            self._inputs.add(facts)
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
         self._memories = None  # it may be sharded now

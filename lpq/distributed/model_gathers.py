@@ -80,8 +80,8 @@ class Gathering(Watcher):
         within: set[nn.Module] = set()
         for layer in [layer for ref in self._layers.values() if (layer := ref()) is not None]:
             if layer not in within:
-                around[found := fsdp.outermost(layer)] = None
-                within.update(found.modules())
+                around[top := fsdp.outermost(layer)] = None
+                within.update(top.modules())
         return next(iter(around)) if len(around) == 1 else nn.ModuleList(around)
 
     def of(self, layer: nn.Module) -> Gather:
@@ -104,7 +104,7 @@ class Gathering(Watcher):
         """
         around = fsdp.outermost(self.root)  # a part of a model may have been converted, and the whole sharded
         checkpointed = _checkpointed(around)
-        found: list[Gather] = []
+        gathers: list[Gather] = []
         for module, site in fsdp.sites(around, "weight").items():
             if (gathering := _gathering_of(module)) is not None:
                 gather = cast("GatheredLayer", module).gather
@@ -112,9 +112,9 @@ class Gathering(Watcher):
                 if module not in gathering._gathers:
                     gather.shard_by(site, gathering, module in checkpointed)
                     gathering._gathers[module] = gather
-                found.append(gather)
+                gathers.append(gather)
         units: dict[object, list[Gather]] = {}
-        for gather, shard in zip(found, fsdp.shards(gather.site for gather in found), strict=True):
+        for gather, shard in zip(gathers, fsdp.shards(gather.site for gather in gathers), strict=True):
             if isinstance(shard, Gathered):  # somebody may have put an ordinary parameter in the place of another one
                 units.setdefault(gather.site.unit, []).append(gather)
         for together in units.values():
@@ -122,7 +122,7 @@ class Gathering(Watcher):
                 unit = Unit(together)
                 for gather in together:
                     gather.unit = unit
-        return found
+        return gathers
 
     def lend(self) -> None:
         """Have torch call the only lender when it compiles: for the first time, or after ``torch.compiler.reset``."""
@@ -161,8 +161,8 @@ class Gathering(Watcher):
         """All weights that ``lpq.convert`` prepared, as an optimizer has them, by name."""
         sharded = fsdp.sites(fsdp.outermost(self.root), "weight")
         own = {name: m for name, m in self.root.named_modules() if _gathering_of(m) is self}
-        found = {name: sharded[m].param if m in sharded else m._parameters.get("weight") for name, m in own.items()}
-        return {f"{name}.weight".strip("."): weight for name, weight in found.items() if weight is not None}
+        weights = {name: sharded[m].param if m in sharded else m._parameters.get("weight") for name, m in own.items()}
+        return {f"{name}.weight".strip("."): weight for name, weight in weights.items() if weight is not None}
 
     def missing(self) -> list[Tensor]:
         """The buffers without memory of all weights that are gathered at present."""
@@ -204,9 +204,9 @@ class Gathering(Watcher):
         written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
         measure_all([gather for gather, param in written if id(param) in params], reductions, self._measuring)
         if self._memories is None:
-            left = (None, None)
+            neither = (None, None)
             self._memories = Memories(
-                self.root, lambda layer: _gathering_of(layer) is self or (layer.gather, layer.model.check) == left
+                self.root, lambda layer: _gathering_of(layer) is self or (layer.gather, layer.model.check) == neither
             )
         self._memories.reduce(optimizer, reductions)
 

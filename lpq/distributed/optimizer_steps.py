@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lpq.distributed.by_optimizer import ByOptimizer
 from lpq.operations.reduce_statistics import Reductions
 
 
@@ -50,12 +49,13 @@ class Watcher:
 class _Look:
     """An optimizer as it was looked at."""
 
+    optimizer: weakref.ref[Optimizer]
     params: list[int]
     """The ids of its parameters then."""
     last: int = -1
     """The number of the last watcher that was asked."""
     concerned: list[weakref.ref[Watcher]] = field(default_factory=list)
-    done: bool = False
+    is_done: bool = False
     """Whether the watchers have been called for its present step already."""
 
 
@@ -67,7 +67,8 @@ class Steps:
         """The watchers, by their numbers, in the order in which they were added; some may have died since the last was
         added. No function is called when one dies: an interrupt that came there would be lost."""
         self._last, self._adding = -1, Lock()
-        self._looks: ByOptimizer[_Look] = ByOptimizer()
+        self._looks: dict[int, _Look] = {}
+        """The optimizers, by their ``id``. The dead are removed when another one is looked at."""
         self._parts: list[Optimizer] = []
         """Optimizers whose steps are at present parts of the step of another one."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
@@ -88,12 +89,13 @@ class Steps:
     def _look(self, optimizer: Optimizer) -> _Look:
         """An optimizer, with all watchers that it concerns by now."""
         if not self._watchers:
-            return _Look([])
+            return _Look(weakref.ref(optimizer), [])
         params = [number for group in optimizer.param_groups for number in map(id, group["params"])]
-        look = self._looks.get(optimizer)
+        look = self._last_look(optimizer)
         if look is None or look.params != params:
-            look = _Look(params)
-            self._looks.put(optimizer, look)
+            look = _Look(weakref.ref(optimizer), params)
+            alive = {number: other for number, other in [*self._looks.items()] if other.optimizer() is not None}
+            self._looks = {**alive, id(optimizer): look}
         if look.last != (last := self._last):
             own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
             new = [ref for number, ref in self._watchers.items() if look.last < number <= last]
@@ -101,21 +103,25 @@ class Steps:
             look.last = last
         return look
 
+    def _last_look(self, optimizer: Optimizer) -> _Look | None:
+        look = self._looks.get(id(optimizer))
+        return look if look is not None and look.optimizer() is optimizer else None
+
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         if self._is_part(optimizer):
             return
         look = self._look(optimizer)
-        look.done = False  # a step that raised may have left it
+        look.is_done = False  # a step that raised may have left it
         for watcher in _live(look.concerned):
             watcher.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        look = self._looks.get(optimizer)
+        look = self._last_look(optimizer)
         if look is None or not look.concerned or self._is_part(optimizer):
             return
-        if not look.done:
+        if not look.is_done:
             self.reductions(optimizer).run()
-        look.done = False
+        look.is_done = False
 
     def _is_part(self, optimizer: Optimizer) -> bool:
         return any(part is optimizer for part in self._parts)
@@ -126,7 +132,7 @@ class Steps:
         reductions, look = Reductions(), self._look(optimizer)
         for watcher in _live(look.concerned):
             watcher.after_step(optimizer, reductions)
-        look.done = True
+        look.is_done = True
         return reductions
 
     @contextmanager

@@ -44,9 +44,9 @@ def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Mu
     def multiply(a: list[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         run: Any = _arriving_gemm if can_call_directly(a[0]) else torch.ops.lpq.arriving_gemm
         y: Tensor
-        y, *came = run(list(a), list(b), bias, *texts, *shapes, *dtypes, dtype, fast, cut.ranks, group, whole)
+        y, *arrivals = run(list(a), list(b), bias, *texts, *shapes, *dtypes, dtype, fast, cut.ranks, group, whole)
         if whole:
-            a[:] = gather.joined(a, came)
+            a[:] = gather.joined(a, arrivals)
         return y
 
     return multiply  # type: ignore[return-value]
@@ -57,7 +57,7 @@ def _arriving_gemm(
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast: bool, ranks: int, group: str, whole: bool,
 ) -> list[Tensor]:  # fmt: skip
     part, other = operand_of(a, qa, shape_a, dtype_a), operand_of(b, qb, shape_b, dtype_b)
-    y, *came = _results(a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast, ranks, group, True)
+    y, *arrivals = _results(a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast, ranks, group, True)
     product = Product(operand_like(part), operand_like(other), dtype, y.device, fast, dispatched=True)
     write, rows = _writing(product), y.chunk(ranks)
     moves = [buffer.unit(0) is not None for buffer in part.quantizer.layout]
@@ -68,8 +68,8 @@ def _arriving_gemm(
         write(buffers, b, bias, rows[rank])
 
     with on_device(y.device):
-        symmetric.gather_and_consume(_sent(part), consume, came, group, whole)
-    return [y, *came] if whole else [y]
+        symmetric.gather_and_consume(_bytes_of(part), consume, arrivals, group, whole)
+    return [y, *arrivals] if whole else [y]
 
 
 def _results(
@@ -80,11 +80,11 @@ def _results(
     y = a[0].new_empty((shape_a[0] * ranks, shape_b[0]), dtype=dtype)
     if not whole:
         return [y]
-    sent = _sent(operand_of(a, qa, shape_a, dtype_a))
-    return [y, *(t.new_empty(t.numel() * ranks) for t in sent)]
+    pieces = _bytes_of(operand_of(a, qa, shape_a, dtype_a))
+    return [y, *(t.new_empty(t.numel() * ranks) for t in pieces)]
 
 
-def _sent(part: Storage) -> list[Tensor]:
+def _bytes_of(part: Storage) -> list[Tensor]:
     """The bytes of the buffers that are not the same for all parts of the rows."""
     return [
         as_bytes(t)

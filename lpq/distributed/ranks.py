@@ -117,13 +117,13 @@ class Ranks:
 
     def exchange(self, mine: T) -> dict[int, T]:
         """Return an object of each rank, by its name. Each group passes on the objects of the groups before it."""
-        known = {self.names[self.rank]: mine}
+        objects = {self.names[self.rank]: mine}
         for name in self.groups:
             group = group_named(name)
-            came: list[dict[int, T]] = [{} for _ in range(group.size())]
-            dist.all_gather_object(came, known, group=group)
-            known = {rank: theirs for one in came for rank, theirs in one.items()}
-        return {name: known[name] for name in self.names}
+            answers: list[dict[int, T]] = [{} for _ in range(group.size())]
+            dist.all_gather_object(answers, objects, group=group)
+            objects = {rank: theirs for one in answers for rank, theirs in one.items()}
+        return {name: objects[name] for name in self.names}
 
     def all(self, function: Callable[[], T]) -> list[T]:
         """Call ``function`` on every rank, and return the results of all. An error on any rank is raised on all."""
@@ -133,10 +133,10 @@ class Ranks:
             result = function()
         except Exception as raised:
             error, cause = self.as_error(raised), raised
-        known = self.exchange((result, error))
-        if errors := {name: error for name, (_, error) in known.items() if error is not None}:
+        outcomes = self.exchange((result, error))
+        if errors := {name: error for name, (_, error) in outcomes.items() if error is not None}:
             raise self.raised(errors) from cause
-        return [result for result, _ in known.values()]  # type: ignore[misc]
+        return [result for result, _ in outcomes.values()]  # type: ignore[misc]
 
     def each(self, function: Callable[[], T]) -> T:
         """As ``all``, for results that stay on their ranks: return this rank's result."""

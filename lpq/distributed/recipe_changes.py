@@ -35,7 +35,7 @@ def withhold(layers: Mapping[L, Comparison], changes: Mapping[L, Recipe | None])
     for layer in layers if dist.is_initialized() and not is_imitated() else ():
         for ranks in sharing([layer.shared_weight()]):
             sets.setdefault(tuple(ranks.names), (ranks, []))[1].append(layer)
-    kept: dict[L, str] = {}
+    reasons: dict[L, str] = {}
     end = monotonic() + (limit := meeting.limit() if sets else 0.0)
     for ranks, own in sets.values():
         again = any(layers[layer].withholds for layer in own)  # the others wait in a collective: no longer than once
@@ -50,9 +50,9 @@ def withhold(layers: Mapping[L, Comparison], changes: Mapping[L, Recipe | None])
             )
         for layer in own:
             text = None if (recipe := changes[layer]) is None else recipe.text
-            kept[layer] = f", which rank {ranks.names[ranks.rank]} was to change to {text} without all others"
+            reasons[layer] = f", which rank {ranks.names[ranks.rank]} was to change to {text} without all others"
             layers[layer].withhold()
-    return kept
+    return reasons
 
 
 _WAITING = (

@@ -33,5 +33,5 @@ class Replicas:
     def of(self, params: Iterable[Tensor]) -> list[ProcessGroup]:
         """The groups over which these parameters are replicated."""
         ids = {id(param) for param in params if not hasattr(param, "device_mesh")}
-        found = [ref() for ref, own in self._wrappers if own & ids]
-        return [wrapper.process_group for wrapper in found if wrapper is not None]
+        wrappers = [ref() for ref, own in self._wrappers if own & ids]
+        return [wrapper.process_group for wrapper in wrappers if wrapper is not None]

@@ -45,12 +45,12 @@ def spanning(side: Quantizer, direction: Direction) -> list[Stat]:
     return [stat for stat in side.stats if spans((stat, int(direction == "col")))]
 
 
-def measured_together(side: Quantizer, direction: Direction, held: torch.dtype, device: torch.device) -> bool:
+def measured_together(side: Quantizer, direction: Direction, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether one launch measures all statistics of several matrices that reach beyond these."""
     stats = spanning(side, direction)
     if len(stats) > 1 or not all(stat.largest and _of_matrix(stat, direction) in OF for stat in stats):
         return False
-    return held is torch.float32 and serves(amaxes.SPEC, device)
+    return dtype is torch.float32 and serves(amaxes.SPEC, device)
 
 
 def _of_matrix(stat: Stat, direction: Direction) -> Block:
@@ -66,7 +66,7 @@ class SentOperand(NamedTuple):
     direction: Direction
     first: int
     """The number of its first statistic among all that a weight has."""
-    given: tuple[bool, ...]
+    has_stats: tuple[bool, ...]
     """For each of its statistics, whether it is known before."""
 
 
@@ -79,23 +79,23 @@ def encodes_several(operand: SentOperand, device: torch.device) -> bool:
 
 def _own_kernel(operand: SentOperand, device: torch.device) -> BindSeveral[Quantizer] | None:
     """The function of a format that binds an encoding of several row operands, if it has one that may serve."""
-    if operand.direction == "col" or not operand.given or not all(operand.given):
+    if operand.direction == "col" or not operand.has_stats or not all(operand.has_stats):
         return None
     return _several_of(operand.side, device)
 
 
 def _tiled(operand: SentOperand, device: torch.device) -> TileSide | None:
     """How the operand is made tile by tile, if that needs no statistic but what is given, or amaxes of rows."""
-    made = _side_of(operand.side, operand.direction, device)
-    if made is None or True in operand.given[1:]:
+    tile = _side_of(operand.side, operand.direction, device)
+    if tile is None or True in operand.has_stats[1:]:
         return None
-    has_all = (True in operand.given) == made.needs(given=False, measure=False)
-    return made if has_all or _measures_lines(operand, device) else None
+    has_all = (True in operand.has_stats) == tile.needs(given=False, measure=False)
+    return tile if has_all or _measures_lines(operand, device) else None
 
 
 def _measures_lines(operand: SentOperand, device: torch.device) -> bool:
     """Whether the operand needs the amaxes of rows of the matrix, which are not given."""
-    if not operand.given or True in operand.given or not serves(amaxes.SPEC, device):
+    if not operand.has_stats or True in operand.has_stats or not serves(amaxes.SPEC, device):
         return False
     first, *_ = operand.side.stats
     return first.largest and _of_matrix(first, operand.direction) == (1, None)
@@ -144,8 +144,8 @@ class ShardStatistics:
         """Measure these matrices, which are contiguous."""
         pointers, bound = [x.data_ptr() for x in xs], self._bound
         if bound is None or bound[0] != pointers:
-            found = [self.all.data_ptr() + first * WORD for first in self._first[:-1]]
-            matrices = list(zip(pointers, found, self._shapes, strict=True))
+            addresses = [self.all.data_ptr() + first * WORD for first in self._first[:-1]]
+            matrices = list(zip(pointers, addresses, self._shapes, strict=True))
             bound = pointers, bind_amaxes(matrices, self._of, self._dtype, self._device)
             if not captured(self._device):  # a recorded table is there when its graph is replayed
                 self._bound = bound
@@ -231,11 +231,12 @@ class ShardOperands:
         """``dtype``: elements, which are in fp32, are rounded to it. ``first``: the number of its first statistic among
         the statistics of a matrix. ``lines``: measures the first statistic, which is
         not given. ``scratch``: memory that others write over; None: memory of its own."""
+        self.direction = direction
         self._encode, self._device, self._stats = encode, device, slice(first, first + len(side.stats))
         self._lines, self._scratch = lines, scratch
         dim = 0 if direction == "row" else 1
         self._own: list[list[Tensor | None]] = []
-        self._made: list[list[tuple[int, torch.dtype, torch.Size]]] = []
+        self._forms: list[list[tuple[int, torch.dtype, torch.Size]]] = []
         """The bytes, the dtype and the shape of each buffer."""
         meta = torch.device("meta")
         for shape in shapes:
@@ -244,11 +245,11 @@ class ShardOperands:
             self._own.append(
                 [t.new_empty(t.shape, device=device) if s else None for t, s in zip(tensors, stays, strict=True)]
             )
-            self._made.append([(t.nbytes, t.dtype, t.shape) for t in tensors])
+            self._forms.append([(t.nbytes, t.dtype, t.shape) for t in tensors])
         sizes = [
             0 if own is not None else -(-size // ALIGNED) * ALIGNED
-            for owns, made in zip(self._own, self._made, strict=True)
-            for own, (size, *_) in zip(owns, made, strict=True)
+            for owns, forms in zip(self._own, self._forms, strict=True)
+            for own, (size, *_) in zip(owns, forms, strict=True)
         ]
         *places, self._size = accumulate(sizes, initial=0)
         count = len(side.layout)
@@ -269,13 +270,13 @@ class ShardOperands:
         stream = cuda.current_stream(self._device.index) if self._device.type == "cuda" else 0
         if self._lines is not None:
             self._lines.measure(xs)
-        known = [of_one[self._stats] for of_one in stats] if self._lines is None else self._lines.stats
+        own_stats = [of_one[self._stats] for of_one in stats] if self._lines is None else self._lines.stats
         pointers, scratch = [x.data_ptr() for x in xs], self._scratch
-        pointers += [stat.data_ptr() for of_one in known for stat in of_one if stat is not None]
+        pointers += [stat.data_ptr() for of_one in own_stats for stat in of_one if stat is not None]
         memory = scratch.of(stream, self._size, self._device) if scratch is not None else None
         bound = self._bound.get(stream)
         if bound is None or bound.pointers != pointers or (memory is not None and bound.memory is not memory):
-            bound = self._bind(pointers, xs, known, memory)
+            bound = self._bind(pointers, xs, own_stats, memory)
             if not captured(self._device):
                 self._bound[stream] = bound
         if scratch is not None:
@@ -300,9 +301,9 @@ class ShardOperands:
         buffers: list[list[Tensor]] = []
         staying: list[Tensor] = []
         spread: list[Tensor] = []
-        for owns, made, places in zip(self._own, self._made, self._places, strict=True):
+        for owns, forms, places in zip(self._own, self._forms, self._places, strict=True):
             buffers.append([])
-            for own, (size, dtype, shape), at in zip(owns, made, places, strict=True):
+            for own, (size, dtype, shape), at in zip(owns, forms, places, strict=True):
                 part = memory[at : at + size]
                 (spread if own is None else staying).append(part if own is None else own)
                 buffers[-1].append(part.view(dtype).view(shape) if own is None else own)
@@ -315,14 +316,14 @@ def bind_operands(
 ) -> ShardOperands | None:
     """Bind the encoding of an operand of several matrices in one launch: by the kernel that its format has for that, or
     else tile by tile. None: each is encoded by itself."""
-    side, direction, first, given = operand
+    side, direction, first, flags = operand
     own, lines = _own_kernel(operand, device), None
     encode = own(side, shapes, dtype, device) if own is not None else None
     if encode is None:
-        made = _tiled(operand, device)
-        if made is None:
+        tile = _tiled(operand, device)
+        if tile is None:
             return None
-        encode = bind_side(made, direction, shapes, dtype, device)
-        if made.needs(True in given, measure=False):
+        encode = bind_side(tile, direction, shapes, dtype, device)
+        if tile.needs(True in flags, measure=False):
             lines = ShardStatistics(side, direction, shapes, dtype, device, side.stats[0])
     return ShardOperands(side, direction, shapes, dtype, device, encode, first, lines, scratch)

@@ -71,12 +71,12 @@ class WeightShard(Gathered, Tensor):
         self.held = new
 
     @staticmethod
-    def __new__(cls, held: Tensor, writes: Writes | None = None) -> WeightShard:
-        with normal_tensors(not held.is_inference()):  # a view in inference mode is one of a parameter
+    def __new__(cls, data: Tensor, writes: Writes | None = None) -> WeightShard:
+        with normal_tensors(not data.is_inference()):  # a view in inference mode is one of a parameter
             self: WeightShard = wrapper_subclass(
-                cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=held.device
+                cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
             )
-        self.held, self.writes = held, Writes() if writes is None else writes
+        self.held, self.writes = data, Writes() if writes is None else writes
         return self
 
     @classmethod
@@ -146,8 +146,8 @@ def as_shard(tensor: Tensor) -> Tensor:
 
 def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     """The new weight of a layer, prepared for gathers in the same way as ``weight``, whole or sharded."""
-    stored, given = local_part(weight), as_shard(local_part(new).detach())
-    if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
+    stored, new_part = local_part(weight), as_shard(local_part(new).detach())
+    if isinstance(stored, QuantizedTensor) and not isinstance(new_part, QuantizedTensor):
         remedy = (
             "call model.to_empty(device=…) first, since PyTorch assigns to tensors on the meta device"
             if weight.is_meta
@@ -158,9 +158,9 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
             f"cannot take its place: {remedy}, and it is encoded"
         )
     if isinstance(stored, QuantizedTensor):
-        taken = cast("QuantizedTensor", given)
-        taken.place, taken.owner = stored.place, stored.owner
-    return dtensor_as(new, given) if isinstance(new, DTensor) else given
+        encoded = cast("QuantizedTensor", new_part)
+        encoded.place, encoded.owner = stored.place, stored.owner
+    return dtensor_as(new, new_part) if isinstance(new, DTensor) else new_part
 
 
 def ordinary(weight: Tensor) -> Tensor:
@@ -169,8 +169,8 @@ def ordinary(weight: Tensor) -> Tensor:
     part = local_part(weight)
     if not isinstance(part, WeightShard):
         return weight.detach()
-    held = part.held.detach()  # of the tensor that counts: of a view that an operator made torch counts apart
-    return dtensor_as(weight, held) if isinstance(weight, DTensor) else held
+    data = part.held.detach()  # of the tensor that counts: of a view that an operator made torch counts apart
+    return dtensor_as(weight, data) if isinstance(weight, DTensor) else data
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -188,5 +188,5 @@ def touched(tensor: Tensor) -> None:
     local = local_part(tensor)
     if isinstance(local, WeightShard):
         local.writes.count += 1
-    for seen in (tensor, local):
-        torch.autograd.graph.increment_version(seen)
+    for counter in (tensor, local):
+        torch.autograd.graph.increment_version(counter)

@@ -29,29 +29,29 @@ from lpq.torch_private.tensors import version_of
 def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
     """Select the weights whose shard was written to, or whose quantizer changed, since it was measured; stored weights
     never are."""
-    found: list[Gather] = []
+    gathers_due: list[Gather] = []
     for gather, shard in zip(gathers, shards, strict=True):
-        measured, wanted = gather.measured, (gather.judged or gather.judge()).quantizer
+        measured, quantizer = gather.measured, (gather.judged or gather.judge()).quantizer
         if not isinstance(shard, QuantizedTensor) and (
             measured is None
             or measured.local() is not shard
             or (isinstance(shard, WeightShard) and measured.writes != (shard.writes.count, version_of(shard.held)))
-            or (measured.quantizer is not wanted and measured.quantizer != wanted)
+            or (measured.quantizer is not quantizer and measured.quantizer != quantizer)
         ):
-            found.append(gather)
-    return found
+            gathers_due.append(gather)
+    return gathers_due
 
 
 def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Measuring) -> None:
     """Measure this rank's shards of these weights. The reductions turn the statistics into statistics of whole
     weights."""
-    found: list[tuple[Gather, Measured]] = []
+    records: list[tuple[Gather, Measured]] = []
     alike: dict[tuple[object, ...], tuple[Sides, list[tuple[Gather, Tensor]]]] = {}
     shards = fsdp.shards(gather.site for gather in gathers)
     for gather, local, x in zip(gathers, shards, plain_each(shards), strict=True):
-        wanted, sides = gather.judged or gather.judge()
+        quantizer, sides = gather.judged or gather.judge()
         writes = (local.writes.count, version_of(x)) if isinstance(local, WeightShard) else (0, 0)
-        found.append((gather, Measured(weakref.ref(local), writes, wanted, sides)))
+        records.append((gather, Measured(weakref.ref(local), writes, quantizer, sides)))
         gather.measured = None  # until they are reduced each rank has others
         gather.stats = gather.spanning = []
         if sides is None or not isinstance(local, WeightShard):
@@ -66,7 +66,7 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
             measure_alike(sides, members, reductions, measuring)
 
     def reduced() -> None:
-        for gather, measured in found:
+        for gather, measured in records:
             gather.measured, gather.version = measured, object()
 
     reductions.afterwards(reduced)
@@ -90,7 +90,7 @@ def _measure_each(
     values: list[Tensor] = []
     dtype, _, group = members[0][0].where
     for gather, x in members:
-        stats = gather.kept(measure(gather.prepared(x), sides.row, sides.col, dtype=dtype))
+        stats = gather.keep(measure(gather.prepared(x), sides.row, sides.col, dtype=dtype))
         if not sides.stack:  # no statistic of it spans several shards
             declared += sides.stats
             values += stats

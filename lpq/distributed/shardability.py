@@ -57,18 +57,18 @@ def why_whole(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) 
     if derives_col(quantizer):
         reason = why_uncut(quantizer, rows, ranks, stack)
         return reason, reason
-    row, col = (why_uncut(quantizer, rows, ranks, stack, wanted) for wanted in ((True, False), (False, True)))
+    row, col = (why_uncut(quantizer, rows, ranks, stack, directions) for directions in ((True, False), (False, True)))
     return row, col
 
 
 def why_uncut(
-    quantizer: Quantizer, rows: int, ranks: int, stack: bool = False, wanted: tuple[bool, bool] = (True, True)
+    quantizer: Quantizer, rows: int, ranks: int, stack: bool = False, directions: tuple[bool, bool] = (True, True)
 ) -> str | None:
-    """Why a weight of ``rows`` rows cannot be cut into shards of whole blocks for ``ranks`` ranks, for the ``wanted``
-    ones of the row operand and the column operand; None if it can. A stack is cut between matrices."""
+    """Why a weight of ``rows`` rows cannot be cut into shards of whole blocks for ``ranks`` ranks; None if it can.
+    ``directions``: whether the row operand, and the column operand, is needed. A stack is cut between matrices."""
     row, col = quantizer.side("row"), quantizer.side("col")
     derived = derives_col(quantizer)
-    for side, one in ((row, wanted[0]), (col, wanted[1] and not made_at_use(quantizer))):
+    for side, one in ((row, directions[0]), (col, directions[1] and not made_at_use(quantizer))):
         if one and side.rotation is not None and side.rotation.drawn and (derived or ranks > 1):
             return f"each pass draws the signs by which {side} is rotated, and shards know none in common"
     if rows % ranks:
@@ -76,8 +76,8 @@ def why_uncut(
     if ranks == 1 or stack:
         return None
     shard = rows // ranks
-    sides = [(row, 0)] if wanted[0] or derived else []
-    sides += [(col, 1)] if wanted[1] and not derived else []
+    sides = [(row, 0)] if directions[0] or derived else []
+    sides += [(col, 1)] if directions[1] and not derived else []
     return why_cut(sides, shard, f"of its {rows} rows")
 
 
@@ -101,36 +101,36 @@ def why_not_placed(quantizer: Quantizer, tensor: DTensor) -> str | None:
 
 
 def sent_bytes(
-    quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, *, kept: bool = False, stored: bool = False,
+    quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, *, stays: bool = False, stored: bool = False,
     whole: Whole = (None, None),
 ) -> tuple[int, int]:  # fmt: skip
     """The bytes that all ranks together send of a weight in forward, and in backward.
 
-    ``kept``: whether it stays gathered from forward to backward, so that forward gathers both operands. ``stored``: as
+    ``stays``: whether it stays gathered from forward to backward, so that forward gathers both operands. ``stored``: as
     for ``operand_bytes``. ``whole``: the operands that are encoded where the weight arrives in high precision.
     """
     high = rows * cols * dtype.itemsize
-    sent = []
-    for wanted in [(True, True)] if kept else [(True, False), (False, True)]:
-        operands = operand_bytes(quantizer, rows, cols, dtype, *wanted)
-        sent.append(operands if stored else high if why_in(whole, wanted) else min(operands, high))
-    return sent[0], 0 if kept else sent[1]
+    sizes = []
+    for directions in [(True, True)] if stays else [(True, False), (False, True)]:
+        operands = operand_bytes(quantizer, rows, cols, dtype, *directions)
+        sizes.append(operands if stored else high if why_in(whole, directions) else min(operands, high))
+    return sizes[0], 0 if stays else sizes[1]
 
 
-def why_in(whole: Whole, wanted: tuple[bool, bool]) -> str | None:
+def why_in(whole: Whole, directions: tuple[bool, bool]) -> str | None:
     """Why a weight travels in high precision where these operands are wanted; None if no operand asks for it."""
-    return next((reason for reason, needed in zip(whole, wanted, strict=True) if needed and reason is not None), None)
+    return next((reason for reason, needed in zip(whole, directions, strict=True) if needed and reason), None)
 
 
 def operand_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, row: bool, col: bool) -> int:
     """The bytes of these operands of a weight that travel. If the weight has fewer bytes in high precision, it travels
     in their place and is encoded where it arrives, unless it is stored quantized."""
     derived = derives_col(quantizer)
-    rows_sent = _sent(quantizer.side("row"), 0, rows, cols, dtype) if row or derived else 0
-    return rows_sent + (_sent(quantizer.side("col"), 1, cols, rows, dtype) if col and not derived else 0)
+    rows_sent = _bytes_of(quantizer.side("row"), 0, rows, cols, dtype) if row or derived else 0
+    return rows_sent + (_bytes_of(quantizer.side("col"), 1, cols, rows, dtype) if col and not derived else 0)
 
 
-def _sent(side: Quantizer, dim: int, rows: int, cols: int, dtype: torch.dtype) -> int:
+def _bytes_of(side: Quantizer, dim: int, rows: int, cols: int, dtype: torch.dtype) -> int:
     layout = side.layout
     return sum(math.prod(b.grid(rows, cols)) * (b.dtype or dtype).itemsize for b in layout if b.unit(dim) is not None)
 
@@ -167,8 +167,8 @@ def why_not_of_shards(cut: Cut, quantizer: Quantizer) -> str | None:
     row, col = quantizer.side("row"), quantizer.side("col")
     if state_names(quantizer) or measures_again(row, col):
         return f"tensor parallelism shards it, too, and {quantizer} remembers statistics or measures twice"
-    made = row, None if derives_col(quantizer) else col
-    apart = any(spans(a) and not spans(b) for a, b in zip(along(cut, *made), declared(*made), strict=True))
+    encoded = row, None if derives_col(quantizer) else col
+    apart = any(spans(a) and not spans(b) for a, b in zip(along(cut, *encoded), declared(*encoded), strict=True))
     alone = quantizer.col_source == "row" and not made_at_use(quantizer)  # without the other ranks
     if apart or (alone and any(map(spans, along(cut, None, col)))):
         return f"tensor parallelism shards it, too, and cuts what a statistic of {quantizer} covers"

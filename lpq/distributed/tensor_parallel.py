@@ -47,14 +47,16 @@ class _Style(LayerStyle):
     overlap: bool = False
 
     @classmethod
-    def lay_out(cls, module: nn.Module, inputs: Any, given: Any, wanted: Any, mesh: DeviceMesh) -> Any:
+    def lay_out(cls, module: nn.Module, inputs: Any, placements_in: Any, placements_out: Any, mesh: DeviceMesh) -> Any:
         """Pass the inputs of a layer with a recipe as they are; lay out the first input of any other module."""
         if _has_recipe(module):
             return inputs
         first = inputs[0]
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, given, run_check=False)
-        return first if first.placements == wanted else first.redistribute(placements=wanted, async_op=True)
+            first = DTensor.from_local(first, mesh, placements_in, run_check=False)
+        if first.placements == placements_out:
+            return first
+        return first.redistribute(placements=placements_out, async_op=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _prepare(module, device_mesh, Layouts(self.input_layouts[0], self.output_layouts[0], self.overlap))
@@ -102,12 +104,12 @@ class PrepareInput(InputStyle):
     encoded: bool = False
     """Whether layers inside gather."""
 
-    def lay_out(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
+    def lay_out(self, input: Any, mesh: DeviceMesh, placement_in: Any, placement_out: Any) -> Any:
         """Pass this rank's part of an input that layers inside gather."""
-        if self.encoded and given is not None and given.is_shard() and wanted.is_replicate():
+        if self.encoded and placement_in is not None and placement_in.is_shard() and placement_out.is_replicate():
             over: Any = DTensor.from_local
-            return input if isinstance(input, DTensor) else over(input, mesh, (given,), run_check=False)
-        return super().lay_out(input, mesh, given, wanted)
+            return input if isinstance(input, DTensor) else over(input, mesh, (placement_in,), run_check=False)
+        return super().lay_out(input, mesh, placement_in, placement_out)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy(self)  # a style may be given to several modules

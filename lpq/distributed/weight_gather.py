@@ -79,7 +79,7 @@ class Load(Protocol):
     gathers: Sequence[Gather]
     into: list[Tensor] | None
     """The flat tensors in which the load arrives; None: FSDP2's own."""
-    held: list[Tensor]
+    to_free: list[Tensor]
     """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -157,7 +157,7 @@ class Gather:
         """Statistics of the whole weight that reach beyond a shard or are remembered, in the order of ``declared``."""
         self.spanning: list[Tensor | None] = []
         """Select, of ``stats``, those that reach beyond a shard; None in place of the others."""
-        self._kept: list[Tensor] = []
+        self._own_stats: list[Tensor] = []
         """The tensors of statistics that are measured for this weight by itself."""
         self.measured: Measured | None = None
         self.version: object = None
@@ -170,7 +170,7 @@ class Gather:
         """The sides and the dtype of the operands."""
         self.judged: Judged | None = None
         """The last decisions; None once the recipe has changed."""
-        self._known: list[Tensor | None] = []
+        self._state_stats: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
         self._recall: Recall | None = None
         """Finds them in the state of the layer; None: nothing is remembered."""
@@ -211,7 +211,7 @@ class Gather:
             return None
         if self.operands is None:
             return outputs[0].reshape(-1), []
-        return self.whole(), load.held if load is not None else []
+        return self.whole(), load.to_free if load is not None else []
 
     @cached_property
     def where(self) -> tuple[torch.dtype, torch.device, ProcessGroup]:
@@ -222,10 +222,10 @@ class Gather:
 
     def judge(self) -> Judged:
         """Decide by the present recipe how the weight is gathered."""
-        wanted, sides = self.layer.weight_quantizer(), None
-        if wanted is not None and self.why_whole(wanted) is None:
-            sides = sides_of(wanted, is_stack(self.layer.weight.shape))
-        self.judged = Judged(wanted, sides)
+        quantizer, sides = self.layer.weight_quantizer(), None
+        if quantizer is not None and self.why_whole(quantizer) is None:
+            sides = sides_of(quantizer, is_stack(self.layer.weight.shape))
+        self.judged = Judged(quantizer, sides)
         return self.judged
 
     @cached_property
@@ -242,10 +242,10 @@ class Gather:
     def stored_sides(self, shard: QuantizedTensor) -> Sides:
         """The operands of a stored weight, whose quantizer must be the recipe's."""
         attach(self.site.param)
-        wanted = self.layer.weight_quantizer()
-        if wanted != shard.quantizer:
+        quantizer = self.layer.weight_quantizer()
+        if quantizer != shard.quantizer:
             raise ValueError(
-                f"the weight of {self.layer.title} is stored as {shard.quantizer} and its recipe wants {wanted}: a "
+                f"the weight of {self.layer.title} is stored as {shard.quantizer} and its recipe wants {quantizer}: a "
                 "weight that is stored quantized keeps its format; convert with weights='high_precision' to change it"
             )
         shape, ranks = self.site.shape, self.site.group.size()
@@ -266,13 +266,13 @@ class Gather:
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
-    def kept(self, stats: list[Tensor]) -> list[Tensor]:
+    def keep(self, stats: list[Tensor]) -> list[Tensor]:
         """These statistics, in the same tensors each time: a CUDA graph that was recorded before reads them there."""
-        if [_kind(stat) for stat in stats] != [_kind(stat) for stat in self._kept]:
-            self._kept = stats
+        if [_kind(stat) for stat in stats] != [_kind(stat) for stat in self._own_stats]:
+            self._own_stats = stats
         elif stats:
-            copy_each(self._kept, stats)
-        return self._kept
+            copy_each(self._own_stats, stats)
+        return self._own_stats
 
     def statistics(
         self, matrices: slice | None = None, copies: Copies | None = None, for_backward: bool | None = None
@@ -286,23 +286,27 @@ class Gather:
         assert self.operands is not None
         if self._recall is None:
             return self.spanning
-        if not self._known or not (self.site.for_backward if for_backward is None else for_backward):
+        if not self._state_stats or not (self.site.for_backward if for_backward is None else for_backward):
             state = self.layer.weight_state()
             if not state:
                 return self.spanning
-            known = self._recall(None, state, None)
+            recalled = self._recall(None, state, None)
             if "w" in self.layer.passes.fresh:
-                known = [None if k is None else s for k, s in zip(known, self.stats, strict=True)]
-            if not self._known:  # launches are bound to where they lie
-                self._known = [None if k is None else torch.empty_like(k.contiguous()) for k in known]
-            pairs = [(own, k) for own, k in zip(self._known, known, strict=True) if own is not None and k is not None]
+                recalled = [None if k is None else s for k, s in zip(recalled, self.stats, strict=True)]
+            if not self._state_stats:  # launches are bound to where they lie
+                self._state_stats = [None if k is None else torch.empty_like(k.contiguous()) for k in recalled]
+            pairs = [
+                (own, k)
+                for own, k in zip(self._state_stats, recalled, strict=True)
+                if own is not None and k is not None
+            ]
             self.version = object()
             if copies is None:
                 copy_pairs(pairs)
             else:
                 copies += pairs
-        known = [k if k is None or matrices is None else k[matrices] for k in self._known]
-        return [s if k is None else k for k, s in zip(known, self.spanning, strict=True)]
+        recalled = [k if k is None or matrices is None else k[matrices] for k in self._state_stats]
+        return [s if k is None else k for k, s in zip(recalled, self.spanning, strict=True)]
 
     # ------------------------------------------------------------------------------ the tensors that gathers fill
 
@@ -314,7 +318,7 @@ class Gather:
                 "parameters only, and these are gathered quantized; use True or False"
             )
         self.site.forget()
-        self.made_for, self.operands, self._known, self._recall = (sides, dtype), None, [], None
+        self.made_for, self.operands, self._state_stats, self._recall = (sides, dtype), None, [], None
         if sides is not None:
             if sides.remembers:
                 self._recall = bind_recall(sides.quantizer, sides.row, sides.col, None)

@@ -240,7 +240,7 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
     if reason is not None:
         return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
     whole = why_whole(quantizer, shape[0], ranks, is_stack(shape))
-    sent = sent_bytes(quantizer, rows, cols, dtype, kept=stays, stored=kept is not None, whole=whole)
+    sent = sent_bytes(quantizer, rows, cols, dtype, stays=stays, stored=kept is not None, whole=whole)
     shares = [count / (2 * rows * cols) for count in sent]
     how = f"{'stored and ' if kept is not None else ''}gathered as {quantizer}: "
     if stays:

@@ -144,7 +144,7 @@ def _of(
     if quantizer is not None:
         *count, rows, cols = p.shape
         whole = why_whole(quantizer, p.shape[0], ranks, is_stack(p.shape))
-        sent = sent_bytes(quantizer, rows, cols, dtype or p.dtype, kept=not resharded, stored=stored, whole=whole)
+        sent = sent_bytes(quantizer, rows, cols, dtype or p.dtype, stays=not resharded, stored=stored, whole=whole)
         forward, backward = (math.prod(count) * of_each for of_each in sent)
     return Memory(
         ranks,

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import lpq
 import lpq.checkpoint
 from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.distributed.expert_rows import Sent
+from lpq.distributed.expert_rows import Route
 from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
 
@@ -306,7 +306,7 @@ def test_recomputation_leaves_nothing_behind(rank: int) -> None:
     alive = []
     for _ in range(3):
         checkpoint(model, x, offs, use_reentrant=False).sum().backward()
-        alive.append(sum(type(held) is Sent for held in gc.get_objects()))
+        alive.append(sum(type(held) is Route for held in gc.get_objects()))
     assert alive[0] == alive[1] == alive[2] <= 1
 
 
