@@ -30,6 +30,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_
 
 from lpq import registry
 
+HOST = "127.0.0.1"
+"""Where ranks find each other. Whoever starts them keeps the store, which tells those that wait at once."""
 TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for another one in a collective."""
 PATIENCE = 600.0
@@ -111,14 +113,14 @@ def _stacks(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks{rank}"
 
 
-def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str) -> None:
+def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str, port: int) -> None:
     """Say that this rank is ready, and take calls until whoever makes them is gone."""
     gc.freeze()  # what was imported is left alone: to look through it takes up to a tenth of a rank's time
     with _stacks(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         if "nccl" in backend:
             torch.cuda.set_device(rank)
-        store = dist.FileStore(str(Path(folder) / "store"), ranks)
+        store = dist.TCPStore(HOST, port)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
         try:
             calls.send(None)
@@ -151,13 +153,15 @@ class Pool:
     def __init__(self, ranks: int, backend: str = "gloo") -> None:
         self.ranks, self.path = ranks, list(sys.path)
         self._folder = tempfile.TemporaryDirectory()
+        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store: dist.TCPStore | None = store
         self._calls: list[Connection] = []
         self._processes: list[Any] = []
         starting = context()
         for rank in range(ranks):
             here, there = starting.Pipe()
             _stacks(self._folder.name, rank).touch()
-            args = (there, rank, ranks, backend, self._folder.name)
+            args = (there, rank, ranks, backend, self._folder.name, store.port)
             process = starting.Process(target=_serve, args=args)
             process.start()
             there.close()
@@ -244,5 +248,5 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._calls, self._processes = [], []
+        self._calls, self._processes, self._store = [], [], None
         self._folder.cleanup()

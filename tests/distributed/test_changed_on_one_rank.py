@@ -5,7 +5,8 @@ Where bytes that travel follow from the recipe, that rank keeps the former one u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -112,9 +113,12 @@ def _compiled() -> Any:
     return made
 
 
-def _as_on_gpus(make: Any = None) -> Any:
-    """Have no pass compare what is known."""
-    return mock.patch.object(model_check, "FREE", ("cpu",) if make is _compiled else ())
+@contextmanager
+def _as_on_gpus(make: Any = None) -> Iterator[None]:
+    """Have no pass compare what is known, and each step look for changes: a rank waits for less time than usual."""
+    free = mock.patch.object(model_check, "FREE", ("cpu",) if make is _compiled else ())
+    with free, mock.patch.object(alike, "OFTEN", 0.0):
+        yield
 
 
 def _limit(seconds: float) -> Any:
