@@ -234,13 +234,13 @@ def test_memory_is_freed(rank: int, recipe: str) -> None:
         before = _held()
         for _ in range(WARM):
             step()
+        most = WEIGHTS * (HELD[recipe] + CODES.get(recipe, 0)) + TABLES
         for _ in range(SOON):  # gloo's thread may hold what was reduced for a moment longer
-            if (after := _held()) - before <= WEIGHTS * HELD[recipe]:
+            if (after := _held()) - before <= most:
                 break
             time.sleep(0.05)
         step.model[0].unshard()
         during = _held()
         step.model[0].reshard()
     assert during - after > WEIGHTS * SIZE * SIZE // 4, "nothing is seen of what is gathered"
-    most = WEIGHTS * (HELD[recipe] + CODES.get(recipe, 0)) + TABLES
     assert after - before <= most, (after - before, most)

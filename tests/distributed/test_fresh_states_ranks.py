@@ -115,14 +115,12 @@ def test_the_first_step_is_measured(rank: int, form: str, weights: Any, prepare:
     assert not equal(later[first:], measured[first:])
 
 
-@pytest.mark.parametrize(
-    ("form", "prepare", "backend"), [("sides", _columns_and_rows, "aot_eager"), ("of_row", _sequences, "eager")]
-)
 @on_ranks(2)
-def test_the_first_step_of_compiled_layers_is_measured(rank: int, form: str, prepare: Prepare, backend: str) -> None:
-    """And each later one recalls, after torch compiled the layers anew for it."""
-    same, recipe = (0 if prepare is _columns_and_rows else rank), FORMS[form].format(FRESH)
-    (compiled, fresh), (eager, _) = (_train(recipe, None, prepare, same, 2, how) for how in (backend, None))
+def test_the_first_step_of_compiled_layers_is_measured(rank: int) -> None:
+    """And each later one recalls, after torch compiled the layers anew for it. ``tests/nn/test_fresh_states.py``
+    compiles other forms."""
+    recipe = FORMS["of_row"].format(FRESH)
+    (compiled, fresh), (eager, _) = (_train(recipe, None, _sequences, rank, 2, how) for how in ("eager", None))
     assert equal(compiled, eager)
     assert fresh == {()}
 

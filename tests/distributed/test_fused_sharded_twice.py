@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, mesh_of, on_ranks
-from sharded import decoded
+from sharded import decoded, enough
 from support.comparing import equal
 from support.passes import nodes_of
 from support.small_models import Normed
@@ -40,11 +40,11 @@ def sharded(recipe: str, weights: Any, sequence: bool, fuse: bool) -> Any:
     return net
 
 
-def trained(net: nn.Module, rank: int, sequence: bool) -> tuple[list[Tensor], set[str]]:
-    """The outputs, the gradients of inputs, and this rank's parts of the weights and of the states after two steps; and
-    the functions that autograd had."""
+def trained(net: nn.Module, recipe: str, rank: int, sequence: bool) -> tuple[list[Tensor], set[str]]:
+    """The outputs, the gradients of inputs, and this rank's parts of the weights and of the states after some steps;
+    and the functions that autograd had."""
     optimizer, found, nodes = torch.optim.SGD(net.parameters(), lr=0.1), list[Tensor](), set[str]()
-    for step in range(2):
+    for step in range(enough(recipe)):
         drawn = torch.Generator().manual_seed(2 * step + rank // 2)  # each pair of ranks has a batch of its own
         x = torch.randn(2, TOKENS, 64, generator=drawn).bfloat16()
         x[1, -1, 3] = 100.0
@@ -61,19 +61,19 @@ def trained(net: nn.Module, rank: int, sequence: bool) -> tuple[list[Tensor], se
     return [*found, *map(decoded, net.parameters()), *states], nodes
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "sequence"), [("fp8-current", False), ("fp8-delayed", True), ("mxfp8", True), ("nvfp4", False)]
+)
 @on_ranks(4)
 def test_training_is_that_of_the_layers_apart(rank: int, recipe: str, sequence: bool) -> None:
+    """Each recipe in one layout of tokens: ``test_fused_tensor_parallel`` has every recipe in both."""
     for weights in (None, "high_precision"):
-        net = sharded(recipe, weights, sequence, True)
+        net, other = (sharded(recipe, weights, sequence, fuse) for fuse in (True, False))
         names = ["0.norm", "0.mlp", "1.norm", "1.mlp"]
-        for _ in range(2):  # the report before a pass, and behind it
-            assert [entry.name for entry in lpq.report(net).fused] == names, lpq.report(net).apart
-            fused, nodes = trained(net, rank, sequence)
+        assert [entry.name for entry in lpq.report(net).fused] == names, lpq.report(net).apart
+        fused, nodes = trained(net, recipe, rank, sequence)
+        assert [entry.name for entry in lpq.report(net).fused] == names, lpq.report(net).apart
         assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes
-        other = sharded(recipe, weights, sequence, False)
-        trained(other, rank, sequence)
-        apart, others = trained(other, rank, sequence)
+        apart, others = trained(other, recipe, rank, sequence)
         assert not {"EncodedNormBackward", "FusedMLPBackward"} & others
         assert equal(fused, apart), (recipe, weights)

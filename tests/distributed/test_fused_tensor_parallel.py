@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import agreed, imitated_ranks, mesh_of, on_ranks
+from sharded import enough
 from support.comparing import equal
 from support.passes import nodes_of
 from support.small_models import LlamaMlp, Normed
@@ -80,16 +81,11 @@ def test_a_block_is_its_layers(rank: int, recipe: str) -> None:
     for sequence in (False, True):
         bias = sequence == (RECIPES.index(recipe) % 2 == 0)
         (fused, nodes), (apart, others) = (
-            run(mlp(recipe, sequence, fuse, bias), sequence, steps=steps_of(recipe)) for fuse in (True, False)
+            run(mlp(recipe, sequence, fuse, bias), sequence, steps=enough(recipe)) for fuse in (True, False)
         )
         assert "FusedMLPBackward" in nodes
         assert "FusedMLPBackward" not in others
         assert equal(fused, apart), (recipe, sequence)
-
-
-def steps_of(recipe: str) -> int:
-    """The third step computes with what the second one recalled."""
-    return 3 if "delayed" in recipe else 2
 
 
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
@@ -123,7 +119,7 @@ def test_a_norm_and_a_block_are_their_layers(rank: int, recipe: str) -> None:
         encodes = [entry.name for entry in lpq.report(net).fused]
         assert encodes == ["norm", "mlp"], lpq.report(net).apart
         (fused, nodes), (apart, others) = (
-            run(one, layout != "whole", torch.bfloat16, steps_of(recipe))
+            run(one, layout != "whole", torch.bfloat16, enough(recipe))
             for one in (net, normed(recipe, layout, False, norm))
         )
         assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes
@@ -204,12 +200,10 @@ def test_a_rank_alone_that_is_not_fused_is_told(rank: int) -> None:
 
 @pytest.mark.starts
 def test_compiled_code_computes_the_same_layer_by_layer() -> None:
-    found = []
     with imitated_ranks():
-        for fuse in (True, False):
-            net = normed("fp8-row", "local", fuse)
-            net.compile(backend="eager")  # others have one node for the whole graph
-            made, nodes = run(net, True, torch.bfloat16, 1)
-            assert "SiluBackward0" in nodes, nodes  # a block that is one function has none
-            found.append(made)
-    assert equal(*found)
+        apart, _ = run(normed("fp8-row", "local", False), True, torch.bfloat16, 1)
+        net = normed("fp8-row", "local", True)
+        net.compile(backend="eager")  # others have one node for the whole graph
+        found, nodes = run(net, True, torch.bfloat16, 1)
+    assert "SiluBackward0" in nodes, nodes  # a block that is one function has none
+    assert equal(found, apart)
