@@ -3,7 +3,8 @@
     python -m benchmarks.norms [--rows 8192] [--cols 2048]
 
 Bytes are counted once for each matrix that is read or written. ``apart`` is the kernel without the residual and an
-addition of torch. The matrices take turns, so that no cache holds them.
+addition of torch. The matrices take turns, so that no cache holds them. With ``LPQ_KERNELS=triton`` the kernels are
+those in Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import copy_speed, seconds
-from lpq.operations.norm_kernels import bind_gradients, bind_rows, bind_sum_rows
+from lpq.operations.norm_choice import norm_kernels_of
 from lpq.operations.norms import NormKind
 
 COPIES = 6
@@ -39,13 +40,16 @@ class Timed(NamedTuple):
 def timed(norm: NormKind, rows: int, cols: int) -> Iterator[Timed]:
     device, dtype, shape = torch.device("cuda"), torch.bfloat16, (rows, cols)
     x, residual, dy = ([torch.randn(shape, device=device, dtype=dtype) for _ in range(COPIES)] for _ in range(3))
-    find, add = bind_rows(norm, shape, dtype, device), bind_sum_rows(norm, shape, dtype, device)
+    kernels = norm_kernels_of(norm, shape, dtype, device)
+    if isinstance(kernels, str):
+        raise SystemExit(kernels)
+    find, add = kernels.bind_rows(norm, shape, dtype, device), kernels.bind_sum_rows(norm, shape, dtype, device)
     yield Timed("rows", 1, lambda i: find(x[i % COPIES]))
     yield Timed(
         "residual and rows", 3, lambda i: add(x[i % COPIES], residual[i % COPIES]),
         lambda i: find(x[i % COPIES] + residual[i % COPIES]),
     )  # fmt: skip
-    gradients = bind_gradients(norm, shape, dtype, device)
+    gradients = kernels.bind_gradients(norm, shape, dtype, device)
     weight, (factor, *_) = torch.ones(cols, device=device, dtype=dtype), find(x[0])
 
     def back(i: int, other: Tensor | None) -> Tensor:

@@ -27,7 +27,8 @@ from lpq.nn.stand_ins import Read, changed
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import EncoderSpec, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
-from lpq.operations.norm_kernels import Gradients, bind_gradients, bind_rows, bind_sum_rows
+from lpq.operations.norm_choice import norm_kernels_of
+from lpq.operations.norm_kernels import Gradients
 from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.part_encoders import bind_part
@@ -303,11 +304,13 @@ def bind_norm(
     if producer.why_not[0] is not None:
         encoder = bind_part(bind_encoder, spec, cut, group).alone(group).encoder
     else:
-        gradients = bind_gradients(norm, matrix, dtype, device)
+        kernels = norm_kernels_of(norm, matrix, dtype, device)
+        assert not isinstance(kernels, str)
+        gradients = kernels.bind_gradients(norm, matrix, dtype, device)
         if adds:
-            add = bind_sum_rows(norm, matrix, dtype, device)
+            add = kernels.bind_sum_rows(norm, matrix, dtype, device)
         else:
-            find = bind_rows(norm, matrix, dtype, device)
+            find = kernels.bind_rows(norm, matrix, dtype, device)
     named = None if over is None else (group, cut)
 
     def encode(

@@ -1,4 +1,5 @@
-"""Kernels of norms beside the one that computes and encodes the elements: what rows have in common, and gradients.
+"""Kernels of norms in CUDA C++ beside the one that computes and encodes the elements: what rows have in common, and
+gradients.
 
 Both take what a residual adds along: the first the sum before the norm, the second the sum of gradients behind it.
 """

@@ -96,9 +96,10 @@ def norm_source(norm: NormKind, biased: bool = False) -> Source:
     columns: tuple[Kind, ...] = ("col", "col") if biased else ("col",)
     if norm.centers:
         struct = f"sources::LayerNorm<{_written(biased)}>"
-        return Source("layer_norm", ("matrix", "row", "row", *columns), 1, compute, struct)
+        return Source("layer_norm", ("matrix", "row", "row", *columns), 1, compute, struct, ("layer_norm", (biased,)))
     struct = f"sources::RmsNorm<{_written(norm.offset)}, {_written(norm.rounds)}>"
-    return Source("rms_norm", ("matrix", "row", *columns), 1, compute, struct)
+    options = norm.offset, norm.rounds
+    return Source("rms_norm", ("matrix", "row", *columns), 1, compute, struct, ("rms_norm", options))
 
 
 def _written(value: bool) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.operations.binding import Encoding
-from lpq.operations.produced_tiles import Produced, Run, aligned, not_here, unfit
+from lpq.operations.produced_tiles import Produced, Run, aligned, not_here, sizes_of_inputs, unfit
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
@@ -169,19 +169,21 @@ def bind(
     outputs: Sequence[ProgramOutput | None], values: Sequence[bool],
 ) -> Run:  # fmt: skip
     """As ``produced_tiles.bind``."""
-    from lpq.kernels.triton.produce import produce
+    from lpq.kernels.triton.produce import SourceInputs, produce
 
     assert source.program is not None
-    program, count = source.program, shape[0] * shape[1]
+    program, sizes = source.program, sizes_of_inputs(source, shape, dtype)
+    matrices = source.inputs.count("matrix")
+    columns = matrices + source.inputs.count("row")
     sides = [
         (None, None) if o is None else (_bind_side(o.e, "row", o.row), _bind_side(o.e, "col", o.col)) for o in outputs
     ]
     tile = _tile(outputs)
     searches = any(side is not None and True in side.before for both in sides for side in both)
 
-    def find(inputs: Sequence[Tensor]) -> list[tuple[Stats, Stats]]:
+    def find(inputs: SourceInputs) -> list[tuple[Stats, Stats]]:
         """The statistics that must be known before, by a run of the source that encodes nothing."""
-        like, found, arguments = inputs[0], list[tuple[Stats, Stats]](), list[tuple[Any, ...]]()
+        like, found, arguments = inputs.matrices[0], list[tuple[Stats, Stats]](), list[tuple[Any, ...]]()
         for row, col in sides:
             of_row, of_col = (() if side is None else side.memory(side.before, like) for side in (row, col))
             found.append((of_row, of_row if col is not None and col.follows else of_col))
@@ -191,20 +193,21 @@ def bind(
             produce(program, inputs, arguments, tile)
         return found
 
-    def run(inputs: Sequence[Tensor], known: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
-        for i, x in enumerate(inputs):
-            if x.numel() != count or x.dtype is not dtype:
-                raise unfit(source, i, x, count, dtype)
-        inputs = aligned(*(x.reshape(shape) for x in inputs))
-        out, arguments = list[Produced](), list[tuple[Any, ...]]()
+    def run(tensors: Sequence[Tensor], known: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        for i, (x, (count, held)) in enumerate(zip(tensors, sizes, strict=True)):
+            if x.numel() != count or x.dtype is not held:
+                raise unfit(source, i, x, count, held)
+        tensors = aligned(*tensors)
+        inputs = SourceInputs([x.view(shape) for x in tensors[:matrices]], tensors[matrices:columns], tensors[columns:])
+        like, out, arguments = inputs.matrices[0], list[Produced](), list[tuple[Any, ...]]()
         for (row, col), output, (of_row, of_col), is_wanted, stats, seed in zip(
             sides, outputs, find(inputs), values, known, seeds, strict=True
         ):
             recall = None if output is None else output.recall
             given = (stats if recall is None else recall(None, stats, None)) or ()
-            first = NOTHING if row is None else row.encode(given, of_row, inputs[0])
-            second = NOTHING if col is None else col.encode(given, of_col, inputs[0])
-            value = inputs[0].new_empty(shape) if is_wanted else None
+            first = NOTHING if row is None else row.encode(given, of_row, like)
+            second = NOTHING if col is None else col.encode(given, of_col, like)
+            value = like.new_empty(shape) if is_wanted else None
             offset = 0 if output is None else output.e.offset
             arguments.append((value, first.arguments, second.arguments, seed, offset))
             out.append(Produced(first.buffers, second.buffers, (*first.measured, *second.measured), value))

@@ -256,8 +256,7 @@ def bind(
     )
     bound = [(None, None) if o is None else bind_sides(*o[:3]) for o in outputs]
     each = [(*sides, None if o is None else o.recall, v) for sides, o, v in zip(bound, outputs, values, strict=True)]
-    sizes = {"matrix": (math.prod(shape), dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
-    input_kinds = [sizes[kind] for kind in source.inputs]
+    input_kinds = sizes_of_inputs(source, shape, dtype)
     empty, memory, tail = allocator(device), fresh(shape, dtype), kernels.tail
     zero = ZERO.bind(kernels.device, (), 1)
     find = _bind_search(kernels, bound, empty)
@@ -322,6 +321,12 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
         return y
 
     return run
+
+
+def sizes_of_inputs(source: Source, shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+    """The number of elements of each input of a source, and their dtype."""
+    sizes = {"matrix": (math.prod(shape), dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
+    return [sizes[kind] for kind in source.inputs]
 
 
 def unfit(source: Source, i: int, x: Tensor, count: int, dtype: torch.dtype) -> ValueError:

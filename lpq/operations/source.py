@@ -31,9 +31,9 @@ class Source(NamedTuple):
     the way, kernels do, too."""
     struct: str = ""
     """The struct of ``csrc/common/sources.cuh`` that computes the elements of a thread; empty: there is none."""
-    program: tuple[str, str] | None = None
-    """The function of ``lpq.kernels.triton.sources`` that computes a tile, and the function that it is given; None:
-    there is none."""
+    program: tuple[str, str | tuple[bool, ...]] | None = None
+    """The function of ``lpq.kernels.triton.sources`` that computes a tile, and what it is given: the name of another
+    function there, or options; None: there is none."""
 
 
 class Between(NamedTuple):

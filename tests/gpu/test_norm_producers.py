@@ -1,4 +1,7 @@
-"""Norms on a GPU: a kernel finds what rows have in common, and another computes and encodes."""
+"""Norms on a GPU: a kernel finds what rows have in common, and another computes and encodes.
+
+The kernels are in CUDA C++ and in Triton, each by themselves.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ import pytest
 import torch
 from support.comparing import as_bytes
 from support.small_models import Behind, Stream
-from test_producers import both, inputs_of, outputs_of, poisoned
+from test_producers import FAMILIES, both, family, inputs_of, outputs_of, poisoned
 from torch import Tensor, nn
 
 import lpq
 from lpq.core import QuantizedTensor
 from lpq.nn.norms import bind_norm
-from lpq.operations.norm_kernels import bind_gradients, bind_rows, bind_sum_rows
+from lpq.operations import norm_kernels, norm_programs
+from lpq.operations.norm_choice import NormKernels, norm_kernels_of
 from lpq.operations.norms import NormKind, norm_source
 from lpq.tensor.with_value import WithValue
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
-__all__ = ["poisoned"]
+__all__ = ["family", "poisoned"]
 
 RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
 LAYER = NormKind(1e-5, centers=True)
@@ -28,6 +32,14 @@ EVERY = [*((norm, False) for norm in RMS), (LAYER, False), (LAYER, True)]
 ROWS, IN, OUT = (2, 512), 1024, 768
 
 
+@pytest.fixture
+def beside(family: str) -> NormKernels:
+    """The kernels that run beside the one of elements."""
+    kernels: dict[str, NormKernels] = {"cuda": norm_kernels, "triton": norm_programs}
+    return kernels[family]
+
+
+@FAMILIES
 @pytest.mark.parametrize(("norm", "biased"), EVERY)
 @pytest.mark.parametrize("text", ["fp8", "nvfp4"])
 def test_operands_are_those_of_encoders(norm: NormKind, biased: bool, text: str) -> None:
@@ -40,11 +52,12 @@ def test_operands_are_those_of_encoders(norm: NormKind, biased: bool, text: str)
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows(norm: NormKind, dtype: torch.dtype) -> None:
+def test_rows(norm: NormKind, dtype: torch.dtype, beside: NormKernels) -> None:
     torch.manual_seed(0)
     for shape in ((9, 8), (1, 2048), (4096, 4104)):
         x = (torch.randn(shape, device="cuda") + 1).to(dtype)
-        found, expected = bind_rows(norm, shape, dtype, x.device)(x), norm.rows(x)
+        assert norm_kernels_of(norm, shape, dtype, x.device) is beside
+        found, expected = beside.bind_rows(norm, shape, dtype, x.device)(x), norm.rows(x)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b.float(), rtol=2e-6, atol=1e-6)
 
@@ -58,6 +71,7 @@ def step(model: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
 
+@FAMILIES
 @pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-row", "fp8-delayed"])
 def test_beside_the_norm_and_the_layers_apart(kind: type[nn.Module], recipe: str) -> None:
@@ -75,6 +89,7 @@ def test_beside_the_norm_and_the_layers_apart(kind: type[nn.Module], recipe: str
         assert float((a.float() - b.float()).norm() / b.float().norm()) < 4e-3
 
 
+@FAMILIES
 @pytest.mark.parametrize("norm", [*RMS, LAYER], ids=["rms", "rounds", "offset", "layer"])
 @pytest.mark.parametrize("text", ["fp8-current", "mxfp8"])
 def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: NormKind, text: str) -> None:
@@ -106,13 +121,13 @@ def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: No
 
 @pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype) -> None:
+def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype, beside: NormKernels) -> None:
     """They round where autograd's do: a bit differs here and there, as sums have another order."""
     torch.manual_seed(3)
     for shape in ((9, 8), (700, 2056), (3000, 4096), (64, 8192)):
         x, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
         weight = torch.randn(shape[1], device="cuda").to(dtype)
-        compute = bind_gradients(norm, shape, dtype, x.device)
+        compute = beside.bind_gradients(norm, shape, dtype, x.device)
         assert compute is not None
         found = compute(dy, x, weight, norm.rows(x)[0], True, None)
         expected = norm.gradients(dy, (x, weight), (), (True, True))
@@ -123,6 +138,7 @@ def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype) -> None:
             assert float((a == b).float().mean()) > 0.9
 
 
+@FAMILIES
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
 def test_the_value_beside_the_operands(recipe: str) -> None:
     """The kernel writes the tensor that it encodes, for a residual."""
@@ -153,31 +169,35 @@ def bits(t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_sum_is_torch_s_and_its_rows_are_those_of_the_sum(norm: NormKind, dtype: torch.dtype) -> None:
+def test_the_sum_is_torch_s_and_its_rows_are_those_of_the_sum(
+    norm: NormKind, dtype: torch.dtype, beside: NormKernels
+) -> None:
     torch.manual_seed(5)
     for shape in ((9, 8), (700, 2056), (4096, 4096), (33, 8192)):
         x, residual = (torch.randn(shape, device="cuda").mul(3).to(dtype) for _ in range(2))
         x[0, :4] = torch.tensor([torch.inf, torch.nan, -0.0, 60000.0])
         residual[0, :4] = torch.tensor([-torch.inf, 1.0, -0.0, 60000.0])
-        total, rows = bind_sum_rows(norm, shape, dtype, x.device)(x, residual)
+        total, rows = beside.bind_sum_rows(norm, shape, dtype, x.device)(x, residual)
         expected = x + residual
         assert torch.equal(bits(total)[:, 2:], bits(expected)[:, 2:])  # NaNs have any bits
         assert torch.equal(total[:, :2].isnan(), expected[:, :2].isnan())
-        for a, b in zip(rows, bind_rows(norm, shape, dtype, x.device)(expected), strict=True):
+        for a, b in zip(rows, beside.bind_rows(norm, shape, dtype, x.device)(expected), strict=True):
             assert torch.equal(bits(a)[1:], bits(b)[1:])
-        assert not torch.equal(rows[-1], bind_rows(norm, shape, dtype, x.device)(x)[-1])
+        assert not torch.equal(rows[-1], beside.bind_rows(norm, shape, dtype, x.device)(x)[-1])
 
 
 @pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_gradient_from_elsewhere_is_added_as_autograd_adds_it(norm: NormKind, dtype: torch.dtype) -> None:
+def test_a_gradient_from_elsewhere_is_added_as_autograd_adds_it(
+    norm: NormKind, dtype: torch.dtype, beside: NormKernels
+) -> None:
     torch.manual_seed(6)
     for shape in ((9, 8), (700, 2056), (3000, 4096), (64, 8192)):
         x, dy, other = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
         weight = torch.randn(shape[1], device="cuda").to(dtype)
-        compute = bind_gradients(norm, shape, dtype, x.device)
+        compute = beside.bind_gradients(norm, shape, dtype, x.device)
         assert compute is not None
-        factor = bind_rows(norm, shape, dtype, x.device)(x)[0]
+        factor = beside.bind_rows(norm, shape, dtype, x.device)(x)[0]
         alone, of_weight = compute(dy, x, weight, factor, True, None)
         dx, same = compute(dy, x, weight, factor, True, other)
         assert torch.equal(bits(dx), bits(alone + other))
@@ -186,6 +206,7 @@ def test_a_gradient_from_elsewhere_is_added_as_autograd_adds_it(norm: NormKind, 
         assert torch.equal(bits(same), bits(of_weight))
 
 
+@FAMILIES
 @pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "fp8-row", "nvfp4"])
 def test_a_residual_stream_by_norms_is_the_same_to_the_bit(kind: type[nn.Module], recipe: str) -> None:
@@ -198,3 +219,26 @@ def test_a_residual_stream_by_norms_is_the_same_to_the_bit(kind: type[nn.Module]
         found.append([t for _ in range(3) for t in step(model, x)])
     for a, b in zip(*found, strict=True):
         assert torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize(("norm", "biased"), EVERY)
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "nvfp4"])
+def test_programs_take_odd_sizes(norm: NormKind, biased: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPQ_KERNELS", "triton,torch,reference")
+    source = norm_source(norm, biased)
+    for shape in ((131, 77), (1, 1), (3, 4099)):
+        of = norm, shape, torch.bfloat16, torch.device("cuda", 0)
+        x, dy = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        rows = norm_programs.bind_rows(*of)(x)
+        for a, b in zip(rows, norm.rows(x), strict=True):
+            torch.testing.assert_close(a, b.float(), rtol=2e-6, atol=1e-6)
+        weight = torch.rand(shape[1], device="cuda").bfloat16()
+        inputs = [x, *rows, *[weight] * (1 + biased)]
+        both(source, outputs_of(source, text, shape, torch.bfloat16, measures=True), inputs, [()], lambda i: False)
+        compute = norm_programs.bind_gradients(*of)
+        if compute is not None:
+            exact = norm.gradients(dy, (x, weight), (), (True, True))
+            for g, h in zip(compute(dy, x, weight, rows[-1], True, None), exact, strict=True):
+                assert g is not None
+                assert h is not None
+                torch.testing.assert_close(g, h, rtol=2e-2, atol=2e-2)

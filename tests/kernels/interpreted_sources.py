@@ -36,7 +36,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import TensorHandle  # noqa: E402
 
-from lpq.kernels.triton import sources  # noqa: E402
+from lpq.kernels.triton import norms, sources  # noqa: E402
 from lpq.kernels.triton.numbers import bits_of  # noqa: E402
 from lpq.kernels.triton.tiles import store_tile  # noqa: E402
 
@@ -59,8 +59,9 @@ def of_torch(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_program, "choose", choose_triton)
-    functions = {name: of_torch(getattr(torch, name)) for name in ("exp", "erf", "tanh")}
-    monkeypatch.setattr(sources, "libdevice", SimpleNamespace(**functions))
+    functions = {name: of_torch(getattr(torch, name)) for name in ("exp", "erf", "tanh", "rsqrt")}
+    for module in (sources, norms):
+        monkeypatch.setattr(module, "libdevice", SimpleNamespace(**functions))
 
 
 def program(quantizer: Quantizer | None, direction: Direction, dtype: torch.dtype) -> TileProgram | None:
@@ -116,7 +117,8 @@ def check(
     """Encode all outputs in these formats, by one run, and compare with what the reference encodes of the matrices that
     the same run returns. The matrices."""
     torch.manual_seed(0)
-    inputs = [numbers(shape, dtype) for _ in source.inputs]
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
+    inputs = [numbers(*sizes[kind]) for kind in source.inputs]
     seeds = [torch.tensor(SEED + i) for i in range(source.outputs)]
     outputs, known = list[ProgramOutput](), list[Any]()
     for format, (of_row, of_col), x in zip(formats, sides, source.compute(*inputs), strict=False):
@@ -135,7 +137,7 @@ def check(
         expect_bytes([*one.row, *one.col, *one.stats], expected, f"{source.name} {formats} {shape}, of its output {i}")
     values = [one.value for one in made if one.value is not None]
     for i, (value, x) in enumerate(zip(values, source.compute(*inputs), strict=True)):
-        if source.name.startswith(("silu", "relu")):
+        if source.name.startswith(("silu", "relu", "rms_norm", "layer_norm")):
             same = (value == x) | (value.isnan() & x.isnan())
         else:
             rounds = source.name.startswith("gelu_new") and source.name.endswith("backward") and i == 0

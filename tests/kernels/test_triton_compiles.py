@@ -16,8 +16,9 @@ from tile_sides import choose_triton
 
 import lpq
 from lpq import registry
-from lpq.operations import produced_programs, tile_program
+from lpq.operations import norm_programs, produced_programs, tile_program
 from lpq.operations.binding import Encoding
+from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.references import quantize_reference
 from lpq.operations.source import ACTIVATIONS, Source
 
@@ -28,6 +29,7 @@ from lpq_nvfp4 import eden_triton
 from lpq.optim import adamw
 
 TARGETS = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
+RMS, LAYER = NormKind(1e-6, rounds=True), NormKind(1e-5, centers=True)
 EDEN = "nvfp4(stochastic=eden)"
 QUANTIZERS = [
     "fp8(scaling=block, block=128x128)",
@@ -128,8 +130,10 @@ def test_a_step_of_adamw_compiles_too(compiled: tuple[list[str], list[Any]]) -> 
         (ACTIVATIONS["relu"].gated.backward, "hybrid(row=mxfp8, col=fp8(scaling=block))", set[str]()),
         (ACTIVATIONS["silu"].gated.product, "hybrid(row=nvfp4, col=mxfp4(rht=true))", {FMA, "fma.rm.f32", EX2}),
         (ACTIVATIONS["gelu_tanh"].alone.product, "fp8", {FMA, EX2, RCP}),
+        (norm_source(RMS), "mxfp8", set[str]()),
+        (norm_source(LAYER, biased=True), "hybrid(row=fp8, col=mxfp8)", {FMA}),
     ],
-    ids=["relu", "silu", "gelu_tanh"],
+    ids=["relu", "silu", "gelu_tanh", "rms_norm", "layer_norm"],
 )
 def test_sources_compile_too(
     source: Source, text: str, of_libdevice: set[str], compiled: tuple[list[str], list[Any]],
@@ -145,13 +149,44 @@ def test_sources_compile_too(
     assert not isinstance(output, str)
     outputs = [output, None, output][: source.outputs]
     run = produced_programs.bind(source, shape, dtype, cpu, outputs, [True] * source.outputs)
-    run([torch.randn(shape).to(dtype) for _ in source.inputs], [()] * source.outputs, [None] * source.outputs)
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
+    inputs = [torch.randn(sizes[kind][0]).to(sizes[kind][1]) for kind in source.inputs]
+    run(inputs, [()] * source.outputs, [None] * source.outputs)
     assert found
     for kernel in found:
         assert kernel.metadata.shared <= 48 << 10, kernel.metadata.name
         if "ptx" in kernel.asm:
             lines = [line.split() for line in kernel.asm["ptx"].splitlines() if FUSED_OR_FLUSHED.search(line)]
             assert {line[0].removesuffix("x2") for line in lines} == of_libdevice
+
+
+@pytest.mark.slow
+@pytest.mark.starts
+@pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
+def test_kernels_of_norms_compile_too(
+    norm: NormKind, compiled: tuple[list[str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one tile and of several, one alone, and rows of one element. A product is fused with a sum where the
+    source says so: in the gradients once, and in the sum of squares."""
+    _, found = compiled
+    monkeypatch.setattr(norm_programs, "at_once", lambda blocks, each, device: min(blocks, 8))
+    cpu = torch.device("cpu")
+    for shape, dtype in (((33, 8192), torch.bfloat16), ((64, 72), torch.float16), ((1, 1), torch.float32)):
+        x, dy, other = torch.ones(3, *shape, dtype=dtype)
+        of = norm, shape, dtype, cpu
+        factor = norm_programs.bind_rows(*of)(x)[-1]
+        norm_programs.bind_sum_rows(*of)(x, other)
+        compute = norm_programs.bind_gradients(*of)
+        assert (compute is None) == norm.centers
+        if compute is not None:
+            compute(dy, x, x[0], factor, True, None)
+            compute(dy, x, x[0], factor, False, other)
+    assert len(found) == (6 if norm.centers else 12)
+    for kernel in found:
+        assert kernel.metadata.shared <= 48 << 10, kernel.metadata.name
+        if "ptx" in kernel.asm:
+            lines = [line.split() for line in kernel.asm["ptx"].splitlines() if FUSED_OR_FLUSHED.search(line)]
+            assert {line[0].removesuffix("x2") for line in lines} == {FMA}, kernel.metadata.name
 
 
 def test_a_fused_product_would_be_noticed() -> None:

@@ -15,9 +15,12 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["interpreted.py", "interpreted_sources.py"])
-def test_in_a_process_with_the_interpreter(cases: str) -> None:
-    command = [sys.executable, "-m", "pytest", str(HERE / cases), "-q", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize(
+    "cases", [("interpreted.py",), ("interpreted_sources.py", "interpreted_norms.py")], ids=lambda cases: cases[0]
+)
+def test_in_a_process_with_the_interpreter(cases: tuple[str, ...]) -> None:
+    files = [str(HERE / name) for name in cases]
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -10,8 +10,10 @@ import torch
 import lpq
 from lpq import registry
 from lpq.kernels import cuda, table
-from lpq.operations import produced_programs, produced_tiles
+from lpq.operations import norm_kernels, norm_programs, produced_programs, produced_tiles
 from lpq.operations.encoder import EncoderSpec
+from lpq.operations.norm_choice import norm_kernels_of
+from lpq.operations.norms import NormKind
 from lpq.operations.producer import Output, bind_producer, kernels_of
 from lpq.operations.source import ACTIVATIONS, Source
 
@@ -92,13 +94,16 @@ def test_where_no_cuda_kernel_runs_triton_computes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if without == "sm" else (9, 0))
     monkeypatch.setattr(table, "_installed", lambda module: module != without)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    norm = NormKind(1e-6), *asked[1:]
     if without == "allowed":
         assert kernels_of(*asked) is produced_tiles
+        assert norm_kernels_of(*norm) is norm_kernels
         monkeypatch.setenv("LPQ_KERNELS", "triton,reference")
     why = produced_tiles.why_not(*asked)
     assert why is not None
     assert reason in why
     assert kernels_of(*asked) is produced_programs
+    assert norm_kernels_of(*norm) is norm_programs
     found = kernels_of(source._replace(program=None), *asked[1:])
     assert isinstance(found, str)
     assert reason in found
@@ -108,3 +113,4 @@ def test_where_no_cuda_kernel_runs_triton_computes(
     assert torch.equal(made, source.compute(*halves.chunk(2, 1))[0])
     monkeypatch.setenv("LPQ_KERNELS", "torch,reference")
     assert "the kernel of sources in triton LPQ_KERNELS does not allow triton" in kernels_of(*asked)
+    assert "the kernel of sources in triton LPQ_KERNELS does not allow triton" in norm_kernels_of(*norm)

@@ -5,6 +5,17 @@ simple. No conversion in them depends on an instruction of one GPU or on Triton'
 4-bit floats are converted by integer and fp32 arithmetic that is exact everywhere.
 """
 
-from lpq.kernels.triton.kernels import block_amaxes, empty_amaxes, launch, programs, transpose_bytes, transpose_nibbles
+from lpq.kernels.triton.kernels import (
+    block_amaxes,
+    empty_amaxes,
+    keeping_small_numbers,
+    launch,
+    programs,
+    transpose_bytes,
+    transpose_nibbles,
+)
 
-__all__ = ["block_amaxes", "empty_amaxes", "launch", "programs", "transpose_bytes", "transpose_nibbles"]
+__all__ = [
+    "block_amaxes", "empty_amaxes", "keeping_small_numbers", "launch", "programs", "transpose_bytes",
+    "transpose_nibbles",
+]  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction, driver
 
 from lpq.kernels.triton.numbers import pack_nibbles, unpack_nibbles, widen
 from lpq.kernels.triton.tiles import load_tile, measure_tile, place_of_tile, store_tile
@@ -27,6 +28,13 @@ def launch(kernel: Any, count: int, x: Tensor, *arguments: Any, **constants: Any
     """Run ``count`` programs on the device of ``x``, the kernel's first argument. No product is fused with a sum."""
     with torch.cuda.device_of(x):
         kernel[(count,)](x, *arguments, enable_fp_fusion=False, **constants)
+
+
+def keeping_small_numbers(kernel: Any) -> dict[str, bool]:
+    """The option by which libdevice keeps numbers below the normal ones, as it does in torch's kernels. Triton has it
+    for NVIDIA's GPUs; on AMD's they are kept anyway."""
+    compiled = isinstance(kernel, JITFunction)
+    return {"enable_reflect_ftz": False} if compiled and driver.active.get_current_target().backend == "cuda" else {}
 
 
 # ---------------------------------------------------------------------------------------------- amaxes

@@ -7,15 +7,14 @@ It is compiled for the function of a source, and for the functions of each opera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction, driver
 
-from lpq.kernels.triton import launch, programs, sources
+from lpq.kernels.triton import keeping_small_numbers, launch, programs, sources
 from lpq.kernels.triton.numbers import narrow, widen
 from lpq.kernels.triton.tiles import load_tile, place_of_tile, store_tile
 
@@ -37,22 +36,36 @@ def _encode(x, row, col, rows, cols, side, seed, offset):
 
 
 @triton.jit
+def _numbers(x, first, count, SIZE: tl.constexpr):
+    """The numbers of a tile's rows or columns in fp32; zeros of a vector that is not there."""
+    values = tl.zeros((SIZE,), tl.float32)
+    if x is not None:
+        at = first + tl.arange(0, SIZE)
+        values = widen(tl.load(x + at, mask=at < count, other=0))
+    return values
+
+
+@triton.jit
 def _produce(
-    a, b, c, rows, cols, outputs,
+    a, others, of_row, of_col, rows, cols, outputs,
     COMPUTE: tl.constexpr, CONSTANT: tl.constexpr, OUTPUTS: tl.constexpr, DTYPE: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """``outputs``: of each the memory for the matrix, both sides, a seed, and its first row in the whole tensor."""
+    """``others``: two more matrices; ``of_row`` and ``of_col``: two vectors each, with a number for each row or column.
+    None stands for each that the source does not have. ``outputs``: of each the memory for the matrix, both sides, a
+    seed, and its first row in the whole tensor."""
     row, col = place_of_tile(cols, HIGH, WIDE)
     inside = (row + tl.arange(0, HIGH)[:, None] < rows) & (col + tl.arange(0, WIDE)[None, :] < cols)
     first = widen(load_tile(a, row, col, rows, cols, HIGH, WIDE))
     second = first
     third = first
-    if b is not None:
-        second = widen(load_tile(b, row, col, rows, cols, HIGH, WIDE))
-    if c is not None:
-        third = widen(load_tile(c, row, col, rows, cols, HIGH, WIDE))
-    made = COMPUTE(first, second, third, DTYPE, CONSTANT)
+    if others[0] is not None:
+        second = widen(load_tile(others[0], row, col, rows, cols, HIGH, WIDE))
+    if others[1] is not None:
+        third = widen(load_tile(others[1], row, col, rows, cols, HIGH, WIDE))
+    by_row = _numbers(of_row[0], row, rows, HIGH)[:, None], _numbers(of_row[1], row, rows, HIGH)[:, None]
+    by_col = _numbers(of_col[0], col, cols, WIDE)[None, :], _numbers(of_col[1], col, cols, WIDE)[None, :]
+    made = COMPUTE((first, second, third), by_row, by_col, DTYPE, CONSTANT)
     for i in tl.static_range(OUTPUTS):
         tile = narrow(tl.where(inside, made[i], 0.0), DTYPE)
         if outputs[i][0] is not None:
@@ -62,28 +75,37 @@ def _produce(
         _encode(widen(tl.trans(tile)), col, row, cols, rows, outputs[i][2], outputs[i][3], outputs[i][4])
 
 
+class SourceInputs(NamedTuple):
+    """The tensors of which a source computes."""
+
+    matrices: Sequence[Tensor]
+    of_row: Sequence[Tensor]
+    """A number for each row, in fp32."""
+    of_col: Sequence[Tensor]
+    """A number for each column."""
+
+
+def _two(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Up to two tensors, and None in place of the others."""
+    return tuple([*tensors, None, None][:2])
+
+
 def constant(options: tuple[object, ...]) -> Any:
     """The options of a format as one constant among the arguments of a kernel."""
     return tl.constexpr(options)
 
 
 def produce(
-    program: tuple[str, str], matrices: Sequence[Tensor], outputs: Sequence[tuple[Any, ...]], tile: tuple[int, int]
+    program: tuple[str, Any], inputs: SourceInputs, outputs: Sequence[tuple[Any, ...]], tile: tuple[int, int]
 ) -> None:
-    """Run a program for each tile of what a source computes of these contiguous matrices, which are not empty."""
-    high, wide = tile
-    (rows, cols), name = matrices[0].shape, program[1]
-    first, *rest = matrices
+    """Run a program for each tile of what a source computes of these contiguous tensors, which are not empty."""
+    (high, wide), (function, given) = tile, program
+    first, *others = inputs.matrices
+    rows, cols = first.shape
     launch(
-        _produce, programs((rows, cols), high, wide), first, *[*rest, None, None][:2], rows, cols, tuple(outputs),
-        COMPUTE=getattr(sources, program[0]), CONSTANT=getattr(sources, name), OUTPUTS=len(outputs),
-        DTYPE=DTYPES[matrices[0].dtype], HIGH=high, WIDE=wide,
-        num_warps=min(max(high * wide // PER_WARP, 1), WARPS), **_keeping_small_numbers(),
+        _produce, programs((rows, cols), high, wide), first, *map(_two, (others, inputs.of_row, inputs.of_col)),
+        rows, cols, tuple(outputs),
+        COMPUTE=getattr(sources, function), CONSTANT=getattr(sources, given) if isinstance(given, str) else given,
+        OUTPUTS=len(outputs), DTYPE=DTYPES[first.dtype], HIGH=high, WIDE=wide,
+        num_warps=min(max(high * wide // PER_WARP, 1), WARPS), **keeping_small_numbers(_produce),
     )  # fmt: skip
-
-
-def _keeping_small_numbers() -> dict[str, bool]:
-    """The option by which libdevice keeps numbers below the normal ones, as it does in torch's kernels. Triton has it
-    for NVIDIA's GPUs; on AMD's they are kept anyway."""
-    compiled = isinstance(_produce, JITFunction)
-    return {"enable_reflect_ftz": False} if compiled and driver.active.get_current_target().backend == "cuda" else {}

@@ -4,8 +4,9 @@
 a product with a sum where PyTorch's own operators do so. Exponentials are libdevice's, as in these operators:
 ``tl.exp`` has other bits. The GELU by erf is not here: Triton's libdevice has another ``erf`` than PyTorch 2.11.
 
-The functions that ``Source.program`` names take three tiles in fp32, of which a source has the first ones; the dtype of
-the matrices; and a function or a constant. They return a tile of each output, which is rounded to the dtype afterwards.
+The functions that ``Source.program`` names take three tiles in fp32, two columns with a number for each row, and two
+rows with one for each column, of which a source has the first ones; the dtype of the matrices; and a function or
+options. They return a tile of each output, which is rounded to the dtype afterwards.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -95,25 +96,50 @@ def relu(x, dy, DTYPE: tl.constexpr, GRADIENT: tl.constexpr):
 
 
 @triton.jit
-def alone(up, b, c, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+def alone(x, of_row, of_col, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """up -> its activation."""
-    return (ACTIVATION(up, up, DTYPE, False),)
+    return (ACTIVATION(x[0], x[0], DTYPE, False),)
 
 
 @triton.jit
-def alone_backward(up, dy, c, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+def alone_backward(x, of_row, of_col, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """up, the gradient of what ``alone`` makes -> the gradient of up, and what it makes."""
-    return ACTIVATION(up, dy, DTYPE, True), ACTIVATION(up, dy, DTYPE, False)
+    return ACTIVATION(x[0], x[1], DTYPE, True), ACTIVATION(x[0], x[1], DTYPE, False)
 
 
 @triton.jit
-def gated(gate, up, c, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+def gated(x, of_row, of_col, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """gate, up -> the activation of gate times up."""
-    return (nearest(ACTIVATION(gate, up, DTYPE, False), DTYPE) * up,)
+    return (nearest(ACTIVATION(x[0], x[1], DTYPE, False), DTYPE) * x[1],)
 
 
 @triton.jit
-def gated_backward(gate, up, dy, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+def gated_backward(x, of_row, of_col, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """gate, up, the gradient of what ``gated`` makes -> gradients of gate and of up, and what it makes."""
+    gate, up, dy = x
     active = nearest(ACTIVATION(gate, dy, DTYPE, False), DTYPE)
     return ACTIVATION(gate, nearest(dy * up, DTYPE), DTYPE, True), dy * active, active * up
+
+
+@triton.jit
+def rms_norm(x, of_row, of_col, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """x; the factor of its row -> the normalized element times the weight of its column. ``OPTIONS``: as ``NormKind``
+    has them, ``offset`` and ``rounds``."""
+    normed = x[0] * of_row[0]
+    weight = of_col[0]
+    if OPTIONS[0]:
+        weight = 1.0 + weight
+    if OPTIONS[1]:
+        normed = nearest(normed, DTYPE)
+    return (normed * weight,)
+
+
+@triton.jit
+def layer_norm(x, of_row, of_col, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """x; the mean and the factor of its row; the weight of its column, and the bias, if ``OPTIONS`` say so."""
+    normed = (x[0] - of_row[0]) * of_row[1]
+    if OPTIONS[0]:
+        y = tl.fma(normed, of_col[0], of_col[1])
+    else:
+        y = normed * of_col[0]
+    return (y,)
