@@ -14,7 +14,8 @@ from lpq.kernels.table import bound_once
 from lpq.operations.binding import on_device
 from lpq.operations.inputs import as_matrix
 from lpq.operations.operators import can_bypass_dispatcher
-from lpq.operations.produced_tiles import Values, bind_halves
+from lpq.operations.produced_tiles import Values
+from lpq.operations.producer import bind_halves
 from lpq.operations.source import Activation, Source
 from lpq.torch_private.operators import unsafe_view
 

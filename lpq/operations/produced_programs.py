@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from lpq.operations.binding import Encoding
-from lpq.operations.produced_tiles import Produced, Run, aligned, not_here, sizes_of_inputs, unfit
+from lpq.operations.produced_tiles import (
+    Produced,
+    Run,
+    Values,
+    aligned,
+    n_values_of_halves,
+    not_here,
+    sizes_of_inputs,
+    unfit,
+)
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
@@ -213,6 +222,24 @@ def bind(
             out.append(Produced(first.buffers, second.buffers, (*first.measured, *second.measured), value))
         produce(program, inputs, arguments, tile)
         return out
+
+    return run
+
+
+def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Values:
+    """As ``producer.bind_halves``, where programs in Triton compute the source."""
+    from lpq.kernels.triton.produce import SourceInputs, produce
+
+    assert source.program is not None
+    program, (rows, cols), n_values = source.program, shape, n_values_of_halves(source)
+    unwanted = [None] * (source.outputs - n_values)
+
+    def run(halves: Tensor, *others: Tensor) -> Tensor:
+        y = halves.new_empty((rows, n_values * cols))
+        outputs = [(value, NO_SIDE, NO_SIDE, None, 0) for value in (*y.chunk(n_values, dim=1), *unwanted)]
+        matrices = [*halves.contiguous().chunk(2, dim=1), *(x.contiguous() for x in others)]
+        produce(program, SourceInputs(matrices, (), ()), outputs, (LEAST, LEAST), halves=True)
+        return y
 
     return run
 

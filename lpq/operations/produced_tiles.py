@@ -301,11 +301,8 @@ def bind(
 
 
 def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Values:
-    """Bind the first outputs of a gated source, encoded in no format. Gate and up, and in backward their gradients, are
-    halves of one matrix, of which ``shape`` is one half."""
-    n_values = max(source.outputs - 1, 1)
-    if why_not(source, shape, dtype, device) is not None:
-        return lambda halves, *others: torch.cat(source.compute(*halves.chunk(2, dim=1), *others)[:n_values], 1)
+    """As ``producer.bind_halves``, where kernels in CUDA C++ compute the source."""
+    n_values = n_values_of_halves(source)
     of_halves = source._replace(struct=f"sources::Halves<{source.struct}>")
     kernels = _Kernels(of_halves, shape, dtype, device.index or 0, SQUARE)
     launch = kernels.bind_run([(NOTHING, NOTHING)] * source.outputs, False)
@@ -321,6 +318,12 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
         return y
 
     return run
+
+
+def n_values_of_halves(source: Source) -> int:
+    """How many outputs of a gated source are wanted of halves: its product, or both gradients, and not what backward
+    makes once more."""
+    return max(source.outputs - 1, 1)
 
 
 def sizes_of_inputs(source: Source, shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:

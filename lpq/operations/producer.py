@@ -25,7 +25,7 @@ from lpq.operations.encoder import (
 )
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import bind_exchange, bind_part, part_spec, placed
-from lpq.operations.produced_tiles import Produced, Run
+from lpq.operations.produced_tiles import Produced, Run, Values, n_values_of_halves
 from lpq.operations.sides import shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
@@ -44,6 +44,9 @@ class Kernels(Protocol):
         self, source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
         outputs: Sequence[Any], values: Sequence[bool],
     ) -> Run: ...  # fmt: skip
+    def bind_halves(
+        self, source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> Values: ...
 
 
 KERNELS: tuple[Kernels, ...] = (produced_tiles, produced_programs)
@@ -130,6 +133,16 @@ def producing(source: Source) -> BindEncoder:
         return encoder._replace(encode=encode, values=lambda inputs: values(inputs)[0])
 
     return bind
+
+
+def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Values:
+    """Bind the first outputs of a gated source, encoded in no format. Gate and up, and in backward their gradients, are
+    halves of one matrix, of which ``shape`` is one half. Where no kernel computes them, the source's definition does.
+    """
+    kernels, n_values = kernels_of(source, shape, dtype, device), n_values_of_halves(source)
+    if isinstance(kernels, str):
+        return lambda halves, *others: torch.cat(source.compute(*halves.chunk(2, dim=1), *others)[:n_values], 1)
+    return kernels.bind_halves(source, shape, dtype, device)
 
 
 def _values(source: Source, outputs: Sequence[Output]) -> Callable[[Sequence[Tensor]], list[Tensor]]:

@@ -14,10 +14,10 @@ from fuzzed import assert_same
 from torch import Tensor
 
 import lpq
-from lpq.operations import fused_pair, produced_tiles
+from lpq.operations import fused_pair, produced_programs, produced_tiles
 from lpq.operations.encoder import EncoderSpec
 from lpq.operations.produced_tiles import Produced
-from lpq.operations.producer import Output, bind_producer
+from lpq.operations.producer import Output, bind_halves, bind_producer, kernels_of
 from lpq.operations.source import ACTIVATIONS, Source
 from lpq.torch_private.memory import Allocate, allocator
 
@@ -216,10 +216,14 @@ def test_programs_take_odd_sizes(source: Source, text: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_halves_of_one_matrix(name: str) -> None:
+def test_halves_of_one_matrix(name: str, family: str) -> None:
     gated = ACTIVATIONS[name].gated
     gate, up, dy = inputs_of(gated.backward, (133, 264), torch.bfloat16)
     halves = torch.cat([gate, up], 1)
+    kernels = {"cuda": produced_tiles, "triton": produced_programs}[family]
     for source, inputs, count in ((gated.product, (halves,), 1), (gated.backward, (halves, dy), 2)):
-        made = produced_tiles.bind_halves(source, (133, 264), torch.bfloat16, halves.device)(*inputs)
+        of = source, (133, 264), torch.bfloat16, halves.device
+        found = kernels_of(*of)
+        assert found is kernels or (isinstance(found, str) and source.program is None and family == "triton")
+        made = bind_halves(*of)(*inputs)
         assert_same([made], [torch.cat(source.compute(gate, up, *inputs[1:])[:count], 1)], source.name)

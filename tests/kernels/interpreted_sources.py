@@ -28,7 +28,7 @@ from lpq.operations.encoder import EncoderSpec
 from lpq.operations.produced_programs import ProgramOutput
 from lpq.operations.producer import Output, bind_producer
 from lpq.operations.references import quantize_reference
-from lpq.operations.source import ACTIVATIONS, Source
+from lpq.operations.source import ACTIVATIONS, Between, Source
 from lpq.operations.tile_program import TileProgram
 from lpq.testing.comparing import Poisoned
 
@@ -211,6 +211,30 @@ def test_what_has_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = lpq.quantizer(text).quantize(x)
         expect_bytes([*one.row, *one.col], [*whole.row.tensors(), *whole.col.tensors()], text)
         assert one.value is None
+
+
+GATED = [act.gated for act in ACTIVATIONS.values() if act.gated.product.program is not None]
+
+
+@pytest.mark.parametrize("gated", GATED, ids=lambda gated: gated.product.name)
+def test_halves_of_one_matrix(gated: Between) -> None:
+    """They are what the source makes of two matrices, in tiles that are ragged where the halves meet."""
+    torch.manual_seed(0)
+    shape, dtype = (70, 75), torch.bfloat16
+    gate, up, dy = (numbers(shape, dtype) for _ in range(3))
+    halves = torch.cat([gate, up], 1)
+    for source, inputs, apart in (
+        (gated.product, (halves,), (gate, up)),
+        (gated.backward, (halves, dy), (gate, up, dy)),
+    ):
+        run = produced_programs.bind(source, shape, dtype, CPU, [None] * source.outputs, [True] * source.outputs)
+        with Poisoned():
+            made = produced_programs.bind_halves(source, shape, dtype, CPU)(*inputs)
+            nothing = [()] * source.outputs, [None] * source.outputs
+            values = [one.value for one in run(apart, *nothing)][: max(source.outputs - 1, 1)]
+        expected = torch.cat([value for value in values if value is not None], 1)
+        assert made.shape == expected.shape
+        expect_bytes([made], [expected], source.name)
 
 
 def test_inputs_that_do_not_fit() -> None:

@@ -88,8 +88,7 @@ def test_an_activation_alone(name: str) -> None:
         check(backward, ["mxfp8"] * 2, (37, 136), torch.bfloat16)
 
 
-def test_halves_of_one_matrix(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
-    monkeypatch.setattr(produced_tiles, "why_not", lambda *args: None)
+def test_halves_of_one_matrix(launched: list[str]) -> None:
     torch.manual_seed(0)
     gate, up, dy = (torch.randn(37, 136, dtype=torch.bfloat16) for _ in range(3))
     halves = torch.cat([gate, up], 1)

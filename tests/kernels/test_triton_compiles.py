@@ -162,6 +162,16 @@ def test_sources_compile_too(
 
 @pytest.mark.slow
 @pytest.mark.starts
+def test_halves_compile_too(compiled: tuple[list[str], list[Any]]) -> None:
+    _, found = compiled
+    for source, others in zip(ACTIVATIONS["relu"].gated, (0, 1), strict=True):
+        run = produced_programs.bind_halves(source, (64, 72), torch.bfloat16, torch.device("cpu"))
+        run(torch.ones(64, 144, dtype=torch.bfloat16), *[torch.ones(64, 72, dtype=torch.bfloat16)] * others)
+    assert len(found) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.starts
 @pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
 def test_kernels_of_norms_compile_too(
     norm: NormKind, compiled: tuple[list[str], list[Any]], monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from lpq.operations import norm_kernels, norm_programs, produced_programs, produ
 from lpq.operations.encoder import EncoderSpec
 from lpq.operations.norm_choice import norm_kernels_of
 from lpq.operations.norms import NormKind
-from lpq.operations.producer import Output, bind_producer, kernels_of
+from lpq.operations.producer import Output, bind_halves, bind_producer, kernels_of
 from lpq.operations.source import ACTIVATIONS, Source
 
 ROWS, COLS = 64, 96
@@ -108,9 +108,8 @@ def test_where_no_cuda_kernel_runs_triton_computes(
     assert isinstance(found, str)
     assert reason in found
     assert found.endswith("; silu_gate has no kernel in Triton")
-    halves = torch.randn(ROWS, 2 * COLS).bfloat16()
-    made = produced_tiles.bind_halves(*asked)(halves)
-    assert torch.equal(made, source.compute(*halves.chunk(2, 1))[0])
     monkeypatch.setenv("LPQ_KERNELS", "torch,reference")
     assert "the kernel of sources in triton LPQ_KERNELS does not allow triton" in kernels_of(*asked)
     assert "the kernel of sources in triton LPQ_KERNELS does not allow triton" in norm_kernels_of(*norm)
+    halves = torch.randn(ROWS, 2 * COLS).bfloat16()
+    assert torch.equal(bind_halves(*asked)(halves), source.compute(*halves.chunk(2, 1))[0])

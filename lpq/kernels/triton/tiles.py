@@ -2,7 +2,7 @@
 
 ``row`` and ``col`` (64 bits) are the place of a tile's first element in a matrix ``[rows, cols]``. A block is ``HIGH``
 x ``WIDE`` elements, or the whole dimension where that is 0; it divides a tile, or is divided by it. Elements outside of
-the matrix are zero.
+the matrix are zero. ``apart``: how far apart in memory rows begin, if the matrix is a part of a wider one.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,21 +24,21 @@ def place_of_tile(cols, HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _elements(row, col, rows, cols, HIGH: tl.constexpr, WIDE: tl.constexpr):
+def _elements(row, col, rows, cols, apart, HIGH: tl.constexpr, WIDE: tl.constexpr):
     r, c = row + tl.arange(0, HIGH)[:, None], col + tl.arange(0, WIDE)[None, :]
-    return r * cols + c, (r < rows) & (c < cols)
+    return r * (cols if apart is None else apart) + c, (r < rows) & (c < cols)
 
 
 @triton.jit
-def load_tile(x, row, col, rows, cols, HIGH: tl.constexpr, WIDE: tl.constexpr):
+def load_tile(x, row, col, rows, cols, HIGH: tl.constexpr, WIDE: tl.constexpr, apart=None):
     """A tile as it lies in memory."""
-    places, inside = _elements(row, col, rows, cols, HIGH, WIDE)
+    places, inside = _elements(row, col, rows, cols, apart, HIGH, WIDE)
     return tl.load(x + places, mask=inside, other=0)
 
 
 @triton.jit
-def store_tile(out, values, row, col, rows, cols):
-    places, inside = _elements(row, col, rows, cols, values.shape[0], values.shape[1])
+def store_tile(out, values, row, col, rows, cols, apart=None):
+    places, inside = _elements(row, col, rows, cols, apart, values.shape[0], values.shape[1])
     tl.store(out + places, values, mask=inside)
 
 
