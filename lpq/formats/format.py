@@ -71,6 +71,13 @@ class Quantizer(Options):
         return False
 
     @property
+    def by_rows(self) -> Quantizer | None:
+        """The quantizer of the operands in which each row has the values that this one's operand has for all rows, and
+        which decode alike, bit for bit. Rows of several operands are decoded by its kernels in one launch. None: there
+        is no such quantizer."""
+        return None
+
+    @property
     def rotation(self) -> Rotation | None:
         """The rotation of the columns in which the matrix is stored. The core applies it: ``measure`` and ``encode``
         get the rotated matrix in fp32, its columns padded to whole blocks. The core undoes it, too: the storage has

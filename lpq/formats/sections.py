@@ -63,14 +63,32 @@ def narrowed(operand: Storage, dim: int, start: int, stop: int) -> Storage | Non
 
 
 def joined(stack: Storage) -> Storage | None:
-    """Return the operand of one matrix, all matrices of the stack below each other, over views of the buffers. Return
-    None where that would join blocks of two matrices, or values of whole matrices."""
+    """Return the operand of one matrix, all matrices of the stack below each other, over views of the buffers. Values
+    of a whole matrix become values of its rows. Return None where that would join blocks of two matrices, or rows have
+    no such values."""
     (count, rows, cols), side = stack.shape, stack.quantizer
     heights = [buffer.block[0] for buffer in side.layout]
-    if not count or any(height is None or rows % height for height in heights) or side.why_no_parts(0) is not None:
+    if not count or any(height and rows % height for height in heights) or side.why_no_parts(0) is not None:
         return None
-    tensors = [tensor.flatten(0, 1) for tensor in stack.tensors()]
-    return stack.wrap(tensors, side, (count * rows, cols), stack.dtype)
+    tensors = [t if height is None else t.flatten(0, 1) for height, t in zip(heights, stack.tensors(), strict=True)]
+    if None not in heights:
+        return stack.wrap(tensors, side, (count * rows, cols), stack.dtype)
+    if side.by_rows is None:
+        return None
+    owners = torch.arange(count, device=tensors[0].device).repeat_interleave(rows, output_size=count * rows)
+    return with_values_of_rows(side, tensors, owners, (count * rows, cols), stack.dtype)
+
+
+def with_values_of_rows(
+    side: Quantizer, tensors: Sequence[Tensor], owners: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> Storage | None:
+    """Return the operand of the rows of several matrices, each with the values of its matrix; ``owners`` has the number
+    of each row's matrix. Return None where the format has no such operand (``Quantizer.by_rows``)."""
+    if side.by_rows is None or any(buffer.block[0] is None and buffer.block[1] is not None for buffer in side.layout):
+        return None
+    own = [t if b.block[0] is not None else t[owners].unsqueeze(1) for b, t in zip(side.layout, tensors, strict=True)]
+    operand: Storage = side.storage.wrap(own, side.by_rows, shape, dtype)
+    return operand
 
 
 def stacked(operands: Sequence[Storage]) -> Storage:

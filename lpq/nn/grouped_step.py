@@ -38,8 +38,10 @@ class Groups(NamedTuple):
         w = weight_spec(plan, s)._replace(sections=stack)
         fprop, dgrad, wgrad = self._decoded(plan, x, w, dy)
         keeps_input = plan.keeps_input and needs_dw
-        # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.
-        keeps_weight = (plan.keeps_weight or (dgrad and not _finds_lines(plan.w))) and needs_dx
+        # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there,
+        # and of the weight's row operand, where a rotation would be undone for each matrix by itself.
+        anew = plan.w.col_source == "original" or plan.w.side("col").rotation is not None
+        keeps_weight = (plan.keeps_weight or (dgrad and anew and not _finds_lines(plan.w))) and needs_dx
         # A scale of a whole group is not decoded along lines, nor is a rotation undone so: such an operand is made
         # decoded now.
         of_lines = plan.x.side("col")
@@ -75,22 +77,25 @@ class Groups(NamedTuple):
 
     def _decoded(self, plan: Plan, x: EncoderSpec, w: EncoderSpec, dy: EncoderSpec) -> tuple[bool, bool, bool]:
         """Whether the operands of each product are made decoded, in bf16."""
-        if not self.at_once or "row" in (plan.x.col_source, plan.w.col_source, plan.dy.col_source):
+        if not self.at_once:
             return False, False, False
         (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (
             operands_of(spec._replace(row=True, col=True)) for spec in (x, w, dy)
         )
         products: Any = (x_row, w_row), (dy_row, w_col), (dy_col, x_col)
         fprop, dgrad, wgrad = (decoded_at_once(a, b, x.device) for a, b in products)
-        return fprop, dgrad, wgrad
+        # Column operands are made of codes.
+        of_codes = plan.dy.col_source == "row", "row" in (plan.x.col_source, plan.w.col_source)
+        return fprop and not of_codes[1], dgrad and not of_codes[0], wgrad
 
 
 def _of_row_operand(spec: EncoderSpec, watched: bool) -> Encoder:
     """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
     row operand (``why_not_row_by_row``)."""
-    row, col = operands_of(spec._replace(row=True, col=True))
+    both = spec._replace(row=True, col=True)
+    row, _ = operands_of(both)
     assert row is not None
-    count, column = len(row.quantizer.layout) + 1, in_groups.bind_column(spec, row, watched=watched)
+    count, (col, column) = len(row.quantizer.layout) + 1, in_groups.bind_column(both, row, watched=watched)
 
     def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
         buffers, tensors = row_given(x.operand("row").tensors(), offs, seeds)

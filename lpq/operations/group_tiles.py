@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer, Covering
-from lpq.formats.sections import capacity, matrices, unit
+from lpq.formats.sections import capacity, matrices, unit, with_values_of_rows
 from lpq.kernels import choose
 from lpq.kernels.sections import NEEDS, bind_clear_matrices, bind_clear_rows, bind_pad_ends
 from lpq.kernels.table import serves
@@ -52,13 +52,16 @@ def dense(a: Operand, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Ten
         return values.to(dtype).contiguous()
     if a.dim == 0 and step == 1 and not spans(side, 0) and not rotated:  # each row where it lies
         return decode(side.storage.wrap(a.tensors, side, a.shape, a.dtype), dtype)
-    ends = offs.long()
+    ends, index = offs.long(), torch.arange(rows, device=offs.device)
+    group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
+    if a.dim == 0 and step == 1 and not rotated:
+        operand = with_values_of_rows(side, a.tensors, group, (rows, a.shape[1]), a.dtype)
+        if operand is not None:
+            return decode(operand, dtype)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     sizes = (ends - begins + step - 1) // step * step
     last = sizes.cumsum(0)
     values = _decoded(a, last, step, dtype, rotated)
-    index = torch.arange(rows, device=offs.device)
-    group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
     at = ((last - sizes)[group] + index - begins[group]).clamp(max=max(len(values) - 1, 0))
     return values[at] if len(values) else values.new_zeros((rows, values.shape[1]))
 

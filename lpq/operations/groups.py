@@ -20,6 +20,7 @@ from lpq.formats.sections import Sections, bounds, grid, piece, starts, unit
 from lpq.kernels.table import bound_once
 from lpq.operations import sectioned
 from lpq.operations.binding import Encoded, Encoding, Operand, on_device
+from lpq.operations.decoding import decode
 from lpq.operations.encoder import (
     Encoder,
     EncoderSpec,
@@ -49,8 +50,8 @@ def bind(spec: EncoderSpec, *, watched: bool = False, dispatched: bool = False) 
     alone. An operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a
     mode. ``dispatched``: as in ``Encoding``."""
     sections, made_of_row = spec.sections, is_made_of_row(spec)
-    if made_of_row and not watched and sections is not None and sections.at_once and not sections.stack:
-        return _made_of_row(spec, dispatched)
+    if made_of_row and sections is not None and sections.at_once and (spec.exact[1] or not watched):
+        return _made_of_row(spec, watched, dispatched)
     plain_row, plain_col = (side if side is not None and side.plain else None for side in sides_of(spec))
     if made_of_row:
         plain_col = None
@@ -68,37 +69,41 @@ def bind(spec: EncoderSpec, *, watched: bool = False, dispatched: bool = False) 
     return Encoder(*operands, encode)
 
 
-def _made_of_row(spec: EncoderSpec, dispatched: bool) -> Encoder:
-    """Bind the encoding of groups whose column operand is made of the row operand."""
-    first = bind(first_of(spec), dispatched=dispatched)
+def _made_of_row(spec: EncoderSpec, watched: bool, dispatched: bool) -> Encoder:
+    """Bind the encoding of sections whose column operand is made of the row operand."""
+    first = bind(first_of(spec), watched=watched, dispatched=dispatched)
     assert first.row is not None
-    row, column = first.row, bind_column(spec, first.row, dispatched=dispatched)
+    row, (col, column) = first.row, bind_column(spec, first.row, watched=watched, dispatched=dispatched)
 
-    def encode(x: Tensor, statistics: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        buffers, _, stats = first.encode(x, statistics, seeds, *offs)
-        return buffers if spec.row else (), column(buffers, statistics, seeds), stats
+    def encode(x: Tensor, known: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        buffers, _, stats = first.encode(x, known, seeds, *offs)
+        return buffers if spec.row else (), column(buffers, known, seeds), stats
 
-    return Encoder(row if spec.row else None, operands_of(spec)[1], encode, derived=True)
+    return Encoder(row if spec.row else None, col, encode, derived=True)
 
 
 def bind_column(
     spec: EncoderSpec, row: Operand, *, watched: bool = False, dispatched: bool = False
-) -> Callable[[Sequence[Tensor], Stats, Tensor | None], Sequence[Tensor]]:
-    """``column(buffers, known, seeds)``: make the buffers of the column operand of rows in groups of the buffers of
+) -> tuple[Operand, Callable[[Sequence[Tensor], Stats, Tensor | None], Sequence[Tensor]]]:
+    """The column operand of sections, and ``column(buffers, known, seeds)``, which makes its buffers of the buffers of
     their row operand."""
-    encoder, layout = (
-        bind(second_of(spec), watched=watched, dispatched=dispatched),
-        spec.quantizer.side("col").layout,
-    )
+    encoder = bind(second_of(spec), watched=watched, dispatched=dispatched)
+    layout, stack = spec.quantizer.side("col").layout, spec.sections is not None and spec.sections.stack
+    assert encoder.col is not None
+    col = encoder.col._replace(dtype=spec.dtype)  # it stands for the tensor, not for the decoded values
 
-    def column(buffers: Sequence[Tensor], statistics: Stats, seeds: Tensor | None) -> Sequence[Tensor]:
-        offs = buffers[-1]
-        decoded = dense(row.grouped(buffers), offs, torch.float32, rotated=False)
-        col = encoder.encode(decoded, statistics, seeds, offs)[1]
-        # It stands for the rows, not for the decoded values.
-        return *for_dtype(layout, col[:-1], spec.dtype), offs
+    def column(buffers: Sequence[Tensor], known: Stats, seeds: Tensor | None) -> Sequence[Tensor]:
+        offs = () if stack else (buffers[-1],)
+        if stack:
+            decoded = decode(row.over(buffers), torch.float32)
+        else:
+            decoded = dense(row.grouped(buffers), buffers[-1], torch.float32, rotated=False)
+        made = encoder.encode(decoded, known, seeds, *offs)[1]
+        if col.form is not None:
+            return made
+        return *for_dtype(layout, made[: len(layout)], spec.dtype), *offs
 
-    return column
+    return col, column
 
 
 through_operators = partial(bind, watched=True)

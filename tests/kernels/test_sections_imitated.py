@@ -15,7 +15,7 @@ import lpq
 from lpq.core import Quantizer, Storage
 from lpq.formats.sections import Sections, bounds, matrices, starts, unit
 from lpq.kernels import sections
-from lpq.operations import groups, sectioned
+from lpq.operations import encoder, groups, sectioned
 from lpq.operations.binding import Encoding, Operand
 from lpq.operations.encoder import EncoderSpec
 from lpq.operations.quantizing import quantize
@@ -120,6 +120,7 @@ def test_one_operand_and_two_formats(row: str | None, col: str | None, decoded: 
     check_groups(row, col, decoded, [33, 0, 150], torch.float32)
 
 
+@pytest.mark.parametrize("decoded", [False, True])
 @pytest.mark.parametrize(
     "text",
     [
@@ -130,31 +131,80 @@ def test_one_operand_and_two_formats(row: str | None, col: str | None, decoded: 
         "hybrid(row=fp8(static=true), col=fp8(static=true, dtype=e5m2), col_source=row)",
     ],
 )  # fmt: skip
-def test_columns_of_groups_that_are_made_of_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_groups_that_are_made_of_rows(text: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels encode the rows, and what they decode to: the host waits for neither."""
-
-    def waits(why: str) -> None:
-        pytest.fail(why)
-
     torch.manual_seed(0)
     quantizer, counts = lpq.quantizer(text), [33, 0, 150]
     x, offs = torch.randn(sum(counts), 96).bfloat16(), torch.tensor(counts).cumsum(0, dtype=torch.int32)
     seeds, state = torch.arange(len(counts)) - 1, static_state(quantizer, len(counts)) or None
-    wanted = EncoderSpec(quantizer, (len(x), 96), x.dtype, x.device)
-    reference = groups.encode_groups_reference(x, offs, wanted, seeds, state)
-    monkeypatch.setattr(groups, "at_once", lambda *_: True)
+    spec = EncoderSpec(quantizer, (len(x), 96), x.dtype, x.device, remembers=state is not None)
+    reference = groups.encode_groups_reference(x, offs, spec, seeds, state)
+    bound = all_at_once(spec, Sections(len(counts), False, at_once=True), decoded, monkeypatch)
+    with Poisoned():
+        out = bound.encode(x, state or (), seeds, offs)[:2]
+    at = 0
+    for dim, (operand, buffers) in enumerate(zip((bound.row, bound.col), out, strict=True)):
+        assert operand is not None
+        side, of_form = operand.quantizer, operand.form is not None
+        end = at + len(side.layout)
+        begins, alone = starts(offs.tolist(), unit(side, dim)), operand._replace(form=None, tensors=reference[at:end])
+        for i, (start, stop) in enumerate(bounds(offs.tolist())):
+            second = alone.group(i, start, stop, begins[i])
+            if of_form:
+                values = decoded_by(second)
+                expect_bytes([buffers[0][:, begins[i] : begins[i] + values.shape[1]]], [values], f"{text}, {i}")
+                continue
+            first = alone._replace(tensors=buffers[:-1]).group(i, start, stop, begins[i])
+            expect_bytes(first.tensors(), second.tensors(), f"{text}, {dim}, {i}")
+        at = end
+
+
+def all_at_once(
+    spec: EncoderSpec, sections: Sections, decoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> encoder.Encoder:
+    """The encoder of sections by kernels, which makes the column operand decoded, if that is wanted and encoded."""
+
+    def waits(why: str) -> None:
+        pytest.fail(why)
+
     monkeypatch.setattr(groups, "tell_of_waiting", waits)
     monkeypatch.setattr(sectioned, "side_of", lambda quantizer, direction, device: side_of(quantizer, direction))
-    both = groups.encode_groups(quantizer, x, offs, row=True, col=True, seeds=seeds, state=state)
-    at = 0
-    for dim, operand in enumerate(both):
-        assert operand is not None
-        side, end = operand.quantizer, at + len(operand.tensors)
-        begins, alone = starts(offs.tolist(), unit(side, dim)), operand._replace(tensors=reference[at:end])
-        for i, (start, stop) in enumerate(bounds(offs.tolist())):
-            first, second = (o.group(i, start, stop, begins[i]).tensors() for o in (operand, alone))
-            expect_bytes(first, second, f"{text}, {dim}, {i}")
-        at = end
+    bound = groups.bind(spec._replace(sections=sections, exact=(False, decoded)))
+    assert bound.col is not None
+    assert (bound.col.form is not None) == (decoded and not bound.col.quantizer.plain)
+    return bound
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hybrid(row=mxfp8, col=mxfp8, col_source=row)", "hybrid(row=fp8, col=fp8(scaling=row), col_source=row)",
+        "hybrid(row=nvfp4(search=four_over_six, norm=256), col=nvfp4(stochastic=eden), col_source=row)",
+        "hybrid(row=nvfp4(block=16x16), col=mxfp8, col_source=row)",
+    ],
+)  # fmt: skip
+def test_columns_of_stacks_that_are_made_of_rows(
+    text: str, decoded: bool, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    """All matrices in the launches of one; each has the bytes that it has by itself."""
+    torch.manual_seed(1)
+    x = (torch.randn(3, 128, 64) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).bfloat16()
+    seeds, spec = torch.arange(len(x)) - 3, EncoderSpec(lpq.quantizer(text), (128, 64), x.dtype, x.device)
+    single = encoder.through_operators(spec)
+    each = [single.encode(*one) for one in zip(x, [()] * len(x), seeds, strict=True)]
+    several = all_at_once(spec, Sections(len(x), True, at_once=True), decoded, monkeypatch)
+    launched.clear()
+    with Poisoned():
+        row, col, _ = several.encode(x, (), seeds)
+    assert len(launched) <= 6, launched
+    expect_bytes(row, [torch.stack(buffers) for buffers in zip(*(one[0] for one in each), strict=True)], text)
+    assert several.col is not None
+    wanted = [torch.stack(buffers) for buffers in zip(*(one[1] for one in each), strict=True)]
+    if decoded:
+        stack = several.col._replace(form=None).over(wanted)
+        wanted = [torch.stack([decoded_by(matrix) for matrix in matrices(stack)])]
+    expect_bytes(col, wanted, text)
 
 
 @pytest.mark.parametrize("decoded", EITHER, ids=["encoded", "decoded"])

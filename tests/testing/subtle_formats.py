@@ -11,6 +11,7 @@ from broken_formats import (
     PURE,
     Int8,
     Int8Storage,
+    SharesOneScale,
     Stats,
     TensorStorage,
     TransposesByReshape,
@@ -427,6 +428,21 @@ class IgnoresItsPlace(Stochastic):
 
 
 # ---------------------------------------------------------------------------------------------- an ordinary matrix
+
+
+class FirstScaleStorage(TensorStorage):
+    def decode(self) -> Tensor:
+        return self.data.float() * self.scale.flatten()[0]
+
+
+@found_by("test_values_of_rows_decode_alike", "rows of three matrices by * beside each matrix by itself")
+@stored(FirstScaleStorage)
+class DecodesByTheFirst(SharesOneScale):
+    """Says that rows may have scales of their own, and decodes all by one."""
+
+    @property
+    def by_rows(self) -> Quantizer:
+        return self
 
 
 class PlainStorage(Storage):

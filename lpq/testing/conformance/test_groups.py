@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
-from lpq.formats.sections import bounds, matrices, starts, unit
+from lpq.formats.sections import bounds, matrices, starts, unit, with_values_of_rows
 from lpq.operations.groups import encode_groups
 from lpq.operations.operands import encode_operands
-from lpq.testing.expect import same_operand, there
-from lpq.testing.operands import DIRECTIONS, SEED, normal
+from lpq.testing.expect import same, same_operand, there
+from lpq.testing.operands import DIRECTIONS, SEED, encode, normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import LARGE
 
@@ -80,3 +80,21 @@ def _check_stack(quantizer: Quantizer, rows: int, cols: int) -> None:
                 alone = encode_operands(format, x[i], seed=seeds[i], state=own(state, i))
                 expected = there(getattr(alone, direction), "an operand")
                 same_operand(matrix, expected, f"{format}: the {direction} operand of matrix {i} of a stack of two")
+
+
+@only(lambda side: side.by_rows is not None, "has `by_rows`")
+def test_values_of_rows_decode_alike(side: Quantizer) -> None:
+    """The rows of several matrices, each row with the values of its matrix, decode by `by_rows` to the bits to which
+    the matrices decode, with a NaN and an infinity in one of them, too."""
+    parts = [normal(5, 40), 1000 * normal(33, 40, seed=1), normal(2, 40, seed=2)]
+    parts[2][0, 0], parts[2][1, 5] = torch.nan, torch.inf
+    operands = [encode(side, x) for x in parts]
+    buffers = [
+        torch.stack(several) if declared.block[0] is None else torch.cat(several)
+        for declared, *several in zip(side.layout, *(operand.tensors() for operand in operands), strict=True)
+    ]
+    owners = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(x) for x in parts]))
+    joined = with_values_of_rows(side, buffers, owners, (len(owners), 40), parts[0].dtype)
+    values = there(joined, f"the operand of {side.by_rows}, as {side}.by_rows declares it for rows").decode()
+    expected = torch.cat([operand.decode() for operand in operands])
+    same(values, expected, f"{side}: rows of three matrices by {side.by_rows}, beside each matrix by itself")

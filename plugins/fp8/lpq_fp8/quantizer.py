@@ -73,6 +73,11 @@ class FP8Quantizer(Quantizer):
         return torch.finfo(dtype).max if self.scaling == "block" else FLT_MAX
 
     @property
+    def by_rows(self) -> FP8Quantizer | None:
+        whole = self.scaling in ("current", "delayed")
+        return replace(self, scaling="row", fresh="recall", static=False) if whole else None
+
+    @property
     def known_failures(self) -> dict[str, str]:
         if self.scaling != "block" or self.pow2_scales:
             return {}

@@ -126,6 +126,11 @@ class NVFP4Quantizer(Quantizer):
     def transposable(self) -> bool:
         return self.block == "16x16" and not self.rht and not self.stochastic
 
+    @property
+    def by_rows(self) -> NVFP4Quantizer | None:
+        whole = self.block == "1x16" and self.scaling == "tensor" and not (self.rht or self.eden)
+        return replace(self, scaling="row", static=False) if whole else None
+
     def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
         search = None if self.unbiased else search
         if search not in (None, self.search) and (self.error, self.norm) != ("mse", 448):  # of its own search
