@@ -241,9 +241,9 @@ CHECKS: list[Check] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(("check", "recipe"), zip(CHECKS, cycle(RECIPES[::-1])))
 def test_not_sharded(check: Check, recipe: str, tmp_path: Path) -> None:
+    """Each check has the other recipe on two ranks."""
     check(tmp_path, recipe, False)
 
 

@@ -31,7 +31,7 @@ from lpq.optim import MasterWeights
 
 TIMEOUT = 3
 """Seconds, of the process group, once the ranks work together."""
-GROUPS = 3
+GROUPS = 4
 """So many pairs of ranks share the mishaps, since they do little but wait; the last has the one that kills."""
 
 

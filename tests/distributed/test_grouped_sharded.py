@@ -80,14 +80,15 @@ def _trained_alone(recipe: str, weights: Any, way: str | None) -> list[Tensor]:
 
 
 W16 = "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"
+KINDS = [
+    ("nvfp4", None), ("fp8-current", "high_precision"), ("mxfp8", "quantized"), (W16, "high_precision"),
+    (W16, "quantized"), ("nvfp4-eden", "high_precision"), ("nvfp4-eden", "quantized"),
+    ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision"),
+]  # fmt: skip
+"""Recipes, and how weights are stored."""
 
 
-@pytest.mark.parametrize(
-    ("recipe", "weights"),
-    [("nvfp4", None), ("fp8-current", "high_precision"), ("mxfp8", "quantized"), (W16, "high_precision"),
-     (W16, "quantized"), ("nvfp4-eden", "high_precision"), ("nvfp4-eden", "quantized"),
-     ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision")],
-)  # fmt: skip
+@pytest.mark.parametrize(("recipe", "weights"), KINDS)
 @on_ranks(2)
 def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | None) -> None:
     _as_one(rank, recipe, weights)
@@ -95,9 +96,9 @@ def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | 
 
 @on_ranks(2)
 def test_named_recipes(rank: int) -> None:
-    """All that experts take, each in one way."""
-    for i, recipe in enumerate(sorted(lpq.registry.recipes())):
-        if recipe != "bf16" and "delayed" not in recipe:
+    """All others that experts take, each in one way."""
+    for i, recipe in enumerate(sorted({*lpq.registry.recipes()} - {*(kind for kind, _ in KINDS), "bf16"})):
+        if "delayed" not in recipe:
             _as_one(rank, recipe, ("high_precision", None)[i % 2])
 
 

@@ -45,8 +45,15 @@ def in_parts(y: Tensor, dy: Tensor) -> None:
 
 
 def changed(recipe: str, sequence: bool, backward: Callable[[Tensor, Tensor], object]) -> list[str]:
-    """The results of a step that differ from those of one whose backward nothing watches."""
-    usual, found = (parallel.run(recipe, sequence, True, backward=how) for how in (Tensor.backward, backward))
+    """The results of two micro-batches that differ from those whose backward nothing watches, and what layers remember
+    then."""
+    nets: list[nn.Module] = []
+    usual, found = (
+        parallel.run(recipe, sequence, True, prepare=nets.append, backward=how, factors=(1.0, -3.0))
+        for how in (Tensor.backward, backward)
+    )
+    for results, net in zip((usual, found), nets, strict=True):
+        results |= {name: parallel.whole(memory) for name, memory in net.named_buffers()}
     assert usual.keys() == found.keys()
     return [name for name, tensor in usual.items() if not torch.equal(tensor, found[name])]
 

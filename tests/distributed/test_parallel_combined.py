@@ -226,26 +226,29 @@ def test_an_input_that_is_prepared_for_several_layers(rank: int, local: bool) ->
 
 @on_ranks(4)
 def test_a_checkpoint_loads_on_another_layout(rank: int, tmp_path: Path) -> None:
-    """A file of FSDP2 and two ranks goes on on four ranks, on others of both, and in one process."""
+    """A file of FSDP2 and two ranks goes on on four ranks, on others of both, and in one process; with weights that are
+    gathered quantized, and with others."""
     mesh = mesh_of("dp", "tp")
 
     def made(layout: str, seed: int) -> tuple[Gated, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        net = lpq.convert(Gated(WIDTH, INNER), "fp8-delayed")
+        weights: Any = "high_precision" if layout == "gathered" else None
+        recipe = "x=fp8(scaling=delayed), w=fp8(), dy=fp8(scaling=delayed)"
+        net = lpq.convert(Gated(WIDTH, INNER), recipe, weights=weights)
         if layout != "alone":
             parallelize_module(net, mesh_of() if layout == "four" else mesh["tp"], plan(False))
-        if layout == "both":
+        if layout in ("both", "gathered"):
             fully_shard(net, mesh=mesh["dp"])
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
-    net, optimizer = made("both", 0)
+    net, optimizer = made("gathered", 0)
     x, dy = data()
     net(x).backward(dy)
     optimizer.step()
     lpq.checkpoint.save(net, tmp_path / "saved", optimizer)
     expected, kept = net(x).detach(), {name: whole(memory) for name, memory in net.named_buffers()}
     assert any(memory.any() for memory in kept.values())
-    for layout in ("alone", "four", "both"):
+    for layout in ("alone", "four", "both", "gathered"):
         other, optimizer = made(layout, 1)
         lpq.checkpoint.load(other, tmp_path / "saved", optimizer)
         for name, memory in other.named_buffers():

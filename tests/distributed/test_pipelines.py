@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import mesh_of, on_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
-from lpq.distributed import tensor_parallel as tp
-from lpq.torch_private.tensors import local_part
 
 WIDTH, ROWS, BATCHES = 32, 16, 4
 
@@ -71,27 +67,3 @@ AS_OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason=OLD)
 @on_ranks(2)
 def test_each_micro_batch_is_one_step(rank: int, zero_bubble: bool, frozen: bool) -> None:
     pipeline(rank, zero_bubble, frozen)
-
-
-@on_ranks(2)
-def test_a_backward_in_parts_under_tensor_parallelism(rank: int) -> None:
-    """The gradients of the input first, and of the weights later, under tensor parallelism."""
-    ranks, mesh = dist.get_world_size(), mesh_of()
-    found: list[list[Tensor]] = []
-    for together in (True, False):
-        net = lpq.convert(part(0), "fp8-delayed")
-        plan = {"0": tp.ColwiseParallel(input_layouts=Shard(0)), "2": tp.RowwiseParallel(output_layouts=Shard(0))}
-        parallelize_module(net, mesh, plan)
-        grads: list[Tensor] = []
-        for step in range(2):
-            draw = torch.Generator().manual_seed(step)
-            x = (torch.randn(ROWS * ranks, WIDTH, generator=draw) * (step + 1)).chunk(ranks)[rank].clone()
-            y, weights = net(x.requires_grad_()).square().mean(), list(net.parameters())
-            if together:
-                grads += torch.autograd.grad(y, [x, *weights])
-            else:
-                grads += torch.autograd.grad(y, x, retain_graph=True)
-                grads += torch.autograd.grad(y, weights, retain_graph=True)
-                torch.autograd.grad(y, weights)
-        found.append([local_part(t) for t in (*grads, *net.buffers())])
-    assert all(map(torch.equal, *found))

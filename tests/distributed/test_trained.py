@@ -124,12 +124,13 @@ def _what_is_legitimate(make: Callable[[], nn.Module]) -> None:
         every: list[Optimizer] = []
         for optimizer in case(net):
             every.append(optimizer)
-        for _ in range(2):
+        for number in range(2):
+            if number:
+                _backward(net)
+            for weight in _split(net)[0] if number and case is _unused_weights else ():
+                weight.grad = None
             for optimizer in every:
                 optimizer.step()
-            _backward(net)
-            for weight in _split(net)[0] if case is _unused_weights else ():
-                weight.grad = None
 
 
 def _exchanged_under_masters(net: nn.Module, other: nn.Module) -> None:
