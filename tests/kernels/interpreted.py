@@ -253,17 +253,18 @@ def test_eden(direction: str) -> None:
     """Either operand alone, in ragged groups of 128 and whole ones, also of a shard."""
     quantizer = lpq.quantizer("nvfp4(stochastic=eden)")
     sides = (quantizer, None) if direction == "row" else (None, quantizer)
-    x = torch.randn((140, 150), generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 150)
-    x[3, 140], x[20, 5] = torch.inf, torch.nan
+    lines = torch.randn((36, 150), generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 150)
+    lines[3, 140], lines[20, 5] = torch.inf, torch.nan
+    x, empty = (lines, (0, 150)) if direction == "row" else (lines.t().contiguous(), (150, 0))
     for matrix, stats, offset in (
         (x, [], 0), (x[:128, 20:].bfloat16(), [torch.tensor(0.25)], 256), (x[:5, :128].clamp(max=1).half(), [], 5),
-        (torch.zeros(3, 16), [], 0), (x[:0], [], 0), (x, [torch.tensor(0.25)], 0),
+        (torch.zeros(3, 16), [], 0), (torch.zeros(empty), [], 0), (x, [torch.tensor(0.25)], 0),
     ):  # fmt: skip
         quantize(matrix, stats, *sides, offset, True)
     compare("measure", quantizer, (x, *sides), "of all sizes")
-    for matrix, dtype in zip((x, x.nan_to_num(1, 1)[:, :128]), DTYPES, strict=False):
+    for matrix, dtype in zip((lines, lines.nan_to_num(1, 1)[:, :128]), DTYPES, strict=False):
         made = operations.quantize_reference(matrix, [], quantizer, None, torch.tensor(SEED), 0, False)
-        operand = quantizer.storage.wrap(made, quantizer, (140, matrix.shape[1]), torch.float32)
+        operand = quantizer.storage.wrap(made, quantizer, (36, matrix.shape[1]), torch.float32)
         compare("decode", quantizer, (operand, dtype), "of all sizes")
 
 

@@ -157,8 +157,9 @@ def test_sources(source: Source, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("text", SERVED)
 def test_formats(text: str) -> None:
     """Both operands, of one tile and of several, which are ragged; statistics measured, given, and neither."""
-    check(SWIGLU, [text], (70, 150), torch.bfloat16, measure=True)
-    check(SWIGLU, [text], (70, 150), torch.bfloat16, given=True, offset=32)
+    wide = 150 if "scaling=block" in text else 80
+    check(SWIGLU, [text], (70, wide), torch.bfloat16, measure=True)
+    check(SWIGLU, [text], (50, wide), torch.bfloat16, given=True, offset=32)
     check(SWIGLU, [text], (35, 17), torch.float16, measure=True, given=True)
 
 

@@ -70,9 +70,9 @@ QUANTIZERS += [
         "nvfp4(search=four_over_six, error=mae, norm=256)", "nvfp4(block=16x16, search=four_over_six)",
         "nvfp4(rht=true, search=four_over_six, norm=256)", "nvfp4(scaling=row)",
         "nvfp4(scaling=row, search=four_over_six, norm=256)",
-    ))
+    ), start=1)
 ]  # fmt: skip
-"""All that the conformance kit tries, and options that it does not."""
+"""All that the conformance kit tries, and options that it does not, none of them as a format's first."""
 
 
 def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> Iterator[tuple[str, Tensor]]:
