@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from forking import python
+from support.plugins import Install
 from torch import nn
 
 import lpq
@@ -27,7 +27,7 @@ PLUGIN = """
     @hookimpl
     def lpq_register_formats():
         return FormatSpec(name="acme", summary="INT8 with one scale per row", effective_bits=8,
-                          quantizer="acme_plugin:AcmeQuantizer", storage="acme_plugin:AcmeStorage")
+                          quantizer="lpq_acme_plugin:AcmeQuantizer", storage="lpq_acme_plugin:AcmeStorage")
 
 
     class AcmeStorage(Storage):
@@ -51,33 +51,25 @@ PLUGIN = """
 
 
 class Acme:
-    """The distribution of the plugin, which can be installed and removed."""
+    """The distribution of the plugin, which can be removed, and put back."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        info = path / "acme_formats-1.2.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-formats\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text("[lpq.plugins]\nacme = acme_plugin\n")
-        (path / "acme_plugin.py").write_text(textwrap.dedent(PLUGIN))
+    def __init__(self, path: Path, install: Install) -> None:
+        self.path = str(path)
+        install("acme", "1.2", PLUGIN)
 
-    def install(self) -> None:
-        sys.path.insert(0, str(self.path))
+    def put_back(self) -> None:
+        sys.path.insert(0, self.path)
         registry.refresh()
 
     def remove(self) -> None:
-        if str(self.path) in sys.path:
-            sys.path.remove(str(self.path))
-        sys.modules.pop("acme_plugin", None)
+        sys.path.remove(self.path)
+        sys.modules.pop("lpq_acme_plugin", None)
         registry.refresh()
 
 
 @pytest.fixture
-def acme(tmp_path: Path) -> Iterator[Acme]:
-    found = Acme(tmp_path / "site")
-    found.install()
-    yield found
-    found.remove()
+def acme(tmp_path: Path, install: Install) -> Acme:
+    return Acme(tmp_path, install)
 
 
 def stored() -> nn.Module:
@@ -89,8 +81,8 @@ def stored() -> nn.Module:
 
 
 WORDS = (
-    r"it uses the format acme, which came with plugin acme \(acme-formats 1\.2\) and is not installed here: "
-    r"pip install acme-formats"
+    r"it uses the format acme, which came with plugin acme \(lpq-acme 1\.2\) and is not installed here: "
+    r"pip install lpq-acme"
 )
 
 
@@ -111,7 +103,7 @@ def test_it_says_which_plugin_to_install(acme: Acme, tmp_path: Path, monkeypatch
     checkpoint.load(ordinary, tmp_path / "converted", any_policy=True)  # its weights are in high precision
     assert torch.equal(ordinary[0].weight, converted[0].weight)
 
-    acme.install()
+    acme.put_back()
     monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
     registry.refresh()
     with pytest.raises(CheckpointError, match=r"acme, which cannot be used here: .*LPQ_LOAD_PLUGINS= leaves it out"):
@@ -145,4 +137,4 @@ def test_in_a_process_that_never_had_it(acme: Acme, tmp_path: Path) -> None:
     """)
     )
     assert ended.status == 0, ended.err
-    assert "came with plugin acme (acme-formats 1.2) and is not installed here: pip install acme-formats" in ended.out
+    assert "came with plugin acme (lpq-acme 1.2) and is not installed here: pip install lpq-acme" in ended.out

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from ranks import agreed, mesh_of
+from support.small_models import shared_out
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.observe import Collective, collectives
 
 COMPARED = Collective("all_reduce", 32)
@@ -34,8 +33,7 @@ def net(recipe: Any = "mxfp8", **how: Any) -> Any:
 
 def parallel(recipe: Any = "mxfp8", mesh: DeviceMesh | None = None) -> Any:
     """The same, with layers and sequences that ranks share out."""
-    plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
-    return parallelize_module(net(recipe), mesh or mesh_of(), plan)  # type: ignore[arg-type]
+    return parallelize_module(net(recipe), mesh or mesh_of(), shared_out("0", "2", 1))
 
 
 def replicated(net: nn.Module) -> Any:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from products import Products, multiplied
 from ranks import mesh_of
+from sharded import whole
 from support.comparing import equal_bytes
-from test_tensor_parallel import whole
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from sharded import How, batch, built, model, train, whole
+from sharded import How, batch, built, decoded, model, train
 from test_steps import rounding
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import AdamW, Optimizer
 
 import lpq
-from lpq.core import QuantizedTensor
 from lpq.distributed.shard import plain
 from lpq.optim import MasterWeights
 
@@ -70,17 +69,12 @@ def _trained(
         x = batch(number, how)
         loss = (net(x) - x.roll(1, 0)).square().mean()
         accelerator.backward(loss)
-        before = [_values(p) for p in net.parameters()]
+        before = [decoded(p) for p in net.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(torch.equal(a, _values(p)) for a, p in zip(before, net.parameters(), strict=True)), number
+        assert not any(torch.equal(a, decoded(p)) for a, p in zip(before, net.parameters(), strict=True)), number
         losses.append(loss.item())
     return losses
-
-
-def _values(parameter: Tensor) -> Tensor:
-    part = parameter._local_tensor
-    return part.dequantize() if isinstance(part, QuantizedTensor) else whole(parameter).clone()
 
 
 def _masters(params: Any) -> Optimizer:

@@ -8,7 +8,6 @@ may only fall: where there are fewer, lower the number, and where one must rise,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +15,9 @@ import torch
 import torch.distributed as dist
 from imitated_gpu import calls_of, imitated_gpu
 from ranks import on_ranks
+from support.small_models import shared_out
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
@@ -58,20 +57,12 @@ FUSED = {
 }
 
 
-def styles_of(first: Sequence[str], last: str, sequences: bool) -> dict[str, Any]:
-    """Share out the first layers by their outputs and the last by its inputs."""
-    shared_out = {"input_layouts": Shard(0)} if sequences else {}
-    column = tp.ColwiseParallel(**shared_out)
-    row = tp.RowwiseParallel(output_layouts=Shard(0)) if sequences else tp.RowwiseParallel()
-    return {**dict.fromkeys(first, column), last: row}
-
-
 def cost(recipe: str, sequences: bool) -> Cost:
     """The cost of a pair."""
     pair = nn.Sequential(nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)).bfloat16()
     lpq.convert(pair, recipe)
     ranks = dist.get_world_size()
-    parallelize_module(pair, init_device_mesh("cpu", (ranks,)), styles_of(["0"], "1", sequences))
+    parallelize_module(pair, init_device_mesh("cpu", (ranks,)), shared_out(["0"], "1", 0 if sequences else None))
     return cost_of(pair, sequences)
 
 
@@ -79,7 +70,7 @@ def cost_of_block(recipe: str, sequences: bool) -> Cost:
     """The cost of a norm and a SwiGLU, which are fused."""
     block = nn.Sequential(nn.RMSNorm(WIDTH), lpq.nn.SwiGLU(WIDTH, INNER)).bfloat16()
     lpq.convert(block, recipe, fuse=True)
-    styles = styles_of(["1.gate_proj", "1.up_proj"], "1.down_proj", sequences)
+    styles = shared_out(["1.gate_proj", "1.up_proj"], "1.down_proj", 0 if sequences else None)
     if sequences:
         styles["0"] = tp.SequenceParallel(sequence_dim=0, use_local_output=True)
     parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), styles)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, mesh_of, on_ranks
+from sharded import whole
 from support.comparing import equal
+from support.small_models import shared_out
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import tensor_parallel as tp
 from lpq.optim import MasterWeights
 
 FRESH = "scaling=delayed, history=3, fresh=measure"
@@ -33,10 +33,6 @@ def _batch(rank: int, number: int) -> Tensor:
     """The values of rank 1 are larger."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * number + rank)) * 1e-3 * 4**rank
     return x.requires_grad_()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _train(
@@ -58,20 +54,19 @@ def _train(
             y = net(x)
             (y.square().sum() * 1e-4).backward()
             assert x.grad is not None
-            found += [_local(y.detach()).clone(), x.grad.clone()]
-        found += [_local(p.grad).clone() for p in net.parameters() if p.grad is not None]
+            found += [whole(y.detach()).clone(), x.grad.clone()]
+        found += [whole(p.grad).clone() for p in net.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     return found, {own[i].passes.fresh for i in (0, 2)}
 
 
 def _columns_and_rows(net: Any) -> nn.Module:
-    return parallelize_module(net, mesh_of(), {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
+    return parallelize_module(net, mesh_of(), shared_out("0", "2"))
 
 
 def _sequences(net: Any) -> nn.Module:
-    shared = {"0": tp.ColwiseParallel(input_layouts=Shard(0)), "2": tp.RowwiseParallel(output_layouts=Shard(0))}
-    return parallelize_module(net, mesh_of(), shared)
+    return parallelize_module(net, mesh_of(), shared_out("0", "2", 0))
 
 
 def _replicated(net: Any) -> nn.Module:

@@ -10,13 +10,12 @@ from ranks import fully_shard, mesh_of, on_ranks
 from sharded import decoded, enough
 from support.comparing import equal
 from support.passes import nodes_of
-from support.small_models import Normed
+from support.small_models import Normed, shared_out
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from lpq.distributed.tensor_parallel import SequenceParallel
 
 TOKENS = 128
 
@@ -27,14 +26,10 @@ def sharded(recipe: str, weights: Any, sequence: bool, fuse: bool) -> Any:
     with torch.no_grad():
         model[0].mlp.gate_proj.weight[-1, -1] = 30.0  # on one rank alone
     net: Any = lpq.convert(model, recipe, include="all", weights=weights, fuse=fuse)
-    mesh, rows = mesh_of("dp", "tp"), Shard(1) if sequence else Replicate()
+    mesh, norm = mesh_of("dp", "tp"), {"norm": SequenceParallel(use_local_output=True)} if sequence else {}
+    plan = shared_out(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", 1 if sequence else None)
     for layer in net:
-        column = ColwiseParallel(input_layouts=rows)
-        plan: dict[str, Any] = {"mlp.gate_proj": column, "mlp.up_proj": column}
-        plan["mlp.down_proj"] = RowwiseParallel(output_layouts=rows)
-        if sequence:
-            plan["norm"] = SequenceParallel(use_local_output=True)
-        parallelize_module(layer, mesh["tp"], plan)
+        parallelize_module(layer, mesh["tp"], {**norm, **plan})
     for unit in (*net, net):
         fully_shard(unit, mesh=mesh["dp"])
     return net

@@ -11,7 +11,7 @@ from ranks import agreed, imitated_ranks, mesh_of, on_ranks
 from sharded import enough
 from support.comparing import equal
 from support.passes import nodes_of
-from support.small_models import LlamaMlp, Normed
+from support.small_models import LlamaMlp, Normed, shared_out
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
@@ -27,10 +27,9 @@ RECIPES = (
 BATCH, TOKENS, WIDTH = 2, 128, 64
 
 
-def plan(sequence: bool) -> dict[str, Any]:
-    column = tp.ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate())
-    row = tp.RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
-    return {"gate_proj": column, "up_proj": column, "down_proj": row}
+def plan(sequence: bool, within: str = "") -> dict[str, Any]:
+    first = f"{within}gate_proj", f"{within}up_proj"
+    return shared_out(first, f"{within}down_proj", 1 if sequence else None)
 
 
 def mlp(recipe: str, sequence: bool, fuse: bool, bias: bool = False) -> Any:
@@ -99,7 +98,7 @@ def normed(recipe: str, layout: str, fuse: bool, norm: str = "rms") -> Any:
     if fuse:
         lpq.fuse(net)
     gathers = layout != "whole"
-    styles = {f"mlp.{name}": style for name, style in plan(gathers).items()}
+    styles = plan(gathers, "mlp.")
     if gathers:
         styles["norm"] = tp.SequenceParallel(use_local_output=layout == "local")
     if layout == "prepared":
@@ -142,8 +141,7 @@ def test_ranks_encode_what_one_process_encodes(rank: int) -> None:
         whole, net = nets
         x, _ = part(False, 0)
         expected = whole(x.bfloat16()).chunk(2, 1)[rank]
-        styles: dict[str, Any] = {f"mlp.{name}": style for name, style in plan(True).items()}
-        styles["norm"] = tp.SequenceParallel(use_local_output=True)
+        styles = {**plan(True, "mlp."), "norm": tp.SequenceParallel(use_local_output=True)}
         parallelize_module(lpq.fuse(net), mesh_of(), styles)
         y = net(x.chunk(2, 1)[rank].bfloat16())
         assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes_of(y)

@@ -13,6 +13,7 @@ import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
 from ranks import on_ranks
+from sharded import whole
 from support.modes import Watched
 from support.small_models import Gated
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ def changed(recipe: str, sequence: bool, backward: Callable[[Tensor, Tensor], ob
         for how in (Tensor.backward, backward)
     )
     for results, net in zip((usual, found), nets, strict=True):
-        results |= {name: parallel.whole(memory) for name, memory in net.named_buffers()}
+        results |= {name: whole(memory) for name, memory in net.named_buffers()}
     assert usual.keys() == found.keys()
     return [name for name, tensor in usual.items() if not torch.equal(tensor, found[name])]
 

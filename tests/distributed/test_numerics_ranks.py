@@ -47,34 +47,24 @@ def alike(found: Found, expected: Found, leaving: tuple[str, ...] = (), share: f
         assert numbers == pytest.approx({name: expected[title][name] for name in numbers}, rel=share, abs=share), title
 
 
+def batches_of(ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """A batch of each rank, with an outlier in the last one."""
+    x, dy = data(ranks)
+    x[-1, 3, 5] = 50.0
+    return [*zip(x.chunk(ranks), dy.chunk(ranks), strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("recipe", "weights"), [("fp8-current", None), ("mxfp8", "high_precision"), ("fp8-current", "high_precision")]
 )
-@on_ranks(RANKS)
-def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, recipe: str, weights: Any) -> None:
-    net = model(recipe, weights=weights, ranks=None if weights is None else RANKS)
-    fully_shard(net)
-    found = watched(net, tuple(t[rank : rank + 1] for t in data()))  # type: ignore[arg-type]
-    alike(found, on_one(one_process, recipe, BATCH))
-    assert len(found) == 3 * 7
-
-
-@pytest.mark.parametrize(
-    ("recipe", "weights"), [("fp8-current", None), ("mxfp8", "high_precision"), ("fp8-current", "high_precision")]
-)
-@on_ranks(4)
-def test_ranks_of_hsdp_have_the_statistics_of_all(rank: int, recipe: str, weights: Any) -> None:
-    """2 x 2: replicas tell of the same weights and of inputs of their own, an outlier of the last one among them."""
-
-    def batches(x: Tensor, dy: Tensor) -> Any:
-        x[-1, 3, 5] = 50.0
-        return [*zip(x.chunk(4), dy.chunk(4), strict=True)]
-
-    mesh = mesh_of("replicate", "shard")
+@on_ranks()
+def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, ranks: int, recipe: str, weights: Any) -> None:
+    """Four are 2 x 2: replicas tell of the same weights and of inputs of their own."""
     net = model(recipe, weights=weights, ranks=None if weights is None else 2)
-    fully_shard(net, mesh=mesh)
-    found = watched(net, batches(*data(4))[rank])
-    alike(found, on_one(lambda: watched(model(recipe), *batches(*data(4)))))
+    fully_shard(net, mesh=mesh_of("replicate", "shard") if ranks == 4 else mesh_of())
+    found = watched(net, batches_of(ranks)[rank])
+    alike(found, on_one(lambda: watched(model(recipe), *batches_of(ranks))))
     assert len(found) == 3 * 7
     for one in of_all(found):
         assert one == found

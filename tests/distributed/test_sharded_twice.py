@@ -11,16 +11,15 @@ from ranks import fully_shard, mesh_of, on_ranks
 from sharded import decoded
 from support.comparing import equal
 from support.modes import Watched
+from support.small_models import shared_out
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed import shard_statistics
 from lpq.distributed.several_matrices import ShardStatistics, spanning
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 WIDTH, INNER = 128, 256
 
@@ -34,8 +33,7 @@ def net(recipe: str, weights: Any) -> Any:
 
 
 def sharded(recipe: str, weights: Any, sequence: bool = False, run: str = "", **how: Any) -> Any:
-    mesh, rows = mesh_of("dp", "tp"), Shard(0) if sequence else None
-    plan = {"0": ColwiseParallel(input_layouts=rows), "2": RowwiseParallel(output_layouts=rows)}
+    mesh, plan = mesh_of("dp", "tp"), shared_out("0", "2", 0 if sequence else None)
     made: Any = parallelize_module(net(recipe, weights), mesh["tp"], plan)
     if run == "compiled":
         made[2].compile(backend="aot_eager", fullgraph=True)

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import mesh_of, on_one, on_ranks
+from sharded import whole
 from support.small_models import Gated
+from support.small_models import gated_plan as plan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -40,23 +42,6 @@ def data() -> tuple[Tensor, Tensor]:
     x = torch.randn(BATCH, TOKENS, WIDTH, generator=draw)
     x[1, TOKENS - 1, 3] = 500.0  # on the last rank only, where the sequence is shared out
     return x, torch.randn(BATCH, TOKENS, WIDTH, generator=draw)
-
-
-def plan(sequence: bool, styles: Any = tp) -> dict[str, Any]:
-    if not sequence:
-        column = styles.ColwiseParallel()
-        return {"left": column, "right": column, "down": styles.RowwiseParallel()}
-    column = styles.ColwiseParallel(input_layouts=Shard(1))
-    return {
-        "norm": styles.SequenceParallel(use_local_output=True),
-        "left": column,
-        "right": column,
-        "down": styles.RowwiseParallel(output_layouts=Shard(1)),
-    }
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def joined(part: Tensor, dim: int = 1) -> Tensor:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor import Replicate, Shard
 
 import lpq
-from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lpq.distributed import tensor_parallel
 from lpq.nn import GroupedLinear
 
 
@@ -64,12 +63,24 @@ class Gated(nn.Module):
         return y
 
 
-def gated_plan(sequence: bool) -> dict[str, Any]:
+def shared_out(
+    first: Iterable[str], last: str, dim: int | None = None, styles: Any = tensor_parallel
+) -> dict[str, Any]:
+    """A plan of tensor parallelism: the first layers by their outputs, the last one by its inputs.
+
+    Args:
+        dim: along which the tokens outside are divided over the ranks; None: each rank has all
+        styles: the module of the styles: lpq's, or torch's
+    """
+    tokens = Replicate() if dim is None else Shard(dim)
+    column = styles.ColwiseParallel(input_layouts=tokens)
+    return {**dict.fromkeys(first, column), last: styles.RowwiseParallel(output_layouts=tokens)}
+
+
+def gated_plan(sequence: bool, styles: Any = tensor_parallel) -> dict[str, Any]:
     """A plan of tensor parallelism for ``Gated``, whose tokens are divided over the ranks outside if ``sequence``."""
-    column = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
-    row = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
-    norm = {"norm": SequenceParallel(use_local_output=True)} if sequence else {}
-    return {"left": column, "right": column, "down": row, **norm}
+    norm = {"norm": styles.SequenceParallel(use_local_output=True)} if sequence else {}
+    return {**norm, **shared_out(("left", "right"), "down", 1 if sequence else None, styles)}
 
 
 class LlamaMlp(nn.Module):
