@@ -33,7 +33,8 @@ def watched(y: Tensor, dy: Tensor) -> None:
 
 
 def in_parts(y: Tensor, dy: Tensor) -> None:
-    """Ask for the gradient of the input first, and for those of all weights then."""
+    """Ask for the gradient of the input first, and for those of all weights then; and for these again, for which no
+    layer remembers another step."""
     nodes, leaves = [y.grad_fn], []
     for node in nodes:  # grows while it is walked
         if node is not None:
@@ -42,7 +43,9 @@ def in_parts(y: Tensor, dy: Tensor) -> None:
     inputs = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
     assert len(inputs) == 1
     y.backward(dy, retain_graph=True, inputs=inputs)
-    y.backward(dy, inputs=[leaf for leaf in leaves if leaf is not inputs[0]])
+    others = [leaf for leaf in leaves if leaf is not inputs[0]]
+    y.backward(dy, retain_graph=True, inputs=others)
+    torch.autograd.grad(y, others, dy)
 
 
 def changed(recipe: str, sequence: bool, backward: Callable[[Tensor, Tensor], object]) -> list[str]:

@@ -210,7 +210,7 @@ def test_experts_are_described_where_something_changed(rank: int) -> None:
     assert [times(X[0]), times(X[0]), times(X[0].bfloat16()), times(X[0])] == [1, 0, 1, 0]
     model.up.recipe = "fp8-current"
     assert [times(X[0]), times(X[0])] == [1, 0]
-    model.up.model.stages.move(1)
+    model.up.model.stages.move(1, changes=False)
     assert [times(X[0]), times(X[0])] == [1, 0]
     assert copy.deepcopy(model.expert_exchange)._described._layers[0] is not model.up, "a copy describes itself"
 
