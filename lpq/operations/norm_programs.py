@@ -9,9 +9,6 @@ from lpq.kernels.tiles import at_once
 from lpq.operations.norm_kernels import Gradients, Rows, SumRows
 from lpq.operations.norms import NormKind
 
-PROGRAMS = 4
-"""Programs of a multiprocessor that compute gradients."""
-
 
 def bind_rows(norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
     """As ``norm_kernels.bind_rows``."""
@@ -45,12 +42,12 @@ def bind_gradients(
     norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Gradients | None:
     """As ``norm_kernels.bind_gradients``."""
-    from lpq.kernels.triton.norms import WIDEST, norm_gradients, rows_at_once
+    from lpq.kernels.triton.norms import WIDEST, norm_gradients, programs_at_once, rows_at_once
 
     rows, cols = shape
     if norm.centers or cols > WIDEST:
         return None
-    programs = at_once(-(-rows // rows_at_once(cols)), PROGRAMS, device.index or 0)
+    programs = at_once(-(-rows // rows_at_once(cols)), programs_at_once(cols), device.index or 0)
 
     def compute(
         dy: Tensor, x: Tensor, weight: Tensor, factor: Tensor, of_weight: bool, other: Tensor | None

@@ -31,6 +31,12 @@ def rows_at_once(cols: int) -> int:
     return high
 
 
+def programs_at_once(cols: int) -> int:
+    """The programs of a multiprocessor that compute gradients: together they have ``WIDEST`` elements of a matrix."""
+    programs: int = WIDEST // max(triton.next_power_of_2(cols), ELEMENTS)
+    return programs
+
+
 @triton.jit
 def _summed(x, residual, row, col, rows, cols, HIGH: tl.constexpr, WIDE: tl.constexpr):
     """A tile of a matrix, or of the sum of two, rounded as PyTorch rounds it."""
