@@ -30,10 +30,10 @@ def norm_of(module: nn.Module) -> NormKind | None:
         return module.norm
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    given = [p for p in parameters.values() if p is not None]
-    if weight is None or len(given) != 1 + (bias is not None) or weight.dim() != 1:
+    own = [p for p in parameters.values() if p is not None]
+    if weight is None or len(own) != 1 + (bias is not None) or weight.dim() != 1:
         return None
-    if not all(type(local_part(p)) in ORDINARY for p in given):  # FSDP2 makes its shards ordinary for a pass
+    if not all(type(local_part(p)) in ORDINARY for p in own):  # FSDP2 makes its shards ordinary for a pass
         return None
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
@@ -79,8 +79,8 @@ class AdoptedNorm(Extension, EncodingNorm):
 def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:
     """The norms that a module with these attributes may be."""
     values = {vars(module).get(name) for name in ("eps", "variance_epsilon", "epsilon")}
-    known: list[float | None] = [value for value in values if isinstance(value, float)]
-    for eps in known or [None]:
+    epsilons: list[float | None] = [value for value in values if isinstance(value, float)]
+    for eps in epsilons or [None]:
         if eps is not None:
             yield NormKind(eps, centers=True)
         if not biased:
@@ -101,18 +101,18 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
     try:
         with trial:
             like = trial.copy(module, lambda *_: None)
-            drawn = torch.Generator("cpu").manual_seed(0)
+            generator = torch.Generator("cpu").manual_seed(0)
             for dtype in TRIED:
-                x, dy = (torch.randn(ROWS, cols, generator=drawn, device="cpu").to(dtype) for _ in range(2))
-                given = {n: torch.rand(cols, generator=drawn, device="cpu").sub(0.5).to(dtype) for n in names}
-                if not all(map(torch.equal, *(_computed(f, x, dy, given) for f in (run, norm.compute)))):
+                x, dy = (torch.randn(ROWS, cols, generator=generator, device="cpu").to(dtype) for _ in range(2))
+                values = {n: torch.rand(cols, generator=generator, device="cpu").sub(0.5).to(dtype) for n in names}
+                if not all(map(torch.equal, *(_computed(f, x, dy, values) for f in (run, norm.compute)))):
                     return None
     except Exception:  # other code's, which may raise anything on such an input
         return None
     like._parameters = dict(module._parameters)
     if trial.drew or trial.wrote():
         return None
-    return tuple(read for read in trial.of() if read.name not in names)
+    return tuple(attribute for attribute in trial.of() if attribute.name not in names)
 
 
 def _computed(function: Callable[..., Tensor], x: Tensor, dy: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:

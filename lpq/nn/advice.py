@@ -32,7 +32,7 @@ def warnings_of(
     """Yield the warnings about a conversion. ``names``: all names of each module."""
     for number, reason in report.misplaced:
         yield f"lpq.convert: rule {number} never holds: {reason}"
-    wanted = {name for name, s in schedules.items() if any(recipe is not None for _, recipe in s.pieces)}
+    with_recipe = {name for name, s in schedules.items() if any(recipe is not None for _, recipe in s.pieces)}
     linear = [entry for entry in report.left if entry.kind == "Linear"]
     if report.unmatched and not report.converted:
         yield (
@@ -41,21 +41,21 @@ def warnings_of(
         )
         return
     if not report.converted:
-        if wanted or left_out:
+        if with_recipe or left_out:
             why = [f"{entry.name or 'the model'}: {entry.note}" for entry in report.left]
             yield f"lpq.convert left every layer as it was: {first_few(why, '; ') or 'the model has no parameters'}"
         return
     if report.unmatched:
         yield f"lpq.convert: no layer matches {_unmatched(report, names)}"
-    yield from _named_in_vain(policy, report, names, wanted)
+    yield from _named_in_vain(policy, report, names, with_recipe)
     yield from _left_in_vain(policy, names)
     routers = {n for n in left_out if policy.leave == LEAVE and set(ROUTERS).intersection(plain_name(n).split("."))}
-    for modules in (wanted - left_out.keys(), routers):
+    for modules in (with_recipe - left_out.keys(), routers):
         yield from _large_parts(report, modules)
 
 
 def _named_in_vain(
-    policy: Policy, report: Report, names: Mapping[str, Sequence[str]], wanted: Iterable[str]
+    policy: Policy, report: Report, names: Mapping[str, Sequence[str]], with_recipe: Iterable[str]
 ) -> Iterator[str]:
     """Warn of patterns that give a recipe only to what cannot be converted, or skip only modules around layers."""
     inside = tuple(f"{entry.name}." for entry in report.converted)
@@ -66,15 +66,15 @@ def _named_in_vain(
     around = {"", *(name[:i] for name in converted for i, letter in enumerate(name) if letter == ".")}
     for number, rule in enumerate(policy.rules, 1):
         for pattern in rule.match:
-            found = list(dict.fromkeys(owners[alias] for alias in every[pattern]))
-            if not found or converted.intersection(found):
+            targets = list(dict.fromkeys(owners[alias] for alias in every[pattern]))
+            if not targets or converted.intersection(targets):
                 continue
-            holder = f"it is no layer, and layers in it are called {found[0]}.*"
+            holder = f"it is no layer, and layers in it are called {targets[0]}.*"
             if rule.recipe is None:
-                if around.intersection(found) and not notes.keys() & found:
-                    yield f"lpq.convert: rule {number} skips {pattern!r}, and reaches no layer; {found[0]}: {holder}"
-            elif set(found).intersection(wanted):
-                name = next((n for n in found if n in notes), found[0])
+                if around.intersection(targets) and not notes.keys() & targets:
+                    yield f"lpq.convert: rule {number} skips {pattern!r}, and reaches no layer; {targets[0]}: {holder}"
+            elif set(targets).intersection(with_recipe):
+                name = next((n for n in targets if n in notes), targets[0])
                 why = notes.get(name, holder)
                 yield f"lpq.convert: rule {number} gives {pattern!r} a recipe, and reaches no layer; {name}: {why}"
 

@@ -34,14 +34,14 @@ class HeldWeight:
     """The buffers of its operands."""
     weight: Tensor
     quantizer: Quantizer
-    found: tuple[object, ...]
-    """The value of ``as_it_is`` for the weight when it was encoded."""
+    stamp: tuple[object, ...]
+    """The value of ``write_stamp`` for the weight when it was encoded."""
     memory: Tensor
     """The memory of the weight, kept so that no other memory gets its address."""
 
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
         """Whether this is still the weight, unchanged and encoded by this quantizer."""
-        return self.weight is weight and self.quantizer == quantizer and self.found == as_it_is(weight)
+        return self.weight is weight and self.quantizer == quantizer and self.stamp == write_stamp(weight)
 
 
 def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool) -> Buffers | None:
@@ -53,14 +53,14 @@ def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bo
     if not isinstance(weight, QuantizedTensor):
         return None
     traced = torch.compiler.is_compiling()
-    if not traced and weight.read is not None and weight.read[0] is plan.w:
-        return weight.read[1], weight.read[2] if col else ()
+    if not traced and weight.operand_cache is not None and weight.operand_cache[0] is plan.w:
+        return weight.operand_cache[1], weight.operand_cache[2] if col else ()
     row = operand_tensors(weight, "row", plan.w.side("row").text)
     if not col:
         return row, ()
     of_col = operand_tensors(weight, "col", plan.w.side("col").text)
     if not traced and None not in weight.stored:  # else an operand is derived, anew each time
-        weight.read = plan.w, row, of_col
+        weight.operand_cache = plan.w, row, of_col
     return row, of_col
 
 
@@ -73,7 +73,7 @@ def turn_of_weight(plan: Plan, operands: Buffers | None) -> Tensor | None:
     return operands[1][names.index(TURN)]
 
 
-def as_it_is(weight: Tensor) -> tuple[object, ...]:
+def write_stamp(weight: Tensor) -> tuple[object, ...]:
     """A value that changes when the weight is written to, or gets other memory or another dtype. Autograd does not
     count writes through ``.data``, to a tensor made under ``torch.inference_mode``, or to a weight in a list, as by
     ``torch._foreach_add_``; a gathered weight counts its own writes."""
@@ -101,8 +101,8 @@ class Unwritten(NamedTuple):
     """The number of writes in forward."""
     tensor: ref[QuantizedTensor] | None = None
     """The tensor, if it may get other memory or another dtype, as a parameter does."""
-    found: tuple[object, ...] = ()
-    """The value of ``as_it_is`` for this tensor in forward."""
+    stamp: tuple[object, ...] = ()
+    """The value of ``write_stamp`` for this tensor in forward."""
 
     def error(self) -> RuntimeError:
         """The error for a tensor that was written to since."""

@@ -54,11 +54,11 @@ class Conversion:
 
     def unwrapped(self) -> Conversion:
         """The record with the names that its entries have in the module that has it."""
-        converted, left = (
+        converted, others = (
             tuple(replace(entry, name=plain_name(entry.name).removeprefix(f"{self.within}.")) for entry in entries)
             for entries in (self.report.converted, self.report.left)
         )
-        return replace(self, report=replace(self.report, converted=converted, left=left))
+        return replace(self, report=replace(self.report, converted=converted, left=others))
 
 
 def convert(
@@ -112,24 +112,26 @@ def convert(
         )
     if steps not in (None, "later"):
         check_length(steps)
-    given = recipes.policy(policy, include=include)
-    plan = ConversionPlan.of(model, given, steps)
+    original = recipes.policy(policy, include=include)
+    plan = ConversionPlan.of(model, original, steps)
     policy = plan.policy
     modules = {name: model.get_submodule(name) for name in plan.schedules}
     check_layers(modules, plan.schedules, accumulate)
     check_weights(model, modules, weights, ranks, plan.schedules)
-    changes, converted, left = changes_of(model, plan)
-    made = {name: layer for change in changes if change.made_for is not None for name, layer in change.layers.items()}
+    changes, converted, others = changes_of(model, plan)
+    new_layers = {
+        name: layer for change in changes if change.made_for is not None for name, layer in change.layers.items()
+    }
     schedules = {name: change.schedule for change in changes for name in change.layers}
-    check_layers(made, schedules, accumulate)
-    check_weights(model, made, weights, ranks, schedules)
+    check_layers(new_layers, schedules, accumulate)
+    check_weights(model, new_layers, weights, ranks, schedules)
     model = cast(Model, _apply(model, plan, changes))
     every = [plain_name(alias) for aliases in plan.names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     covered = coverage(model, {entry.name for entry in converted})
-    report = Report(tuple(converted), tuple(left), unmatched, unreached, given.misplaced(every), coverage=covered)
+    report = Report(tuple(converted), tuple(others), unmatched, unreached, original.misplaced(every), coverage=covered)
     warnings = [*warnings_of(policy, report, plan.names, plan.schedules, plan.without)]
-    report = replace(report, left=tuple(entry for entry in left if matrices(model.get_submodule(entry.name))))
+    report = replace(report, left=tuple(entry for entry in others if matrices(model.get_submodule(entry.name))))
     inside, within = _inside(model, report)
     inside.__dict__[RECORD] = Conversion(policy, steps, report, *prepared, within)
     _connect_layers(model, accumulate, compares=weights is None)
@@ -157,24 +159,24 @@ def _inside(model: nn.Module, report: Report) -> tuple[nn.Module, str]:
     """The module inside of wrappers, such as PEFT's around a model with adapters, and its name in the model. A record
     lies there, since wrappers come and go: what ``merge_and_unload`` returns is what the wrapper held."""
     inside, name, within = model, "", ""
-    while (held := _held(inside)) is not None:
-        own = plain_name(next(name for name, module in inside.named_modules() if module is held))
+    while (inner := _inner_of(inside)) is not None:
+        own = plain_name(next(name for name, module in inside.named_modules() if module is inner))
         name = f"{name}.{own}".strip(".")
         if name and not all(plain_name(e.name).startswith(f"{name}.") for e in (*report.converted, *report.left)):
             break  # the wrapper has layers of its own
-        inside, within = held, name
+        inside, within = inner, name
     return inside, within
 
 
-def _held(module: nn.Module) -> nn.Module | None:
+def _inner_of(module: nn.Module) -> nn.Module | None:
     """The model that a wrapper is around; None: it is no wrapper."""
     if callable(unwrap := getattr(module, "get_base_model", None)):  # PEFT's
-        held = unwrap()
+        inner = unwrap()
     elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        held = module.module
+        inner = module.module
     else:
-        held = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
-    return held if isinstance(held, nn.Module) and held is not module else None
+        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+    return inner if isinstance(inner, nn.Module) and inner is not module else None
 
 
 def check_length(steps: object) -> None:
@@ -187,11 +189,11 @@ def _apply(model: nn.Module, plan: ConversionPlan, changes: Iterable[Change]) ->
     for change in changes:
         change.apply()
         if not change.name:
-            model = change.made
-        elif change.made is not change.module:
+            model = change.new
+        elif change.new is not change.module:
             for alias in plan.names[change.name]:
                 parent, _, leaf = alias.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, change.made)
+                setattr(model.get_submodule(parent), leaf, change.new)
     for module in model.modules():
         # In evaluation PyTorch's own Transformer layers would read the weights of linear layers, and not call them.
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Layer) for m in module.modules()):
@@ -224,15 +226,15 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
 def conversions(model: nn.Module) -> dict[str, Conversion]:
     """The record of the model, by its name; where several calls converted parts of it, the records of these parts."""
     check_model(model)
-    found: dict[str, Conversion] = {}
+    by_name: dict[str, Conversion] = {}
     for name, record in records(model):
-        if not any(name.startswith(f"{part}." if part else "") for part in found):
-            found[name] = record
-    if not found:
+        if not any(name.startswith(f"{part}." if part else "") for part in by_name):
+            by_name[name] = record
+    if not by_name:
         raise ValueError(
             "the model was not converted: call lpq.convert(model, …) first, or pass the whole that it is part of"
         )
-    return found
+    return by_name
 
 
 def records(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
@@ -261,15 +263,15 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     parts = conversions(model)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     idle = uncalled(model)
-    read = read_past(model) - idle
+    past = read_past(model) - idle
 
     def named(part: str, entries: tuple[Entry, ...]) -> Iterator[Entry]:
         for entry in entries:
             yield replace(entry, name=plain_name(f"{part}.{entry.name}".strip(".")))
 
     def given(entry: Entry) -> Entry:
-        past = UNCALLED if entry.name in idle else READ if entry.name in read else ""
-        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)) + past)
+        end = UNCALLED if entry.name in idle else READ if entry.name in past else ""
+        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)) + end)
 
     def now(entry: Entry) -> Iterator[Entry]:
         """Find a converted module again: it may be gone since, or inside of another one, as with adapters, or in the
@@ -280,13 +282,13 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         if around != entry.name and _is_made(modules[around]):
             entry = replace(entry, name=around)
         module = modules.get(entry.name)
-        found: list[str] = []
+        names: list[str] = []
         for inner, part in module.named_modules() if module is not None else ():
             name = plain_name(f"{entry.name}.{inner}".strip("."))
-            if _is_made(part) and not (found and f"{name}.".startswith(f"{found[-1]}.".lstrip("."))):
-                found.append(name)
-        yield from (given(replace(entry, name=name, note=_recipes(modules[name], entry.note))) for name in found)
-        if not found:
+            if _is_made(part) and not (names and f"{name}.".startswith(f"{names[-1]}.".lstrip("."))):
+                names.append(name)
+        yield from (given(replace(entry, name=name, note=_recipes(modules[name], entry.note))) for name in names)
+        if not names:
             kind = "nn.Linear" if type(module) is nn.Linear else type(module).__name__
             became = f"replaced by an ordinary {kind}" if module is not None else "taken out of the model"
             yield replace(entry, note=f"{entry.note}; since then {became}")
@@ -309,7 +311,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         fused=fused,
         apart=apart,
         uncalled=tuple(entry.name for entry in converted if entry.name in idle),
-        read=tuple(entry.name for entry in converted if entry.name in read),
+        read=tuple(entry.name for entry in converted if entry.name in past),
         coverage=coverage(model, {e.name for e in converted if _is_converted(modules.get(e.name))} - idle),
         full=full,
     )

@@ -120,7 +120,7 @@ class Change:
     name: str
     module: nn.Module
     schedule: Schedule
-    made: nn.Module
+    new: nn.Module
     """The module in its place; often itself."""
     adopt: Adopt | None = None
     """The function that turns it into a layer of lpq, if lpq converts it."""
@@ -133,9 +133,9 @@ class Change:
         """Give layers their recipe, whatever made them."""
         recipe, layers = self.schedule.at(0), {**self.layers}
         if self.adopt is not None:
-            layers[self.name] = self.adopt(self.made, recipe)
-        elif self.made_for is not None and not isinstance(self.made, StatefulLayer):
-            vars(self.made)[TAKEN] = self.made_for.title
+            layers[self.name] = self.adopt(self.new, recipe)
+        elif self.made_for is not None and not isinstance(self.new, StatefulLayer):
+            vars(self.new)[TAKEN] = self.made_for.title
         for name, layer in layers.items():
             layer.qualified_name, layer.schedule = name, self.schedule
             layer.take_recipe(recipe)
@@ -146,7 +146,7 @@ def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], li
     that are converted, and the entries of other modules with parameters of their own."""
     changes: list[Change] = []
     converted: list[Entry] = []
-    left: list[Entry] = []
+    others: list[Entry] = []
     for name, schedule in plan.schedules.items():
         if converted and name.startswith(f"{converted[-1].name}."):
             continue  # inside a module that a plugin took as a whole: the layers inside follow it
@@ -159,8 +159,8 @@ def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], li
             if not name:
                 break  # which is the whole model
         elif next(module.parameters(recurse=False), None) is not None:
-            left.append(Entry(name, kind, plan.without.get(name, note)))
-    return changes, converted, left
+            others.append(Entry(name, kind, plan.without.get(name, note)))
+    return changes, converted, others
 
 
 def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change | None, str]:
@@ -172,8 +172,8 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
     if first is None:
         return None, note
     was = type(module)
-    made: nn.Module | None = registry.convert_module(module, name, first)
-    if made is None:
+    new: nn.Module | None = registry.convert_module(module, name, first)
+    if new is None:
         if (adopts := _adopter(module)) is not None:
             return Change(name, module, schedule, module, adopts), note
         if type(module) is nn.Linear or holds_transposed(module):
@@ -185,23 +185,23 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
             return None, f"a plugin made it for {vars(module)[TAKEN]}, and none converts it again"
         own = ", ".join(key for key, _ in matrices(module)) if next(module.children(), None) is not None else ""
         return None, f"no plugin converts {type(module).__name__}{own and f', which holds {own} beside other modules'}"
-    if not isinstance(made, nn.Module):
+    if not isinstance(new, nn.Module):
         raise LpqError(
-            f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
+            f"a plugin's lpq_convert_module returned {new!r} for {name or 'the model'} ({type(module).__name__}), and "
             "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
         )
-    if isinstance(made, StatefulLayer):
-        return Change(name, module, schedule, made, made_for=first, layers={name: made}), note
+    if isinstance(new, StatefulLayer):
+        return Change(name, module, schedule, new, made_for=first, layers={name: new}), note
     layers = {
         f"{name}.{inner}".strip("."): layer
-        for inner, layer in made.named_modules()
+        for inner, layer in new.named_modules()
         if isinstance(layer, Layer) and layer.recipe == first and not layer.schedule
     }
     if not layers and len(schedule.pieces) > 1:
         note = f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy"
-    if type(made) is not was:
-        note += f"{BECAME}{type(made).__module__}.{type(made).__qualname__} now"
-    return Change(name, module, schedule, made, made_for=first, layers=layers), note
+    if type(new) is not was:
+        note += f"{BECAME}{type(new).__module__}.{type(new).__qualname__} now"
+    return Change(name, module, schedule, new, made_for=first, layers=layers), note
 
 
 def _adopter(module: nn.Module) -> Adopt | None:

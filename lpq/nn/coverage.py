@@ -97,15 +97,15 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
                 each = parameter.numel() // (len(parameter) if _is_grouped(module) else 1)  # a row meets one matrix
                 work[0] += each if inside is not None else 0
                 work[1] += each
-    left = [next((p for p, _ in of if p.multiplied), of[0][0]) for of in owners.values() if not any(c for _, c in of)]
-    known = {plain_name(n) for n, module in model.named_modules() if is_linear(module) or isinstance(module, LOOKUPS)}
+    rest = [next((p for p, _ in of if p.multiplied), of[0][0]) for of in owners.values() if not any(c for _, c in of)]
+    usual = {plain_name(n) for n, module in model.named_modules() if is_linear(module) or isinstance(module, LOOKUPS)}
     total = sum(of[0][0].elements for of in owners.values())
     return Coverage(
-        converted=total - sum(part.elements for part in left),
+        converted=total - sum(part.elements for part in rest),
         total=total,
         work=work[0] / work[1] if work[1] else None,
-        unknown=sum(part.elements for part in left if part.module not in known),
-        left=tuple(sorted(left, key=lambda part: -part.elements)),
+        unknown=sum(part.elements for part in rest if part.module not in usual),
+        left=tuple(sorted(rest, key=lambda part: -part.elements)),
     )
 
 

@@ -54,7 +54,7 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
 def buffers_at_hand(plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers | None:
     """The buffers that a producer left for layers with this quantizer, without a check that is not a comparison; None
     if there are none."""
-    record = x.read
+    record = x.operand_cache
     if record is None or record[0] is not plan.x or (needs_dw and not record[2]):
         return None
     return record[1], record[2] if needs_dw else ()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name and the note of each module that holds experts and has a recipe."""
-    found: dict[str, tuple[Recipe, list[tuple[int, int]]]] = {}
+    by_holder: dict[str, tuple[Recipe, list[tuple[int, int]]]] = {}
     for stack in expert_stacks(model):
         if stack.recipe is not None:
             n, k = stack.weight.shape[1:]
-            _, sizes = found.setdefault(stack.holder_name, (stack.recipe, []))
+            _, sizes = by_holder.setdefault(stack.holder_name, (stack.recipe, []))
             sizes.append((k, n) if stack.is_transposed else (n, k))
-    yield from ((name, expert_note(*how)) for name, how in found.items())
+    yield from ((name, expert_note(*how)) for name, how in by_holder.items())
 
 
 def expert_note(recipe: Recipe, sizes: list[tuple[int, int]]) -> str:

@@ -116,11 +116,11 @@ def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     if convert is None:
         return {}
     numbers = {name: torch.full(SMALL, float(i)) for i, name in enumerate(names)}  # which show where each one went
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for in_files, value in convert(model, numbers).items():
         for number in value.unique().tolist():
-            found.setdefault(names[int(number)], []).append(in_files)
-    return {name: own[0] for name, own in found.items() if own != [name] and len(own) == 1}
+            by_name.setdefault(names[int(number)], []).append(in_files)
+    return {name: own[0] for name, own in by_name.items() if own != [name] and len(own) == 1}
 
 
 def _is_unlike(module: Any) -> bool:

@@ -51,28 +51,28 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     if not norms:
         return {}
     with aside():
-        given = _arguments(block, next(iter(norms.values())))
-    seen = _Uses(device=given[0][0].device)
+        arguments = _arguments(block, next(iter(norms.values())))
+    uses = _Uses(device=arguments[0][0].device)
     try:
-        like = seen.copy(block, seen.stand_for)
-        with seen:
-            out = class_before(block).forward(like, *given[0], **given[1])
+        like = uses.copy(block, uses.stand_for)
+        with uses:
+            out = class_before(block).forward(like, *arguments[0], **arguments[1])
     except Exception:  # other code's, which may raise anything on such an input
         return dict.fromkeys(norms, UNKNOWN)
-    seen.note(out)
-    found: dict[str, Followers | str] = {}
+    uses.note(out)
+    by_norm: dict[str, Followers | str] = {}
     for name in norms:
-        made = like._modules[name].made
-        takers = [place for place, x in seen.taken if any(x is y for y in made)]
+        outputs = like._modules[name].outputs
+        takers = [place for place, x in uses.takes if any(x is y for y in outputs)]
         places = tuple((parent, own) for parent, own in takers if isinstance(parent._modules[own], Layer))
-        others = len(places) < len(takers) or any(id(y) in seen.others for y in made)
-        once = all(sum(place == other for other, _ in seen.taken) == 1 for place in places)
-        written = any(id(y) in seen.written for y in made)
+        others = len(places) < len(takers) or any(id(y) in uses.others for y in outputs)
+        once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
+        written = any(id(y) in uses.written for y in outputs)
         if places:
-            found[name] = Followers(places, others) if once and not written and len(made) == 1 else AGAIN
+            by_norm[name] = Followers(places, others) if once and not written and len(outputs) == 1 else AGAIN
         else:
-            found[name] = ELSE
-    return found
+            by_norm[name] = ELSE
+    return by_norm
 
 
 def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mapping[str, Any]]:
@@ -90,7 +90,7 @@ class _Uses(Trial):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device=device)
-        self.taken: list[tuple[Place, Tensor]] = []
+        self.takes: list[tuple[Place, Tensor]] = []
         self.others: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
 
@@ -118,36 +118,36 @@ class _Norm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def forward(self, x: Tensor, residual: Tensor | None = None, with_sum: bool = False) -> Any:
         """Take what ``EncodingNorm`` takes."""
-        self.made.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+        self.outputs.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
         if residual is not None:
-            return self.made[-1], residual.clone()
-        return (self.made[-1], x) if with_sum else self.made[-1]
+            return self.outputs[-1], residual.clone()
+        return (self.outputs[-1], x) if with_sum else self.outputs[-1]
 
 
 class _Linear(nn.Module):
     """Takes the place of a linear layer, with its parameters, whose dtype others may ask for."""
 
-    def __init__(self, place: Place, layer: Any, seen: _Uses) -> None:
+    def __init__(self, place: Place, layer: Any, uses: _Uses) -> None:
         super().__init__()
-        self.place, self.outputs, self.seen = place, layer.out_features, seen
+        self.place, self.outputs, self.uses = place, layer.out_features, uses
         self._parameters = layer._parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.taken.append((self.place, x))
+        self.uses.takes.append((self.place, x))
         return torch.zeros(*x.shape[:-1], self.outputs, dtype=x.dtype, device=x.device)  # no function of x
 
 
 class _Experts(nn.Module):
     """Takes the place of converted experts, which would note a pass and may send rows to other ranks."""
 
-    def __init__(self, seen: _Uses) -> None:
+    def __init__(self, uses: _Uses) -> None:
         super().__init__()
-        self.seen = seen
+        self.uses = uses
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.seen.note((args, kwargs))
+        self.uses.note((args, kwargs))
         return torch.zeros_like(next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)))

@@ -63,7 +63,7 @@ class FreshStates(Watcher):
     def _decide(self) -> None:
         if recording():
             return
-        layers = [layer for known in [*self._layers.values()] if (layer := known()) is not None]
+        layers = [layer for reference in [*self._layers.values()] if (layer := reference()) is not None]
         decide(layers)
         self._layers = {id(layer): ref(layer) for layer in layers if layer.passes.fresh}
 
@@ -71,7 +71,7 @@ class FreshStates(Watcher):
 @torch.no_grad()
 def decide(layers: Sequence[Remembering]) -> None:
     """Decide by the values of their states which tensors of these layers are fresh."""
-    found: dict[torch.device, list[tuple[Remembering, str, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[Remembering, str, Tensor]]] = {}
     for layer in layers:
         plan = layer.passes.plan
         layer.passes.fresh = plan.fresh if plan is not None else ()
@@ -80,8 +80,8 @@ def decide(layers: Sequence[Remembering]) -> None:
             if tensor == "w" and layer.stores_weight:  # it is encoded where it is written, and not by its state
                 layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)
             elif tensor in layer.passes.fresh and not values[0].is_meta:
-                found.setdefault(values[0].device, []).append((layer, tensor, torch.cat(values).any()))
-    for states in found.values():
+                by_device.setdefault(values[0].device, []).append((layer, tensor, torch.cat(values).any()))
+    for states in by_device.values():
         for (layer, tensor, _), moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):
             if moved:
                 layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)

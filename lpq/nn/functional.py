@@ -86,28 +86,28 @@ def grouped_linear_of(
     bias: Tensor | None,
     offs: Tensor,
     *,
-    held: HeldWeight | None = None,
+    held_weight: HeldWeight | None = None,
     accumulate: Accumulate | None = None,
     states: Mapping[str, State] | None = None,
     watch: Watch | None = None,
     calls: dict[object, Any] | None = None,
 ) -> Tensor:
-    """Multiply checked tensors as ``grouped_linear`` does, by a plan. ``held`` is the weight where it is held encoded,
-    ``states`` the static statistics of each tensor, with one for each group, ``watch`` the observers of the layer.
+    """Multiply checked tensors as ``grouped_linear`` does, by a plan. ``held_weight``: the weight, if it is held.
+    ``states``: the static statistics of each tensor, with one for each group. ``watch``: the observers of the layer.
     ``calls``: the steps that the layer has bound for this plan; a look-up among the steps of all layers takes
     longer."""
     grad, dtype = torch.is_grad_enabled(), x.dtype
-    given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
+    buffers = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
     seeds = None
     if plan.stochastic:
-        drawn = draw_seeds(x if given is None else given[0], weight, weight.shape[0] * len(TENSORS))
+        drawn = draw_seeds(x if buffers is None else buffers[0], weight, weight.shape[0] * len(TENSORS))
         seeds = drawn.view(-1, len(TENSORS)).t().contiguous()  # by tensors, and drawn by groups
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     device = x.device.type
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     if casts:
         dtype = torch.get_autocast_dtype(device)
-    operands, first = weight_operands(plan, weight, held, needs_dx), x if given is None else given[0]
+    operands, first = weight_operands(plan, weight, held_weight, needs_dx), x if buffers is None else buffers[0]
     if plan.turns and seeds is not None:
         seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
     (rows, features), (groups, outputs, _) = x.shape, weight.shape
@@ -118,7 +118,7 @@ def grouped_linear_of(
         parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
-            operands is not None, given is not None, torch.compiler.is_dynamo_compiling(), parts=parts,
+            operands is not None, buffers is not None, torch.compiler.is_dynamo_compiling(), parts=parts,
         )  # fmt: skip
         key = None if watched else (shapes, kernels_allowed())
         step, rows_given = None if calls is None else calls.get(key), None
@@ -126,8 +126,8 @@ def grouped_linear_of(
             step = bind_few(plan, shapes)
             if calls is not None:
                 calls[key] = step
-        if given is not None:
-            rows_given = row_given(given, offs, None if seeds is None else seeds[0])
+        if buffers is not None:
+            rows_given = row_given(buffers, offs, None if seeds is None else seeds[0])
         own = states or {}, seeds, operands, (), accumulate
         call = LayerCall(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title, watch=watch)
         y: Tensor = multiply(x, weight, bias, call)

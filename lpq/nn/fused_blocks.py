@@ -125,15 +125,15 @@ def fuse(model: Model) -> Model:
             extend(module, FusedBlock)
             module.__dict__["lpq_parts"] = parts
     for module in list(model.modules()):
-        for name, found in followers(module).items():
+        for name, result in followers(module).items():
             norm = module.get_submodule(name)
             if isinstance(norm, EncodingNorm) and norm.consumers:
                 if not norm.places:
                     continue  # its author has named the layers
                 release(norm)
-            if not isinstance(found, str) and (kind := norm_of(norm)) is not None:
-                layers = tuple(parent.get_submodule(own) for parent, own in found.places)
-                adopt(norm, kind, layers, *found)  # type: ignore[arg-type]
+            if not isinstance(result, str) and (kind := norm_of(norm)) is not None:
+                layers = tuple(parent.get_submodule(own) for parent, own in result.places)
+                adopt(norm, kind, layers, *result)  # type: ignore[arg-type]
         extend_residual(module)
     return model
 
@@ -178,12 +178,12 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
         return REPLACED
     something_else = False
     for *before, down in orders:
-        found = _activation(module, before, down)
-        something_else |= found is OTHER
-        if isinstance(found, tuple):
-            if any(has_hooks(m) for name, m in children.items() if name not in (*own, found[1])):
+        result = _activation(module, before, down)
+        something_else |= result is OTHER
+        if isinstance(result, tuple):
+            if any(has_hooks(m) for name, m in children.items() if name not in (*own, result[1])):
                 return HOOKED
-            activation, behind, reads = found
+            activation, behind, reads = result
             halves = _makes_halves([children[name] for name in before], children[down])
             return BlockParts((*before,), down, activation, behind, halves, dict(module._modules), reads)  # type: ignore[arg-type]
     return OTHER if something_else else None
@@ -244,8 +244,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         elif (parts := find_parts(module)) is not None:
             yield name, module, parts if isinstance(parts, str) else SINCE
         else:
-            for own, found in followers(module).items():
-                why[id(module.get_submodule(own))] = found if isinstance(found, str) else SINCE
+            for own, result in followers(module).items():
+                why[id(module.get_submodule(own))] = result if isinstance(result, str) else SINCE
 
 
 def _why_plain(norm: EncodingNorm, name: str, gathered: Collection[nn.Module]) -> str | None:
@@ -281,8 +281,8 @@ def _activation(
         x, y, dropped, *outputs = numbers(len(before) + 3)
         if _makes_halves([module._modules[name] for name in before], module._modules[down]):
             outputs = [torch.cat(numbers(2), -1)]
-        made = [t.clone().requires_grad_() * 1 for t in outputs]
-        layers = {name: StandIn(t) for name, t in zip((*before, down), (*made, y), strict=True)}
+        tensors = [t.clone().requires_grad_() * 1 for t in outputs]
+        layers = {name: StandIn(t) for name, t in zip((*before, down), (*tensors, y), strict=True)}
         dropouts = {name: StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
         stand_ins, trial = {**layers, **dropouts}, Trial(grads=True)
         try:
@@ -291,17 +291,17 @@ def _activation(
                 out = class_before(module).forward(like, x)
         except Exception:  # other code's, which may raise anything on such an input
             return None
-        if trial.shows_little() or not all(map(torch.equal, made, outputs)):
+        if trial.shows_little() or not all(map(torch.equal, tensors, outputs)):
             return OTHER
-        behind = next((name for name, stand_in in dropouts.items() if stand_in.given), None)
-        given = [stand_in.given for stand_in in stand_ins.values() if stand_in.given]
-        if any(len(own) != 1 for own in given) or len(given) != len(layers) + (behind is not None):
+        behind = next((name for name, stand_in in dropouts.items() if stand_in.inputs), None)
+        calls = [stand_in.inputs for stand_in in stand_ins.values() if stand_in.inputs]
+        if any(len(own) != 1 for own in calls) or len(calls) != len(layers) + (behind is not None):
             return OTHER
-        if any(own[0] is not x for own in given[: len(before)]) or out is not (y if behind is None else dropped):
+        if any(own[0] is not x for own in calls[: len(before)]) or out is not (y if behind is None else dropped):
             return OTHER
-        if behind is not None and given[-1][0] is not y:
+        if behind is not None and calls[-1][0] is not y:
             return OTHER
-        activation = _named(given[len(before)][0], trial, made)
+        activation = _named(calls[len(before)][0], trial, tensors)
         return OTHER if activation is None else (activation, behind, trial.of(module))
 
 
@@ -319,19 +319,19 @@ def _gate(experts: FusedExperts) -> Gate | None:
         return None if name is None else Gate(name, dict(experts._modules), trial.of(experts))  # type: ignore[arg-type]
 
 
-def _named(given: Any, trial: Trial, outputs: Sequence[Tensor]) -> str | None:
+def _named(output: Any, trial: Trial, outputs: Sequence[Tensor]) -> str | None:
     """The name of the activation of these outputs of layers, which the functions of a trial computed; its gradients are
     compared, too."""
-    if not isinstance(given, Tensor) or not given.requires_grad:
+    if not isinstance(output, Tensor) or not output.requires_grad:
         return None
-    (dy,), whole = numbers(1), outputs[0].shape == given.shape
-    dy = dy[..., :1].expand_as(given)
+    (dy,), whole = numbers(1), outputs[0].shape == output.shape
+    dy = dy[..., :1].expand_as(output)
     for name, activation in ACTIVATIONS.items():
         inputs = [t.detach().requires_grad_() for t in outputs]
         with Trial(grads=True) as own:
             expected = activation.compute(*(inputs if whole else inputs[0].chunk(2, dim=-1)))
-        if (trial.count, trial.asked) == (own.count, own.asked) and torch.equal(given, expected):
-            found = torch.autograd.grad(given, outputs, dy, retain_graph=True)
-            if all(map(torch.equal, found, torch.autograd.grad(expected, inputs, dy))):
+        if (trial.count, trial.attribute_reads) == (own.count, own.attribute_reads) and torch.equal(output, expected):
+            grads = torch.autograd.grad(output, outputs, dy, retain_graph=True)
+            if all(map(torch.equal, grads, torch.autograd.grad(expected, inputs, dy))):
                 return name
     return None

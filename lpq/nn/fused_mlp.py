@@ -77,7 +77,7 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     like = _like(prepared[0], calls, summed) if bound is None else bound.like
     prepared.append(down.forward(like, OF_PRODUCT))
     call = prepared[-1].call
-    if bound is None or bound.known[-1] is not call.step:
+    if bound is None or bound.key_objects[-1] is not call.step:
         bound = passes.bound_calls()[key] = _bind([*calls, call], activation, summed, like)
     calls.append(call._replace(step=bound.down))
     compute: Any = FusedMLP.apply
@@ -163,7 +163,7 @@ class BoundMLP(NamedTuple):
     others. It makes the row operand. Backward makes the column operand, as the product is not kept; of a state, which
     moves until then, that keeps a copy. Where ranks share out the product, it makes both, as their statistics are
     exchanged once."""
-    kept: bool
+    keeps_column: bool
     """Whether the column operand is kept."""
     remembered: tuple[str, ...]
     """The names in that state."""
@@ -173,7 +173,7 @@ class BoundMLP(NamedTuple):
     """Makes the column operand alone."""
     like: Tensor
     """To the last layer it is as the product, but it has no memory."""
-    known: tuple[object, ...]
+    key_objects: tuple[object, ...]
     """The activation and the steps of the layers, kept as they are known by their addresses."""
 
 
@@ -188,29 +188,29 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
     *before, down = calls
     assert down.step is not None
     between = activation.gated if len(before) > 1 else activation.alone
-    known = activation, *(call.step for call in calls)
+    key_objects = activation, *(call.step for call in calls)
     if down.shapes.parts is not None:
         from lpq.nn.parallel_mlp import bind_parts
 
         step, of_parts = bind_parts(calls, between, summed)
-        return BoundMLP(step, True, (), cache(of_parts), cache(of_parts), like, known)
+        return BoundMLP(step, True, (), cache(of_parts), cache(of_parts), like, key_objects)
     gradients = [gradient_spec(call.plan, call.shapes) for call in before]
     outputs = [Output(w if w.row or w.col else None, value) for w, value in zip(gradients, summed, strict=True)]
-    wanted = input_spec(down.plan, down.shapes)
-    row, col = wanted.quantizer.side("row"), wanted.quantizer.side("col")
-    remembered = tuple(down.states["x"]) if wanted.remembers and wanted.col else ()
-    measured = bool(remembered) and not shared(row, col) and moves(wanted.quantizer, row, col)
-    produce = bind_producer(between.product, [Output(wanted._replace(col=measured))]).produce
+    spec = input_spec(down.plan, down.shapes)
+    row, col = spec.quantizer.side("row"), spec.quantizer.side("col")
+    remembered = tuple(down.states["x"]) if spec.remembers and spec.col else ()
+    measured = bool(remembered) and not shared(row, col) and moves(spec.quantizer, row, col)
+    produce = bind_producer(between.product, [Output(spec._replace(col=measured))]).produce
 
-    def encode(x: Sequence[Tensor], known: Stats, seed: Tensor | None) -> Encoded:
-        ((of_row, _, stats, _),) = produce(x, (known,), (seed,))
-        return of_row, [memory.clone() for memory in known.values()] if remembered else (), stats
+    def encode(x: Sequence[Tensor], own: Stats, seed: Tensor | None) -> Encoded:
+        ((of_row, _, stats, _),) = produce(x, (own,), (seed,))
+        return of_row, [memory.clone() for memory in own.values()] if remembered else (), stats
 
-    column = Output(wanted._replace(row=False) if wanted.col else None)
+    column = Output(spec._replace(row=False) if spec.col else None)
     return BoundMLP(
-        down.step._replace(x=Encoder(*operands_of(wanted), encode)), False, remembered,
+        down.step._replace(x=Encoder(*operands_of(spec), encode)), False, remembered,
         cache(lambda: bind_producer(between.backward, [*outputs, column])),
-        cache(lambda: bind_producer(between.product, [column])), like, known,
+        cache(lambda: bind_producer(between.product, [column])), like, key_objects,
     )  # fmt: skip
 
 
@@ -231,11 +231,11 @@ class FusedMLP(torch.autograd.Function):
         w_down = tensors[count - 1]
         assert w_down is not None
         y = Multiplication.forward(down, inputs[0], w_down, tensors[2 * count - 1], calls[-1], inputs, True)
-        kept = list(inputs)
+        saved = list(inputs)
         for part in parts:
-            kept += part.saved_tensors
+            saved += part.saved_tensors
             part.saved, part.saved_tensors = len(part.saved_tensors), ()
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.parts, ctx.bound, ctx.there = parts, bound, [t is not None for t in (x, *tensors)]
         if down.encoded_gradient is not None:
             ctx.encoded_gradient = down.encoded_gradient
@@ -257,29 +257,29 @@ class FusedMLP(torch.autograd.Function):
             part.next_functions = nodes[0], nodes[i], nodes[count + i]
         # The gradient of what the activation makes is wanted where one of these is.
         earlier = [k for k in range(2 * count) if k != count]
-        wanted = nodes[0]
+        node = nodes[0]
         if not runs_whole():
-            wanted = next((nodes[k] for k in earlier if nodes[k][0] is not None and computes(nodes[k][0])), wanted)
+            node = next((nodes[k] for k in earlier if nodes[k][0] is not None and computes(nodes[k][0])), node)
         down.needs_input_grad = any(needs[k] for k in earlier), needs[count], needs[2 * count]
-        down.next_functions = wanted, nodes[count], nodes[2 * count]
-        made: list[Produced] = []
+        down.next_functions = node, nodes[count], nodes[2 * count]
+        products: list[Produced] = []
 
-        def source(gradient: Tensor | None, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-            of_product = dict(zip(bound.remembered, kept, strict=True)) if bound.remembered else ()
+        def source(gradient: Tensor | None, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            of_product = dict(zip(bound.remembered, tensors, strict=True)) if bound.remembered else ()
             if gradient is None:
-                return kept if bound.kept else bound.column().produce(inputs, [of_product], [None])[0].col
-            known: list[Stats] = [p.call.states.get("dy", ()) if p.dy_state is None else p.dy_state for p in before]
+                return tensors if bound.keeps_column else bound.column().produce(inputs, [of_product], [None])[0].col
+            stats: list[Stats] = [p.call.states.get("dy", ()) if p.dy_state is None else p.dy_state for p in before]
             seeds = [p.saved_tensors[sum(p.counts)] if p.call.plan.stochastic else None for p in before]
-            made.extend(bound.gradients().produce((*inputs, gradient), [*known, of_product], [*seeds, None]))
-            column = made.pop().col
-            return kept if bound.kept else column
+            products.extend(bound.gradients().produce((*inputs, gradient), [*stats, of_product], [*seeds, None]))
+            column = products.pop().col
+            return tensors if bound.keeps_column else column
 
         _, *of_down, _ = Multiplication.backward(down, dy, source=source)
         dx: list[Tensor | None] = []
         grads: list[Sequence[Tensor | None]] = [(None, None)] * len(before)
-        for i, (part, y, given) in reversed([*enumerate(zip(before, inputs, made, strict=False))]):
-            shaped = y if given.value is None else given.value.view(y.shape)
-            also, dw, db, _ = Multiplication.backward(part, shaped, given)
+        for i, (part, y, operands) in reversed([*enumerate(zip(before, inputs, products, strict=False))]):
+            shaped = y if operands.value is None else operands.value.view(y.shape)
+            also, dw, db, _ = Multiplication.backward(part, shaped, operands)
             grads[i] = dw, db
             dx.append(also)
         for part in parts:

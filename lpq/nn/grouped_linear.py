@@ -58,14 +58,14 @@ class GroupedLayer(StatefulLayer):
         return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
 
     def multiply(
-        self, stack: str, rows: Tensor, offs: Tensor | Sequence[int], held: HeldWeight | None = None
+        self, stack: str, rows: Tensor, offs: Tensor | Sequence[int], held_weight: HeldWeight | None = None
     ) -> Tensor:
         """Multiply the rows of each group of this rank by its matrix of a stack: ``""`` is ``weight``."""
         compiles = torch.compiler.is_dynamo_compiling()
         title = self.sized if compiles else self.title
         title, name, of_bias = (f"{title}.{stack}", stack, f"{stack}_bias") if stack else (title, "weight", "bias")
-        known, bias = self._parameters.get(name), getattr(self, of_bias, None)
-        weight: Any = getattr(self, name) if known is None else known  # which a hook computes, or a parametrization
+        own, bias = self._parameters.get(name), getattr(self, of_bias, None)
+        weight: Any = getattr(self, name) if own is None else own  # which a hook computes, or a parametrization
         if self.dispatched is not None:
             weight = own_experts(title, weight)
             bias = None if bias is None else own_experts(title, bias)
@@ -89,8 +89,8 @@ class GroupedLayer(StatefulLayer):
         # The exchange asks the results how they can take gradients, and results of a graph cannot tell.
         product = _outside_graphs if compiles and self.dispatched == "encoded" else grouped_linear_of
         y: Tensor = product(
-            title, plan, rows, weight, bias, ends, held=held, accumulate=accumulate, states=states, watch=observed,
-            calls=calls,
+            title, plan, rows, weight, bias, ends, held_weight=held_weight, accumulate=accumulate, states=states,
+            watch=observed, calls=calls,
         )  # fmt: skip
         return y
 
@@ -157,8 +157,8 @@ class GroupedLinear(GroupedLayer, Layer):
             self.model.stages.check(self)
         if self.gather is not None and not torch.compiler.is_compiling():
             self.gather.note()
-        held = self.held_weight() if self.passes.held is not None else None
-        return self.multiply("", input, offs, held)
+        held_weight = self.held_weight() if self.passes.held_weight is not None else None
+        return self.multiply("", input, offs, held_weight)
 
     def extra_repr(self) -> str:
         return (

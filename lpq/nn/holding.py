@@ -48,7 +48,7 @@ def hold_weights(model: Model) -> Iterator[Model]:
     layers = [m for m in model.modules() if isinstance(m, Layer)]
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
-    own = [layer for layer in layers if layer.passes.held is None]
+    own = [layer for layer in layers if layer.passes.held_weight is None]
 
     noticing = _Held(own)
     try:

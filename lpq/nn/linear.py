@@ -14,7 +14,7 @@ from lpq import registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
-from lpq.nn.cached_weight import HeldWeight, as_it_is, turn_of_weight, weight_operands
+from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands, write_stamp
 from lpq.nn.encoded_inputs import Buffers, buffers_at_hand, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
@@ -86,37 +86,37 @@ class Layer(WeightedLayer):
             return self._multiply(plan, input, weight, input.dtype, within)
         if not isinstance(input, Tensor):
             check(self, input, weight)
-        given = by = None
+        buffers = by = None
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
             by = EncodedBy.own(self, input) if plan.memories and not traced else None
-            given = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, input, needs_dw)
-            if given is None:
+            buffers = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, input, needs_dw)
+            if buffers is None:
                 if isinstance(input, WithValue):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
-                given = input_buffers(self.title, plan, input, needs_dw, by is not None)
+                buffers = input_buffers(self.title, plan, input, needs_dw, by is not None)
             if by is not None and (needs_dw or (torch.is_grad_enabled() and input.requires_grad)):
                 by.take(self)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):  # it has no effect from here on, and would slow every operation
-                return self._multiply(plan, input, weight, dtype, within, given, by)
-        return self._multiply(plan, input, weight, input.dtype, within, given, by)
+                return self._multiply(plan, input, weight, dtype, within, buffers, by)
+        return self._multiply(plan, input, weight, input.dtype, within, buffers, by)
 
     def _multiply(
         self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, within: Within | None,
-        given: Buffers | None = None, by: EncodedBy | None = None,
+        buffers: Buffers | None = None, by: EncodedBy | None = None,
     ) -> Tensor:  # fmt: skip
         passes, bias = self.passes, self.bias
-        held = self.held_weight() if passes.held is not None else None
+        held_weight = self.held_weight() if passes.held_weight is not None else None
         ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
-        first = input if given is None else given[0][0]
+        first = input if buffers is None else buffers[0][0]
         if ordinary and can_bypass_dispatcher(first):
-            encoded = given is not None or (within is not None and within.x)
+            encoded = buffers is not None or (within is not None and within.x)
             arrives = within is not None and within.dy
-            call = self._bound(plan, input, weight, bias, dtype, held is not None, encoded, arrives)
+            call = self._bound(plan, input, weight, bias, dtype, held_weight is not None, encoded, arrives)
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
             from lpq.nn.parallel import multiply_parts
 
@@ -127,14 +127,14 @@ class Layer(WeightedLayer):
             check(self, input, weight)
             self.note_pass(torch.compiler.is_dynamo_compiling())
             inputs = self.model.inputs if plan.shares and can_bypass_dispatcher(input) else None
-            shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
+            shapes = self._shapes(input, weight, dtype, held_weight is not None, buffers is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
             title = "" if torch.compiler.is_compiling() else self.title
             call = LayerCall(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gather is not None or self.model.accumulate:
-            call = self.with_all(call, first, weight, held)
-        if given is not None:
-            call = call._replace(input=given, encoded_by=by)
+            call = self.with_all(call, first, weight, held_weight)
+        if buffers is not None:
+            call = call._replace(input=buffers, encoded_by=by)
         if passes.observers:
             call = call._replace(watch=watch(self))
         if within is not None:
@@ -148,8 +148,8 @@ class Layer(WeightedLayer):
         return y
 
     def _bound(
-        self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
-        given: bool, arrives: bool,
+        self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, w_held: bool,
+        x_encoded: bool, arrives: bool,
     ) -> LayerCall:  # fmt: skip
         """The call of a pass that bypasses the dispatcher; the first pass of its kind is checked and bound."""
         grad = torch.is_grad_enabled()
@@ -157,7 +157,7 @@ class Layer(WeightedLayer):
             key = (
                 input.shape, input.dtype, input.layout, input.device, weight.shape, weight.dtype, weight.device,
                 None if bias is None else (bias.shape, bias.dtype, bias.device), dtype,
-                grad and input.requires_grad, grad and weight.requires_grad, type(weight), held, given,
+                grad and input.requires_grad, grad and weight.requires_grad, type(weight), w_held, x_encoded,
                 arrives, kernels_allowed(), self.passes.fresh,
             )  # fmt: skip
         except (AttributeError, RuntimeError):  # it has no shape
@@ -177,15 +177,15 @@ class Layer(WeightedLayer):
                 self.compare_in_pass(first=True)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
-            shapes = self._shapes(input, weight, dtype, held, given)
+            shapes = self._shapes(input, weight, dtype, w_held, x_encoded)
             shapes = shapes._replace(arrived=arrives)
             with on_device(shapes.device):
-                inputs = self.model.inputs if plan.shares and not given else None
+                inputs = self.model.inputs if plan.shares and not x_encoded else None
                 step = bind_few(plan, shapes)
                 call = calls[key] = LayerCall(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call
 
-    def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool, given: bool) -> Shapes:
+    def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, w_held: bool, x_encoded: bool) -> Shapes:
         grad = torch.is_grad_enabled()
         features, outputs = input.shape[-1], weight.shape[0]
         rows = 1
@@ -193,11 +193,13 @@ class Layer(WeightedLayer):
             rows *= size
         return Shapes(
             rows, features, outputs, input.dtype, weight.dtype, dtype, weight.dtype, input.device,
-            grad and input.requires_grad, grad and weight.requires_grad, held or isinstance(weight, QuantizedTensor),
-            given, fresh=self.passes.fresh,
+            grad and input.requires_grad, grad and weight.requires_grad, w_held or isinstance(weight, QuantizedTensor),
+            x_encoded, fresh=self.passes.fresh,
         )  # fmt: skip
 
-    def with_all(self, call: LayerCall, input: Tensor, weight: Tensor, held: HeldWeight | None = None) -> LayerCall:
+    def with_all(
+        self, call: LayerCall, input: Tensor, weight: Tensor, held_weight: HeldWeight | None = None
+    ) -> LayerCall:
         """Return the call with the values that are new in each pass: seeds, states, the operands of the weight."""
         (plan, shapes), accumulate = call[:2], self.model.accumulate
         if accumulate is not None:
@@ -221,7 +223,7 @@ class Layer(WeightedLayer):
             if not torch.compiler.is_compiling():
                 gather.note()
             measured = [s for s in gather.stats if s is not None] if "w" in states else ()
-        operands = weight_operands(plan, weight, held, shapes.needs_dx) if shapes.encoded else None
+        operands = weight_operands(plan, weight, held_weight, shapes.needs_dx) if shapes.encoded else None
         if plan.turns and seeds is not None:
             seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
         static = self.passes.static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
@@ -264,27 +266,27 @@ class Layer(WeightedLayer):
         state = self.states().get("w")
         with torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
-            given = weight_operands(plan, self.weight, None, col=True)
-            if given is None:
+            buffers = weight_operands(plan, self.weight, None, col=True)
+            if buffers is None:
                 fresh = "w" in self.passes.fresh
-                known = None if fresh else state
-                row, col, stats = encode_operands(plan.w, weight, col=not plan.w_at_use, state=known, measures=fresh)
+                memory = None if fresh else state
+                row, col, stats = encode_operands(plan.w, weight, col=not plan.w_at_use, state=memory, measures=fresh)
                 assert row is not None
-                given = row.tensors(), () if col is None else col.tensors()
+                buffers = row.tensors(), () if col is None else col.tensors()
                 if state is not None:
                     remember(plan.w, state, stats)
-        found, memory = as_it_is(self.weight), self.weight.detach()
-        self.passes.held = HeldWeight(*given, self.weight, plan.w, found, memory)
+        stamp, storage = write_stamp(self.weight), self.weight.detach()
+        self.passes.held_weight = HeldWeight(*buffers, self.weight, plan.w, stamp, storage)
 
     def release_weight(self) -> None:
-        self.passes.held = None
+        self.passes.held_weight = None
 
     def held_weight(self) -> HeldWeight | None:
         """The encoded weight; an error if it is out of date, which a compiled pass does not check."""
-        held, plan = self.passes.held, self.passes.plan
-        if held is None or torch.compiler.is_compiling():
-            return held
-        if plan is not None and not held.is_of(self.weight, plan.w):
+        weight, plan = self.passes.held_weight, self.passes.plan
+        if weight is None or torch.compiler.is_compiling():
+            return weight
+        if plan is not None and not weight.is_of(self.weight, plan.w):
             if "weight" not in self._parameters:
                 raise RuntimeError(
                     f"{self.title}: its weight is computed again before each pass, by a hook or a parametrization, and "
@@ -295,7 +297,7 @@ class Layer(WeightedLayer):
                 f"{self.title}: the weight was changed while its encoded form is held, or has another format now; "
                 "leave lpq.hold_weights before the optimizer's step, and before another recipe"
             )
-        return held
+        return weight
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.title if self.recipe else None}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lpq.formats.layout import check_there
 from lpq.nn import recomputed
-from lpq.nn.cached_weight import Unwritten, as_it_is
+from lpq.nn.cached_weight import Unwritten, write_stamp
 from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
 from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
@@ -27,7 +27,7 @@ from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few
 from lpq.nn.traced_step import through_dispatcher
-from lpq.nn.wanted import Accumulate, asked, is_summed, refuse_part_of, refuse_parts, sum_in_place
+from lpq.nn.wanted import Accumulate, gradients_needed, is_summed, refuse_part_of, refuse_parts, sum_in_place
 from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import KnownStats
@@ -133,27 +133,27 @@ class Multiplication(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """``source``: the tensors of which the input is computed, for an encoder that takes these; ``x`` stands for its
         dimensions. ``inner``: the context is a ``LayerContext``."""
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, ends, layer, *_ = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, pair, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
-        read = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
+        own_states = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
         of_x: Any
         of_w: Any
-        of_x, of_w = read.get("x", ()), read.get("w", ())
+        of_x, of_w = own_states.get("x", ()), own_states.get("w", ())
         values: Any
-        values, operands = x if call.values is None else call.values, given if shared is None else shared.operands
+        values, operands = x if call.values is None else call.values, pair if shared is None else shared.operands
         if source is not None:
             values = source
         if step.exchange is not None:
-            found, seeds = step.exchange((values, weight), seeds)
-            of_x, of_w = [KnownStats(s, k) if s else k for s, k in zip(found, (of_x, of_w), strict=True)]
+            stats, seeds = step.exchange((values, weight), seeds)
+            of_x, of_w = [KnownStats(s, k) if s else k for s, k in zip(stats, (of_x, of_w), strict=True)]
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if watch is not None:
-            watch.tell("x", values, plan.x, read.get("x"), x_seed, ends)
-            watch.tell("w", weight, plan.w, read.get("w"), w_seed)
+            watch.tell("x", values, plan.x, own_states.get("x"), x_seed, ends)
+            watch.tell("w", weight, plan.w, own_states.get("w"), w_seed)
         if operands is not None:
             x_row, x_col = operands
         elif inputs is None:
@@ -178,20 +178,20 @@ class Multiplication(torch.autograd.Function):
         if call.watch is not None:
             call.watch.result(y, ends)
         rest: tuple[Tensor, ...] = ends if dy_seed is None else (dy_seed, *ends)
-        seen = recomputed.seen(states) if states else None
-        kept = (*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
+        counts = recomputed.counts_to_save(states) if states else None
+        saved = (*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if counts is None else (counts,)))
         if inner:
-            ctx.saved_tensors = kept
+            ctx.saved_tensors = saved
         else:
-            ctx.save_for_backward(*kept)
-        ctx.seen = None if seen is None else seen.tolist()
+            ctx.save_for_backward(*saved)
+        ctx.state_counts = None if counts is None else counts.tolist()
         ctx.moves, ctx.dy_state = bool(plan.moving), None
         ctx.x_shape, ctx.counts = x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
-        ctx.call = call if given is None else call._replace(input=None)  # which has the row operand
+        ctx.call = call if pair is None else call._replace(input=None)  # which has the row operand
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
-        watched = given is not None or shapes.taken or isinstance(weight, QuantizedTensor)
+        watched = pair is not None or shapes.taken or isinstance(weight, QuantizedTensor)
         ctx.watched = (
             _as_they_are(x if call.values is None else call.values, weight, shapes)
             if watched and not torch.compiler.is_compiling()
@@ -217,16 +217,16 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, dy: Tensor, given: Produced | None = None, source: Source | None = None
+        ctx: Any, dy: Tensor, dy_operands: Produced | None = None, source: Source | None = None
     ) -> tuple[Tensor | None, ...]:
-        """``given``: the operands of the gradient, of which ``dy`` has the shape. ``source``: what the input was
+        """``dy_operands``: the operands of the gradient, of which ``dy`` has the shape. ``source``: what the input was
         computed by."""
         if torch.is_grad_enabled():
             check_backward(dy)
-        for kept in ctx.watched:
-            tensor = kept.tensor() if kept.tensor is not None else None
-            if kept.writes.count != kept.written or (tensor is not None and as_it_is(tensor) != kept.found):
-                raise kept.error()
+        for record in ctx.watched:
+            tensor = record.tensor() if record.tensor is not None else None
+            if record.writes.count != record.written or (tensor is not None and write_stamp(tensor) != record.stamp):
+                raise record.error()
         call: LayerCall = ctx.call
         plan, shapes, step, inputs, ends, title = call.plan, call.shapes, call.step, call.inputs, call.ends, call.title
         if inputs:
@@ -235,7 +235,7 @@ class Multiplication(torch.autograd.Function):
             ctx.column.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         if step is None or not runs_whole():
-            needs_dx, needs_dw, needs_db = asked(ctx)
+            needs_dx, needs_dw, needs_db = gradients_needed(ctx)
         moves, makes_dx = ctx.moves and (needs_dw or not ctx.needs_input_grad[1]), needs_dx
         if moves:
             needs_dx = ctx.needs_input_grad[0]  # states take the statistics of all operands
@@ -264,7 +264,7 @@ class Multiplication(torch.autograd.Function):
         saved = ctx.saved_tensors if needs_dx or needs_dw or ends else ()
         if needs_dx or needs_dw:
             with on_device(shapes.device):
-                dx, dw = _gradients(ctx, saved, dy, shapes, step, moves, sum_so_far, given, source)
+                dx, dw = _gradients(ctx, saved, dy, shapes, step, moves, sum_so_far, dy_operands, source)
         if needs_db:
             sums = sum_rows(dy, *_ends(ctx, saved)) if ends else dy.reshape(-1, shapes.outputs).sum(0)
             db = sums.to(ctx.bias)
@@ -279,21 +279,21 @@ def _ends(ctx: Any, saved: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[Unwritten]:
     """The encoded tensors among these that backward needs."""
-    found = []
+    records = []
     if shapes.needs_dx and isinstance(weight, QuantizedTensor):
         of = weight.place, weight.shape, weight.writes, weight.writes.count
-        found.append(Unwritten("a weight", *of, ref(weight), as_it_is(weight)))
+        records.append(Unwritten("a weight", *of, ref(weight), write_stamp(weight)))
     if shapes.needs_dw and isinstance(x, QuantizedTensor):
-        found.append(Unwritten("an input", x.place, x.shape, x.writes, x.writes.count))
-    return found
+        records.append(Unwritten("an input", x.place, x.shape, x.writes, x.writes.count))
+    return records
 
 
 def _gradients(
     ctx: Any, saved: Sequence[Tensor], dy: Tensor, shapes: Shapes, step: Step, moves: bool, sum_so_far: Tensor | None,
-    given: Produced | None, source: Source | None,
+    dy_operands: Produced | None, source: Source | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    if ctx.seen is not None:
-        recomputed.compare(ctx.call.title, ctx.seen, saved[-1])
+    if ctx.state_counts is not None:
+        recomputed.compare(ctx.call.title, ctx.state_counts, saved[-1])
     call: LayerCall = ctx.call
     plan, states = call.plan, call.states
     first, second, third, fourth = ctx.counts
@@ -302,19 +302,19 @@ def _gradients(
     fourth += third
     seed = saved[fourth] if plan.stochastic else None
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
-    read = None if "dy" in shapes.fresh else state
+    own_state = None if "dy" in shapes.fresh else state
     if call.watch is not None:
-        call.watch.tell("dy", dy, plan.dy, read, seed, _ends(ctx, saved))
+        call.watch.tell("dy", dy, plan.dy, own_state, seed, _ends(ctx, saved))
     x_col: Any = saved[:first]
     begin, later = (None, None) if step.x is None or step.wgrad is None else (step.x.begin, step.x.later)
     column = None if begin is None else ctx.column
     if begin is not None:
         x_col = begin(x_col) if column is None else column.begin(begin, x_col)
     dx = dw = None
-    if given is None:
-        dy_row, dy_col, dy_stats = step.dy.encode(dy, read or (), seed, *(_ends(ctx, saved) if call.ends else ()))
+    if dy_operands is None:
+        dy_row, dy_col, dy_stats = step.dy.encode(dy, own_state or (), seed, *(_ends(ctx, saved) if call.ends else ()))
     else:
-        dy_row, dy_col, dy_stats, _ = given
+        dy_row, dy_col, dy_stats, _ = dy_operands
     if step.dy.arrive is not None:
         dy_row, dy_col = step.dy.arrive(dy_row, dy_col)
     if step.dgrad is not None:

@@ -22,8 +22,8 @@ def grouped(names: Iterable[str], others: Collection[str] = ()) -> list[tuple[st
         for place in reversed(places):
             groups = _merged(groups, place, numbers)
     beside = [tuple(name.split(".")) for name in others if name not in order]
-    found = [(_called(parts, beside), sorted(members, key=order.__getitem__)) for parts, members in groups.items()]
-    return sorted(found, key=lambda group: order[group[1][0]])
+    texts = [(_called(parts, beside), sorted(members, key=order.__getitem__)) for parts, members in groups.items()]
+    return sorted(texts, key=lambda group: order[group[1][0]])
 
 
 def first_few(words: Sequence[str], between: str = ", ") -> str:

@@ -252,7 +252,7 @@ class EncodedNorm(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         columns = (weight,) if bias is None else (weight, bias)
         y, normed, rows = bound.encode(x, residual, columns, layers)
-        ctx.bound, ctx.given = bound, 1 + len(columns)
+        ctx.bound, ctx.n_tensors = bound, 1 + len(columns)
         ctx.save_for_backward(normed, *columns, *rows)
         if not with_sum:
             return y
@@ -261,7 +261,7 @@ class EncodedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, other: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        count = ctx.given
+        count = ctx.n_tensors
         of_x, *of_columns = ctx.needs_input_grad[:count]
         of_residual = ctx.needs_input_grad[5]
         needed, compute = (of_x or of_residual, *of_columns), ctx.bound.gradients
@@ -340,7 +340,7 @@ def bind_norm(
             encoded.source = value.view(shape)
         else:
             encoded.source = partial(_value_of, norm, x, columns, None if x.is_inference() else version_of(x))
-        encoded.read = quantizer, of_row, of_col
+        encoded.operand_cache = quantizer, of_row, of_col
         if state is not None or named is not None:
             encoded.encoded_by = EncodedBy(layers, shared or {}, measured, col, named)
         return encoded, x, rows

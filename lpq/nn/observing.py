@@ -60,21 +60,21 @@ def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
     if not isinstance(layers, nn.Module | Iterable):
         raise TypeError(f"layers must be a converted model or layers of it, got {type(layers).__name__}")
     modules = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
-    found = [module for module in modules if isinstance(module, StatefulLayer)]
+    stateful = [module for module in modules if isinstance(module, StatefulLayer)]
     if isinstance(layers, nn.Module):
-        if not found:
+        if not stateful:
             raise ValueError(f"{type(layers).__name__} has no layer of lpq to observe: convert it first, lpq.convert")
     elif others := [type(module).__name__ for module in modules if not isinstance(module, StatefulLayer)]:
         raise ValueError(f"{others[0]} is no layer of lpq: pass the converted model, or layers of it")
-    return list({id(layer): layer for layer in found}.values())
+    return list({id(layer): layer for layer in stateful}.values())
 
 
 def _forget(layer: StatefulLayer, observer: Observer) -> None:
     """Take the observer off the layer once: another block may have put it there, too."""
-    left = list(layer.passes.observers)
-    last = max(i for i, other in enumerate(left) if other is observer)
-    del left[last]
-    layer.passes.observers = tuple(left)
+    observers = list(layer.passes.observers)
+    last = max(i for i, other in enumerate(observers) if other is observer)
+    del observers[last]
+    layer.passes.observers = tuple(observers)
 
 
 class Watch(NamedTuple):
@@ -95,11 +95,11 @@ class Watch(NamedTuple):
             self.tell("y", y, recipe_sources.high_precision().x, None, None, ends)
 
     def tell(
-        self, name: Name, given: Tensor, quantizer: Quantizer, state: State | None, seed: Tensor | None,
+        self, name: Name, tensor: Tensor, quantizer: Quantizer, state: State | None, seed: Tensor | None,
         ends: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """Tell all observers of a tensor; ``ends``: where the groups of its rows end, if it has some."""
-        if is_recorded(given):
+        if is_recorded(tensor):
             raise RuntimeError(
                 f"{self.title}: a CUDA graph is recorded while an observer is told of its passes, and would run the "
                 "observer never again: record it outside of observing(…), and observe passes that no graph replays"
@@ -108,16 +108,16 @@ class Watch(NamedTuple):
         if parts is not None:
             cut = parts.cut_of(name)
             if name == "dy" and parts.high and parts.sequence is not None:
-                given = gather_rows(given, parts.sequence, parts.group)
+                tensor = gather_rows(tensor, parts.sequence, parts.group)
             row, col = operands_of_part(cut, quantizer)
             how = {"cut": cut, "among": parts.group, "row": row, "col": col}
-        seen = Observed(
-            layer=self.layer, name=name, given=plain(given.detach()), quantizer=quantizer, state=state, seed=seed,
+        observation = Observed(
+            layer=self.layer, name=name, given=plain(tensor.detach()), quantizer=quantizer, state=state, seed=seed,
             stack=self.stack, offs=ends[0] if ends else None, first=self.first, of_pass=self,
             again=name != "dy" and autograd.graph_task() != -1, **how,
         )  # fmt: skip
         for observer in self.observers:
-            observer.observe(seen)
+            observer.observe(observation)
 
 
 def is_recorded(x: Tensor) -> bool:

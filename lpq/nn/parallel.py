@@ -88,9 +88,9 @@ class MeshPass(NamedTuple):
     """How passes of one kind go over the mesh of the weight."""
 
     mesh: DeviceMesh
-    given: Placement
+    source: Placement
     """How the input lies over the ranks."""
-    wanted: Placement
+    target: Placement
     """How it is to lie for the product."""
     whole: tuple[int, ...]
     """The shape of the input where it is gathered."""
@@ -133,7 +133,7 @@ def multiply_parts(
             over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, layer.model.inputs)
             passes[key] = over
         else:
-            x, found_by = _laid_out(over.mesh, input, over.given, over.wanted)
+            x, found_by = _laid_out(over.mesh, input, over.source, over.target)
     if within is not None and over.call.step is None:
         return None
     sequence, group, by_columns = over.parts.sequence, over.parts.group, over.parts.weight.dim == 0
@@ -216,15 +216,15 @@ def _over(layer: WeightedLayer, part: Tensor) -> tuple[str, Cut | None] | None:
     return None if by is None else by.over
 
 
-def _laid_out(mesh: DeviceMesh, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
+def _laid_out(mesh: DeviceMesh, input: Tensor, source: Placement, target: Placement) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the input, laid out for the product; and the tensor by which siblings find the encoded
     input."""
     if not isinstance(input, DTensor):
-        if given is wanted:
+        if source is target:
             return input, input
-        input = DTensor.from_local(input, mesh, [given], run_check=False)
-    if given is not wanted:
-        input = input.redistribute(placements=[wanted])
+        input = DTensor.from_local(input, mesh, [source], run_check=False)
+    if source is not target:
+        input = input.redistribute(placements=[target])
     return input.to_local(), local_part(input)
 
 
@@ -242,8 +242,8 @@ def _mesh_pass(
     if not torch.compiler.is_compiling():
         layer.note_pass(traced=False)
         check_static(layer, layer.title)
-    given: Placement = Replicate() if layer.layouts is None else layer.layouts.input
-    given = input.placements[0] if isinstance(input, DTensor) else given
+    source: Placement = Replicate() if layer.layouts is None else layer.layouts.input
+    source = input.placements[0] if isinstance(input, DTensor) else source
     group, rank, ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
     columns, encoded = weight.placements[0].is_shard(0), isinstance(local_part(input), QuantizedTensor)
     encoded_over = _over(layer, local_part(input))
@@ -260,22 +260,22 @@ def _mesh_pass(
     output: Placement = Shard(last)
     if columns:
         sizes = [*input.shape]
-        dim = given.dim % input.dim() if isinstance(given, Shard) else input.dim()
+        dim = source.dim % input.dim() if isinstance(source, Shard) else input.dim()
         if not isinstance(input, DTensor) and dim < last:
             sizes[dim] *= ranks
-        found = gathered_rows(plan, sizes, dim, rank, ranks, dw, input.dtype)
-        sequence = found if isinstance(found, Cut) else None
-        into: Placement = Replicate() if sequence is None else given
+        rows = gathered_rows(plan, sizes, dim, rank, ranks, dw, input.dtype)
+        sequence = rows if isinstance(rows, Cut) else None
+        into: Placement = Replicate() if sequence is None else source
     else:
         into = Shard(last)
-    taken = columns and encoded_over == (group, sequence) and given.is_replicate() == (sequence is None)
-    if encoded and not (taken or (columns and given.is_replicate() and encoded_over is None)):
+    produced = columns and encoded_over == (group, sequence) and source.is_replicate() == (sequence is None)
+    if encoded and not (produced or (columns and source.is_replicate() and encoded_over is None)):
         raise ValueError(
-            f"{layer.title}: its input is encoded already, and it is sharded, by {given}: whether that was by "
+            f"{layer.title}: its input is encoded already, and it is sharded, by {source}: whether that was by "
             "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
         )
-    into = given if given == into or (not columns and _is_last(given, input.dim())) else into
-    x, found_by = _laid_out(mesh, input, given, into)
+    into = source if source == into or (not columns and _is_last(source, input.dim())) else into
+    x, found_by = _laid_out(mesh, input, source, into)
     check_parallel_input(layer, x, 1 if columns else ranks)
     whole = [*x.shape]
     if sequence is not None:
@@ -295,7 +295,7 @@ def _mesh_pass(
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded and not taken, torch.compiler.is_dynamo_compiling(), taken, parts, fresh=layer.passes.fresh,
+        encoded and not produced, torch.compiler.is_dynamo_compiling(), produced, parts, fresh=layer.passes.fresh,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 
@@ -305,7 +305,7 @@ def _mesh_pass(
         return LayerCall(plan, shapes, step, layer=id(layer), title=title, shape=shape)
 
     siblings = None
-    ordinary = taken or (type(x) in ORDINARY and not x.is_meta)
+    ordinary = produced or (type(x) in ORDINARY and not x.is_meta)
     if columns and plan.shares and inputs is not None and ordinary and not compiling:
         if inputs.whole is None:
             inputs.whole = LastInput()
@@ -313,7 +313,7 @@ def _mesh_pass(
         calls = call(first), call(first._replace(given=True))
         static = "x" in plan.remembered
         siblings = Siblings(inputs.whole, *calls, (group, plan.x, dw, sequence), static)
-    over = MeshPass(mesh, given, into, tuple(whole), parts, output, tuple(result), call(shapes), siblings)
+    over = MeshPass(mesh, source, into, tuple(whole), parts, output, tuple(result), call(shapes), siblings)
     return over, x, found_by
 
 
@@ -336,8 +336,8 @@ def gathered_rows(
     if sizes[dim] % ranks:
         return f"the {sizes[dim]} parts of its input along dimension {dim} are uneven over {ranks} ranks"
     cut, rows = _sequence(sizes, dim, rank, ranks), prod(sizes[:-1])
-    wanted = [(True, False), (False, True)] if dw else [(True, False)]
-    reasons = (why_high(plan.x, *one, cut, rows, sizes[-1], dtype) for one in wanted)
+    directions = [(True, False), (False, True)] if dw else [(True, False)]
+    reasons = (why_high(plan.x, *one, cut, rows, sizes[-1], dtype) for one in directions)
     return next((reason for reason in reasons if reason is not None), cut)
 
 
@@ -348,11 +348,11 @@ def _high(quantizer: Quantizer, row: bool, col: bool, cut: Cut, shape: Sequence[
 
 def _sum(layer: WeightedLayer, shape: Sequence[int], bias: bool, rank: int, ranks: int) -> tuple[Cut | None, Placement]:
     """How ranks get the sum of their outputs: each some of its rows, each all of it, or not yet."""
-    wanted, last = layer.layouts.output if layer.layouts is not None else None, len(shape) - 1
-    dim = wanted.dim % len(shape) if isinstance(wanted, Shard) else last
+    layout, last = layer.layouts.output if layer.layouts is not None else None, len(shape) - 1
+    dim = layout.dim % len(shape) if isinstance(layout, Shard) else last
     if dim < last and not shape[dim] % ranks:
         return _sequence(shape, dim, rank, ranks), Shard(dim)
-    if (not bias and not (wanted is not None and wanted.is_replicate())) or isinstance(wanted, Partial):
+    if (not bias and not (layout is not None and layout.is_replicate())) or isinstance(layout, Partial):
         return None, Partial()
     return None, Replicate()
 

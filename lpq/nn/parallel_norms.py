@@ -39,34 +39,34 @@ def over_ranks(x: Tensor, norm: nn.Module, layers: Sequence[Layer], plan: Plan, 
     if len(layouts) < len(layers) or not all(hasattr(weight, "device_mesh") for weight in weights):
         return "layers that take its output are shared out over ranks by no style of lpq.distributed.tensor_parallel"
     title, mesh = layers[0].title, weights[0].device_mesh
-    given: Placement = layouts[0].input
+    placement: Placement = layouts[0].input
     for layer, layout, weight in zip(layers, layouts, weights, strict=True):
         if not weight.placements[-1].is_shard(0):
             return f"{layer.title} is shared out by its inputs, of which a rank has a part: it encodes them itself"
-        if layout.input != given or weight.device_mesh != mesh:
+        if layout.input != placement or weight.device_mesh != mesh:
             return f"{layer.title} and {title} take their input in different layouts"
     sizes, last, own = [*x.shape], x.dim() - 1, norm._parameters["weight"]
     ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     if isinstance(x, DTensor):
         if x.device_mesh != mesh or not isinstance(own, DTensor) or own.placements != (Replicate(),):
             return "its input or its weight lies over ranks otherwise than the layers that take its output"
-        given = x.placements[0]
+        placement = x.placements[0]
     elif isinstance(own, DTensor) and own.device_mesh == mesh:
         # Asked before a pass, in which a style lays out the input.
-        given = vars(norm).get(SEQUENCE, Partial())
-    if isinstance(given, Shard) and not isinstance(x, DTensor):
-        sizes[given.dim] *= ranks
-    if not isinstance(given, Shard | Replicate):
-        return f"its input lies over the ranks as {given}"
-    if isinstance(given, Replicate):
-        return DividedNorm(mesh, given, None)
-    dim = given.dim % x.dim()
+        placement = vars(norm).get(SEQUENCE, Partial())
+    if isinstance(placement, Shard) and not isinstance(x, DTensor):
+        sizes[placement.dim] *= ranks
+    if not isinstance(placement, Shard | Replicate):
+        return f"its input lies over the ranks as {placement}"
+    if isinstance(placement, Replicate):
+        return DividedNorm(mesh, placement, None)
+    dim = placement.dim % x.dim()
     if dim == last:
         return "ranks have parts of its rows"
-    found = gathered_rows(plan, sizes, dim, rank, ranks, trains, x.dtype)
-    if not isinstance(found, Cut):
-        return f"ranks have parts of its output, which is gathered in high precision: {found}"
-    return DividedNorm(mesh, given, found)
+    rows = gathered_rows(plan, sizes, dim, rank, ranks, trains, x.dtype)
+    if not isinstance(rows, Cut):
+        return f"ranks have parts of its output, which is gathered in high precision: {rows}"
+    return DividedNorm(mesh, placement, rows)
 
 
 def local_parts(over: DividedNorm, *tensors: Tensor | None) -> list[Tensor | None]:

@@ -58,7 +58,7 @@ class SharedOut(NamedTuple):
         x, dy = input_spec(plan, shapes), self.gradient(plan, shapes)
         gathers = sequence is not None and by_columns
         if shapes.taken:
-            of_x = _taken(x, self.cut_of("x"))
+            of_x = _produced(x, self.cut_of("x"))
         else:
             of_x = bind_part(encoder, sent_part(x) if gathers else x, self.cut_of("x"), group)
         if sequence is not None and by_columns:
@@ -151,7 +151,7 @@ def shared_out(group: str, weight: tuple[int, ...], sequence: tuple[int, ...] | 
     return SharedOut(group, Cut(*weight), None if sequence is None else Cut(*sequence), *rest)
 
 
-def _taken(spec: EncoderSpec, cut: Cut | None) -> PartEncoder:
+def _produced(spec: EncoderSpec, cut: Cut | None) -> PartEncoder:
     """The encoder of parts that a producer has encoded: by the state, if there is one, which then remembers what was
     measured of the part alone."""
     moving = spec.remembers and moves(spec.quantizer, *sides_of(spec))

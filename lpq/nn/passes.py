@@ -30,7 +30,7 @@ class Passes:
         """The tensors whose empty states are not recalled (``lpq/nn/fresh_states.py``)."""
         self.withheld = ""
         """The recipe that this rank was to change to without the others, in words."""
-        self.held: HeldWeight | None = None
+        self.held_weight: HeldWeight | None = None
         """The encoded weight, from ``hold_weight`` to ``release_weight``, whether it is out of date or not."""
         self.observers: tuple[Observer, ...] = ()
         """The observers that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
@@ -40,7 +40,7 @@ class Passes:
         """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
         self.read_past = False
         """Whether the pass of another module has read a weight of the layer (``lpq/nn/read_past.py``)."""
-        self.seen: list[int] | None = None
+        self.state_counts: list[int] | None = None
         """The write counts of the states that the last forward read (``lpq/nn/recomputed.py``)."""
         self.calls: tuple[object, dict[object, Any]] = (None, {})
         """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,

@@ -104,20 +104,20 @@ class Plan:
         stochastic = any(map(rounds_stochastically, tensors))
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
-        kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
+        states, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         draws = rounds_stochastically(recipe.x)
         sides = recipe.dy.side("row"), recipe.dy.side("col")
         dearer = any(of[1:]) and any(stat.of_all for side in sides for stat in side.stats)
-        own = draws or any(memory.tensor == "x" and memory.moves for memory in kept)
+        own = draws or any(memory.tensor == "x" and memory.moves for memory in states)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
-        remembered = tuple(dict.fromkeys(memory.tensor for memory in kept))
-        moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
+        remembered = tuple(dict.fromkeys(memory.tensor for memory in states))
+        moving = tuple(dict.fromkeys(memory.tensor for memory in states if memory.moves))
         turns = any(map(_is_turned, tensors))
         named = zip(TENSORS, tensors, strict=True)
         fresh = tuple(tensor for tensor, quantizer in named if measures_fresh(quantizer))
         return cls(
-            recipe.text, *tensors, fast_sums, stochastic, draws, turns, dearer, kept, remembered, moving, fresh, shares,
-            *keeps, made_at_use(recipe.w), *of,
+            recipe.text, *tensors, fast_sums, stochastic, draws, turns, dearer, states, remembered, moving, fresh,
+            shares, *keeps, made_at_use(recipe.w), *of,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -28,20 +28,20 @@ def check(layer: WeightedLayer, states: States) -> None:
     """Refuse to run forward again if states of the layer have moved since, or if checkpointing is reentrant."""
     if torch.compiler.is_compiling():
         return
-    found = _counts(states)
+    counts = _counts(states)
     if autograd.graph_task() == -1:  # outside of backward
-        layer.passes.seen = found
+        layer.passes.state_counts = counts
     elif autograd.hooks_that_save() is None:
         raise RuntimeError(
             f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "
             "state that delayed scaling had when it ran first is lost: pass use_reentrant=False, or give it a recipe "
             "that remembers nothing"
         )
-    elif layer.passes.seen not in (None, found):
+    elif layer.passes.state_counts not in (None, counts):
         _refuse(layer.title)
 
 
-def seen(states: States) -> Tensor | None:
+def counts_to_save(states: States) -> Tensor | None:
     """The write counts of the states that a run reads, to be saved among its tensors; None if it is not recomputed."""
     if torch.compiler.is_compiling() or autograd.hooks_that_save() is None:
         return None
@@ -57,8 +57,8 @@ def compare(title: str, before: list[int], saved: Tensor) -> None:
 
 def _counts(states: States) -> list[int]:
     """The write count of each state that forward reads."""
-    read = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
-    return [0 if memory.is_inference() else version_of(memory) for memory in read]
+    memories = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
+    return [0 if memory.is_inference() else version_of(memory) for memory in memories]
 
 
 def _refuse(who: str) -> NoReturn:

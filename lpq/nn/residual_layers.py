@@ -80,40 +80,40 @@ class ResidualLayer(Extension, nn.Module):
         course = None if torch.compiler.is_compiling() else self._course(args, kwargs)
         if course is None:
             return super().forward(*args, **kwargs)  # of the class before
-        given: dict[int | str | None, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        total, made = args[0], None
+        arguments: dict[int | str | None, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
+        total, output = args[0], None
         for branch in course:
             norm: Any = self._modules[branch.norm]
             if _adds(norm):
-                value, total = norm(total, with_sum=True) if made is None else norm(made, residual=total)
+                value, total = norm(total, with_sum=True) if output is None else norm(output, residual=total)
             else:
-                total = total if made is None else total + made
+                total = total if output is None else total + output
                 value = norm(total)
             for name, places, named, several in branch.steps:
-                given[None] = value
+                arguments[None] = value
                 child: Any = self._modules[name]
                 value = child(
-                    *(given[a.of] if type(a) is ArgumentAt else a for a in places),
-                    **{key: given[a.of] if type(a) is ArgumentAt else a for key, a in named.items()},
+                    *(arguments[a.of] if type(a) is ArgumentAt else a for a in places),
+                    **{key: arguments[a.of] if type(a) is ArgumentAt else a for key, a in named.items()},
                 )
                 if several or (type(value) is tuple and name in self.lpq_either):
                     value = value[0]
-            made = value
-        return total + made
+            output = value
+        return total + output
 
     def _course(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Course | None:
         """Return what the layer does in such a call; None: something else, or the norms cannot add."""
         if not args or not isinstance(args[0], Tensor) or self._modules != self.lpq_parts or global_hooks():
             return None
         key = (self.training, *map(_kind, args[1:]), *kwargs, *map(_kind, kwargs.values()))
-        known = self.lpq_calls.get(key)
-        if known is None or (known.reads and changed(known.reads) is not None):
+        kind = self.lpq_calls.get(key)
+        if kind is None or (kind.reads and changed(kind.reads) is not None):
             if len(self.lpq_calls) >= MOST_CALLS:
                 self.lpq_calls.clear()
-            found, reads = _tried(self, self.lpq_several, args, kwargs)
-            known = self.lpq_calls[key] = KindOfCall(None if isinstance(found, str) else found, reads)
-        return known.course
+            course, reads = _tried(self, self.lpq_several, args, kwargs)
+            kind = self.lpq_calls[key] = KindOfCall(None if isinstance(course, str) else course, reads)
+        return kind.course
 
 
 def _kind(value: Any) -> Any:
@@ -135,10 +135,10 @@ def extend_residual(layer: nn.Module) -> None:
         release_residual(layer)
     if isinstance(layer, Extension) or not _norms(layer):
         return
-    found = _found(layer)
-    if isinstance(found, tuple):
+    several = _several_or_why(layer)
+    if isinstance(several, tuple):
         extend(layer, ResidualLayer)
-        own = {"lpq_parts": dict(layer._modules), "lpq_several": found, "lpq_either": _either(layer, found)}
+        own = {"lpq_parts": dict(layer._modules), "lpq_several": several, "lpq_either": _either(layer, several)}
         vars(layer).update(own, lpq_calls={})
 
 
@@ -165,26 +165,26 @@ def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
         return HOOKED
     if isinstance(layer, ResidualLayer):
         return None if layer._modules == layer.lpq_parts else SINCE
-    found = _found(layer)
-    return SINCE if not isinstance(found, str) else None if found is ASKS else found
+    result = _several_or_why(layer)
+    return SINCE if not isinstance(result, str) else None if result is ASKS else result
 
 
 def _norms(layer: nn.Module) -> list[EncodingNorm]:
     return [child for child in layer._modules.values() if isinstance(child, EncodingNorm) and child.places]
 
 
-def _found(layer: nn.Module) -> tuple[str, ...] | str:
+def _several_or_why(layer: nn.Module) -> tuple[str, ...] | str:
     """The children of a layer that return several values, if it computes sums of branches; or why it does not."""
     if "forward" in vars(layer):
         return OTHER
     why = FAILS
     for several in chain.from_iterable(combinations(_branches(layer), count) for count in range(3)):
-        found, _ = _tried(layer, several, [None], {})
-        if not isinstance(found, str):
+        course, _ = _tried(layer, several, [None], {})
+        if not isinstance(course, str):
             return several
-        if found is ASKS:
+        if course is ASKS:
             return ASKS
-        why = OTHER if OTHER in (found, why) else FAILS
+        why = OTHER if OTHER in (course, why) else FAILS
     return why
 
 
@@ -222,28 +222,28 @@ class _Called(nn.Module):
     """Takes the place of a child: it notes each call, and returns other numbers each time."""
 
     def __init__(
-        self, name: str, of: nn.Module, beside: tuple[object, ...], made: Iterator[Tensor], calls: list[_ChildCall]
+        self, name: str, of: nn.Module, beside: tuple[object, ...], outputs: Iterator[Tensor], calls: list[_ChildCall]
     ) -> None:
         """``beside``: the values that it returns beside a tensor. ``calls``: the calls of all children, in order."""
         super().__init__()
-        self.name, self.of, self.beside, self.made, self.calls = name, of, beside, made, calls
+        self.name, self.of, self.beside, self.outputs, self.calls = name, of, beside, outputs, calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.of, EncodingNorm) and kwargs.keys() & {"residual", "with_sum"}:
             raise _Asked
-        made = next(self.made)
-        self.calls.append(_ChildCall(self, args, kwargs, made))
-        return (made, *self.beside) if self.beside else made
+        output = next(self.outputs)
+        self.calls.append(_ChildCall(self, args, kwargs, output))
+        return (output, *self.beside) if self.beside else output
 
 
 class _ChildCall(NamedTuple):
     child: _Called
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: Tensor
+    output: Tensor
 
     def gets(self, value: Tensor | None) -> bool:
-        return value is not None and any(given is value for given in (*self.args, *self.kwargs.values()))
+        return value is not None and any(argument is value for argument in (*self.args, *self.kwargs.values()))
 
     def step(self, value: Tensor) -> BranchCall | None:
         """This call as a step of a branch that has made ``value``; None if it is given more than steps are."""
@@ -263,35 +263,35 @@ def _tried(
     """Return what a layer does with such arguments, the first of which is the stream, or why that is something else;
     and the attributes by which it decides that."""
     with aside():
-        found, reads = _run(layer, several, args, kwargs, None)
-        if several and not isinstance(found, str):  # whatever else its children return
+        course, reads = _run(layer, several, args, kwargs, None)
+        if several and not isinstance(course, str):  # whatever else its children return
             other, _ = _run(layer, several, args, kwargs, _Argument("beside"))
-            found = found if other == found else OTHER
-    return found, reads
+            course = course if other == course else OTHER
+    return course, reads
 
 
 def _run(
     layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], beside: object
 ) -> tuple[Course | str, tuple[Read, ...]]:
-    trial, made = Trial(grads=True), iter([t.requires_grad_().clone() for t in numbers(2 * len(layer._modules) + 1)])
-    x, calls = next(made), list[_ChildCall]()
+    trial, tensors = Trial(grads=True), iter([t.requires_grad_().clone() for t in numbers(2 * len(layer._modules) + 1)])
+    x, calls = next(tensors), list[_ChildCall]()
 
     def stand_for(parent: nn.Module, name: str, child: nn.Module) -> nn.Module:
-        return _Called(name, child, (beside,) if name in several else (), made, calls)
+        return _Called(name, child, (beside,) if name in several else (), tensors, calls)
 
-    given = [_Argument(i) if _kind(value) is ArgumentAt else value for i, value in enumerate(args)]
+    arguments = [_Argument(i) if _kind(value) is ArgumentAt else value for i, value in enumerate(args)]
     named = {name: _Argument(name) if _kind(value) is ArgumentAt else value for name, value in kwargs.items()}
     before = x.detach().clone()
     try:
         like = trial.copy(layer, stand_for)
         with trial:
-            out = class_before(layer).forward(like, x, *given[1:], **named)
+            out = class_before(layer).forward(like, x, *arguments[1:], **named)
     except _Asked:
         return ASKS, trial.of(layer)
     except Exception:  # other code's, which may raise anything on such arguments
         return FAILS, trial.of(layer)
-    decides = trial.shows_little() or trial.asked or not torch.equal(x, before)
-    course = () if decides else _read(calls, x, out)
+    decides = trial.shows_little() or trial.attribute_reads or not torch.equal(x, before)
+    course = () if decides else _branches_of(calls, x, out)
     given_to = [a for call in calls for a in call.args if type(a) is not _Argument and isinstance(a, Tensor)]
     fits = course and len(course) == trial.count and _adds_alone([out, *given_to])
     return course if fits else OTHER, trial.of(layer)
@@ -310,7 +310,7 @@ def _adds_alone(values: Sequence[Tensor]) -> bool:
     return True
 
 
-def _read(calls: Sequence[_ChildCall], x: Tensor, out: Any) -> Course:
+def _branches_of(calls: Sequence[_ChildCall], x: Tensor, out: Any) -> Course:
     """The branches that these calls are, where their sums make ``out`` of ``x``; none if they are something else."""
     branches: list[Branch] = []
     total, value = x, None
@@ -326,9 +326,9 @@ def _read(calls: Sequence[_ChildCall], x: Tensor, out: Any) -> Course:
             if call.kwargs or call.child.beside or len(call.args) != 1 or not _same(call.args[0], total):
                 return ()
             branches.append(Branch(call.child.name, ()))
-        value = call.made
+        value = call.output
     return tuple(branches) if value is not None and _same(out, total + value) else ()
 
 
-def _same(given: Any, expected: Tensor) -> bool:
-    return isinstance(given, Tensor) and torch.equal(given, expected)
+def _same(value: Any, expected: Tensor) -> bool:
+    return isinstance(value, Tensor) and torch.equal(value, expected)

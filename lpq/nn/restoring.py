@@ -71,7 +71,7 @@ def _why_kept(module: nn.Module) -> str | None:
             "its weight is not the one that it had: lpq.convert(…, weights=…) prepared it, or lpq.load_quantized read "
             "it. Build the model anew, and load a checkpoint"
         )
-    if module.passes.observers or module.passes.held is not None:
+    if module.passes.observers or module.passes.held_weight is not None:
         return "it holds its weight, or is observed: leave lpq.hold_weights, or the observer, before"
     return None
 

@@ -60,13 +60,13 @@ def check_weights(
     sharded = _sharded(model, layers.values(), weights)
     for name, module in layers.items():
         schedule = schedules[name]
-        wanted = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
-        if not any(wanted) and not isinstance(module, Layer):
+        quantizers = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
+        if not any(quantizers) and not isinstance(module, Layer):
             continue
         weight = sharded.get(module, module.weight)
-        if any(wanted) and hasattr(weight, "device_mesh"):
+        if any(quantizers) and hasattr(weight, "device_mesh"):
             _check_order(name, module)
-        if weights is not None and any(wanted) and hasattr(weight, "device_mesh"):
+        if weights is not None and any(quantizers) and hasattr(weight, "device_mesh"):
             raise ValueError(
                 f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor parallelism "
                 "shards it, before parallelize_module, or without weights="
@@ -74,7 +74,7 @@ def check_weights(
         stored = _stored(weight)
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
-        elif weights == "quantized" and any(wanted):
+        elif weights == "quantized" and any(quantizers):
             _check_storable(name or type(module).__name__, schedule)
 
 
@@ -92,13 +92,13 @@ def _check_order(name: str, module: nn.Module) -> None:
 
 def _check_storable(name: str, schedule: Schedule) -> None:
     """Refuse to store a weight quantized if the recipes give it more than one format."""
-    wanted = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
-    if any(w is not None and (w.side("row").static or w.side("col").static) for w in wanted):
+    quantizers = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
+    if any(w is not None and (w.side("row").static or w.side("col").static) for w in quantizers):
         raise RecipeError(
             f"{name}: its weight would be stored quantized with a static scale, to which no write to it keeps: "
             f"{schedule}. Use weights='high_precision', or export the model and load it with lpq.load_quantized"
         )
-    if len(wanted) > 1:
+    if len(quantizers) > 1:
         raise RecipeError(
             f"{name}: its weight would be stored quantized, and the policy changes its format: {schedule}. Use "
             "weights='high_precision', or rules that quantize the weight alike"
@@ -221,9 +221,9 @@ def _note_unsharded(layer: Layer) -> str:
 
 
 def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
-    quantizer, kept = layer.weight_quantizer(), _stored(weight)
-    if kept is not None and kept != quantizer:
-        return f"stored as {kept}, and its recipe wants {quantizer or 'high precision'}: it keeps its format"
+    quantizer, kind = layer.weight_quantizer(), _stored(weight)
+    if kind is not None and kind != quantizer:
+        return f"stored as {kind}, and its recipe wants {quantizer or 'high precision'}: it keeps its format"
     if quantizer is None:
         return "in high precision: the recipe quantizes nothing"
     local, refusal, part = local_part(weight), None, None
@@ -233,22 +233,22 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
     *_, rows, cols = shape
     if not isinstance(local, QuantizedTensor | WeightShard):
         refusal = "the weight was replaced after lpq.convert"
-    cut = why_uncut if kept is not None else why_not
+    cut = why_uncut if kind is not None else why_not
     reason = refusal or cut(quantizer, shape[0], ranks, is_stack(shape))
     if reason is None and part is not None:
         reason = why_not_of_shards(part, quantizer)
     if reason is not None:
-        return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
+        return f"in high precision: {reason}" if kind is None else f"{_form(weight)}, and cannot be gathered: {reason}"
     whole = why_whole(quantizer, shape[0], ranks, is_stack(shape))
-    sent = sent_bytes(quantizer, rows, cols, dtype, stays=stays, stored=kept is not None, whole=whole)
-    shares = [count / (2 * rows * cols) for count in sent]
-    how = f"{'stored and ' if kept is not None else ''}gathered as {quantizer}: "
+    sizes = sent_bytes(quantizer, rows, cols, dtype, stays=stays, stored=kind is not None, whole=whole)
+    shares = [count / (2 * rows * cols) for count in sizes]
+    how = f"{'stored and ' if kind is not None else ''}gathered as {quantizer}: "
     if stays:
         how += f"{shares[0]:.2f} of bf16, once for forward and backward"
     else:
         how += f"{shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
-    wanted = {"": (True, True)} if stays else {" in forward": (True, False), " in backward": (False, True)}
-    for (when, directions), count in zip(wanted.items(), sent, strict=False):
+    gathers = {"": (True, True)} if stays else {" in forward": (True, False), " in backward": (False, True)}
+    for (when, directions), count in zip(gathers.items(), sizes, strict=False):
         operands = operand_bytes(quantizer, rows, cols, dtype, *directions)
         if (reason := why_in(whole, directions)) is not None:
             how += f"; in high precision{when}: {reason}"

@@ -19,13 +19,13 @@ Buffers = tuple[Any, Sequence[Tensor]]
 class KnownInput(weakref.ref[Tensor]):
     """A tensor that was encoded."""
 
-    __slots__ = ("as_it_was", "by", "made")
+    __slots__ = ("as_it_was", "by", "value")
 
     as_it_was: tuple[object, ...]
     by: set[int]
     """The layers that have had it, each by its ``id``. One that asks again is in another pass, before which the tensor
     may have been written to by other means than autograd counts."""
-    made: Any
+    value: Any
     """The operands."""
 
 
@@ -51,9 +51,9 @@ class SharedColumn:
         """Note that one more layer needs it in backward."""
         self._users += 1
 
-    def begin(self, begin: Callable[[Sequence[Tensor]], Any], kept: Sequence[Tensor]) -> Any:
+    def begin(self, begin: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Any:
         """Begin to gather it, unless a sibling has."""
-        return begin(kept) if self._col is None else None
+        return begin(tensors) if self._col is None else None
 
     def finish(self, later: Callable[[Any], Sequence[Tensor]], begun: Any) -> Sequence[Tensor]:
         """The operand, for one of the layers."""
@@ -88,20 +88,20 @@ class LastInput(EncodedInputs):
     def find(self, x: Tensor, how: tuple[object, ...], layer: int) -> EncodedInput | None:
         """Return the encoded input that was made of this very tensor in this way, if the tensor has not changed
         since."""
-        for known in [*self.values()]:
-            if known() is x and known.as_it_was == _as_it_is(x, how) and layer not in known.by:
-                known.by.add(layer)
-                made: EncodedInput = known.made
-                return made
+        for entry in [*self.values()]:
+            if entry() is x and entry.as_it_was == _as_it_is(x, how) and layer not in entry.by:
+                entry.by.add(layer)
+                value: EncodedInput = entry.value
+                return value
         return None
 
-    def keep(self, x: Tensor, how: tuple[object, ...], made: EncodedInput, layer: int) -> None:
+    def keep(self, x: Tensor, how: tuple[object, ...], value: EncodedInput, layer: int) -> None:
         """Keep an encoded input until its tensor dies, or another one is kept."""
         key = object()
-        known = KnownInput(x, partial(self.pop, key))
-        known.as_it_was, known.made, known.by = _as_it_is(x, how), made, {layer}
+        entry = KnownInput(x, partial(self.pop, key))
+        entry.as_it_was, entry.value, entry.by = _as_it_is(x, how), value, {layer}
         self.clear()
-        self[key] = known
+        self[key] = entry
 
 
 def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:

@@ -59,7 +59,7 @@ class EncodedBy:
         this rank's part alone, where a state encoded it. ``over``: the group of ranks over whose parts statistics were
         reduced, and how its rows are divided; None: no ranks share it."""
         self.layers, self.state, self.measured, self.col, self.over = layers, state, measured, col, over
-        self._taken: set[int] = set()
+        self._receivers: set[int] = set()
         """The layers that have got the input in a pass that has a backward."""
         self._moved = False
 
@@ -79,7 +79,7 @@ class EncodedBy:
 
     def take(self, layer: StatefulLayer) -> None:
         """Note that this layer has got the input, and that its backward will ask for ``move``."""
-        self._taken.add(id(layer))
+        self._receivers.add(id(layer))
 
     def move(self, quantizer: Quantizer, measured: Sequence[Tensor], col: bool) -> bool:
         """Have the state remember the input, unless another layer's backward has. Return whether the layer is to do so,
@@ -88,8 +88,8 @@ class EncodedBy:
         ``measured`` are the statistics as backward has them: activation checkpointing may have measured again."""
         if self._moved:
             return False
-        if absent := [layer for layer in self.layers if id(layer) not in self._taken]:
-            have = listed([layer.title for layer in self.layers if id(layer) in self._taken])
+        if absent := [layer for layer in self.layers if id(layer) not in self._receivers]:
+            have = listed([layer.title for layer in self.layers if id(layer) in self._receivers])
             raise RuntimeError(
                 f"{absent[0].title} shares its states of inputs with {have}, and did not get, in a pass that "
                 "trains it, the input that was encoded for all of them: its states would be of an input that it "

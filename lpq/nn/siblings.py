@@ -82,16 +82,16 @@ class SharedInputs(EncodedInputs):
         as_it_is = (version_of(x), x.data_ptr(), stream, *static)
         row, later = encoder.row, encoder.later is not None
         col = (encoder.col, encoder.derived, later)
-        for known in [*self.values()]:
-            if layer in known.by and known() is x:  # another pass, and x may have changed uncounted
+        for entry in [*self.values()]:
+            if layer in entry.by and entry() is x:  # another pass, and x may have changed uncounted
                 for same in [key for key, other in [*self.items()] if other() is x]:
                     self.pop(same, None)
                 break
-        for known in [*self.values()]:
-            if known() is x and known.as_it_was == as_it_is:
-                known_row, known_col, (of_row, of_col) = known.made
+        for entry in [*self.values()]:
+            if entry() is x and entry.as_it_was == as_it_is:
+                known_row, known_col, (of_row, of_col) = entry.value
                 if known_row == row and (encoder.col is None or known_col == col):
-                    known.by.add(layer)
+                    entry.by.add(layer)
                     break
         else:
             assert row is not None
@@ -102,9 +102,9 @@ class SharedInputs(EncodedInputs):
             for oldest in [*self][: 1 - MOST]:
                 self.pop(oldest, None)
             key = object()
-            known = KnownInput(x, partial(self.pop, key))
-            known.as_it_was, known.made, known.by = as_it_is, (row, col, (of_row, of_col)), {layer}
-            self[key] = known
+            entry = KnownInput(x, partial(self.pop, key))
+            entry.as_it_was, entry.value, entry.by = as_it_is, (row, col, (of_row, of_col)), {layer}
+            self[key] = entry
         if encoder.col is None:
             return of_row, (), ()
         return of_row, (x, *of_col) if later else of_col, ()

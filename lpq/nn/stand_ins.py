@@ -64,13 +64,13 @@ def _read_of_class(owner: type, name: str) -> Read:
 class StandIn(nn.Module):
     """Takes the place of a layer: it keeps its input and returns a given tensor."""
 
-    def __init__(self, returned: Tensor) -> None:
+    def __init__(self, output: Tensor) -> None:
         super().__init__()
-        self.returned, self.given = returned, list[Any]()
+        self.output, self.inputs = output, list[Any]()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.given += [*args, *kwargs.items()]
-        return self.returned
+        self.inputs += [*args, *kwargs.items()]
+        return self.output
 
 
 class Trial(TorchFunctionMode):
@@ -80,7 +80,7 @@ class Trial(TorchFunctionMode):
     def __init__(self, grads: bool = False, device: torch.device | None = None) -> None:
         """``device``: where the forward runs; None: on the CPU."""
         super().__init__()
-        self.count = self.asked = 0
+        self.count = self.attribute_reads = 0
         self.grads, self.device = grads, device if device is not None and device.type != "meta" else torch.device("cpu")
         self.reads: dict[tuple[int, str], Read] = {}
         self.reads_tensors = False
@@ -111,7 +111,7 @@ class Trial(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":
-            self.asked += 1
+            self.attribute_reads += 1
         else:
             self.count += 1
         return func(*args, **(kwargs or {}))
@@ -121,16 +121,16 @@ class Trial(TorchFunctionMode):
         its buffers. ``base``: its class; None: the class that it had before ``lpq.fuse``."""
         return self._copy(module, stand_for, base, {})
 
-    def _copy(self, module: nn.Module, stand_for: StandFor, base: Any, known: dict[int, nn.Module]) -> Any:
+    def _copy(self, module: nn.Module, stand_for: StandFor, base: Any, copies: dict[int, nn.Module]) -> Any:
         cls: Any = base or class_before(module)
         like: Any = object.__new__(_noting(cls))
-        known[id(module)] = like
+        copies[id(module)] = like
         children: dict[str, nn.Module | None] = dict(module._modules)
         for name, child in module._modules.items():
             if child is not None:
-                made = known.get(id(child)) or stand_for(module, name, child)
-                known[id(child)] = made = made or self._copy(child, stand_for, None, known)
-                children[name] = made
+                twin = copies.get(id(child)) or stand_for(module, name, child)
+                copies[id(child)] = twin = twin or self._copy(child, stand_for, None, copies)
+                children[name] = twin
         own = {
             k: copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v for k, v in vars(module).items()
         }
@@ -175,7 +175,7 @@ class Trial(TorchFunctionMode):
     def of(self, *modules: nn.Module) -> tuple[Read, ...]:
         """The attributes that were read, without the children of these modules, which the caller compares."""
         skipped = {(id(module), name) for module in modules for name in module._modules}
-        return tuple(read for key, read in self.reads.items() if key not in skipped)
+        return tuple(attribute for key, attribute in self.reads.items() if key not in skipped)
 
 
 @contextmanager

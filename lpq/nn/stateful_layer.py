@@ -240,20 +240,20 @@ class StatefulLayer(nn.Module):
         return self
 
 
-def give_recipes(given: Mapping[StatefulLayer, Recipe | None]) -> None:
+def give_recipes(by_layer: Mapping[StatefulLayer, Recipe | None]) -> None:
     """Give layers recipes, or none if one of them cannot have its own. Layers whose ranks do not all come with a change
     keep theirs (``lpq/distributed/recipe_changes.py``)."""
-    changes = {layer: recipe for layer, recipe in given.items() if layer.recipe != recipe}
+    changes = {layer: recipe for layer, recipe in by_layer.items() if layer.recipe != recipe}
     together: dict[StatefulLayer, Comparison] = {}
     for layer, recipe in changes.items():
         layer.planned(recipe)
-        if (found := layer.model.changes_together(layer.shared_weight().device, layer.passes.traced)) is not None:
-            together[layer] = found
-    kept: Mapping[StatefulLayer, str] = {}
+        if (comparison := layer.model.changes_together(layer.shared_weight().device, layer.passes.traced)) is not None:
+            together[layer] = comparison
+    reasons: Mapping[StatefulLayer, str] = {}
     if together:
-        kept = withhold(together, changes)
-    for layer, recipe in given.items():
-        if (words := kept.get(layer)) is None:
+        reasons = withhold(together, changes)
+    for layer, recipe in by_layer.items():
+        if (words := reasons.get(layer)) is None:
             layer.take_recipe(recipe)
         else:
             layer.passes.withheld = words
@@ -261,7 +261,7 @@ def give_recipes(given: Mapping[StatefulLayer, Recipe | None]) -> None:
 
 def states_of(module: nn.Module, memories: Iterable[LayerBuffer]) -> dict[str, dict[str, Tensor]]:
     """The state of each tensor that these buffers are of, by the keys of its quantizer."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_tensor: dict[str, dict[str, Tensor]] = {}
     for name, tensor, key, *_ in memories:
-        found.setdefault(tensor, {})[key] = getattr(module, name)
-    return found
+        by_tensor.setdefault(tensor, {})[key] = getattr(module, name)
+    return by_tensor

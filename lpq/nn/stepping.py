@@ -68,7 +68,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
         module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
 
 
-def promote(model: nn.Module, given: Mapping[StatefulLayer, Recipe], *, until: int) -> None:
+def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until: int) -> None:
     """Put rules before the policy's own that give layers these recipes before a step. They hold from the next
     ``set_step`` on, and belong to the policy that checkpoints keep. Rules of earlier promotions that end sooner make
     room. All ranks that share the model call this.
@@ -85,11 +85,11 @@ def promote(model: nn.Module, given: Mapping[StatefulLayer, Recipe], *, until: i
         if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
             continue
         own = [(layer, _planned_name(layer)) for layer in _scheduled(module) if layer not in planned]
-        rules = [Rule((name,), given[layer], until) for layer, name in own if name is not None and layer in given]
+        rules = [Rule((name,), recipes[layer], until) for layer, name in own if name is not None and layer in recipes]
         policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))
         planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own if name is not None}
         records[module] = replace(conversion, policy=policy)
-    if lacking := [layer.title for layer in given if layer not in planned]:
+    if lacking := [layer.title for layer in recipes if layer not in planned]:
         raise ValueError(f"promote: {lacking[0]} has no recipe of a policy: convert the model by lpq.convert")
     _take(model, planned)
     for module, record in records.items():

@@ -51,9 +51,9 @@ def _functions(text: str, facts: Values, parts: Values | None) -> str:
     """The names of the functions that a step has, in one text, which Dynamo takes for a constant."""
     torch.compiler.allow_in_graph(_call)  # type: ignore[no-untyped-call]
     step = _step_few(text, facts, parts)
-    found = [(name, getattr(step, name)) for name in OF_STEP]
-    found += [(f"{name}.{part}", getattr(getattr(step, name), part, None)) for name in TENSORS for part in OF_ENCODER]
-    return " ".join(name for name, function in found if function is not None)
+    pairs = [(name, getattr(step, name)) for name in OF_STEP]
+    pairs += [(f"{name}.{part}", getattr(getattr(step, name), part, None)) for name in TENSORS for part in OF_ENCODER]
+    return " ".join(name for name, function in pairs if function is not None)
 
 
 @once_when_traced

@@ -29,7 +29,7 @@ Accumulate = Literal["grad", "main_grad"]
 """The tensor of a weight to which backward adds its gradient in place."""
 
 
-def asked(ctx: Any) -> tuple[bool, bool, bool]:
+def gradients_needed(ctx: Any) -> tuple[bool, bool, bool]:
     """Whether this backward is to make the gradients of x, of the weight and of the bias."""
     needs: tuple[bool, bool, bool] = ctx.needs_input_grad[:3]
     if torch.compiler.is_compiling() or autograd.runs_whole():

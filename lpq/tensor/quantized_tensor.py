@@ -115,7 +115,7 @@ class QuantizedTensor(Gathered, Tensor):
     """The state by which a producer encoded it, for layers that remember (``lpq/nn/shared_states.py``). Views of the
     whole keep it."""
 
-    read: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor]] | None = None
+    operand_cache: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor]] | None = None
     """The buffers of both operands, for the quantizer of the layer that read them last, or will read them: they stay
     the same tensors."""
 

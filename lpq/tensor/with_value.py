@@ -54,7 +54,7 @@ class WithValue(QuantizedTensor):
             t = args[0]
             row, col = t.stored
             same = _made(t.source, row, col, t)
-            same.read, same.encoded_by, same.writes = t.read, t.encoded_by, t.writes
+            same.operand_cache, same.encoded_by, same.writes = t.operand_cache, t.encoded_by, t.writes
             return same
         if schema_of(func).is_mutable and isinstance(args[0], WithValue):
             raise TypeError(

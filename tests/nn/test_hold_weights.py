@@ -126,9 +126,9 @@ def test_copies_hold_nothing() -> None:
     module = layer()
     with lpq.hold_weights(module):
         copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-        assert module.passes.held is not None
+        assert module.passes.held_weight is not None
     for one in copies:
-        assert one.passes.held is None
+        assert one.passes.held_weight is None
         with torch.no_grad():
             one.weight.mul_(-2)
         assert not torch.equal(one(x()), module(x()))

@@ -278,7 +278,7 @@ def inputs_of(model: Siblings) -> SharedInputs:
 
 def buffers_of(model: Siblings) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
     """Return references to the row and the column buffers of the input that was encoded last."""
-    *_, (row, col) = [*inputs_of(model).values()][-1].made
+    *_, (row, col) = [*inputs_of(model).values()][-1].value
     return [weakref.ref(t) for t in row], [weakref.ref(t) for t in col]
 
 
