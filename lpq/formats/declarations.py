@@ -19,8 +19,8 @@ def _fault(quantizer: Any, cause: str, remedy: str) -> Exception:
     return registry.at_fault(registry.format_of(type(quantizer)).name, cause, remedy)
 
 
-def check_declared(side: Any, **found: tuple[type, Any]) -> None:
-    for what, (kind, declared) in found.items():
+def check_declared(side: Any, **kinds: tuple[type, Any]) -> None:
+    for what, (kind, declared) in kinds.items():
         if not isinstance(declared, Sequence) or not all(isinstance(one, kind) for one in declared):
             cause = f"{side} has {what}={declared!r}, which is no tuple of {kind.__name__}"
             raise _fault(side, cause, f"write a tuple, ({kind.__name__}(…),), with a comma if it is one")

@@ -328,14 +328,14 @@ class Storage:
             setattr(self, name, tensor)
 
     def __getattr__(self, name: str) -> Tensor:
-        made = vars(self)
-        given = [key for key, value in made.items() if isinstance(value, Tensor)]
-        known = made["quantizer"].names if "quantizer" in made else [b.name for b in getattr(type(self), "layout", ())]
-        if name in known:  # obj, for Python to suggest no other attribute
+        own = vars(self)
+        there = [key for key, value in own.items() if isinstance(value, Tensor)]
+        names = own["quantizer"].names if "quantizer" in own else [b.name for b in getattr(type(self), "layout", ())]
+        if name in names:  # obj, for Python to suggest no other attribute
             raise AttributeError(
-                f"{type(self).__name__} was made without its buffer {name!r}: given were {given}", obj=self
+                f"{type(self).__name__} was made without its buffer {name!r}: given were {there}", obj=self
             )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {list(known) or given}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {list(names) or there}")
 
     def bind(self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """Set the quantizer, and the shape and dtype of the matrix that this storage stands for."""

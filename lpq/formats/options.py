@@ -45,19 +45,19 @@ class Options:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in cls.declarations:
-            found = getattr_static(cls, name)
-            if isinstance(found, property) and found.fget is not None:
-                setattr(cls, name, Declared(name, found.fget))
-            elif isinstance(found, cached_property):
-                setattr(cls, name, Declared(name, found.func))
+            attribute = getattr_static(cls, name)
+            if isinstance(attribute, property) and attribute.fget is not None:
+                setattr(cls, name, Declared(name, attribute.fget))
+            elif isinstance(attribute, cached_property):
+                setattr(cls, name, Declared(name, attribute.func))
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
         """The quantizer with these options, which may come from a string, a file or a call."""
-        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in options:
-            if name not in known:
-                raise OptionError.unknown(registry.format_of(cls).name, name, known)
+            if name not in names:
+                raise OptionError.unknown(registry.format_of(cls).name, name, names)
         return cls(**options).ready()
 
     def __post_init__(self) -> None:

@@ -29,15 +29,15 @@ def read(whole: type[Quantizer], options: Mapping[str, Any]) -> dict[str, Any]:
     or unfit: it remembers across steps, rounds with random bits, keeps the dtype of the matrix, or makes its column
     operand from its row operand.
     """
-    made, name = dict(options), registry.format_of(whole).name
+    complete, name = dict(options), registry.format_of(whole).name
     for field, hint in get_type_hints(whole).items():
         if isinstance(hint, type) and issubclass(hint, Quantizer):
-            if field not in made:
+            if field not in complete:
                 raise OptionError(f"{name} needs a quantizer for each part: add {field}=FORMAT")
-            made[field] = part = registry.quantizer(made[field])
+            complete[field] = part = registry.quantizer(complete[field])
             if why := _unfit(part):
                 raise OptionError(f"{name}: {field}={part} {why}: choose another quantizer for {field}")
-    return made
+    return complete
 
 
 def _unfit(part: Quantizer) -> str:
@@ -83,8 +83,8 @@ def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]
 def named(**declared: Iterable[Declared]) -> tuple[Declared, ...]:
     """The buffers or the statistics of parts, each with the name of its part in front. A later part is measured when it
     is encoded, so no buffer is declared to follow from statistics (``Buffer.from_stats``)."""
-    found = (replace(d, name=f"{part}_{d.name}") for part, of_part in declared.items() for d in of_part)
-    return tuple(replace(d, from_stats=False) if isinstance(d, Buffer) else d for d in found)  # type: ignore[call-arg]
+    parts = (replace(d, name=f"{part}_{d.name}") for part, of_part in declared.items() for d in of_part)
+    return tuple(replace(d, from_stats=False) if isinstance(d, Buffer) else d for d in parts)  # type: ignore[call-arg]
 
 
 def joined(**tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

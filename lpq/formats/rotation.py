@@ -36,7 +36,7 @@ class Rotation:
 
     def __post_init__(self) -> None:
         signs, matrix = self.signs, self.matrix
-        if sum(given is not None for given in (signs, matrix, self.drawn)) != 1:
+        if sum(source is not None for source in (signs, matrix, self.drawn)) != 1:
             raise ValueError(
                 "a Rotation has signs, of a Hadamard transform, or the rows of a matrix, or its signs are drawn: pass "
                 "one of signs, matrix and drawn"
@@ -145,10 +145,10 @@ def _multiplied(x: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
     order = len(matrix)
     rows = torch.tensor(matrix, dtype=torch.float32, device=x.device)
     blocks = x.reshape(x.shape[0], x.shape[1] // order, order)
-    made = torch.zeros_like(blocks)
+    product = torch.zeros_like(blocks)
     for i in range(order):
-        made = made + blocks[:, :, i : i + 1] * rows[i]
-    return made.flatten(1)
+        product = product + blocks[:, :, i : i + 1] * rows[i]
+    return product.flatten(1)
 
 
 HADAMARD = Rotation(signs=(1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))

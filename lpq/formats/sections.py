@@ -221,8 +221,8 @@ def bounds(offs: Sequence[int]) -> list[tuple[int, int]]:
 
 def starts(offs: Sequence[int], unit: int) -> list[int]:
     """Where each group begins in an operand in which they are padded to multiples of ``unit``."""
-    found, at = [], 0
+    begins, at = [], 0
     for start, stop in bounds(offs):
-        found.append(at)
+        begins.append(at)
         at += -(-(stop - start) // unit) * unit
-    return found
+    return begins

@@ -43,13 +43,13 @@ def _fallen(
     state: Sequence[StateBuffer], stats: Sequence[Stat], remember: Remember, raised: str, steps: int, size: float
 ) -> list[str]:
     """The parts of the state that are lower after a higher statistic."""
-    found = []
+    states = []
     for value in (LOWER, HIGHER):
         memory = {s.name: torch.zeros(s.shape, dtype=torch.float32) for s in state}
         ones = {stat.name: torch.ones(stat.grid(1, 1), dtype=stat.dtype) for stat in stats}
         for _ in range(steps):
             remember(memory, ones)
         remember(memory, {**ones, raised: ones[raised] * (value * size)})
-        found.append(memory)
-    lower, higher = found
+        states.append(memory)
+    lower, higher = states
     return [name for name in lower if bool((higher[name] < lower[name]).any())]

@@ -74,12 +74,12 @@ class Tiles(NamedTuple):
 
 def tiles(first: Quantizer, second: Quantizer, least: LeastKept | None, device: torch.device) -> Tiles | None:
     """The functions with which a kernel steps moments in these formats on this device; None: there is no kernel."""
-    found = stored_tile(first, device), stored_tile(second, device)
-    if found[0] is None or found[1] is None:
+    both = stored_tile(first, device), stored_tile(second, device)
+    if both[0] is None or both[1] is None:
         return None
-    if least is not None and least.stat.block != (1, found[1].width):
+    if least is not None and least.stat.block != (1, both[1].width):
         return None
-    return Tiles(found[0], found[1], 0.0 if least is None else least.share)
+    return Tiles(both[0], both[1], 0.0 if least is None else least.share)
 
 
 def step_kernel(

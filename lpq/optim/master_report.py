@@ -25,10 +25,10 @@ def report(copies: Mapping[Tensor, Tensor], keep: bool, others: Sequence[Tensor]
         stored = cast("QuantizedTensor", local_part(weight))
         by_format.setdefault(str(stored.quantizer), []).append(stored)
     for name, weights in by_format.items():
-        elements, held = sum(w.numel() for w in weights), sum(w.held_bytes for w in weights)
+        elements, size = sum(w.numel() for w in weights), sum(w.held_bytes for w in weights)
         masters = f"fp32 masters in {4 * elements} bytes" if keep else "no masters, fp32 copies while a step runs"
-        lines.append(f"{name}: {len(weights)} weights, {elements} elements in {held} bytes on this rank; {masters}")
+        lines.append(f"{name}: {len(weights)} weights, {elements} elements in {size} bytes on this rank; {masters}")
     if others:
-        elements, held = sum(local_part(p).numel() for p in others), sum(local_part(p).nbytes for p in others)
-        lines.append(f"not quantized: {len(others)} parameters, {elements} elements in {held} bytes on this rank")
+        elements, size = sum(local_part(p).numel() for p in others), sum(local_part(p).nbytes for p in others)
+        lines.append(f"not quantized: {len(others)} parameters, {elements} elements in {size} bytes on this rank")
     return "\n".join(lines)

@@ -94,7 +94,7 @@ class MasterWeights(Optimizer):
         self._copies: dict[Tensor, Tensor] = {}
         """The fp32 copy of each quantized weight, which the wrapped optimizer updates in its place."""
         self._finite = Finite()
-        self._seen: dict[Tensor, _Seen] = {}
+        self._counts: dict[Tensor, _Seen] = {}
         self._rounded: set[Tensor] = set()
         """The weights that ``lpq.convert`` rounded, whose masters begin with what these decode to."""
         self._due: set[Tensor] = set()
@@ -161,13 +161,13 @@ class MasterWeights(Optimizer):
 
     def seen(self, weight: Tensor) -> None:
         """Take note that the weight and its master belong together as they are now."""
-        self._seen[weight] = _Seen.of(weight)
+        self._counts[weight] = _Seen.of(weight)
         self._due.discard(weight)
         self._rounded.discard(weight)
 
     def _fresh(self, weight: Tensor) -> bool:
         """Whether nothing was written to the weight since."""
-        return weight in self._seen and self._seen[weight].still(_Seen.of(weight))
+        return weight in self._counts and self._counts[weight].still(_Seen.of(weight))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -239,9 +239,9 @@ class MasterWeights(Optimizer):
 
     def _follow(self) -> None:
         """Take parameters that libraries which shard a model have put in place of others, before the first step."""
-        given = [p for group in self.param_groups for p in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
         if any(self.updated(weight) is not updated for weight, updated in self._pairs()):
-            self._copies = {weight: copy for weight, copy in self._copies.items() if any(weight is p for p in given)}
+            self._copies = {weight: copy for weight, copy in self._copies.items() if any(weight is p for p in params)}
             for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
                 theirs["params"] = [self._copies[p] if p in self._copies else self._copy_of(p) for p in ours["params"]]
 
@@ -276,7 +276,7 @@ class MasterWeights(Optimizer):
             self._finite.check(stored, values)
         finally:  # writes before the error are the optimizer's own
             for weight in due:
-                self._seen[weight] = _Seen.of(weight)
+                self._counts[weight] = _Seen.of(weight)
         self._due.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ class MasterWeights(Optimizer):
         """Restore a copy, or one from a pickle, whose tensors count their writes anew."""
         fresh, due = state.pop("fresh", []), state.pop("due", [])
         super().__setstate__(state)
-        self._finite, self._seen, self._due, self._rounded = Finite(), {}, set(), set()
+        self._finite, self._counts, self._due, self._rounded = Finite(), {}, set(), set()
         for weight in fresh:
             self.seen(weight)
         self._due.update(due)
@@ -331,8 +331,8 @@ class MasterWeights(Optimizer):
         weights are not touched: they are in the model's state. Where it does not fit, nothing is loaded."""
         state_dict = state_dict.copy()
         for before in load_pre_hooks(self).values():
-            given = before(self, state_dict)
-            state_dict = state_dict if given is None else given
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         rest, masters = self._apart(state_dict)
         self.optimizer.load_state_dict(rest)
         with torch.no_grad():
@@ -349,10 +349,10 @@ class MasterWeights(Optimizer):
     def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
         """A state as the wrapped optimizer takes it, and the master in it of each weight; an error if it is of other
         parameters."""
-        found, expected = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
-        if found != expected:
+        sizes, ours = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
+        if sizes != ours:
             raise ValueError(
-                f"the state has groups of {found} parameters, and the optimizer of {expected}: make its groups as they "
+                f"the state has groups of {sizes} parameters, and the optimizer of {ours}: make its groups as they "
                 "were when the state was saved"
             )
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -372,9 +372,9 @@ class MasterWeights(Optimizer):
                     f"{_whose(weight)}the state has no master for parameter {key}, a {list(weight.shape)} weight: it "
                     "was saved without masters. Load the weights without the optimizer, then make MasterWeights"
                 )
-            if (saved := _shape(master)) != (here := _shape(own)):
+            if (shape := _shape(master)) != (here := _shape(own)):
                 raise ValueError(
-                    f"{_whose(weight)}the state has a master of shape {saved} for parameter {key}, a weight of shape "
+                    f"{_whose(weight)}the state has a master of shape {shape} for parameter {key}, a weight of shape "
                     f"{here}: load a state of the same parameters in the same order, sharded as they are here. "
                     "lpq.checkpoint goes by names and shards anew"
                 )

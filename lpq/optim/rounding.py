@@ -62,28 +62,28 @@ def least_kept(quantizer: Quantizer, fall: float) -> LeastKept | str | None:
         quantizer: The quantizer of the row operand.
         fall: The factor by which a root falls in a step without a gradient.
     """
-    found = next(_that_keep(quantizer), "it loses small elements beside large ones")
-    if isinstance(found, str):
-        return found
-    held = rounded(quantizer, raised(_numbers().abs(), found))
-    falling = rounded(quantizer, raised(held * fall, found))
-    if fall < 1 and bool((falling >= held)[held > 0].any()):
+    least = next(_that_keep(quantizer), "it loses small elements beside large ones")
+    if isinstance(least, str):
+        return least
+    roots = rounded(quantizer, raised(_numbers().abs(), least))
+    next_roots = rounded(quantizer, raised(roots * fall, least))
+    if fall < 1 and bool((next_roots >= roots)[roots > 0].any()):
         return (
             f"what falls by a factor of {fall:.5g} in a step would never fall in it: choose a format of blocks with "
             "scales in fp32"
         )
-    return found
+    return least
 
 
 def _that_keep(quantizer: Quantizer) -> Iterator[LeastKept | None]:
     x = _numbers().abs()
     largest = [stat for stat in quantizer.stats if stat.largest]
-    tried: list[LeastKept | None] = [None]
+    candidates: list[LeastKept | None] = [None]
     for stat in sorted(largest, key=lambda s: [size or COLS for size in s.block]):
-        tried += [LeastKept(stat, 2.0**-power) for power in range(LEAST, 0, -1)]
-    for kept in tried:
-        if bool((rounded(quantizer, raised(x, kept)) * TWICE >= x).all()):
-            yield kept
+        candidates += [LeastKept(stat, 2.0**-power) for power in range(LEAST, 0, -1)]
+    for least in candidates:
+        if bool((rounded(quantizer, raised(x, least)) * TWICE >= x).all()):
+            yield least
 
 
 def root_of(x: Tensor) -> Tensor:
@@ -91,16 +91,16 @@ def root_of(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
-def raised(root: Tensor, kept: LeastKept | None, amax: Tensor | None = None) -> Tensor:
+def raised(root: Tensor, least: LeastKept | None, amax: Tensor | None = None) -> Tensor:
     """The matrix of roots with its elements at least the least that the format keeps. Zero stays zero.
 
     ``amax``: the statistic, if it is known.
     """
-    if kept is None:
+    if least is None:
         return root
-    amax = block_amax(root, kept.stat.block) if amax is None else amax
-    least = expand_blocks(amax * kept.share, kept.stat.block, *root.shape)
-    return torch.where(root > 0, torch.maximum(root, least), root)
+    amax = block_amax(root, least.stat.block) if amax is None else amax
+    floor = expand_blocks(amax * least.share, least.stat.block, *root.shape)
+    return torch.where(root > 0, torch.maximum(root, floor), root)
 
 
 @cache

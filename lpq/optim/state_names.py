@@ -33,7 +33,7 @@ class StateKind(NamedTuple):
 
 def states_of(optimizer: Optimizer) -> dict[str, StateKind]:
     """The tensors that an optimizer keeps of a parameter, by name."""
-    found: dict[str, StateKind] = {}
+    kinds: dict[str, StateKind] = {}
     error: Exception | None = None
     for group in optimizer.param_groups:
         for shape in SHAPES:
@@ -43,24 +43,24 @@ def states_of(optimizer: Optimizer) -> dict[str, StateKind]:
                 error = raised
                 continue
             for name, one in states.items():
-                fall = max(one.fall, found[name].fall) if name in found else one.fall
-                found[name] = one._replace(fall=fall)
-    if not found and error is not None:
+                fall = max(one.fall, kinds[name].fall) if name in kinds else one.fall
+                kinds[name] = one._replace(fall=fall)
+    if not kinds and error is not None:
         raise TypeError(
             f"QuantizedStates cannot find the states of {type(optimizer).__name__}, whose step with a small matrix "
             f"raised {type(error).__name__}: {error}"
         ) from error
-    return found
+    return kinds
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, StateKind]:
     (param, up), (_, down) = (_stepped(optimizer, group, shape, sign) for sign in (1.0, -1.0))
-    found: dict[str, StateKind] = {}
+    kinds: dict[str, StateKind] = {}
     for name, first in up.items():
         second = all(bool((x >= 0).all()) and bool((x > 0).any()) for x in (first[0], down[name][0]))
         fall = float((first[1] / first[0]).max().sqrt()) if second else 1.0
-        found[name] = StateKind(second, fall, first[0].shape == param.shape)
-    return found
+        kinds[name] = StateKind(second, fall, first[0].shape == param.shape)
+    return kinds
 
 
 def _stepped(

@@ -161,7 +161,7 @@ class QuantizedStates(Optimizer):
             zero = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name in self.forms}
             state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zero)
             self._store(state, {})
-        m, root = _held(state.get(first.key)), _held(state.get(second.key))
+        m, root = _part(state.get(first.key)), _part(state.get(second.key))
         if m is None or root is None:
             return False
         weight, gradient = plain(local_part(p)), local_part(cast("Tensor", p.grad))
@@ -199,7 +199,7 @@ class QuantizedStates(Optimizer):
     def _decoded(self, p: Tensor) -> Iterator[None]:
         """Decode the states of a parameter, and encode them afterwards; on an error they are as they were."""
         state: State = self.state[p]
-        stored = {form.key: state[form.key] for form in self.forms.values() if _held(state.get(form.key)) is not None}
+        stored = {form.key: state[form.key] for form in self.forms.values() if _part(state.get(form.key)) is not None}
         for name, form in self.forms.items():
             if form.key in stored:
                 state[name] = _value(state.pop(form.key), form.second)
@@ -239,17 +239,17 @@ class QuantizedStates(Optimizer):
     def _settle(self, p: Tensor) -> None:
         """Store the states of a parameter, which may be decoded, or stored in another format."""
         state: State = self.state.get(p, {})
-        kept: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
         for name, form in self.forms.items():
-            stored = _held(state.get(form.key))
+            stored = _part(state.get(form.key))
             if stored is not None:
-                held = state.pop(form.key)
+                own = state.pop(form.key)
                 if stored.quantizer == form.quantizer:
-                    kept[form.key] = held
+                    others[form.key] = own
                 else:
-                    state[name] = _value(held, form.second)
+                    state[name] = _value(own, form.second)
         self._store(state, {})
-        state.update(kept)
+        state.update(others)
 
     # ------------------------------------------------------------------------------ what is stored, copies, loading
 
@@ -259,15 +259,15 @@ class QuantizedStates(Optimizer):
             return "The states that are stored in a format are known after a step"
         lines: list[str] = []
         for name, form in self.forms.items():
-            stored = [held for state in self.state.values() if (held := _held(state.get(form.key))) is not None]
-            values, held_bytes = sum(held.numel() for held in stored), sum(held.held_bytes for held in stored)
+            stored = [part for state in self.state.values() if (part := _part(state.get(form.key))) is not None]
+            values, size = sum(part.numel() for part in stored), sum(part.held_bytes for part in stored)
             root = ", of its root" if form.second else ""
             lines.append(
-                f"{name}: {form.quantizer}{root}, of {len(stored)} tensors, {values} elements in {held_bytes} bytes "
+                f"{name}: {form.quantizer}{root}, of {len(stored)} tensors, {values} elements in {size} bytes "
                 "on this rank"
             )
             stays: dict[str, list[str]] = {}
-            for value in (s[name] for s in self.state.values() if name in s and _held(s[name]) is None):
+            for value in (s[name] for s in self.state.values() if name in s and _part(s[name]) is None):
                 stays.setdefault(str(self._why_stays(form, value)), []).append(str(list(value.shape)))
             lines += [f"  as it was, because {reason}: {listed(shapes)}" for reason, shapes in stays.items()]
         return "\n".join(lines)
@@ -285,29 +285,29 @@ class QuantizedStates(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or take what ``load_state_dict`` read, which is the wrapped optimizer's."""
-        read = {name: value for name, value in state.items() if name in ("state", "param_groups")}
-        own = {name: value for name, value in state.items() if name not in read}
+        theirs = {name: value for name, value in state.items() if name in ("state", "param_groups")}
+        own = {name: value for name, value in state.items() if name not in theirs}
         self.__dict__.update(own)
-        if read:
-            self.optimizer.__setstate__(read)
+        if theirs:
+            self.optimizer.__setstate__(theirs)
         super().__setstate__(own)
 
 
 def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[str, StateForm]:
     kind = type(optimizer).__name__
     with torch.device("cpu"):  # whatever the default device is
-        found = states_of(optimizer)
-    has = f"{kind} keeps {', '.join(found)}" if found else f"{kind} keeps no state of a parameter"
+        kinds = states_of(optimizer)
+    has = f"{kind} keeps {', '.join(kinds)}" if kinds else f"{kind} keeps no state of a parameter"
     if not formats:
         raise OptionError(f"QuantizedStates got no format, and {has}: give one for each that is to be stored, by name")
     forms: dict[str, StateForm] = {}
     for name, text in formats.items():
-        if name not in found:
-            raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}: {suggestion(name, found)}")
+        if name not in kinds:
+            raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}: {suggestion(name, kinds)}")
         quantizer: Quantizer = registry.quantizer(text).side("row")
-        second = found[name].second
+        second = kinds[name].second
         with torch.device("cpu"):
-            safe = why_not(quantizer) or (least_kept(quantizer, found[name].fall) if second else None)
+            safe = why_not(quantizer) or (least_kept(quantizer, kinds[name].fall) if second else None)
         if isinstance(safe, str):
             raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
         if safe is not None and safe.stat.of_all:
@@ -316,7 +316,7 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
                 f"tensor: a root below {safe.share:.3g} of the largest in its tensor is stored as that, so its weight "
                 "moves slowly. Choose a format of blocks with scales in fp32, for each row or smaller blocks"
             )
-        forms[name] = StateForm(quantizer, second, safe, f"{name}_{ROOT}" if second else name, found[name].like)
+        forms[name] = StateForm(quantizer, second, safe, f"{name}_{ROOT}" if second else name, kinds[name].like)
     return forms
 
 
@@ -329,20 +329,20 @@ def _is_plain(p: Tensor) -> bool:
     return all(type(part) is Tensor and part.layout is torch.strided and part.dtype in DTYPES for part in parts)
 
 
-def _held(state: object) -> QuantizedTensor | None:
+def _part(state: object) -> QuantizedTensor | None:
     """This rank's part of a state that is stored in a format; None of any other."""
     part = local_part(state) if isinstance(state, Tensor) else None
     return part if isinstance(part, QuantizedTensor) else None
 
 
-def _value(held: Tensor, second: bool) -> Tensor:
+def _value(state: Tensor, second: bool) -> Tensor:
     """The decoded state, in the dtype that the optimizer keeps it in."""
-    stored = cast("QuantizedTensor", local_part(held))
+    stored = cast("QuantizedTensor", local_part(state))
     if second:
         local = stored.dequantize(torch.float32).square().to(stored.dtype)
     else:
         local = stored.dequantize()
-    return dtensor_as(held, local) if isinstance(held, DTensor) else local
+    return dtensor_as(state, local) if isinstance(state, DTensor) else local
 
 
 def _empty(quantizer: Quantizer, value: Tensor) -> Tensor:
@@ -351,10 +351,10 @@ def _empty(quantizer: Quantizer, value: Tensor) -> Tensor:
     local = local_part(value)
     matrix = as_matrix(local).shape
     operand = quantizer.storage.empty(quantizer, tuple(matrix), value.dtype, local.device)
-    made = QuantizedTensor(operand, None, quantizer, local.shape, value.dtype)
+    tensor = QuantizedTensor(operand, None, quantizer, local.shape, value.dtype)
     if not isinstance(value, DTensor):
-        return made
-    return dtensor_over(made, value.device_mesh, value.placements, tuple(value.shape))
+        return tensor
+    return dtensor_over(tensor, value.device_mesh, value.placements, tuple(value.shape))
 
 
 def _check_placed(quantizer: Quantizer, value: Tensor) -> None:

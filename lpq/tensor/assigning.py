@@ -33,15 +33,15 @@ def assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets[id(value)] = target, value
         return value
 
-    def given(argument: Any, value: Any) -> Any:
+    def argument_for(argument: Any, value: Any) -> Any:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         take: Callable[[QuantizedTensor], Tensor] = fresh if writes else QuantizedTensor.dequantize
         return tree_map_only(QuantizedTensor, take, value)
 
     schema = schema_of(func).arguments
     named = {argument.name: argument for argument in schema}
-    args = tuple(given(argument, value) for argument, value in zip(schema, args, strict=False))
-    out = func(*args, **{name: given(named[name], value) for name, value in kwargs.items()})
+    args = tuple(argument_for(argument, value) for argument, value in zip(schema, args, strict=False))
+    out = func(*args, **{name: argument_for(named[name], value) for name, value in kwargs.items()})
     _write_all([target for target, _ in targets.values()], [value for _, value in targets.values()])
     for target, _ in targets.values():
         if not target.is_inference():  # autograd counts a write to a tensor, but not to one in a list
@@ -79,8 +79,8 @@ def copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
             return target
         target.tell_if_rounded_twice(source)
         source = source.dequantize(torch.float32)
-    kept = source.dtype if source.dtype in DTYPES else target.dtype  # torch casts values of other dtypes as well
-    _write_all([target], [source.to(target.device, kept).expand(target.shape)])
+    dtype = source.dtype if source.dtype in DTYPES else target.dtype  # torch casts values of other dtypes as well
+    _write_all([target], [source.to(target.device, dtype).expand(target.shape)])
     return target
 
 

@@ -63,7 +63,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take a view of it")
     if schema_of(func).is_mutable:
         return assign(func, args, kwargs)
-    return _read(func, args, kwargs)
+    return _decode_and_run(func, args, kwargs)
 
 
 # ---------------------------------------------------------------------------------------------- views
@@ -120,8 +120,8 @@ def _alias(t: QuantizedTensor) -> Any:
 def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
     size = list(size)
     if -1 in size:
-        known = math.prod(s for s in size if s != -1)
-        size[size.index(-1)] = t.numel() // known if known else 0
+        rest = math.prod(s for s in size if s != -1)
+        size[size.index(-1)] = t.numel() // rest if rest else 0
     if math.prod(size) != t.numel():
         return NotImplemented  # the operator itself reports the error
     return _same_matrix(t, t.with_operands(*t.stored, torch.Size(size), t.dtype))
@@ -316,10 +316,10 @@ def _new_zeros(
     is_shard = t.dim() and not t.is_stack and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
         check_shard(t, size[0])
-    made = _new_empty(t, size, dtype=dtype, device=device).zero_()
-    if is_shard and isinstance(made, QuantizedTensor):
-        made.amax_group = "unattached"
-    return made
+    zeros = _new_empty(t, size, dtype=dtype, device=device).zero_()
+    if is_shard and isinstance(zeros, QuantizedTensor):
+        zeros.amax_group = "unattached"
+    return zeros
 
 
 def _values_like(function: Any) -> Handler:
@@ -375,25 +375,25 @@ AVERAGING = (aten.sub.Tensor, aten.mul.Tensor, aten.lerp.Scalar, aten.lerp.Tenso
 """The first operators of an average, as ``AveragedModel`` and functions for it compute one."""
 
 
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _decode_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on decoded tensors."""
     for tensor in tree_leaves(args[:1]):
         if isinstance(tensor, QuantizedTensor):
             check_received(func, tensor)
-    found: list[QuantizedTensor] = []
+    tensors: list[QuantizedTensor] = []
 
     def decode(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        found.append(value)
+        tensors.append(value)
         return value.dequantize()
 
     args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
     copy = ", and writing to the result does not change the tensor" if func.is_view else ""
     warn(  # Python shows the same text from the same place once
-        f"{func} has no form on the buffers of {found[0].quantizer if found else 'a quantized tensor'}: "
+        f"{func} has no form on the buffers of {tensors[0].quantizer if tensors else 'a quantized tensor'}: "
         f"it runs on the decoded tensor, in high precision{copy}. Where that is meant, call it on "
-        f"dequantize(){AVERAGE if found and found[0].place and func in AVERAGING else ''}",
+        f"dequantize(){AVERAGE if tensors and tensors[0].place and func in AVERAGING else ''}",
         PrecisionWarning,
     )
     return cast("Any", func(*args, **kwargs))

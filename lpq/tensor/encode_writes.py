@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lpq import operations
 from lpq.formats.format import Quantizer, Storage
+from lpq.formats.layout import bytes_of
 from lpq.formats.sections import is_stack
 from lpq.operations.cut import check_shard
 from lpq.operations.decoding import decode
@@ -132,12 +133,7 @@ def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None,
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
                 if changed is not None:
-                    taken: Tensor = torch.where(changed != 0, bits(written), bits(buffer))
-                    bits(buffer).copy_(taken)
+                    chosen: Tensor = torch.where(changed != 0, bytes_of(written), bytes_of(buffer))
+                    bytes_of(buffer).copy_(chosen)
                 else:
                     buffer.copy_(written)
-
-
-def bits(buffer: Tensor) -> Tensor:
-    """The bytes of a buffer whose dtype has one byte, for which torch has few operators; any other buffer itself."""
-    return buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer

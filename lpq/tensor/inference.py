@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 
-def normal_tensors(wanted: bool = True) -> AbstractContextManager[None]:
+def normal_tensors(serve_training: bool = True) -> AbstractContextManager[None]:
     """Make tensors inside that also serve training, where inference mode is on."""
-    return _outside() if wanted and torch.is_inference_mode_enabled() else nullcontext()
+    return _outside() if serve_training and torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class Observed:
         if self.state is None:
             return measured
         recalled = recall(quantizer, row, col, self.state)
-        return [one if known is None else known for one, known in zip(measured, recalled, strict=True)]
+        return [one if own is None else own for one, own in zip(measured, recalled, strict=True)]
 
     def decoded(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the fp32 matrices that the row and the column operand stand for, both laid out as the tensor is, with

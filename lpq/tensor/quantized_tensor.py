@@ -250,9 +250,9 @@ class QuantizedTensor(Gathered, Tensor):
         dtype: torch.dtype,
     ) -> QuantizedTensor:
         """A tensor like this one, over other operands."""
-        made = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
-        made.place, made.owner, made.is_data = self.place, self.owner, self.is_data
-        return made
+        tensor = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
+        tensor.place, tensor.owner, tensor.is_data = self.place, self.owner, self.is_data
+        return tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """The same tensor, over ``function`` of each buffer."""
@@ -347,8 +347,8 @@ class QuantizedTensor(Gathered, Tensor):
     __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = ", ".join(f"{d}={s!r}" for d, s in self.operands)
-        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
+        operands = ", ".join(f"{d}={s!r}" for d, s in self.operands)
+        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {operands})"
 
     def _repr_html_(self) -> str:
         return preformatted(repr(self))

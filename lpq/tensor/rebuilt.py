@@ -42,7 +42,7 @@ def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str,
     whole = _side(quantizer)
     cols = shape[-1] if shape else 1
     matrix = (prod(shape[:-1]), cols)
-    made: dict[str, Storage] = {}
+    operands: dict[str, Storage] = {}
     for direction, operand in sides.items():
         if not isinstance(operand, tuple) or len(operand) != 4:
             raise _damaged(f"its {direction} operand is {brief(operand)}")
@@ -51,41 +51,41 @@ def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str,
         if side != whole.side(direction):
             raise _damaged(f"its {direction} operand is stored as {side}, and the tensor as {whole}")
         in_stack = isinstance(rows_and_cols, tuple) and is_stack(rows_and_cols) and is_stack(shape)
-        wanted = along(direction, shape if in_stack else matrix)
-        if rows_and_cols != wanted or not isinstance(stored, torch.dtype) or not stored.is_floating_point:
+        expected_shape = along(direction, shape if in_stack else matrix)
+        if rows_and_cols != expected_shape or not isinstance(stored, torch.dtype) or not stored.is_floating_point:
             raise _damaged(
                 f"its {direction} operand is of shape {brief(rows_and_cols)} and dtype {brief(stored)}, and "
-                f"{list(wanted)} is wanted"
+                f"{list(expected_shape)} is wanted"
             )
         if not isinstance(buffers, Mapping) or set(buffers) != set(side.names):
             raise _damaged(f"its {direction} operand has not the buffers {', '.join(side.names)}")
-        tensors = [_buffer(direction, b, buffers[b.name], wanted, b.dtype or stored) for b in side.layout]
-        if len({t.device for op in made.values() for t in op.tensors()} | {t.device for t in tensors}) > 1:
+        tensors = [_buffer(direction, b, buffers[b.name], expected_shape, b.dtype or stored) for b in side.layout]
+        if len({t.device for op in operands.values() for t in op.tensors()} | {t.device for t in tensors}) > 1:
             raise _damaged("its buffers are on several devices")
-        made[direction] = side.storage.wrap(tensors, side, wanted, stored)
-    return made
+        operands[direction] = side.storage.wrap(tensors, side, expected_shape, stored)
+    return operands
 
 
 def _side(text: Any) -> Quantizer:
     if not isinstance(text, str):
         raise _damaged(f"its quantizer is {brief(text)}")
-    found: Quantizer = registry.quantizer(text)
-    return found
+    quantizer: Quantizer = registry.quantizer(text)
+    return quantizer
 
 
-def _buffer(direction: str, buffer: Buffer, found: Any, matrix: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _buffer(direction: str, buffer: Buffer, tensor: Any, matrix: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A buffer in its declared dtype. One of 8-bit elements may have been saved as bytes."""
     what = f"the buffer {buffer.name} of its {direction} operand"
-    if not isinstance(found, Tensor) or found.layout != torch.strided:
-        raise _damaged(f"{what} is {brief(found) if not isinstance(found, Tensor) else found.layout}")
-    as_bytes = found.dtype == torch.uint8 and dtype.itemsize == 1
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        raise _damaged(f"{what} is {brief(tensor) if not isinstance(tensor, Tensor) else tensor.layout}")
+    as_bytes = tensor.dtype == torch.uint8 and dtype.itemsize == 1
     *count, rows, cols = matrix
     grid = (*count, *buffer.grid(rows, cols))
-    if found.shape != grid or not (as_bytes or found.dtype == dtype):
+    if tensor.shape != grid or not (as_bytes or tensor.dtype == dtype):
         raise _damaged(
-            f"{what} is {found.dtype} of shape {list(found.shape)}, and {dtype} of shape {list(grid)} is wanted"
+            f"{what} is {tensor.dtype} of shape {list(tensor.shape)}, and {dtype} of shape {list(grid)} is wanted"
         )
-    return found.contiguous().view(dtype)
+    return tensor.contiguous().view(dtype)
 
 
 def _damaged(why: str) -> DamagedTensor:

@@ -60,8 +60,8 @@ def _wrap(
     shape: list[int],
     dtype: torch.dtype,
 ) -> QuantizedTensor:
-    found = [(direction, registry.quantizer(text), matrix, stored) for direction, text, matrix, stored in sides]
-    return QuantizedTensor.over(tensors, found, registry.quantizer(quantizer), shape, dtype)
+    operands = [(direction, registry.quantizer(text), matrix, stored) for direction, text, matrix, stored in sides]
+    return QuantizedTensor.over(tensors, operands, registry.quantizer(quantizer), shape, dtype)
 
 
 _wrap_in_graph = opaque_when_traced(_wrap)

@@ -44,7 +44,7 @@ class WithValue(QuantizedTensor):
     ) -> WithValue:
         encoded = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
         row, col = encoded.stored
-        return _made(inner["value"], row, col, encoded)
+        return _with_source(inner["value"], row, col, encoded)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -53,7 +53,7 @@ class WithValue(QuantizedTensor):
         if func in SAME or (func is aten.view.default and [*args[1]] == [*args[0].shape]):
             t = args[0]
             row, col = t.stored
-            same = _made(t.source, row, col, t)
+            same = _with_source(t.source, row, col, t)
             same.operand_cache, same.encoded_by, same.writes = t.operand_cache, t.encoded_by, t.writes
             return same
         if schema_of(func).is_mutable and isinstance(args[0], WithValue):
@@ -65,11 +65,11 @@ class WithValue(QuantizedTensor):
         return func(*args, **kwargs)
 
 
-def _made(source: Value, row: Storage | None, col: Storage | None, like: QuantizedTensor) -> WithValue:
-    made = WithValue(row, col, like.quantizer, like.shape, like.dtype)
-    assert isinstance(made, WithValue)
-    made.source = source
-    return made
+def _with_source(source: Value, row: Storage | None, col: Storage | None, like: QuantizedTensor) -> WithValue:
+    tensor = WithValue(row, col, like.quantizer, like.shape, like.dtype)
+    assert isinstance(tensor, WithValue)
+    tensor.source = source
+    return tensor
 
 
 def _value(t: Any) -> Any:
