@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_unit import Unit
 from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
-from lpq.distributed.several_matrices import Measuring, Scratch
+from lpq.distributed.several_matrices import Measurements, Scratch
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shard_statistics import measure_all, stale
 from lpq.distributed.trained import check_once
@@ -48,7 +47,7 @@ class Gathering(Watcher):
         """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._memories: Memories | None = None
-        self._measuring = Measuring()
+        self._measurements: Measurements = {}
         self.scratch = Scratch()
         steps().call(self)
 
@@ -125,10 +124,12 @@ class Gathering(Watcher):
         return gathers
 
     def lend(self) -> None:
-        """Have torch call the only lender when it compiles: for the first time, or after ``torch.compiler.reset``."""
+        """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles. Some
+        versions of torch print every tensor of a graph into the text of its guards, and so read it. torch is told once,
+        and again after ``torch.compiler.reset``."""
         compiler = sys.modules.get(CALLBACKS)
-        if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
-            _lender().lend_while_compiling()
+        if compiler is not None and _lend not in compiler.callback_handler.start_callbacks:
+            call_around_compiling(_lend, _take_back)
 
     def forget(self) -> None:
         """Compare and decide again, since a recipe has changed."""
@@ -154,7 +155,7 @@ class Gathering(Watcher):
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
         reductions = Reductions()
         gathers = self._find()
-        measure_all(stale(gathers, fsdp.shards(gather.site for gather in gathers)), reductions, self._measuring)
+        measure_all(stale(gathers, fsdp.shards(gather.site for gather in gathers)), reductions, self._measurements)
         reductions.run()
 
     def weights(self) -> dict[str, Tensor]:
@@ -202,7 +203,7 @@ class Gathering(Watcher):
         params = {id(p) for p in _params(optimizer)}
         gathers = [*self._gathers.values()]
         written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
-        measure_all([gather for gather, param in written if id(param) in params], reductions, self._measuring)
+        measure_all([gather for gather, param in written if id(param) in params], reductions, self._measurements)
         if self._memories is None:
             neither = (None, None)
             self._memories = Memories(
@@ -211,34 +212,18 @@ class Gathering(Watcher):
         self._memories.reduce(optimizer, reductions)
 
 
-class _Lender:
-    """The actions before and after torch compiles. One instance serves all gatherings."""
-
-    def __init__(self) -> None:
-        self._lent: list[Tensor] = []
-        """The buffers that hold memory while torch compiles."""
-
-    def lend_while_compiling(self) -> None:
-        """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
-
-        Some versions of torch print every tensor of a graph into the text of its guards, and so read it.
-        """
-        call_around_compiling(self.lend, self.take_back)
-
-    def lend(self, *_: Any) -> None:
-        gatherings = [watcher for watcher in steps().watchers() if isinstance(watcher, Gathering)]
-        self._lent = [tensor for gathering in gatherings for tensor in gathering.missing()]
-        fsdp.allocate(self._lent)
-
-    def take_back(self, *_: Any) -> None:
-        fsdp.free(self._lent)
-        self._lent = []
+_LENT: list[Tensor] = []
+"""The buffers that hold memory while torch compiles."""
 
 
-@cache
-def _lender() -> _Lender:
-    """The only instance."""
-    return _Lender()
+def _lend(*_: Any) -> None:
+    _LENT[:] = [t for watcher in steps().watchers() if isinstance(watcher, Gathering) for t in watcher.missing()]
+    fsdp.allocate(_LENT)
+
+
+def _take_back(*_: Any) -> None:
+    fsdp.free(_LENT)
+    _LENT.clear()
 
 
 def _gathering_of(module: Any) -> Gathering | None:

@@ -45,7 +45,7 @@ def spanning(side: Quantizer, direction: Direction) -> list[Stat]:
     return [stat for stat in side.stats if spans((stat, int(direction == "col")))]
 
 
-def measured_together(side: Quantizer, direction: Direction, dtype: torch.dtype, device: torch.device) -> bool:
+def can_measure_together(side: Quantizer, direction: Direction, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether one launch measures all statistics of several matrices that reach beyond these."""
     stats = spanning(side, direction)
     if len(stats) > 1 or not all(stat.largest and _of_matrix(stat, direction) in OF for stat in stats):
@@ -153,30 +153,23 @@ class ShardStatistics:
         bound[1].run()
 
 
-class Measuring:
-    """The statistics of shards that are measured together, each bound once."""
+Measurements = dict[tuple[object, ...], ShardStatistics]
+"""Statistics of shards that were measured together, by all that their launches are bound to."""
 
-    def __init__(self) -> None:
-        self._bound: dict[tuple[object, ...], ShardStatistics] = {}
 
-    def measure(
-        self,
-        side: Quantizer,
-        direction: Direction,
-        xs: Sequence[Tensor],
-        dtype: torch.dtype,
-        owners: tuple[object, ...],
-    ) -> ShardStatistics:
-        """Measure these matrices. The same ``owners`` get the same tensors each time, with other values."""
-        key = side, direction, dtype, tuple(owners)
-        bound = self._bound.get(key)
-        if bound is None:
-            if len(self._bound) >= MOST:
-                self._bound.clear()
-            shapes = [(x.shape[0], x.shape[1]) for x in xs]
-            bound = self._bound[key] = ShardStatistics(side, direction, shapes, dtype, xs[0].device)
-        bound.measure(xs)
-        return bound
+def measure_together(
+    bound: Measurements, side: Quantizer, direction: Direction, xs: Sequence[Tensor], dtype: torch.dtype,
+    owners: tuple[object, ...],
+) -> ShardStatistics:  # fmt: skip
+    """Measure these matrices. The same ``owners`` get the same tensors each time, with other values."""
+    key = side, direction, dtype, owners
+    if (statistics := bound.get(key)) is None:
+        if len(bound) >= MOST:
+            bound.clear()
+        shapes = [(x.shape[0], x.shape[1]) for x in xs]
+        statistics = bound[key] = ShardStatistics(side, direction, shapes, dtype, xs[0].device)
+    statistics.measure(xs)
+    return statistics
 
 
 class Scratch:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.gather_encoder import Sides
-from lpq.distributed.several_matrices import Measuring, measured_together
+from lpq.distributed.several_matrices import Measurements, can_measure_together, measure_together
 from lpq.distributed.shard import WeightShard, plain_each
 from lpq.distributed.weight_gather import Gather, Measured
 from lpq.formats import Quantizer
@@ -42,9 +42,9 @@ def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
     return gathers_due
 
 
-def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Measuring) -> None:
+def measure_all(gathers: Sequence[Gather], reductions: Reductions, bound: Measurements) -> None:
     """Measure this rank's shards of these weights. The reductions turn the statistics into statistics of whole
-    weights."""
+    weights. ``bound``: the launches of earlier measurements."""
     records: list[tuple[Gather, Measured]] = []
     alike: dict[tuple[object, ...], tuple[Sides, list[tuple[Gather, Tensor]]]] = {}
     shards = fsdp.shards(gather.site for gather in gathers)
@@ -62,8 +62,10 @@ def measure_all(gathers: Sequence[Gather], reductions: Reductions, measuring: Me
             alike.setdefault(key, (sides, []))[1].append((gather, x))
     with torch.no_grad():
         for sides, members in alike.values():
-            measure_alike = _measure_together if _are_together(sides, *members[0]) else _measure_each
-            measure_alike(sides, members, reductions, measuring)
+            if _are_together(sides, *members[0]):
+                _measure_together(sides, members, reductions, bound)
+            else:
+                _measure_each(sides, members, reductions)
 
     def reduced() -> None:
         for gather, measured in records:
@@ -79,12 +81,10 @@ def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
     if sides.remembers and not all(sides.spans):
         return False
     operands: tuple[tuple[Direction, Quantizer | None], ...] = (("row", sides.row), ("col", sides.col))
-    return all(side is None or measured_together(side, direction, x.dtype, x.device) for direction, side in operands)
+    return all(side is None or can_measure_together(side, direction, x.dtype, x.device) for direction, side in operands)
 
 
-def _measure_each(
-    sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions, measuring: Measuring
-) -> None:
+def _measure_each(sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions) -> None:
     """Measure shards one by one."""
     declared: list[Declared] = []
     values: list[Tensor] = []
@@ -103,7 +103,7 @@ def _measure_each(
 
 
 def _measure_together(
-    sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions, measuring: Measuring
+    sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions, bound: Measurements
 ) -> None:
     """Measure shards in one launch for each operand, as far as their statistics reach beyond them."""
     owners, xs = zip(*members, strict=True)
@@ -116,7 +116,7 @@ def _measure_together(
     for direction, side, part in parts:
         if side is None or not any(sides.spans[part]):
             continue
-        measured = measuring.measure(side, direction, xs, dtype, owners)
+        measured = measure_together(bound, side, direction, xs, dtype, owners)
         reductions.add([measured.all], group)
         if parallel is not None and any(map(spans, of_parts[part])):
             reductions.add([measured.all], parallel[0])

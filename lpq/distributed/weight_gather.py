@@ -193,7 +193,7 @@ class Gather:
         attach(self.site.param)
         return self.site.group
 
-    def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def begin(self, shard: Tensor) -> tuple[Tensor, ...]:
         """The tensors that FSDP2 is to gather."""
         assert self.unit is not None
         return self.unit.begin(self, shard)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Gatherer(Protocol):
     """How one parameter is gathered."""
 
-    def begin(self, shard: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the tensors to gather of this rank's shard, for a parameter of this dtype."""
+    def begin(self, shard: Any) -> tuple[Tensor, ...]:
+        """Return the tensors to gather of this rank's shard."""
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
         """Return the whole parameter, made of the gathered tensors, and the tensors to free with it; or fill
@@ -118,7 +118,7 @@ class Gathered:
         gather: Gatherer = gather_of()
         assert isinstance(self, Tensor)
         with normal_tensors():  # they are kept from gather to gather
-            return gather.begin(self, mp_policy.param_dtype or self.dtype), gather
+            return gather.begin(self), gather
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gather: Gatherer, param_dtype: torch.dtype, *, out: Tensor | None = None
