@@ -23,7 +23,7 @@ EVERY = [
 ]
 RECIPES = [
     "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "mxfp4-fwd-mxfp8-bwd", "nvfp4",
-    "nvfp4-four-over-six", "nvfp4-eden",
+    "nvfp4-four-over-six", "nvfp4-eden", "mxfp8-one-copy",
     "nvfp4-row-fwd-mxfp8-bwd", "nvfp4-row-fwd-decoded-bwd",
     "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
     "x=fp8(), w=fp8(), dy=fp8()",
