@@ -90,11 +90,19 @@ class Call:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
-        torch.compiler.reset()
-        forget_shardings()  # a compiler leaves meshes there that are none
+        forget_compiled()
         with warnings.catch_warnings():
             self.function(rank, *self.args)
         dist.barrier()
+
+
+def forget_compiled() -> None:
+    """Forget what is compiled, and then how torch shards: a compiler leaves meshes there that are none. To find that
+    out again takes a tenth of a call's time."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER:
+        forget_shardings()
+    torch.compiler.reset()
 
 
 _found: list[object] = []

@@ -34,7 +34,7 @@ def _model(recipe: str, weights: Any, ranks: int) -> Experts:
     return model
 
 
-def _trained(model: nn.Module, masters: bool, steps: int = 2, way: str | None = None) -> list[Tensor]:
+def _trained(model: nn.Module, masters: bool, steps: int, way: str | None) -> list[Tensor]:
     """Outputs and, after the last step, whole weights; ``way``: of training, ``"accumulated"`` in two micro-batches."""
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = MasterWeights(optimizer, keep=masters)
@@ -60,9 +60,9 @@ def _whole(parameter: Tensor) -> Tensor:
     return torch.cat(of_all(values)) if isinstance(parameter, DTensor) else values
 
 
-def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> None:
+def _as_one(rank: int, recipe: str, weights: Any, steps: int = 2, way: str | None = None) -> None:
     masters = weights == "quantized"
-    alone = on_one(_trained_alone, recipe, weights, way)
+    alone = on_one(_trained_alone, recipe, weights, steps, way)
     model = _model(recipe, weights, 2)
     kind = {"quantized": lpq.QuantizedTensor, "high_precision": WeightShard, None: torch.Tensor}[weights]
     fully_shard(model.up)
@@ -72,11 +72,11 @@ def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> Non
     assert part.shape == (EXPERTS // 2, 2 * WIDTH, WIDTH)
     if way == "compiled" and rank == 0:  # the other rank does the same collectives
         model.compile(backend="aot_eager")
-    assert equal(alone, _trained(model, masters, way=way)), (recipe, weights)
+    assert equal(alone, _trained(model, masters, steps, way)), (recipe, weights)
 
 
-def _trained_alone(recipe: str, weights: Any, way: str | None) -> list[Tensor]:
-    return _trained(_model(recipe, weights, 2), weights == "quantized", way=way)
+def _trained_alone(recipe: str, weights: Any, steps: int, way: str | None) -> list[Tensor]:
+    return _trained(_model(recipe, weights, 2), weights == "quantized", steps, way)
 
 
 W16 = "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"
@@ -96,10 +96,11 @@ def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | 
 
 @on_ranks(2)
 def test_named_recipes(rank: int) -> None:
-    """All others that experts take, each in one way."""
+    """All others that experts take, each in one way and for one step: ranks have whole matrices, of any format, and
+    those of ``KINDS`` are gathered again behind it."""
     for i, recipe in enumerate(sorted({*lpq.registry.recipes()} - {*(kind for kind, _ in KINDS), "bf16"})):
         if "delayed" not in recipe:
-            _as_one(rank, recipe, ("high_precision", None)[i % 2])
+            _as_one(rank, recipe, ("high_precision", None)[i % 2], steps=1)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_named_recipes(rank: int) -> None:
 )  # fmt: skip
 @on_ranks(2)
 def test_other_ways_of_training(rank: int, way: str, weights: str | None) -> None:
-    _as_one(rank, "fp8-block", weights, way)
+    _as_one(rank, "fp8-block", weights, way=way)
 
 
 @on_ranks(2)

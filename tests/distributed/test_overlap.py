@@ -11,6 +11,7 @@ import pytest
 import torch
 import value_formats
 from overlapping import TOKENS, WIDTH, by_gloo, compare, only_own, swapped, transport
+from pool import forget_compiled
 from ranks import mesh_of, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ def compiled(rank: int, recipe: str, device: str = "cpu", steps: int = 2, **how:
                 results += [y.detach().clone(), x.grad.clone(), *(p.grad.to_local().clone() for p in net.parameters())]
                 net.zero_grad()
         assert seen is None or len(seen) == steps
-    torch.compiler.reset()  # or recorded graphs would keep the group from ending
+    forget_compiled()  # or recorded graphs would keep the group from ending
     assert equal(*found)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from pool import forget_compiled
 from ranks import imitated_ranks, mesh_of, on_ranks
 from sharded import whole
 from support.comparing import equal
@@ -57,7 +58,7 @@ def compiled(rank: int, style: Any, recipe: str, steps: int = 1, device: str = "
             assert x.grad is not None
             results += [y.detach().clone(), x.grad.clone(), whole(net[0].weight.grad).clone()]
             net.zero_grad()
-    torch.compiler.reset()  # or recorded graphs would keep the group from ending
+    forget_compiled()  # or recorded graphs would keep the group from ending
     assert equal(*found)
     return codes
 
