@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer
-from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
 from lpq.registry.showing import brief, preformatted
+from lpq.registry.toml import text_of
 
 
 class GemmOperand(NamedTuple):
@@ -179,7 +179,7 @@ class Recipe:
 
     def to_toml(self) -> str:
         """The text of a TOML file that ``lpq.recipe`` makes this recipe from."""
-        return toml.written(self.to_dict())
+        return text_of(self.to_dict())
 
     def __str__(self) -> str:
         return self.text

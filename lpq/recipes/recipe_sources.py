@@ -95,25 +95,25 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
                 check_save(KEPT[key], value)
                 saves[KEPT[key]] = cast("str", value)
                 continue
-            given = _value(value, within)
+            source = _value(value, within)
         for operand in OPERANDS:
             if operand.belongs_to(key):
                 giver = givers.get(operand)
                 if giver is not None and ("." in giver or "." not in key):
                     raise RecipeError(f"{giver} and {key} both give {operand}: let one of them leave it out")
                 givers[operand] = key
-                quantizers[operand] = given.operands[operand] if isinstance(given, Recipe) else given
-        if isinstance(given, Recipe) and "." not in key:
+                quantizers[operand] = source.operands[operand] if isinstance(source, Recipe) else source
+        if isinstance(source, Recipe) and "." not in key:
             if key in GEMMS:
-                sums[key] = given.gemm(key).fast_accumulate
+                sums[key] = source.gemm(key).fast_accumulate
             of_col = {o.tensor for o in OPERANDS if o.side == "col" and o.belongs_to(key)}
-            saves |= {tensor: save for tensor, save in given.saves.items() if tensor in of_col}
+            saves |= {tensor: save for tensor, save in source.saves.items() if tensor in of_col}
     _check_complete(quantizers)
     fprop, dgrad, wgrad = (
         Gemm(quantizers[a], quantizers[b], sums.get(a.gemm)) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
     )
-    kept = {f"save_{tensor}": save for tensor, save in saves.items()}
-    return Recipe(fprop, dgrad, wgrad, cast("str | None", name), **kept)
+    save_fields = {f"save_{tensor}": save for tensor, save in saves.items()}
+    return Recipe(fprop, dgrad, wgrad, cast("str | None", name), **save_fields)
 
 
 def _check_key(key: str) -> None:

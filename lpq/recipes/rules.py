@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
-from lpq.recipes import toml
 from lpq.recipes.blocks import block_of, spans, stacks_of
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.globs import LONGEST, covers, literal, matches, matching, within
 from lpq.registry.showing import brief, preformatted
+from lpq.registry.toml import text_of
 
 PART = re.compile(r"[^.*?\[]+")
 """A part of a dotted name."""
@@ -281,7 +281,7 @@ class Policy:
 
     def to_toml(self) -> str:
         """The text of a TOML file that ``lpq.policy`` makes this policy from."""
-        return toml.written(self.to_dict())
+        return text_of(self.to_dict())
 
     def __repr__(self) -> str:
         return f"lpq.policy({self.to_dict()!r})"

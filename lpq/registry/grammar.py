@@ -45,7 +45,7 @@ def parse(text: str) -> Call:
     """Read a quantizer string."""
     reader = _Reader(text)
     call = reader.call(reader.take(NAME, "expected the name of a format"))
-    if not reader.done:
+    if not reader.at_end:
         raise reader.error("expected nothing more")
     return call
 
@@ -54,7 +54,7 @@ def split_items(text: str) -> list[tuple[str, str]]:
     """Split ``"fprop=mxfp8, dgrad=nvfp4(rht=true)"`` into keys and the texts of their values."""
     reader = _Reader(text)
     items = [(key, text[start:end].strip()) for key, _, start, end in reader.items()]
-    if not reader.done:
+    if not reader.at_end:
         raise reader.error("expected ',' or the end")
     return items
 
@@ -74,7 +74,7 @@ class _Reader:
         self.position = len(self.text) - len(self.text[position:].lstrip())
 
     @property
-    def done(self) -> bool:
+    def at_end(self) -> bool:
         return self.position == len(self.text)
 
     def error(self, problem: str) -> GrammarError:

@@ -23,9 +23,7 @@ def plugins() -> tuple[PluginInfo, ...]:
 
 def formats() -> dict[str, FormatSpec]:
     """All formats that can be used, by name."""
-    registry = default()
-    with registry.lock:
-        return {n: registry.provider(n, "formats").formats[n] for plugin in registry.plugins() for n in plugin.formats}
+    return _usable("formats")
 
 
 def format(name: str) -> FormatSpec:
@@ -35,9 +33,14 @@ def format(name: str) -> FormatSpec:
 
 def recipes() -> dict[str, RecipeSpec]:
     """All named recipes that plugins bring, by name."""
+    return _usable("recipes")
+
+
+def _usable(kind: Literal["formats", "recipes"]) -> dict[str, Any]:
     registry = default()
     with registry.lock:
-        return {n: registry.provider(n, "recipes").recipes[n] for plugin in registry.plugins() for n in plugin.recipes}
+        names = [name for plugin in registry.plugins() for name in getattr(plugin, kind)]
+        return {name: getattr(registry.provider(name, kind), kind)[name] for name in names}
 
 
 def recipe_spec(name: str) -> RecipeSpec:

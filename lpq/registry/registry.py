@@ -62,7 +62,7 @@ class Registry:
             return
         self._places = places
         importlib.invalidate_caches()
-        new = {name: found for name, found in installed().items() if not self._sources.get(name)}
+        new = {name: sources for name, sources in installed().items() if not self._sources.get(name)}
         broken = [name for name, plugin in self._plugins.items() if plugin.error is not None]
         for name in broken:
             del self._plugins[name]

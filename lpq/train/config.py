@@ -6,16 +6,14 @@ from the default below. Nothing here imports torch, so that ``lpq train --help``
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from lpq.registry import toml
 from lpq.registry.errors import suggestion
-from lpq.registry.reading import read_text
 from lpq.registry.showing import brief
 from lpq.train.errors import TrainError, TrainOptionError
 
@@ -94,6 +92,7 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", tuple(self.data))  # in TOML, JSON and on a command line it is a list
         for f in fields(self):
             value, least = getattr(self, f.name), f.metadata["least"]
             if least is not None and not value >= least:
@@ -129,11 +128,7 @@ class TrainConfig:
     def to_toml(self) -> str:
         """The settings as a configuration file; those that are None are left out."""
         hidden = {"resume", "full", "recipe" if self.policy is not None else "policy"}
-        given = {k: v for k, v in asdict(self).items() if v is not None and k not in hidden}
-        # JSON of such values is TOML as well, with two exceptions: DEL, which JSON leaves bare, and characters beyond
-        # 16 bits, which JSON escapes as surrogate pairs.
-        written = {k: json.dumps(v, ensure_ascii=False).replace("\x7f", "\\u007f") for k, v in given.items()}
-        return "".join(f"{k} = {v}\n" for k, v in written.items())
+        return toml.text_of({k: v for k, v in asdict(self).items() if v is not None and k not in hidden})
 
     def settings(self) -> dict[str, object]:
         """The settings that decide the resulting numbers; a resumed run must have the same."""
@@ -149,26 +144,19 @@ TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))
 
 def read(path: Path) -> dict[str, Any]:
     """The options that the TOML file ``path`` gives."""
-    try:
-        given = tomllib.loads(read_text(path))
-    except OSError as error:
-        raise TrainError(f"the configuration {path} cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TrainError(f"the configuration {path} is not TOML: {error}") from error
-    except RecursionError:
-        raise TrainError(f"the configuration {path} is nested deeper than options are: correct it") from None
-    return {key: _checked(key, value, path) for key, value in given.items()}
+    table = toml.read(path, f"the configuration {path}", "options are", TrainError)
+    return {key: _checked(key, value, path) for key, value in table.items()}
 
 
 def _checked(key: str, value: object, path: Path) -> object:
     if key not in TYPES:
         raise TrainOptionError(f"{path}: there is no option {key!r}: {suggestion(key, TYPES)}")
-    wanted = TYPES[key]
-    if get_origin(wanted) is tuple:
+    kind = TYPES[key]
+    if get_origin(kind) is tuple:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return tuple(value)
         raise TrainOptionError(f"{path}: {key} = {brief(value)} must be a list of strings")
-    kinds = get_args(wanted) or (wanted,)
+    kinds = get_args(kind) or (kind,)
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
