@@ -44,13 +44,13 @@ def closed(trainings: Sequence[Training], title: str, of: str) -> Closed | None:
     if len(triples) < 2:
         return None
     gap = [b / base - 1 for base, b, _ in triples]
-    left = [a / base - 1 for base, _, a in triples]
+    rest = [a / base - 1 for base, _, a in triples]
     mean, root = fmean(gap), math.sqrt(len(triples))
     if mean <= 2 * stdev(gap) / root:
         return None
-    share = 1 - fmean(left) / mean
+    share = 1 - fmean(rest) / mean
     # The error of a ratio of two means, of what is left and of the gap, to the first order.
-    error = 2 * stdev(a - (1 - share) * b for a, b in zip(left, gap, strict=True)) / root / mean
+    error = 2 * stdev(a - (1 - share) * b for a, b in zip(rest, gap, strict=True)) / root / mean
     return Closed(share, error)
 
 
@@ -67,7 +67,7 @@ def _triples(trainings: Sequence[Training], title: str, of: str) -> Iterator[tup
 def rows(trainings: Sequence[Training], of: str) -> list[tuple[str, ...]]:
     """The rows of the table; none while no training by ``of`` ended."""
     baselines = {t.title for t in trainings if t.baseline}
-    found = []
+    cells = []
     for gap in beside(trainings, of)[1:]:
         difference = ["", "", ""] if gap.mean is None else [f"{100 * gap.mean:+.2f} %", "", ""]
         if gap.spread is not None:
@@ -75,8 +75,8 @@ def rows(trainings: Sequence[Training], of: str) -> list[tuple[str, ...]]:
             difference[2] = str(max(2, math.ceil((2 * gap.spread / NARROW) ** 2)))
         part = None if gap.title in baselines else closed(trainings, gap.title, of)
         shares = ("", "") if part is None else (f"{100 * part.share:.0f} %", f"{100 * part.error:.0f} %")
-        found.append((gap.title, str(gap.seeds), *difference[:2], *shares, difference[2]))
-    return found
+        cells.append((gap.title, str(gap.seeds), *difference[:2], *shares, difference[2]))
+    return cells
 
 
 def columns(of: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 import lpq
 from lpq.cli.runs import RECIPE
@@ -46,13 +46,6 @@ from lpq.train.trainings import Training
 Show = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
 
-COLUMNS = (
-    TextColumn("{task.description}", markup=False),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TextColumn("{task.fields[loss]}"),
-    TimeRemainingColumn(),
-)
 PATIENCE = 0.2
 """Seconds between two looks at the clock."""
 SPARE = 0.1
@@ -75,26 +68,26 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
         lpq.policy(recipe)
     jobs = config.jobs(baseline_on(device))
     text = data.load(config.training.data, config.training.seq, config.training.text)
-    done = trainings.read_all(config.out)
-    trainings.refuse_others(done, config.training, config.out)
-    trainings.refuse_other_text(done, text.digest, config.out)
-    _refuse_other_policies(done, jobs)
-    left = [job for job in jobs if not job.curve.exists()]
-    for job in left:
+    ended = trainings.read_all(config.out)
+    trainings.refuse_others(ended, config.training, config.out)
+    trainings.refuse_other_text(ended, text.digest, config.out)
+    _refuse_other_policies(ended, jobs)
+    todo = [job for job in jobs if not job.curve.exists()]
+    for job in todo:
         if runs.is_run(Path(str(job.config.out))):
             runs.open_directory(replace(job.config, resume=True))
     _make(config.out)
-    places = _places(device, config, len(left))
+    places = _places(device, config, len(todo))
     steps = config.training.steps
     loop.say(
         console,
-        f"{len(jobs)} trainings of {steps} steps, {len(jobs) - len(left)} of them done, {len(places)} at a time; "
+        f"{len(jobs)} trainings of {steps} steps, {len(jobs) - len(todo)} of them done, {len(places)} at a time; "
         f"{text.source}, {len(text.train) / 2**20:.0f} MiB and {len(text.held_out) / 2**20:.1f} MiB held out; "
         f"everything goes to {config.out}/",
     )
     with Interrupt() as interrupt:
         stop = _Stop(interrupt, config.time_limit, began)
-        failed = _work(left, places, stop, console)
+        failed = _work(todo, places, stop, console)
     if not any(config.unfinished.glob("*")):
         shutil.rmtree(config.unfinished, ignore_errors=True)
     missing = sum(not job.curve.exists() for job in jobs)
@@ -107,10 +100,10 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
     return trainings.read_all(config.out)
 
 
-def _refuse_other_policies(done: Sequence[Training], jobs: Sequence[TrainingJob]) -> None:
-    wanted = {job.title: job.config.policy for job in jobs}
-    for training in done:
-        source = wanted.get(training.title)
+def _refuse_other_policies(ended: Sequence[Training], jobs: Sequence[TrainingJob]) -> None:
+    sources = {job.title: job.config.policy for job in jobs}
+    for training in ended:
+        source = sources.get(training.title)
         if source is not None and lpq.policy(source).to_toml() != training.policy:
             raise TrainError(
                 f"{training.title} is another recipe than the trainings that are there have: give it another name, "
@@ -206,7 +199,7 @@ Bar = Callable[[TrainingJob], Any]
 @contextmanager
 def _bars(jobs: Sequence[TrainingJob], console: Console) -> Iterator[Bar]:
     """Bars for all trainings together and for each that runs; where there is no terminal, a line when one ends."""
-    with Progress(*COLUMNS, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*loop.COLUMNS, console=console, disable=not console.is_terminal) as progress:
         whole = progress.add_task("all trainings", total=len(jobs), loss="")
 
         @contextmanager

@@ -107,22 +107,22 @@ def title_of(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith(".toml") else recipe
 
 
-def training(size: str, tokens: str | None, given: Mapping[str, Any]) -> TrainConfig:
-    """The settings of all trainings: a size, what is ``given`` in place of its settings, and as many steps as there are
+def training(size: str, tokens: str | None, options: Mapping[str, Any]) -> TrainConfig:
+    """The settings of all trainings: a size, ``options`` in place of its settings, and as many steps as there are
     batches in ``tokens``."""
     if size not in SIZES:
         raise TrainOptionError(f"size = {size!r}: {suggestion(size, SIZES)}")
-    settings = {**SIZES[size], **given}
-    wanted = count(tokens) if tokens is not None else SIZES[size]["tokens"]
+    settings = {**SIZES[size], **options}
+    token_count = count(tokens) if tokens is not None else SIZES[size]["tokens"]
     del settings["tokens"]
     config = TrainConfig(**{**settings, "baseline": False})
-    steps = max(1, round(wanted / (config.batch * config.seq)))
+    steps = max(1, round(token_count / (config.batch * config.seq)))
     part = max(1, steps // TIMES)
     return replace(
         config,
         steps=steps,
-        validate_every=given.get("validate_every", part) or steps,
-        checkpoint_every=given.get("checkpoint_every", part),
+        validate_every=options.get("validate_every", part) or steps,
+        checkpoint_every=options.get("checkpoint_every", part),
     )
 
 

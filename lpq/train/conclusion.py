@@ -13,8 +13,8 @@ def conclusion(titles: Sequence[str], gap: float | None, distance: float | None,
 
     ``gap`` is how much more loss the recipe has than the baseline, ``distance`` how much more another seed of it has.
     """
-    said = [] if gap is None else [beside_seeds(titles[0], titles[1], gap, distance)]
-    return [*said, *([times()] if on_cpu else [])]
+    paragraphs = [] if gap is None else [beside_seeds(titles[0], titles[1], gap, distance)]
+    return [*paragraphs, *([times()] if on_cpu else [])]
 
 
 def beside_seeds(recipe: str, baseline: str, gap: float, distance: float | None) -> str:
@@ -36,12 +36,12 @@ def beside_seeds(recipe: str, baseline: str, gap: float, distance: float | None)
 
 def times() -> str:
     """The meaning of times on a CPU, and a gain that was measured on a GPU."""
-    said = "On a CPU low precision is emulated: the losses are those that the formats give, the times mean nothing."
+    remark = "On a CPU low precision is emulated: the losses are those that the formats give, the times mean nothing."
     measured = gain(FP8_RECIPE)
     if measured is None:
-        return said
+        return remark
     return (
-        f"{said} On an {measured.device} {measured.recipe} trained a Llama of {measured.layers} layers of hidden "
+        f"{remark} On an {measured.device} {measured.recipe} trained a Llama of {measured.layers} layers of hidden "
         f"{measured.hidden} {measured.times_as_fast:.2f} times as fast as bf16, in {measured.memory:.2f} of its memory "
         f"(both compiled, {measured.date})."
     )

@@ -79,8 +79,8 @@ def gaps(trainings: Sequence[Training]) -> list[Gap]:
     for training in trainings:
         of.setdefault(training.title, {})[training.seed] = training
     base = {t.seed: t for t in trainings if t.baseline}
-    found = [_gap(title, own, base) for title, own in of.items() if any(t.seed in base for t in own.values())]
-    return sorted(found, key=lambda g: (g.title not in {t.title for t in base.values()}, _order(g), g.title))
+    rows = [_gap(title, own, base) for title, own in of.items() if any(t.seed in base for t in own.values())]
+    return sorted(rows, key=lambda g: (g.title not in {t.title for t in base.values()}, _order(g), g.title))
 
 
 def _order(gap: Gap) -> float:

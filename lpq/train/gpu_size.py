@@ -19,16 +19,16 @@ BESIDE: Mapping[str, Any] = {"checkpoint_every": 0}
 FP8_RECIPE = "fp8-current"
 
 
-def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults that differ on the device of these options; an option of the size that is given keeps all."""
-    if given.get("device", "auto") == "cpu":
+    if options.get("device", "auto") == "cpu":
         return {}
     from lpq.train.machine import multiplies_fp8, pick_device
 
-    if not multiplies_fp8(pick_device(given.get("device", "auto"))):
+    if not multiplies_fp8(pick_device(options.get("device", "auto"))):
         return {}
-    chosen = {} if given.keys() & SIZE.keys() else {**SIZE, **BESIDE}
-    return chosen if "policy" in given else {"recipe": FP8_RECIPE, **chosen}
+    chosen = {} if options.keys() & SIZE.keys() else {**SIZE, **BESIDE}
+    return chosen if "policy" in options else {"recipe": FP8_RECIPE, **chosen}
 
 
 def note(config: TrainConfig, device: torch.device) -> str | None:

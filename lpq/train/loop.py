@@ -41,7 +41,7 @@ COLUMNS = (
     TextColumn("{task.description}", markup=False),
     BarColumn(),
     MofNCompleteColumn(),
-    TextColumn("loss {task.fields[loss]}"),
+    TextColumn("{task.fields[loss]}"),
     TimeRemainingColumn(),
 )
 
@@ -100,7 +100,7 @@ def beside_baseline(
             if its_policy is policy:
                 team.on_first(partial(tell_conversion, trainer, directory, console))
             tell = partial(remark_on, title, console)
-            bar = partial(shown, title, console)
+            bar = partial(progress_of, title, console)
             if signum := train(trainer, directory / name, lambda: interrupt.signum or 0, tell, bar):
                 raise Stopped(
                     f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
@@ -118,11 +118,11 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
     """Print how many layers the policy reaches, and where it fails to; all the rest is in ``conversion.txt``."""
     conversion = lpq.report(trainer.model, full=True)
     (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
-    converted, left = len(conversion.converted), len(conversion.left)
+    converted, rest = len(conversion.converted), len(conversion.left)
     if trainer.config.full:
         console.print(str(conversion), soft_wrap=True, markup=False, highlight=False)
         return
-    console.print(f"{converted} layers converted, {left} left alone: see {runs.CONVERSION}")
+    console.print(f"{converted} layers converted, {rest} left alone: see {runs.CONVERSION}")
     console.print(str(conversion.coverage), soft_wrap=True)
     for pattern in conversion.unmatched:
         say(console, f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
@@ -155,8 +155,8 @@ def train(
     with noted as note, writer as write, bar(trainer) as show:
         while not (signum := team.largest(stop())) and trainer.step < config.steps:
             record = trainer.advance()
-            if trainer.said is not None:
-                say(trainer.said)
+            if trainer.findings is not None:
+                say(trainer.findings)
             if config.validate_every and (trainer.step % config.validate_every == 0 or trainer.step == config.steps):
                 record["held_out_loss"] = trainer.held_out_loss()
             write(record)
@@ -184,7 +184,7 @@ def watching(trainer: Trainer, path: Path) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def shown(title: str, console: Console, trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
+def progress_of(title: str, console: Console, trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Show how far ``trainer`` is: by a bar, or by some lines where there is no terminal."""
     steps = trainer.config.steps
     every = math.ceil(steps / LINES)
@@ -192,10 +192,10 @@ def shown(title: str, console: Console, trainer: Trainer) -> Iterator[Callable[[
         bar = progress.add_task(title, total=steps, completed=trainer.step, loss="")
 
         def show(record: dict[str, Any]) -> None:
-            step, loss = record["step"], f"{record['loss']:.3f}"
+            step, loss = record["step"], f"loss {record['loss']:.3f}"
             progress.update(bar, completed=step, loss=loss)
             if not console.is_terminal and (step % every == 0 or step == steps):
-                say(console, f"{title}: step {step} of {steps}, loss {loss}")
+                say(console, f"{title}: step {step} of {steps}, {loss}")
 
         yield show
 
@@ -215,12 +215,12 @@ def again(team: Team) -> str:
     return f"torchrun --nproc-per-node {team.size} -m lpq train" if team.sharded else "python -m lpq train"
 
 
-def keep(path: Path, done: int) -> None:
-    """Create the file for the lines of the steps, with the lines of the ``done`` steps that a resumed run keeps."""
+def keep(path: Path, steps: int) -> None:
+    """Create the file for the lines of the steps, with the lines of the ``steps`` steps that a resumed run keeps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
-    os.truncate(path, sum(map(len, lines[:done])))  # kept lines are never written again, so no kill can lose them
+    os.truncate(path, sum(map(len, lines[:steps])))  # kept lines are never written again, so no kill can lose them
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from lpq.train.team import Team
 
 
 @dataclass
-class Held:
+class SavedBytes:
     """The memory that autograd keeps from the forward for the backward."""
 
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -34,20 +34,20 @@ class Held:
 
 
 @contextmanager
-def held_for_backward(model: nn.Module) -> Iterator[Held]:
+def held_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
     """Count the bytes that the forward inside keeps for backward: each memory once, the model's own not at all."""
     tensors = (*model.parameters(), *model.buffers())
-    own = {held.untyped_storage().data_ptr() for t in tensors for held in _memory(t)}
-    held = Held()
+    own = {saved.untyped_storage().data_ptr() for t in tensors for saved in _memory(t)}
+    saved = SavedBytes()
 
     def keep(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in own:
-            held.storages[storage.data_ptr()] = storage  # holding it keeps the address from being given out again
+            saved.storages[storage.data_ptr()] = storage  # holding it keeps the address from being given out again
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        yield held
+        yield saved
 
 
 def _memory(tensor: Tensor) -> list[Tensor]:
@@ -85,15 +85,15 @@ class Probe:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
         self.model, self.optimizer, self.team = model, optimizer, team
-        self._held = Held()
-        self._seen: tuple[list[Collective], list[Collective]] = ([], [])
+        self._saved = SavedBytes()
+        self._calls: tuple[list[Collective], list[Collective]] = ([], [])
         if team.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(team.device)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Measure the forward that runs inside."""
-        with held_for_backward(self.model) as self._held, self._watch(0):
+        with held_for_backward(self.model) as self._saved, self._watch(0):
             yield
 
     @contextmanager
@@ -106,8 +106,8 @@ class Probe:
     def _watch(self, phase: int) -> Iterator[None]:
         with ExitStack() as stack:
             if self.team.sharded:
-                seen = stack.enter_context(collectives())
-                stack.callback(lambda: self._seen[phase].extend(seen))
+                calls = stack.enter_context(collectives())
+                stack.callback(lambda: self._calls[phase].extend(calls))
             yield
 
     def measured(self) -> StepBytes:
@@ -119,9 +119,9 @@ class Probe:
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         held, weights, reduced, optimizer, peak = (
             self.team.largest(size)
-            for size in (self._held.bytes, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
+            for size in (self._saved.bytes, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
         )
-        forward, backward = map(gathered_bytes, self._seen)
+        forward, backward = map(gathered_bytes, self._calls)
         return StepBytes(self.team.size, held, forward, backward, weights, reduced, optimizer, peak or None)
 
 

@@ -113,8 +113,8 @@ def close(summary: Summary, console: Console, *, on_cpu: bool) -> Summary:
     curves = [Curve(o.title, o.losses) for o in summary.outcomes]
     baseline, other = (curves[i] if len(curves) > i else None for i in (1, 2))
     plotted = draw(curves[:1], baseline, summary.directory / runs.PLOT, other)
-    written = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
-    console.print(written, markup=False)  # to rich a name in brackets is a style
+    where = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
+    console.print(where, markup=False)  # to rich a name in brackets is a style
     titles = [o.title for o in summary.outcomes]
     for paragraph in conclusion(titles, summary.gap, summary.seed_distance, on_cpu=on_cpu):
         console.print(f"\n{printable(paragraph)}", markup=False, highlight=False)

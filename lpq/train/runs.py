@@ -46,21 +46,21 @@ def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainC
 
     With ``resume`` all other options come from the resumed run; an option that contradicts it is an error.
     """
-    given = {**(read(file) if file else {}), **command_line}
-    if not given.get("resume"):
-        return TrainConfig(**{**gpu_size.defaults(given), **given})
-    directory = Path(given["out"]) if given.get("out") else newest()
+    options = {**(read(file) if file else {}), **command_line}
+    if not options.get("resume"):
+        return TrainConfig(**{**gpu_size.defaults(options), **options})
+    directory = Path(options["out"]) if options.get("out") else newest()
     stored = stored_config(directory)
-    refuse_other_settings(given, stored, directory)
-    return TrainConfig(**{**stored.__dict__, **given, "out": str(directory)})
+    refuse_other_settings(options, stored, directory)
+    return TrainConfig(**{**stored.__dict__, **options, "out": str(directory)})
 
 
-def newest(wanted: str = "to resume: start one without --resume, or name it with --out") -> Path:
+def newest(purpose: str = "to resume: start one without --resume, or name it with --out") -> Path:
     """The directory under ``runs/`` that was begun last; where there is none, an error says what it is wanted for."""
-    found = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime_ns)
-    if not found:
-        raise TrainError(f"there is no run under {RUNS}/ {wanted}")
-    return found[-1].parent
+    configs = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime_ns)
+    if not configs:
+        raise TrainError(f"there is no run under {RUNS}/ {purpose}")
+    return configs[-1].parent
 
 
 def is_run(directory: Path) -> bool:
@@ -75,27 +75,21 @@ def stored_config(directory: Path) -> TrainConfig:
     return TrainConfig(**read(directory / CONFIG))
 
 
-def refuse_other_settings(given: Mapping[str, object], stored: TrainConfig, directory: Path) -> None:
-    """Raise an error if ``given`` would continue the run in ``directory`` as another one."""
+def refuse_other_settings(options: Mapping[str, object], stored: TrainConfig, directory: Path) -> None:
+    """Raise an error if ``options`` would continue the run in ``directory`` as another one."""
     for key, value in stored.settings().items():
-        if key in given and given[key] != value:
+        if key in options and options[key] != value:
             raise TrainError(
                 f"the run in {directory} has {key} = {value!r} and cannot go on with "
-                f"{given[key]!r}{WHY_FIXED.get(key, '')}: "
+                f"{options[key]!r}{WHY_FIXED.get(key, '')}: "
                 f"leave {key} out, or name another run with --out"
             )
 
 
 def open_directory(config: TrainConfig) -> Path:
     """The directory of this run: the directory that it resumes, or a new one with its settings in it."""
-    if config.resume:
-        directory = Path(config.out) if config.out else newest()
-        refuse_other_settings(config.settings(), stored_config(directory), directory)
+    with opened(config) as directory:
         return directory
-    with ExitStack() as undo:
-        directory = _new(config, undo)
-        undo.pop_all()
-    return directory
 
 
 @contextmanager
@@ -105,7 +99,9 @@ def opened(config: TrainConfig) -> Iterator[Path]:
     So the same command, corrected, can be given again.
     """
     if config.resume:
-        yield open_directory(config)
+        directory = Path(config.out) if config.out else newest()
+        refuse_other_settings(config.settings(), stored_config(directory), directory)
+        yield directory
         return
     with ExitStack() as undo:
         directory = _new(config, undo)
@@ -130,15 +126,15 @@ def _new(config: TrainConfig, undo: ExitStack) -> Path:
     else."""
     try:
         if config.out:
-            directory, made = Path(config.out), True
+            directory, is_new = Path(config.out), True
             _check_free(directory)
             try:
                 directory.mkdir(parents=True)
             except FileExistsError:
-                made = False
+                is_new = False
         else:
-            directory, made = _unused(config.title), True
-        if made:
+            directory, is_new = _unused(config.title), True
+        if is_new:
             undo.callback(_remove_if_empty, directory)
         with (directory / CONFIG).open("x", encoding="utf-8") as file:  # two runs started at once do not share it
             undo.callback(_forget, directory)

@@ -62,9 +62,9 @@ class Team:
         """The largest of a number over the ranks."""
         if not self.sharded:
             return value
-        found = torch.tensor(value, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found.item())
+        tensor = torch.tensor(value, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor.item())
 
     # ------------------------------------------------------------------------------ dividing work
 

@@ -73,7 +73,7 @@ class Trainer:
         self.watch: Numerics | None = None
         replays = policy is not None and (config.replay or config.promote > 0)
         self.trigger = Trigger(promote=config.promote) if replays else None
-        self.said: str | None = None
+        self.findings: str | None = None
         """The findings of a replay of the last step, in words."""
         torch.manual_seed(config.seed)
         self.model = GPT(GPTShape(config.layers, config.heads, config.width)).to(self.device)
@@ -140,10 +140,11 @@ class Trainer:
             lpq.set_step(self.model, self.step)
             value, norm = self._gradients(batch, None)
         if not (math.isfinite(value) and math.isfinite(norm)):
-            said = f"\n{self.said}" if self.said else ""
+            findings = f"\n{self.findings}" if self.findings else ""
             raise Diverged(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
-                f"--lr may train, or a recipe with more bits in the gradients; checkpoints from before are kept{said}"
+                "--lr may train, or a recipe with more bits in the gradients; checkpoints from before are "
+                f"kept{findings}"
             )
         self.optimizer.step()
         if probe is not None:
@@ -153,7 +154,7 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - began
         record = {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm, "seconds": seconds}
-        return record if self.said is None else {**record, "replay": self.said}
+        return record if self.findings is None else {**record, "replay": self.findings}
 
     def _gradients(self, batch: tuple[Tensor, Tensor], probe: Probe | None) -> tuple[float, float]:
         """Run forward and backward and clip the gradients; return the loss and the norm that they had, of all ranks."""
@@ -167,7 +168,7 @@ class Trainer:
 
     def _look(self, batch: tuple[Tensor, Tensor], loss: float, norm: float, before: Before | None) -> bool:
         """Replay the step if it leaves the course of the run; return whether that promoted layers."""
-        self.said = None
+        self.findings = None
         if self.trigger is None:
             return False
 
@@ -177,7 +178,7 @@ class Trainer:
             return again
 
         promotions = len(self.trigger.promoted)
-        self.said = self.trigger.look(self.model, self.step, loss, norm, closure, before)
+        self.findings = self.trigger.look(self.model, self.step, loss, norm, closure, before)
         return len(self.trigger.promoted) > promotions
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -196,8 +197,8 @@ class Trainer:
         if config.schedule == "wsd":
             last = config.steps * DECAY
             return config.lr * (1 - 0.9 * max(0.0, 1 - (config.steps - self.step) / last))
-        done = (self.step - warm) / max(1, config.steps - warm)
-        return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+        part = (self.step - warm) / max(1, config.steps - warm)
+        return config.lr * (0.55 + 0.45 * math.cos(math.pi * part))
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -251,16 +252,16 @@ class Trainer:
                 beside = checkpoint.info(directory, process_group=dist.group.WORLD).extra
                 self._check(beside)
                 self._promote_again(beside)
-                found = checkpoint.load(self.model, directory, self.optimizer)
+                info = checkpoint.load(self.model, directory, self.optimizer)
         except checkpoint.NoCheckpoint as none:
             if any(directory.glob("step-*")):
                 say(str(none))
             return False
-        for line in [*found.refused, *([found.why] if found.why else [])]:
+        for line in [*info.refused, *([info.why] if info.why else [])]:
             say(line)
-        beside = found.extra
-        assert found.step is not None
-        self.step, self.losses = found.step, list(beside["losses"])
+        beside = info.extra
+        assert info.step is not None
+        self.step, self.losses = info.step, list(beside["losses"])
         self.measured = StepBytes(**beside["measured"]) if beside["measured"] is not None else None
         if len(beside["rng"]) != self.team.size:
             self._seed()  # random bits that no rank has drawn yet
@@ -278,9 +279,9 @@ class Trainer:
         if "course" in beside:
             self.trigger.course.load_state_dict(beside["course"])
         layers = {plain_name(name): m for name, m in self.model.named_modules() if isinstance(m, StatefulLayer)}
-        for until, given in beside.get("promoted", ()):
-            promote(self.model, {layers[name]: lpq.recipe(text) for name, text in given.items()}, until=until)
-            self.trigger.promoted.append((until, given))
+        for until, recipes in beside.get("promoted", ()):
+            promote(self.model, {layers[name]: lpq.recipe(text) for name, text in recipes.items()}, until=until)
+            self.trigger.promoted.append((until, recipes))
 
     def _check(self, beside: Any) -> None:
         if not isinstance(beside, dict) or not beside.keys() >= BESIDE:

@@ -80,22 +80,22 @@ def plain_name(title: str) -> str:
 
 def read_all(folder: Path) -> list[Training]:
     """All trainings whose files lie in ``folder``, the baseline first."""
-    found = [_read(path) for path in sorted(folder.glob("*-seed*.json"))]
-    return sorted(found, key=lambda t: (not t.baseline, t.title, t.seed))
+    every = [_read(path) for path in sorted(folder.glob("*-seed*.json"))]
+    return sorted(every, key=lambda t: (not t.baseline, t.title, t.seed))
 
 
 def _read(path: Path) -> Training:
     names = [f.name for f in fields(Training)]
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        made = Training(**{name: given[name] for name in names})
-        if made.diverged is None and not made.held_out:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        training = Training(**{name: table[name] for name in names})
+        if training.diverged is None and not training.held_out:
             raise ValueError("it has no held-out loss")
     except OSError as error:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise TrainError(f"{path} is no curve of lpq compare ({error}): move it away") from error
-    return made
+    return training
 
 
 def shared(config: TrainConfig) -> dict[str, object]:
@@ -105,15 +105,14 @@ def shared(config: TrainConfig) -> dict[str, object]:
 
 def refuse_others(trainings: Iterable[Training], config: TrainConfig, folder: Path) -> None:
     """Raise an error if a training in ``folder`` had other settings than ``config``."""
-    wanted = shared(config)
+    settings_of_all = shared(config)
     for training in trainings:
-        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in training.settings.items()}
-        for key, value in shared(TrainConfig(**settings)).items():
-            if value != wanted[key]:
+        for key, value in shared(TrainConfig(**training.settings)).items():
+            if value != settings_of_all[key]:
                 raise TrainError(
                     f"{file_of(folder, training.title, training.seed)} is of a training with {key} = {value!r}, and "
-                    f"{key} = {wanted[key]!r} is asked for: trainings that are compared have the same settings. Give "
-                    "the same, or another directory with --out"
+                    f"{key} = {settings_of_all[key]!r} is asked for: trainings that are compared have the same "
+                    "settings. Give the same, or another directory with --out"
                 )
 
 

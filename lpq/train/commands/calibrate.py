@@ -75,11 +75,11 @@ def calibrate(
         raise lpq.checkpoint.CheckpointError(f"{directory} is there already: give another directory, or remove it")
     job = _of_function(checkpoint, model, data or ()) if model else _of_run(checkpoint, data, samples)
     chosen: Any = method
-    made = lpq.calibrate(
+    record = lpq.calibrate(
         job.model, job.batches, method=chosen, samples=samples, percentile=percentile, state=state, forward=job.forward
     )
     lpq.checkpoint.save(job.model, directory)
-    typer.echo(f"{directory}: {made}")
+    typer.echo(f"{directory}: {record}")
     recipes: dict[str, Any] = {plain_name(n): getattr(m, "recipe", None) for n, m in job.model.named_modules()}
     rows = []
     for noise in calibration.layer_noise(job.model, job.held_out, forward=job.forward):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lpq.train.commands.options import given, parameters
+from lpq.train.commands.options import parameters, values_of
 from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
 from lpq.train.errors import Stopped, TrainError
 
@@ -83,21 +83,21 @@ def compare(
     from rich.console import Console
 
     console = Console()
-    found = None
+    trainings = None
     if recipes:
         from lpq.train import compare as work
         from lpq.train.machine import pick_device
 
-        chosen = given(options)
+        chosen = values_of(options)
         usual = "toy" if pick_device(chosen.get("device", "auto")).type == "cpu" else "60m"
         settings = training(size or usual, tokens, chosen)
         config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
         try:
-            found = work.run(config, console, began)
+            trainings = work.run(config, console, began)
         except Stopped as stopped:
             typer.echo(str(stopped), err=True)
             raise typer.Exit(stopped.exit_code) from None
-    _tell(out, found, beside)
+    _tell(out, trainings, beside)
 
 
 def _command(context: typer.Context) -> str:
@@ -115,45 +115,45 @@ def _command(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-def _tell(out: Path, found: Any, other: str | None) -> None:
+def _tell(out: Path, result: Any, other: str | None) -> None:
     """Print the table of the trainings in ``out``, and the table beside another recipe, and write these and the figure
     beside the trainings."""
     from lpq.cli.output import print_text
     from lpq.registry.tables import table
     from lpq.train import beside, gaps, plot, trainings
 
-    done = trainings.read_all(out) if found is None else found
-    if not (rows := gaps.gaps(done)):
+    ended = trainings.read_all(out) if result is None else result
+    if not (rows := gaps.gaps(ended)):
         words = f"{out} has no training of a baseline that ended: there is nothing to compare with yet"
-        if found is None:
+        if result is None:
             raise TrainError(f"{words}. Name recipes to train")
         print_text(words)
         return
     table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
     print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
-    tables = [gaps.markdown(done)]
+    tables = [gaps.markdown(ended)]
     if other is not None:
-        if not (compared := beside.rows(done, other)):
-            titles = ", ".join(dict.fromkeys(t.title for t in done if not t.baseline))
+        if not (compared := beside.rows(ended, other)):
+            titles = ", ".join(dict.fromkeys(t.title for t in ended if not t.baseline))
             raise TrainError(
                 f"--beside {other}: no training by it ended, and there are trainings by {titles or 'none'}"
             )
         table(f"Beside {other}", beside.columns(other), compared)
         print_text(beside.MEANING.format(other))
-        tables.append(beside.markdown(done, other))
+        tables.append(beside.markdown(ended, other))
     (out / TABLE).write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(done, out / FIGURE)}")
+    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(ended, out / FIGURE)}")
 
 
 def _signature() -> inspect.Signature:
     own = {"context": typer.Context, "recipes": Recipes, "seeds": Seeds, "size": Size, "tokens": Tokens, "out": Out,
            "at_once": AtOnce, "time_limit": Limit, "beside": Beside}  # fmt: skip
     usual = {"seeds": 3, "out": Path("compare")}
-    made = [
+    own_parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual.get(name), annotation=hint)
         for name, hint in own.items()
     ]
-    return inspect.Signature([*made, *parameters(SHARED, DEFAULTS)])
+    return inspect.Signature([*own_parameters, *parameters(SHARED, DEFAULTS)])
 
 
 # typer reads a command's options from its signature and its annotations.

@@ -13,17 +13,17 @@ import typer
 from lpq.train.config import TYPES, TrainConfig
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are given, as values of the fields."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []}
+    return {k: v for k, v in options.items() if v is not None and v != []}
 
 
 def parameters(names: Iterable[str], defaults: Mapping[str, str] | None = None) -> list[inspect.Parameter]:
     """The options of these fields; ``defaults`` says in words what a command has for some in place of the default."""
-    known = {f.name: f for f in fields(TrainConfig)}
-    made = []
+    by_name = {f.name: f for f in fields(TrainConfig)}
+    options = []
     for name in names:
-        field, kind = known[name], TYPES[name]
+        field, kind = by_name[name], TYPES[name]
         if get_origin(kind) is tuple:
             kind = list[str]
         elif isinstance(kind, UnionType):
@@ -32,9 +32,11 @@ def parameters(names: Iterable[str], defaults: Mapping[str, str] | None = None) 
         spelled = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
         usual = str(field.default).lower() if kind is bool else str(field.default)
         default: str | bool = usual if field.default is not None and field.default != () else False
-        shown = (defaults or {}).get(name, default)
-        made.append(parameter(name, kind, typer.Option(spelled, help=field.metadata["help"], show_default=shown)))
-    return made
+        default_text = (defaults or {}).get(name, default)
+        options.append(
+            parameter(name, kind, typer.Option(spelled, help=field.metadata["help"], show_default=default_text))
+        )
+    return options
 
 
 def parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:

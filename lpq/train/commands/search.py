@@ -67,7 +67,7 @@ def search(
     model, closures = _prepared(checkpoint_in(run), batches)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("Replaying")
-        found = lpq.search(
+        result = lpq.search(
             model,
             closures,
             time=_budget(time),
@@ -78,14 +78,14 @@ def search(
             tell=lambda done, whole: progress.update(bar, completed=done, total=whole),
         )
     try:
-        found.write(out)
+        result.write(out)
     except OSError as failure:
         raise OptionError(f"--out {out} cannot be written: {failure.strerror or failure}") from failure
     if json:
-        as_json({"policy": str(out), **found.as_dict()})
+        as_json({"policy": str(out), **result.as_dict()})
         return
-    table("Products by layer", COLUMNS, found.rows())
-    print_text(found.summary())
+    table("Products by layer", COLUMNS, result.rows())
+    print_text(result.summary())
     print_text(f"written to {out}, for lpq train --policy {out}")
 
 

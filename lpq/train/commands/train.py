@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from lpq.cli.output import print_error
 from lpq.registry.errors import LpqError
 from lpq.train import Stopped, TrainConfig, resolve, run
-from lpq.train.commands.options import given, parameter, parameters
+from lpq.train.commands.options import parameter, parameters, values_of
 from lpq.train.launch import PATIENCE, launched, prints, work
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no name for it
@@ -47,7 +47,7 @@ def train(config: Path | None, **options: Any) -> None:
     option names a size: from there on FP8 saves time.
     Started as `torchrun --nproc-per-node N -m lpq train`, N processes train one sharded model together.
     """
-    chosen = given(options)
+    chosen = values_of(options)
     if launched():
         work(lambda: run(resolve(chosen, config)), _report)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from lpq.checkpoint.info import Info
 from lpq.registry.errors import OptionError
@@ -20,6 +19,5 @@ def trained(path: Path, info: Info, otherwise: str) -> tuple[TrainConfig, GPT]:
     settings = info.extra.get("config") if isinstance(info.extra, dict) else None
     if not isinstance(settings, str):
         raise OptionError(f"{path} was not written by lpq train: {otherwise}")
-    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tomllib.loads(settings).items()}
-    config = TrainConfig(**given)
+    config = TrainConfig(**tomllib.loads(settings))
     return config, GPT(GPTShape(config.layers, config.heads, config.width))
