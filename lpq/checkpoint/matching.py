@@ -68,44 +68,42 @@ def match(
     tensor may have been saved in another dtype.
     """
     result = Match()
+
+    def fill(name: str, tensor: Tensor, *, exact: bool) -> None:
+        for part, target in parts(name, tensor).items():
+            _check(part, target, saved, exact=exact)
+            result.targets[part] = target
+
     for name, tensor in tensors.items():
         theirs, mine = quantized.get(name), described(tensor)
         if theirs is None and name not in saved:
             result.absent.append(name)
-        elif mine is not None and theirs is None:  # encode values that were saved in high precision
+            continue
+        if mine is not None and theirs is None:  # encode values that were saved in high precision
             shape, dtype = saved[name]
             _check_shape(name, shape, tensor.shape)
             if dtype not in DTYPES:
                 raise CheckpointError(
                     f"{tensor_name(name)} was saved in {dtype}, and no format encodes that: cast it to float32 first"
                 )
-            values = plain_like(name, tensor, dtype)
-            result.targets[name] = values
+            result.targets[name] = values = plain_like(name, tensor, dtype)
             result.to_encode[name] = tensor, values
-        elif mine is None and masters and name in masters:  # take the master of a weight that was stored quantized
+            continue
+        result.in_place.append(tensor)
+        result.partial += [name] if theirs is not None else []
+        if mine is None and masters and name in masters:  # take the master of a weight that was stored quantized
             shape, dtype = saved[masters[name]]
             _check_shape(name, shape, tensor.shape)
-            values = plain_like(name, tensor, dtype)
-            result.targets[masters[name]] = values
+            result.targets[masters[name]] = values = plain_like(name, tensor, dtype)
             result.to_copy.append((parts(name, tensor)[name], values))
-            result.partial.append(name)
-            result.in_place.append(tensor)
         elif mine is None and theirs is not None and name in decodable:  # decode a weight that was stored quantized
             _check_shape(name, theirs["shape"], tensor.shape)
             stored = stored_like(name, tensor, theirs)
-            for part, target in parts(name, stored).items():
-                _check(part, target, saved, exact=True)
-                result.targets[part] = target
+            fill(name, stored, exact=True)
             result.to_copy.append((parts(name, tensor)[name], stored))
-            result.partial.append(name)
-            result.in_place.append(tensor)
         else:  # take it bit for bit
             _check_storage(name, theirs, mine)
-            for part, target in parts(name, tensor).items():
-                _check(part, target, saved, exact=not cast or mine is not None)
-                result.targets[part] = target
-            result.partial += [name] if theirs is not None else []
-            result.in_place.append(tensor)
+            fill(name, tensor, exact=not cast or mine is not None)
     return result
 
 

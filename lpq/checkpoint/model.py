@@ -55,6 +55,10 @@ class Model:
             target[PREFIX + plain_name(key)] = value
         return tensors, extra
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by the names that they have in the model."""
+        return {name.removeprefix(PREFIX): tensor for name, tensor in self.state()[0].items()}
+
     def meshes(self, replicas: bool = True) -> Meshes:
         """The ranks over which its tensors lie, and the ranks of its ``replicas``."""
         over = [mesh.mesh.flatten().tolist() for mesh in self._meshes()]
@@ -92,11 +96,9 @@ class Model:
 
     def layers(self) -> Iterator[tuple[str, Layer]]:
         """The layers of lpq by name; one that is in several places by each of its names."""
-        for name, module in self.module.named_modules(remove_duplicate=False):
-            if isinstance(module, Layer):
-                yield plain_name(name), module
+        return ((name, layer) for name, layer in self.stateful_layers() if isinstance(layer, Layer))
 
-    def remembering(self) -> Iterator[tuple[str, StatefulLayer]]:
+    def stateful_layers(self) -> Iterator[tuple[str, StatefulLayer]]:
         """The layers of lpq, and experts in stacks, whose quantizers remember statistics of each expert."""
         for name, module in self.module.named_modules(remove_duplicate=False):
             if isinstance(module, StatefulLayer):
@@ -106,13 +108,13 @@ class Model:
         """The buffers that hold the states of quantizers."""
         return {
             PREFIX + _joined(name, key): buffer
-            for name, layer in self.remembering()
+            for name, layer in self.stateful_layers()
             for key, buffer in layer.memories().items()
         }
 
     def own_memories(self) -> None:
         """Give each layer memories of its own, before they are filled: layers that share some may get other values."""
-        for _, layer in self.remembering():
+        for _, layer in self.stateful_layers():
             layer.own_buffers()
 
     def conversions(self) -> dict[str, Conversion]:
@@ -124,14 +126,14 @@ class Model:
         quantized = {name: d for name, tensor in tensors.items() if (d := described(tensor)) is not None}
         conversions = self.conversions()
         recipes = [rule.recipe for c in conversions.values() for rule in c.policy.rules if rule.recipe is not None]
-        recipes += [layer.recipe for _, layer in self.remembering() if layer.recipe is not None]
+        recipes += [layer.recipe for _, layer in self.stateful_layers() if layer.recipe is not None]
         parts = map(local_part, tensors.values())
         stored = {name for p in parts if isinstance(p, QuantizedTensor) for name in formats_of(p.quantizer)}
         in_use = {name for recipe in recipes for q in recipe.operands.values() for name in formats_of(q)}
         return Description(
             step=step,
             conversions={n: {"policy": c.policy.to_dict(), "steps": c.steps} for n, c in conversions.items()},
-            recipes={name: _text(layer.recipe) for name, layer in self.remembering()},
+            recipes={name: _text(layer.recipe) for name, layer in self.stateful_layers()},
             memories=tuple(self.memories()),
             quantized=quantized,
             formats=origins(in_use | stored),
@@ -144,15 +146,14 @@ class Model:
     def aliases(self) -> dict[str, str]:
         """The first name of each tensor that has a further one, by that."""
         first: dict[int, str] = {}
-        names = ((key.removeprefix(PREFIX), tensor) for key, tensor in self.state()[0].items())
-        return {name: original for name, tensor in names if (original := first.setdefault(id(tensor), name)) != name}
+        tensors = self.tensors().items()
+        return {name: original for name, tensor in tensors if (original := first.setdefault(id(tensor), name)) != name}
 
     def tied(self) -> list[str]:
         """The first names of parameters that several modules have."""
         owners = Counter(id(p) for m in self.module.modules() for p in {*m.parameters(recurse=False)})
         aliases = self.aliases()
-        names = ((key.removeprefix(PREFIX), tensor) for key, tensor in self.state()[0].items())
-        return [name for name, tensor in names if name not in aliases and owners[id(tensor)] > 1]
+        return [name for name, tensor in self.tensors().items() if name not in aliases and owners[id(tensor)] > 1]
 
     def _names_in_files(self) -> dict[str, Any]:
         """The names of its experts in files of others, for an export of the checkpoint."""
@@ -183,7 +184,7 @@ class Model:
         """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
-        alike = saved.recipes.keys() == {name for name, _ in self.remembering()}
+        alike = saved.recipes.keys() == {name for name, _ in self.stateful_layers()}
         if not theirs or (theirs.keys() == mine.keys() and all(_same(theirs[n], mine[n], alike) for n in theirs)):
             return
         raise CheckpointError(
@@ -196,7 +197,7 @@ class Model:
     def restore_recipes(self, saved: Description) -> None:
         """Give each layer the recipe, one of its policy, that it had at the step at which it was saved."""
         wrong = []
-        for name, layer in self.remembering():
+        for name, layer in self.stateful_layers():
             if name not in saved.recipes or saved.recipes[name] == _text(layer.recipe):
                 continue
             pieces = layer.schedule.pieces if layer.schedule is not None else ()
@@ -214,7 +215,7 @@ class Model:
     @contextmanager
     def recipes_stay_on_error(self) -> Iterator[None]:
         """If the code inside fails, give layers back the recipes and memories that they had."""
-        before = [(layer, layer.recipe, layer.memories()) for _, layer in self.remembering()]
+        before = [(layer, layer.recipe, layer.memories()) for _, layer in self.stateful_layers()]
         try:
             yield
         except BaseException:
@@ -231,7 +232,7 @@ class Model:
         """
         fresh: dict[str, Tensor] = {}
         halves: list[str] = []
-        for name, layer in self.remembering():
+        for name, layer in self.stateful_layers():
             buffers = layer.state_buffers()
             for of in dict.fromkeys((memory.stack, memory.tensor) for memory in buffers):
                 names = [memory.name for memory in buffers if (memory.stack, memory.tensor) == of]
@@ -252,7 +253,7 @@ class Model:
         """Start these memories anew. The others are filled."""
         for memory in memories.values():
             memory.zero_()
-        for _, layer in self.remembering():
+        for _, layer in self.stateful_layers():
             layer.decide_fresh()
 
 

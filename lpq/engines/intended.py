@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from lpq import recipes, registry
-from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.model import Model
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer
 from lpq.nn import Layer
@@ -50,7 +50,7 @@ class Intended:
     ) -> Intended:
         """The model after ``lpq.convert(model, rules, weights=weights)``; with ``rules=None`` the model itself."""
         module = model.module
-        tensors = {key.removeprefix(PREFIX): tensor for key, tensor in model.state()[0].items()}
+        tensors = model.tensors()
         stored = {name: side for name, tensor in tensors.items() if (side := stored_side(tensor)) is not None}
         modules = {plain_name(name): module for name, module in module.named_modules()}
         if rules is None:

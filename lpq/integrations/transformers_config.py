@@ -96,8 +96,8 @@ class LpqConfig(QuantizationConfigMixin):
         conversion = {"policy": config_dict["policy"], "steps": config_dict["steps"]}
         described = Description(conversions={"": conversion}, formats=config_dict["formats"])
         policy, steps = Description.read(described.data()).policies()[""]
-        made = cls(policy, steps=steps, weights=config_dict["weights"], ranks=config_dict["ranks"])
-        return (made, others) if return_unused_kwargs else made
+        config = cls(policy, steps=steps, weights=config_dict["weights"], ranks=config_dict["ranks"])
+        return (config, others) if return_unused_kwargs else config
 
 
 @register_quantizer(METHOD)
@@ -117,7 +117,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
 
     def postprocess_model(self, model: Any, **_: Any) -> None:
         """Convert the model, as ``lpq.convert`` does; its configuration then names the conversion, too."""
-        given: Any = self.quantization_config
+        config: Any = self.quantization_config
         if hasattr(model, "hf_device_map"):
             raise ValueError(
                 f"device_map spreads the model over {sorted(map(str, set(model.hf_device_map.values())))}, and hooks "
@@ -125,10 +125,10 @@ class LpqQuantizer(Decoded, HfQuantizer):
             )
         del model.hf_quantizer, model.quantization_method  # as long as they are there, it may not be cast or sharded
         model.is_quantized = False
-        model.config.quantization_config = given
-        given.describe(model)
-        convert(model, given.policy, steps=given.steps, weights=given.weights, ranks=given.ranks)
-        if self._again and given.weights == "quantized":
+        model.config.quantization_config = config
+        config.describe(model)
+        convert(model, config.policy, steps=config.steps, weights=config.weights, ranks=config.ranks)
+        if self._again and config.weights == "quantized":
             warn(
                 "the files hold decoded values of weights that were stored quantized, and encoding these again may "
                 "give other bits: lpq.checkpoint keeps the codes",
@@ -149,5 +149,5 @@ def _remember(model: nn.Module, files: list[str]) -> None:
             with safe_open(path, "pt") as file:
                 for name in memories.keys() & set(file.keys()):
                     memories[name].copy_(file.get_tensor(name))
-    for _, layer in Model(model).remembering():
+    for _, layer in Model(model).stateful_layers():
         layer.decide_fresh()
