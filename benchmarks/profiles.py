@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.contenders import compile_afresh
 from lpq.bench.contenders import Contender
 from lpq.bench.contenders import in_words as failure_in_words
-from lpq.bench.layers import LayerSize, inputs, made, step
+from lpq.bench.layers import LayerSize, inputs, layer_of, step
 from lpq.bench.timing import Step
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -32,7 +32,7 @@ def show(everyone: Iterable[Contender], shape: LayerSize, device: torch.device, 
         compile_afresh()
         try:
             x, dy = inputs(shape, device)
-            run = step(made(contender, shape, device), x, dy)
+            run = step(layer_of(contender, shape, device), x, dy)
             found = functions(run) if on_host else in_words(kernels(run))
         except Exception as error:  # what one library cannot do is a result, and the others go on
             found = f"  failed: {failure_in_words(error)}"

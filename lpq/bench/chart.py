@@ -24,13 +24,13 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
 def svg(shapes: Sequence[Measured], title: str) -> str:
     """The chart, for light and dark pages."""
     parts: list[str] = []
-    left, high = float(MARGIN), 0.0
+    x0, high = float(MARGIN), 0.0
     for recipe in recipes_of(shapes):
         tokens, widths, rows = grid(shapes, recipe)
-        parts += _panel(left, MARGIN + 22, recipe, tokens, widths, rows)
-        left += SIDE + WIDE * len(widths) + GAP
+        parts += _panel(x0, MARGIN + 22, recipe, tokens, widths, rows)
+        x0 += SIDE + WIDE * len(widths) + GAP
         high = MARGIN + 22 + 40 + HIGH * len(tokens) + MARGIN
-    wide = max(left - GAP + MARGIN, 2 * MARGIN + 6.3 * len(title))
+    wide = max(x0 - GAP + MARGIN, 2 * MARGIN + 6.3 * len(title))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" role="img">'
     back = f'<rect class="back" x="0.5" y="0.5" width="{wide - 1:.0f}" height="{high - 1:.0f}" rx="8"/>'
     heading = _text(MARGIN, MARGIN + 10, title, "soft", "start")
@@ -38,33 +38,33 @@ def svg(shapes: Sequence[Measured], title: str) -> str:
 
 
 def _panel(
-    left: float,
+    x0: float,
     top: float,
     recipe: str,
     tokens: Sequence[int],
     widths: Sequence[int],
     rows: Sequence[Sequence[float | None]],
 ) -> list[str]:
-    parts = [_text(left + SIDE, top + 14, f"{recipe}: width →", "", "start")]
-    parts += [_text(left + SIDE - 8, top + 32, "tokens ↓", "soft", "end")]
+    parts = [_text(x0 + SIDE, top + 14, f"{recipe}: width →", "", "start")]
+    parts += [_text(x0 + SIDE - 8, top + 32, "tokens ↓", "soft", "end")]
     for x, width in enumerate(widths):
-        parts.append(_text(left + SIDE + WIDE * (x + 0.5), top + 32, f"{width:,}", "soft"))
+        parts.append(_text(x0 + SIDE + WIDE * (x + 0.5), top + 32, f"{width:,}", "soft"))
     for y, (count, values) in enumerate(zip(tokens, rows, strict=True)):
         at = top + 40 + HIGH * y
-        parts.append(_text(left + SIDE - 8, at + 19, f"{count:,}", "soft", "end"))
+        parts.append(_text(x0 + SIDE - 8, at + 19, f"{count:,}", "soft", "end"))
         for x, value in enumerate(values):
-            parts.append(_cell(left + SIDE + WIDE * x, at, value))
+            parts.append(_cell(x0 + SIDE + WIDE * x, at, value))
     return parts
 
 
 def _cell(x: float, y: float, value: float | None) -> str:
-    shown = _text(x + WIDE / 2, y + 19, "–" if value is None else f"{value:.2f}", "")
+    label = _text(x + WIDE / 2, y + 19, "–" if value is None else f"{value:.2f}", "")
     if value is None:
-        return shown
+        return label
     strength = (value - 1) / (MOST - 1) if value >= 1 else (1 - value) / (1 - LEAST)
     kind = "gain" if value >= 1 else "loss"
     box = f'x="{x + 1:.1f}" y="{y + 1:.1f}" width="{WIDE - 2}" height="{HIGH - 2}" rx="3"'
-    return f'<rect class="{kind}" fill-opacity="{0.75 * min(strength, 1):.2f}" {box}/>{shown}'
+    return f'<rect class="{kind}" fill-opacity="{0.75 * min(strength, 1):.2f}" {box}/>{label}'
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "middle") -> str:

@@ -80,7 +80,7 @@ GPUS = {
 """The GPUs by the names that ``lpq advise --gpu`` takes."""
 
 
-def named(device_name: str) -> str | None:
+def key_of(device_name: str) -> str | None:
     """The name in ``GPUS`` of a GPU as its driver calls it; None if there is none."""
     compact = device_name.lower().replace(" ", "")
     return next((name for name in GPUS if name in compact), None)
@@ -167,10 +167,10 @@ def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[f
         if side.plain:
             continue
         native = _native(gpu, *recipe.products[gemm], in_groups)
-        kept = direction == "col" and tensor != "dy"
+        is_saved = direction == "col" and tensor != "dy"
         if native:
             moved += bytes_of_element(side)
-        elif kept:  # codes until backward, which decodes them
+        elif is_saved:  # codes until backward, which decodes them
             moved += 2 * bytes_of_element(side) + BF16
             launches += 1
         else:

@@ -34,15 +34,15 @@ def under_time(layers: Sequence[Sequence[Option]], seconds: float) -> list[Optio
     hulls = [hull(options) for options in layers]
     at = [0] * len(hulls)
     limit = seconds * (1 + ROUNDING)
-    taken: list[int] = []
+    order: list[int] = []
     total = sum(each[0].seconds for each in hulls)
     for layer in _steps(hulls):
         if total <= limit:
             break
         total += hulls[layer][at[layer] + 1].seconds - hulls[layer][at[layer]].seconds
         at[layer] += 1
-        taken.append(layer)
-    for layer in reversed(taken):  # what the last step saved too much pays for others
+        order.append(layer)
+    for layer in reversed(order):  # what the last step saved too much pays for others
         back = hulls[layer][at[layer] - 1].seconds - hulls[layer][at[layer]].seconds
         if total + back <= limit:
             total += back
@@ -68,14 +68,14 @@ def under_error(layers: Sequence[Sequence[Option]], error: float) -> list[Option
 
 def hull(options: Sequence[Option]) -> list[Option]:
     """The options that are worth their error, from the most exact to the fastest one."""
-    found: list[Option] = []
+    points: list[Option] = []
     for option in sorted(options, key=lambda one: (one.square, one.seconds)):
-        if found and option.seconds >= found[-1].seconds:
+        if points and option.seconds >= points[-1].seconds:
             continue
-        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], option):
-            found.pop()
-        found.append(option)
-    return found
+        while len(points) > 1 and _price(points[-2], points[-1]) >= _price(points[-1], option):
+            points.pop()
+        points.append(option)
+    return points
 
 
 def _price(slow: Option, fast: Option) -> float:

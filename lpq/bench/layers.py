@@ -75,7 +75,7 @@ class Layers:
         self.failures: dict[str, str] = {}
         for contender in everyone:
             try:
-                module = made(contender, size, device)
+                module = layer_of(contender, size, device)
                 step(module, self.x, self.dy, *self.ends)()
                 self.modules[contender.name] = module
             except Exception as error:  # what one contender cannot do is a result, and the others go on
@@ -100,7 +100,7 @@ def ends(size: LayerSize, device: torch.device) -> tuple[Tensor, ...]:
     return (counted.to(torch.int32),)
 
 
-def made(contender: Contender, size: LayerSize, device: torch.device) -> nn.Module:
+def layer_of(contender: Contender, size: LayerSize, device: torch.device) -> nn.Module:
     """The layer of this contender, without bias."""
     how: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     plain: nn.Module = (
@@ -131,9 +131,9 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, *groups: Tensor) -> Callable[
 
 def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The inputs and outputs of each layer that was converted, by name; not of experts."""
-    found = {}
+    sizes = {}
     for name, module in model.named_modules():
         if isinstance(module, Layer) and module.weight.dim() == 2:
             rows, cols = module.weight.shape
-            found[name] = (rows, cols) if module.transposed else (cols, rows)
-    return found
+            sizes[name] = (rows, cols) if module.transposed else (cols, rows)
+    return sizes

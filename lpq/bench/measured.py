@@ -28,18 +28,18 @@ class Gain:
 
 def gain(recipe: str) -> Gain | None:
     """The gain of the Llama by ``recipe``; None where it was not measured."""
-    found = json.loads(results(LLAMA).read_text(encoding="utf-8"))
-    own, bf16 = (_compiled(found, library, name) for library, name in (("lpq", recipe), ("torch", "bf16")))
+    table = json.loads(results(LLAMA).read_text(encoding="utf-8"))
+    own, bf16 = (_compiled(table, library, name) for library, name in (("lpq", recipe), ("torch", "bf16")))
     if own is None or bf16 is None:
         return None
     return Gain(
         recipe,
-        found["environment"]["device"],
-        found["hidden"],
-        found["layers"],
+        table["environment"]["device"],
+        table["hidden"],
+        table["layers"],
         own["tokens_per_second"] / bf16["tokens_per_second"],
         own["peak_bytes"] / bf16["peak_bytes"],
-        datetime.fromisoformat(found["environment"]["date"]).date().isoformat(),
+        datetime.fromisoformat(table["environment"]["date"]).date().isoformat(),
     )
 
 
@@ -50,6 +50,6 @@ def results(name: str) -> Path:
     return installed if installed.is_file() else package.parents[1] / "benchmarks" / "results" / name
 
 
-def _compiled(found: dict[str, Any], library: str, recipe: str) -> dict[str, Any] | None:
-    rows = (r for r in found["results"] if (r["library"], r["recipe"], r["compiled"]) == (library, recipe, True))
+def _compiled(table: dict[str, Any], library: str, recipe: str) -> dict[str, Any] | None:
+    rows = (r for r in table["results"] if (r["library"], r["recipe"], r["compiled"]) == (library, recipe, True))
     return next((r for r in rows if r.get("tokens_per_second")), None)

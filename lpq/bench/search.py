@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lpq import recipes as recipes_of
-from lpq.bench.gpus import GPUS, named, predicted
+from lpq.bench.gpus import GPUS, key_of, predicted
 from lpq.bench.knapsack import ROUNDING, Option, under_error, under_time
 from lpq.bench.layers import LayerSize
 from lpq.bench.searched_layers import Rows, StackShape, searched_layers
@@ -93,8 +93,8 @@ class SearchResult:
 
     def write(self, path: str | Path) -> None:
         """Write the policy to a TOML file, for ``lpq.convert`` and ``python -m lpq train --policy``."""
-        said = "".join(f"# {line}\n" for line in self.summary().splitlines())
-        Path(path).write_text(f"# made by lpq.search\n{said}\n{self.policy.to_toml()}", encoding="utf-8")
+        summary = "".join(f"# {line}\n" for line in self.summary().splitlines())
+        Path(path).write_text(f"# made by lpq.search\n{summary}\n{self.policy.to_toml()}", encoding="utf-8")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of a table of the layers."""
@@ -178,7 +178,7 @@ def search(
     every = [closures] if callable(closures) else [*closures]
     if not every:
         raise OptionError("search needs a batch: closures is empty")
-    known = _recipes(recipes)
+    by_text = _recipes(recipes)
     clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
     before = Before(model)
     own = not any(isinstance(module, StatefulLayer) for module in model.modules())
@@ -187,7 +187,7 @@ def search(
             warnings.simplefilter("ignore")  # what is left alone is left alone by the policy, too
             convert(model, BF16)
     try:
-        return _search(model, every, known, clock, time, error, tell or (lambda done, whole: None))
+        return _search(model, every, by_text, clock, time, error, tell or (lambda done, whole: None))
     finally:
         if own:
             restore(model)
@@ -196,21 +196,21 @@ def search(
 
 def _recipes(names: Iterable[str]) -> dict[str, Recipe]:
     """The recipes by their names, bf16 among them."""
-    known = {BF16: recipes_of.recipe(BF16)}
+    by_text = {BF16: recipes_of.recipe(BF16)}
     for text in names:
-        recipe = known[text] = recipes_of.recipe(text)
+        recipe = by_text[text] = recipes_of.recipe(text)
         for operand, quantizer in recipe.operands.items():
             if quantizer.state:
                 raise OptionError(
                     f"search: {text} remembers earlier steps for {operand}, which a batch alone has none of: search "
                     "with a recipe that measures each tensor, as fp8-current in place of fp8-delayed"
                 )
-    return known
+    return by_text
 
 
 def _by_size(gpu: str | None) -> Callable[[LayerSize, Recipe | None], float]:
     """The predicted seconds of a step of a layer of some size."""
-    name = gpu or (named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None)
+    name = gpu or (key_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None)
     if name is None:
         raise OptionError(f"search: this machine has no GPU that is known; name one of {', '.join(GPUS)}: gpu='h100'")
     if name not in GPUS:
@@ -222,7 +222,7 @@ def _by_size(gpu: str | None) -> Callable[[LayerSize, Recipe | None], float]:
 def _search(
     model: nn.Module,
     closures: Sequence[Closure],
-    known: Mapping[str, Recipe],
+    by_text: Mapping[str, Recipe],
     clock: Clock,
     time: float | str | None,
     error: float | str | None,
@@ -248,30 +248,30 @@ def _search(
     with ExitStack() as stack:
         for replay in replays:
             stack.enter_context(replay.running())
-        exact = dict.fromkeys(replays[0].layers, known[BF16])
+        exact = dict.fromkeys(replays[0].layers, by_text[BF16])
         took = clock({name: shapes[name] for name in layers}, replays[0], exact)
         gradients = GradientError(OverRanks(model), replays, exact)
         if not gradients.size:
             raise NumericsError("search: the closures left no gradient: they run backward, too, as loss.backward()")
-        squares = _squares(layers, known, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
+        squares = _squares(layers, by_text, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
 
         def options(name: str) -> list[Option]:
-            found = []
-            for products in itertools.product(known, repeat=len(GEMMS)):
-                if (recipe := _composed(known, products)) is not None:
+            own = []
+            for products in itertools.product(by_text, repeat=len(GEMMS)):
+                if (recipe := _composed(by_text, products)) is not None:
                     square = sum(squares[name, p, recipe.gemm(p)] for p in GEMMS)
-                    found.append(Option(products, recipe, took(name, recipe), square))
-            return found
+                    own.append(Option(products, recipe, took(name, recipe), square))
+            return own
 
         by_layer = {name: options(name) for name in layers}
-        uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in known}
+        uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in by_text}
         plain = {name: took(name, None) for name in layers}
         if time is not None:
             limit = _limit("time", time, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
             chosen = under_time([*by_layer.values()], limit)
             if _seconds(chosen) > limit * (1 + ROUNDING):
                 raise OptionError(
-                    f"search: time = {time!r}: no choice among {', '.join(known)} takes less than "
+                    f"search: time = {time!r}: no choice among {', '.join(by_text)} takes less than "
                     f"{_seconds(chosen) / sum(plain.values()):.3f} of bf16's time"
                 )
         else:
@@ -293,46 +293,46 @@ def _predicted(
     of_size: Callable[[LayerSize, Recipe | None], float], tokens: int, shapes: Shapes, replay: Replay, exact: Parts
 ) -> Seconds:
     """Predict the seconds of each layer. Experts have as many rows for each token as they had in the replay."""
-    seen, every = Rows(), [one for shape in shapes.values() for one in shape]
+    rows, every = Rows(), [one for shape in shapes.values() for one in shape]
     if any(one.experts is not None for one in every):
-        with observing([*replay.layers], seen):
+        with observing([*replay.layers], rows):
             replay.run(exact)
-    whole = max((seen.of(one) for one in every if one.experts is None), default=0)
-    sizes = {name: [one.size(tokens, seen.of(one), whole) for one in shape] for name, shape in shapes.items()}
+    whole = max((rows.of(one) for one in every if one.experts is None), default=0)
+    sizes = {name: [one.size(tokens, rows.of(one), whole) for one in shape] for name, shape in shapes.items()}
     return lambda name, recipe: sum(of_size(size, recipe) for size in sizes[name])
 
 
 def _squares(
     layers: Mapping[str, StatefulLayer],
-    known: Mapping[str, Recipe],
+    by_text: Mapping[str, Recipe],
     square: Callable[[StatefulLayer, Recipe], float],
     tell: Callable[[int, int], None],
 ) -> dict[tuple[str, str, Gemm], float]:
     """The squared error that each product of each layer brings in by each recipe, with all else in bf16."""
-    exact = known[BF16]
+    exact = by_text[BF16]
     alone: dict[tuple[str, Gemm], Recipe] = {}
     for place, product in enumerate(GEMMS):
-        for text, recipe in known.items():
+        for text, recipe in by_text.items():
             texts = [BF16] * len(GEMMS)
             texts[place] = text
-            if (made := _composed(known, texts)) is None:
+            if (composed := _composed(by_text, texts)) is None:
                 raise OptionError(f"search: {product} of {text} cannot be had without the rest of it: leave {text} out")
-            alone[product, recipe.gemm(product)] = made
-    found = {}
+            alone[product, recipe.gemm(product)] = composed
+    squares = {}
     whole = len(layers) * len(alone)
-    for done, (name, (product, gemm)) in enumerate(itertools.product(layers, alone), 1):
+    for number, (name, (product, gemm)) in enumerate(itertools.product(layers, alone), 1):
         is_exact = gemm == exact.gemm(product)
-        found[name, product, gemm] = 0.0 if is_exact else square(layers[name], alone[product, gemm])
-        tell(done, whole)
-    return found
+        squares[name, product, gemm] = 0.0 if is_exact else square(layers[name], alone[product, gemm])
+        tell(number, whole)
+    return squares
 
 
-def _composed(known: Mapping[str, Recipe], texts: Sequence[str]) -> Recipe | None:
+def _composed(by_text: Mapping[str, Recipe], texts: Sequence[str]) -> Recipe | None:
     """The recipe whose products are taken from these; None if no recipe may have them."""
     if len({*texts}) == 1:
-        return known[texts[0]]
+        return by_text[texts[0]]
     try:
-        fprop, dgrad, wgrad = (known[text].gemm(product) for product, text in zip(GEMMS, texts, strict=True))
+        fprop, dgrad, wgrad = (by_text[text].gemm(product) for product, text in zip(GEMMS, texts, strict=True))
         return Recipe(fprop, dgrad, wgrad)
     except RecipeError:
         return None
@@ -351,12 +351,12 @@ def _error(options: Iterable[Option]) -> float:
     return math.sqrt(sum(one.square for one in options))
 
 
-def _limit(name: str, given: object, of: Mapping[str, float], unit: float) -> float:
+def _limit(name: str, budget: object, of: Mapping[str, float], unit: float) -> float:
     """A budget as a number: of a recipe, or so many times the ``unit``."""
-    if isinstance(given, str):
-        if given not in of:
-            raise OptionError(f"search: {name} = {given!r} is none of the recipes: {suggestion(given, of)}")
-        return of[given]
-    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < math.inf:
-        raise OptionError(f"search: {name} = {brief(given)}: it must be a number from 0 on, or one of {', '.join(of)}")
-    return given * unit
+    if isinstance(budget, str):
+        if budget not in of:
+            raise OptionError(f"search: {name} = {budget!r} is none of the recipes: {suggestion(budget, of)}")
+        return of[budget]
+    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 <= budget < math.inf:
+        raise OptionError(f"search: {name} = {brief(budget)}: it must be a number from 0 on, or one of {', '.join(of)}")
+    return budget * unit

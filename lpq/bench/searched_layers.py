@@ -35,14 +35,14 @@ class StackShape(NamedTuple):
 def searched_layers(model: nn.Module) -> dict[str, list[StackShape]]:
     """Return the shapes of all layers that were converted, by the name of their module."""
     linear = linear_layers(model).items()
-    found = {plain_name(name): [StackShape(model.get_submodule(name), "", *of, None)] for name, of in linear}
+    shapes = {plain_name(name): [StackShape(model.get_submodule(name), "", *of, None)] for name, of in linear}
     for one in expert_stacks(model):
         if isinstance(one.holder, StatefulLayer):
             experts, rows, cols = one.weight.shape
             inputs, outputs = (rows, cols) if one.is_transposed else (cols, rows)
             shape = StackShape(one.holder, one.key, inputs, outputs, experts)
-            found.setdefault(one.holder_name, []).append(shape)
-    return found
+            shapes.setdefault(one.holder_name, []).append(shape)
+    return shapes
 
 
 class Rows:
@@ -51,9 +51,9 @@ class Rows:
     def __init__(self) -> None:
         self._rows: Counter[tuple[int, str]] = Counter()
 
-    def observe(self, seen: Observed) -> None:
-        if seen.name == "x" and not seen.again:
-            self._rows[id(seen.layer), seen.stack] += seen.given.numel() // seen.given.shape[-1]
+    def observe(self, tensor: Observed) -> None:
+        if tensor.name == "x" and not tensor.again:
+            self._rows[id(tensor.layer), tensor.stack] += tensor.given.numel() // tensor.given.shape[-1]
 
     def of(self, one: StackShape) -> int:
         """Return the rows that a layer or a stack had."""

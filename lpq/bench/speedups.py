@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -33,16 +33,16 @@ def measure(sizes: Sequence[LayerSize], recipes: tuple[str, ...], device: torch.
     for size in sizes:
         try:
             layers = Layers(everyone, size, device)
-            failed, taken = layers.failures, in_turn(layers.steps(), device)
+            failures, timings = layers.failures, in_turn(layers.steps(), device)
         except torch.OutOfMemoryError as error:  # of what all share
-            failed, taken = dict.fromkeys((c.name for c in everyone), in_words(error)), {}
+            failures, timings = dict.fromkeys((c.name for c in everyone), in_words(error)), {}
         yield {
             **asdict(size),
             "results": [
                 {
                     **c.record(),
-                    **(taken[c.name].record("ms") if c.name in taken else {}),
-                    "failure": failed.get(c.name),
+                    **(timings[c.name].record("ms") if c.name in timings else {}),
+                    "failure": failures.get(c.name),
                 }
                 for c in everyone
             ],
@@ -57,9 +57,20 @@ def milliseconds(measured: Measured, recipe: str | None) -> float | None:
     return time
 
 
+def total(counts: Iterable[tuple[Measured, int]], recipe: str | None) -> float | None:
+    """The time of layers together, of each so many times; None if one of them failed."""
+    times = [(milliseconds(measured, recipe), count) for measured, count in counts]
+    parts = [ms * count for ms, count in times if ms is not None]
+    return sum(parts) if len(parts) == len(times) else None
+
+
 def speedup(measured: Measured, recipe: str) -> float | None:
     """How many times as fast as bf16 a recipe is; None if one of the two failed."""
-    plain, quantized = milliseconds(measured, None), milliseconds(measured, recipe)
+    return ratio(milliseconds(measured, None), milliseconds(measured, recipe))
+
+
+def ratio(plain: float | None, quantized: float | None) -> float | None:
+    """One time over another; None if one of the two failed."""
     return plain / quantized if plain and quantized else None
 
 
@@ -70,9 +81,9 @@ def recipes_of(shapes: Sequence[Measured]) -> list[str]:
 
 def grid(shapes: Sequence[Measured], recipe: str) -> tuple[list[int], list[int], list[list[float | None]]]:
     """The tokens, the widths, and a row of speed-ups for each number of tokens."""
-    found = {(s["tokens"], s["inputs"]): speedup(s, recipe) for s in shapes}
-    tokens, widths = (sorted({key[i] for key in found}) for i in (0, 1))
-    return tokens, widths, [[found.get((count, width)) for width in widths] for count in tokens]
+    gains = {(s["tokens"], s["inputs"]): speedup(s, recipe) for s in shapes}
+    tokens, widths = (sorted({key[i] for key in gains}) for i in (0, 1))
+    return tokens, widths, [[gains.get((count, width)) for width in widths] for count in tokens]
 
 
 def cells(shapes: Sequence[Measured], recipe: str) -> tuple[list[str], list[list[str]]]:

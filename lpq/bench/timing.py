@@ -85,7 +85,7 @@ def on_gpu(steps: Mapping[str, Step], effort: Effort, count: int | None = None) 
         end.record()
         end.synchronize()
         samples[name].append(between(start, end) / counts[name])
-    return {name: Timing.of(taken) for name, taken in samples.items()}
+    return {name: Timing.of(times) for name, times in samples.items()}
 
 
 def on_host(steps: Mapping[str, Step], effort: Effort, synchronize: Step) -> dict[str, Timing]:
@@ -101,7 +101,7 @@ def on_host(steps: Mapping[str, Step], effort: Effort, synchronize: Step) -> dic
             step()
         synchronize()
         samples[name].append((time.perf_counter() - start) / effort.steps)
-    return {name: Timing.of(taken) for name, taken in samples.items()}
+    return {name: Timing.of(times) for name, times in samples.items()}
 
 
 def in_turn(steps: Mapping[str, Step], device: torch.device) -> dict[str, Timing]:

@@ -14,10 +14,10 @@ from torch import nn
 
 import lpq
 from lpq import observe
-from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, named, predicted
+from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
-from lpq.bench.speedups import in_figures, measure, milliseconds
+from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes.policy_sources import refuse_rules
@@ -131,7 +131,7 @@ def advise(
 
 def gpu_named(gpu: str, option: str) -> tuple[Gpu, bool]:
     """The GPU that an option asks for, or else this machine's; and whether this machine has it."""
-    ours = named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    ours = key_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     name = gpu.lower() or ours
     if name is None:
         raise OptionError(f"{option}: name one of {', '.join(GPUS)}; this machine has none of them")
@@ -169,14 +169,8 @@ def _measured(groups: Sequence[LayerGroup], recipes: tuple[str, ...]) -> Measure
     device = torch.device("cuda", torch.cuda.current_device())
     rows = dict(zip(sizes, measure(sizes, recipes, device), strict=True))
 
-    def total(g: LayerGroup, text: str | None) -> float | None:
-        times = [milliseconds(rows[size], text) for size in g.sizes]
-        known = [ms for ms in times if ms is not None]
-        return sum(known) if len(known) == len(times) else None
-
     def gain(g: LayerGroup, text: str) -> float | None:
-        plain, quantized = total(g, None), total(g, text)
-        return plain / quantized if plain and quantized else None
+        return ratio(*(total(((rows[size], 1) for size in g.sizes), each) for each in (None, text)))
 
     return {g.sizes: {text: gain(g, text) for text in recipes} for g in groups}
 

@@ -27,10 +27,11 @@ from lpq.bench.speedups import (
     in_figures,
     measure,
     milliseconds,
+    ratio,
     recipes_of,
-    speedup,
     squares,
     title,
+    total,
 )
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
@@ -165,27 +166,17 @@ def _show_layers(
     """A row for each size, and for a model one for all its layers."""
     rows = []
     for size, measured in zip(counts, shapes, strict=True):
-        times = [milliseconds(measured, None), *(milliseconds(measured, text) for text in recipes)]
-        gains = [speedup(measured, text) for text in recipes]
-        rows.append(
-            (str(size), "\n".join(names.get(size, ())), str(counts[size]) if names else "", *_cells(times, gains))
-        )
+        times = [milliseconds(measured, text) for text in (None, *recipes)]
+        rows.append((str(size), "\n".join(names.get(size, ())), str(counts[size]) if names else "", *_cells(times)))
     if names:
-        sums = [_sum(shapes, counts, text) for text in (None, *recipes)]
-        gains = [sums[0] / other if sums[0] and other else None for other in sums[1:]]
-        rows.append(("all of them", "", str(sum(counts.values())), *_cells(sums, gains)))
+        times = [total(zip(shapes, counts.values(), strict=True), text) for text in (None, *recipes)]
+        rows.append(("all of them", "", str(sum(counts.values())), *_cells(times)))
     table(f"Milliseconds, and {heading}", ("tokens x inputs x outputs", "layers", "count", "bf16", *recipes), rows)
 
 
-def _cells(times: Sequence[float | None], gains: Sequence[float | None]) -> list[str]:
+def _cells(times: Sequence[float | None]) -> list[str]:
     first, *others = (NONE if ms is None else f"{ms:.2f}" for ms in times)
-    return [first, *(f"{ms} ({in_figures(gain)})" for ms, gain in zip(others, gains, strict=True))]
-
-
-def _sum(shapes: Sequence[Measured], counts: dict[LayerSize, int], recipe: str | None) -> float | None:
-    times = [milliseconds(measured, recipe) for measured in shapes]
-    known = [ms * count for ms, count in zip(times, counts.values(), strict=True) if ms is not None]
-    return sum(known) if len(known) == len(times) else None
+    return [first, *(f"{cell} ({in_figures(ratio(times[0], ms))})" for cell, ms in zip(others, times[1:], strict=True))]
 
 
 def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:

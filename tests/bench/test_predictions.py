@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import lpq
-from lpq.bench.gpus import GPUS, named, predicted
+from lpq.bench.gpus import GPUS, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -56,7 +56,7 @@ def us(row: dict[str, Any]) -> float | None:
 
 def errors(stem: str) -> dict[tuple[str, str, str], float]:
     """The relative error of each prediction for layers that are not compiled."""
-    gpu, found = GPUS[str(named(stored(stem)["environment"]["device"]))], {}
+    gpu, found = GPUS[str(key_of(stored(stem)["environment"]["device"]))], {}
     for shape in stored(stem)["shapes"]:
         size = LayerSize(shape["tokens"], shape["inputs"], shape["outputs"])
         for row in shape["results"]:
@@ -104,7 +104,7 @@ def test_predictions_are_within_fifteen_per_cent_of_the_map_where_the_gpu_decide
 
 
 def test_predictions_are_within_fifteen_per_cent_of_all_stored_experts() -> None:
-    gpu, judged = GPUS[str(named(stored(EXPERTS)["environment"]["device"]))], 0
+    gpu, judged = GPUS[str(key_of(stored(EXPERTS)["environment"]["device"]))], 0
     for shape in stored(EXPERTS)["shapes"]:
         rows = shape["experts"] * shape["tokens"]
         size = StackSize(rows, shape["inputs"], shape["outputs"], shape["experts"])
@@ -124,7 +124,7 @@ def test_a_wrong_rate_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_gpus_with_results_are_called_measured() -> None:
-    assert {named(stored(stem)["environment"]["device"]) for stem in FILES} == {
+    assert {key_of(stored(stem)["environment"]["device"]) for stem in FILES} == {
         n for n, g in GPUS.items() if g.measured
     }
 
