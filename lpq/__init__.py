@@ -159,8 +159,8 @@ def _register() -> None:
     if not any(name.startswith("lpq.") and name != "lpq.importing" for name in sys.modules):
         import_module("lpq.core")
     names = ("lpq.tensor.quantized_tensor.rebuild", "lpq.core.tensor.rebuild")  # the second in files of earlier builds
-    known = [*((_rebuild, name) for name in names), (_prepared, "lpq.distributed.shard.prepared_parameter")]
-    import_module("torch.serialization").add_safe_globals(known)
+    functions = [*((_rebuild, name) for name in names), (_prepared, "lpq.distributed.shard.prepared_parameter")]
+    import_module("torch.serialization").add_safe_globals(functions)
 
 
 after_import("torch", _register)

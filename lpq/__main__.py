@@ -96,11 +96,11 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def remedy(error: Any, given: Sequence[str]) -> str:
+def remedy(error: Any, arguments: Sequence[str]) -> str:
     """The remedy for words that no argument takes: they are parts of a recipe, or a recipe that an option takes."""
     if "unexpected extra argument" not in error.format_message():
         return ""
-    if any(word.endswith(",") for word in given):
+    if any(word.endswith(",") for word in arguments):
         return " A recipe with commas is one argument: put it between quotes."
     options = [option for parameter in error.ctx.command.params for option in parameter.opts]
     return " A recipe is given as --recipe NAME." if "--recipe" in options else ""
@@ -115,8 +115,8 @@ app = typer.Typer(
 )
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(is_set: bool) -> None:
+    if is_set:
         import lpq
 
         typer.echo(f"lpq {lpq.__version__}")

@@ -146,26 +146,26 @@ def calibrate(
     settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
     saved = SavedStatistics(file, settings, ranks)
     run = partial(collect, model, chosen, batches, samples=samples, forward=forward, ranks=ranks, team=team)
-    bar = partial(_bar, samples, shown=progress and ranks.rank == 0)
+    bar = partial(_bar, samples, visible=progress and ranks.rank == 0)
     with _as_collected(model, chosen), team.whole():
-        found, seen = Statistics(), Progress()
+        statistics, so_far = Statistics(), Progress()
         clips: dict[str, Tensor] = {}
         if any(target.names("x") for target in chosen):
             passes = ("magnitudes", "statistics") if method == "percentile" else ("statistics",)
             for name in passes:
                 how = MAGNITUDES if name == "magnitudes" else collecting.take_statistics(clips)
                 own = _zeros(chosen, how, model)
-                seen = _pass(run, bar, how, own, saved, every)
-                found = reduce(own, ranks)
+                so_far = _pass(run, bar, how, own, saved, every)
+                statistics = reduce(own, ranks)
                 if name == "magnitudes":
-                    clips = clipped(found, chosen, percentile)
-        found = _with_weights(found, chosen, ranks)
-        values = frozen_values(found, chosen, siblings, unseen)
+                    clips = clipped(statistics, chosen, percentile)
+        statistics = _with_weights(statistics, chosen, ranks)
+        values = frozen_values(statistics, chosen, siblings, unseen)
     freeze(model, chosen, values)
     names, frozen = tuple(target.name for target in chosen), {id(target.layer) for target in chosen}
     with_recipe = [(plain_name(n), m) for n, m in Model(model).module.named_modules() if _recipe_of(m) is not None]
-    left = tuple(name for name, layer in with_recipe if id(layer) not in frozen)
-    return Calibrated(method, seen.samples, seen.batches, values, names, searched, left)
+    rest = tuple(name for name, layer in with_recipe if id(layer) not in frozen)
+    return Calibrated(method, so_far.samples, so_far.batches, values, names, searched, rest)
 
 
 def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
@@ -189,20 +189,20 @@ def _pass(
     every: int,
 ) -> Progress:  # fmt: skip
     """Do one pass over the batches, by ``run``; it goes on where the state of an earlier one was kept."""
-    done = saved.restore(how.name, own)
+    begin = saved.restore(how.name, own)
     rounds = 0
     with bar(how.name) as move:
 
-        def after(seen: Progress) -> None:
+        def after(so_far: Progress) -> None:
             nonlocal rounds
             rounds += 1
-            move(seen.samples)
+            move(so_far.samples)
             if rounds % every == 0:
-                saved.keep(how.name, own, seen.batches)
+                saved.keep(how.name, own, so_far.batches)
 
-        seen = run(how, found=own, done=done, after=after)
-    saved.keep(how.name, own, seen.batches)
-    return seen
+        so_far = run(how, statistics=own, begin=begin, after=after)
+    saved.keep(how.name, own, so_far.batches)
+    return so_far
 
 
 def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
@@ -221,14 +221,14 @@ def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
 
 
 @torch.no_grad()
-def _with_weights(found: Statistics, chosen: Sequence[Target], ranks: Together) -> Statistics:
+def _with_weights(statistics: Statistics, chosen: Sequence[Target], ranks: Together) -> Statistics:
     own = Statistics()
     for target in chosen:
         for name, value in target.measured_weight():
             own.take(name, value, "max")
     for name, statistic in reduce(own, ranks).items():
-        found.take(name, statistic.value, statistic.how)
-    return found
+        statistics.take(name, statistic.value, statistic.how)
+    return statistics
 
 
 @contextmanager
@@ -252,17 +252,17 @@ def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(samples: int, title: str, *, shown: bool) -> Iterator[Callable[[int], None]]:
+def _bar(samples: int, title: str, *, visible: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, if that is a terminal; yields a function that takes the number of samples so far."""
-    if not (shown and sys.stderr.isatty()):
-        yield lambda seen: None
+    if not (visible and sys.stderr.isatty()):
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import Progress as Shown
 
     with Shown(console=Console(stderr=True)) as bar:
         task = bar.add_task(f"calibrating: {title}", total=samples)
-        yield lambda seen: bar.update(task, completed=min(seen, samples))
+        yield lambda count: bar.update(task, completed=min(count, samples))
 
 
 def _check(method: str, samples: int, percentile: float, unseen: str, every: int, batches: object) -> None:
@@ -289,16 +289,16 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
 
 
 def _check_targets(model: nn.Module, chosen: Sequence[Target], siblings: Sequence[Sequence[str]]) -> None:
-    told = forgotten(model)
+    remark = forgotten(model)
     if not chosen:
         raise CalibrationError(
-            f"no layer has a scale that can become static: {told}"
-            if told
+            f"no layer has a scale that can become static: {remark}"
+            if remark
             else "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales "
             "of blocks and rows follow their tensors at each step, and such a model is exported without calibration"
         )
-    if told:
-        warn(told)
+    if remark:
+        warn(remark)
     for group in siblings if siblings is not FUSED else ():
         if not fused([target.name for target in chosen], [group]):
             raise CalibrationError(

@@ -48,23 +48,23 @@ def histogram(target: Target) -> str:
 def take_statistics(clipped: Mapping[str, Tensor]) -> Pass:
     """The statistics of inputs whose elements are first clipped to ``clipped``, by the name of the layer."""
 
-    def take(found: Statistics, target: Target, x: Tensor) -> None:
+    def take(statistics: Statistics, target: Target, x: Tensor) -> None:
         if (limit := clipped.get(target.name)) is not None:
             x = torch.minimum(torch.maximum(x, -limit.to(x)), limit.to(x))
         for name, value in target.measured_input(x):
-            found.take(name, value, "max")
+            statistics.take(name, value, "max")
 
     return Pass("statistics", take)
 
 
-def take_magnitudes(found: Statistics, target: Target, x: Tensor) -> None:
+def take_magnitudes(statistics: Statistics, target: Target, x: Tensor) -> None:
     """Count the magnitudes of an input: in bins that are fixed beforehand, so that counts of parts add up exactly.
 
     A bin has the magnitudes above one number of bf16, up to the next.
     """
     bits = x.detach().float().abs().view(torch.int32).reshape(-1)
     bins = (bits.long() + ((1 << KEPT_BITS) - 1)) >> KEPT_BITS
-    found.take(histogram(target), torch.bincount(bins, minlength=BINS), "sum")
+    statistics.take(histogram(target), torch.bincount(bins, minlength=BINS), "sum")
 
 
 MAGNITUDES = Pass("magnitudes", take_magnitudes)
@@ -82,7 +82,7 @@ class Progress(NamedTuple):
     samples: int = 0
 
 
-class Seen(NamedTuple):
+class RoundPart(NamedTuple):
     """This rank's part in a round."""
 
     counted: bool
@@ -114,8 +114,8 @@ def collect(
     forward: Forward,
     ranks: Together,
     team: Peers,
-    found: Statistics,
-    done: int,
+    statistics: Statistics,
+    begin: int,
     after: Callable[[Progress], None],
 ) -> Progress:
     """Have batches go through the model, one on each rank at a time, and take statistics until there are ``samples``.
@@ -123,8 +123,8 @@ def collect(
     Batches are counted in the order of ranks: the first of each, the second of each. The counted batches do not depend
     on the number of ranks, if batches are dealt out in turn; ranks of a ``team`` have one batch together. A rank that
     has no batch left goes through the model with its last one, of which no statistics are taken: others may wait for it
-    there. ``done``: the number of batches that are in ``found`` already. ``after`` is called after each round, on all
-    ranks alike.
+    there. ``begin``: the number of batches that are in ``statistics`` already. ``after`` is called after each round, on
+    all ranks alike.
     """
     mine, progress, last = iter(batches), Progress(), NO_BATCH
     error: str | None = None
@@ -138,8 +138,8 @@ def collect(
                 if not ranks.many:
                     raise
                 error = words(raised)
-        known = ranks.exchange(_Facts(None if error else count, error, team.ranks, team.exchange))
-        facts = [*known.values()]
+        by_rank = ranks.exchange(_Facts(None if error else count, error, team.ranks, team.exchange))
+        facts = [*by_rank.values()]
         _check_errors(facts)
         heads = _heads(facts)
         if all(one.samples is None for one in facts):
@@ -148,16 +148,16 @@ def collect(
             break
         _check_some(progress, facts)
         progress, number = _advanced(progress, facts, heads, team, samples)
-        counted = number is not None and number >= done
+        counted = number is not None and number >= begin
         leads = heads[team.ranks] == ranks.rank
         own, turns = _turns(facts, team)
         last = batch if batch is not NO_BATCH else last
-        if progress.batches <= done:
+        if progress.batches <= begin:
             continue  # all of this round are in the statistics
         try:
             for turn in range(turns):
                 now = counted and turn == own
-                with _taking(model, targets, how, found, team, Seen(now, now and leads)):
+                with _taking(model, targets, how, statistics, team, RoundPart(now, now and leads)):
                     forward(model, last)
         except Exception as raised:
             if not ranks.many:
@@ -192,51 +192,51 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class _Taking:
     """Takes statistics of the inputs of layers, and of the rows that their experts are given."""
 
-    def __init__(self, targets: Iterable[Target], how: Pass, found: Statistics) -> None:
+    def __init__(self, targets: Iterable[Target], how: Pass, statistics: Statistics) -> None:
         self._targets = {(id(target.layer), target.stack, target.expert): target for target in targets}
-        self._how, self._found = how, found
+        self._how, self._statistics = how, statistics
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, tensor: Observed) -> None:
         """Take the statistics of an input."""
-        if seen.name == "x":
-            for part in seen.groups():
-                _take(self._targets[id(part.layer), part.stack, part.group], self._how, self._found, part.value)
+        if tensor.name == "x":
+            for part in tensor.groups():
+                _take(self._targets[id(part.layer), part.stack, part.group], self._how, self._statistics, part.value)
 
 
 @contextmanager
 def _taking(
-    model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Peers, seen: Seen
+    model: nn.Module, targets: Sequence[Target], how: Pass, statistics: Statistics, team: Peers, part: RoundPart
 ) -> Iterator[None]:
     """Take statistics of the inputs of layers, inside. A layer that is divided over the ranks of a team is multiplied
     whole on each of them, and one rank takes its input. Experts that are divided over ranks get the rows of all ranks,
     but no rows of a batch that does not count.
     """
     with ExitStack() as stack:
-        chosen = [target for target in targets if target.names("x") and _is_taken(target, team, seen)]
-        stack.enter_context(observing([target.layer for target in chosen], _Taking(chosen, how, found)))
-        if not seen.counted:
+        chosen = [target for target in targets if target.names("x") and _counts(target, team, part)]
+        stack.enter_context(observing([target.layer for target in chosen], _Taking(chosen, how, statistics)))
+        if not part.counted:
             stack.enter_context(sending_nothing(model))
         yield
 
 
-def _is_taken(target: Target, team: Peers, seen: Seen) -> bool:
+def _counts(target: Target, team: Peers, part: RoundPart) -> bool:
     if target.layer in team.layers:
-        return seen.leads
-    return seen.counted or (target.expert is not None and is_shared_out(target.layer))
+        return part.leads
+    return part.counted or (target.expert is not None and is_shared_out(target.layer))
 
 
-def _take(target: Target, how: Pass, found: Statistics, x: Tensor) -> None:
+def _take(target: Target, how: Pass, statistics: Statistics, x: Tensor) -> None:
     rows = x.numel() // max(x.shape[-1], 1)
     if rows:
-        found.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
-        how.take(found, target, x)
+        statistics.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
+        how.take(statistics, target, x)
 
 
 def _samples_of(batch: Any) -> int:
-    found = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
-    if found is None:
+    tensor = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if tensor is None:
         raise CalibrationError(f"a batch is a {type(batch).__name__} without a tensor: pass the arguments of the model")
-    return found.shape[0]
+    return tensor.shape[0]
 
 
 def _check_errors(facts: Sequence[_Facts]) -> None:
@@ -281,6 +281,6 @@ def _advanced(
 
 
 def _check_some(start: Progress, facts: Sequence[_Facts]) -> None:
-    lacking = [rank for rank, one in enumerate(facts) if one.samples is None]
-    if start.batches == 0 and lacking:
-        raise CalibrationError(f"rank {lacking[0]} has no batch at all: give each rank one at least")
+    without = [rank for rank, one in enumerate(facts) if one.samples is None]
+    if start.batches == 0 and without:
+        raise CalibrationError(f"rank {without[0]} has no batch at all: give each rank one at least")

@@ -33,15 +33,15 @@ def clipped(statistics: Statistics, targets: Iterable[Target], percentile: float
     """For each layer, the smallest bf16 number that ``percentile`` percent of the magnitudes of its inputs do not
     exceed."""
     part = Fraction(str(percentile)) / 100
-    found = {}
+    limits = {}
     for target in targets:
         if histogram(target) in statistics:
             counts = statistics[histogram(target)]
             total = int(counts.sum())
-            wanted = -(-part.numerator * total // part.denominator)
-            number = int((counts.cumsum(0) < wanted).sum())
-            found[target.name] = torch.tensor(upper_end(number), device=counts.device)
-    return found
+            least = -(-part.numerator * total // part.denominator)
+            number = int((counts.cumsum(0) < least).sum())
+            limits[target.name] = torch.tensor(upper_end(number), device=counts.device)
+    return limits
 
 
 def frozen_values(
@@ -89,8 +89,8 @@ def _share(values: dict[str, Tensor], together: Sequence[Target], tensor: str) -
     for (_, *leaves), same in alike.items():
         for leaf in leaves:
             names = [name for target in same if (name := f"{target.name}.{leaf}") in values]
-            known = [values[name] for name in names]
-            values.update((name, torch.stack(known).amax()) for name in names)
+            own_values = [values[name] for name in names]
+            values.update((name, torch.stack(own_values).amax()) for name in names)
 
 
 def _fill_unseen(
@@ -101,10 +101,10 @@ def _fill_unseen(
     without = [
         target for target in targets if any(name not in values or not values[name] > 0 for name in target.names("x"))
     ]
-    seen = [target for target in targets if target not in without and target.names("x")]
+    others = [target for target in targets if target not in without and target.names("x")]
     of = {name: [*names] for names in together for name in names}
     for target in without:
-        alike = [t for t in seen if t.x.text == target.x.text]
+        alike = [t for t in others if t.x.text == target.x.text]
         same = [t for t in alike if t.name in of.get(target.name, ())]
         for place in (LAST_NUMBER, NUMBER):  # other experts of that block, or else of any
             same = same or [t for t in alike if place.sub("*", t.name) == place.sub("*", target.name)]
@@ -135,13 +135,13 @@ def freeze(model: nn.Module, targets: Sequence[Target], values: Mapping[str, Ten
         target.layer.passes.forget()
 
 
-def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
+def _give_recipes(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
     """Convert the model again, so that its policy describes the recipes that it has."""
     rules: dict[Recipe, list[str]] = {}
     every = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in every if isinstance(module, StatefulLayer)}
     for name, layer in layers.items():
-        recipe = wanted.get(layer, layer.recipe)
+        recipe = recipes.get(layer, layer.recipe)
         if recipe is not None:
             rules.setdefault(recipe, []).append(re.sub(r"([*?[])", r"[\1]", plain_name(name)) or "*")
     accumulate = next((layer.model.accumulate for layer in layers.values()), None)

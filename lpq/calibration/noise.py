@@ -56,8 +56,8 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
             forward(model, batch)
     if not comparing.outputs:
         raise CalibrationError("no batch went through a layer with a recipe: pass the arguments of the model")
-    found = [Noise(name, _decibels(*sums), comparing.weights[name]) for name, sums in comparing.outputs.items()]
-    return sorted(found, key=lambda noise: (noise.output, noise.layer))
+    noises = [Noise(name, _decibels(*sums), comparing.weights[name]) for name, sums in comparing.outputs.items()]
+    return sorted(noises, key=lambda noise: (noise.output, noise.layer))
 
 
 class _Comparing:
@@ -66,23 +66,23 @@ class _Comparing:
     def __init__(self, names: Mapping[tuple[int, str], str]) -> None:
         """``names``: of each layer or stack, by the ``id`` of its module and its name in that."""
         self._names = names
-        self._seen: dict[str, Observed] = {}
+        self._tensors: dict[str, Observed] = {}
         self.outputs: dict[str, list[float]] = {}
         """The squares of outputs and of their noise."""
         self.weights: dict[str, float] = {}
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, tensor: Observed) -> None:
         """Take the tensors of a pass; the output comes last."""
-        self._seen[seen.name] = seen
-        if seen.name != "y":
+        self._tensors[tensor.name] = tensor
+        if tensor.name != "y":
             return
-        x, w, name = self._seen["x"], self._seen["w"], self._names[id(seen.layer), seen.stack]
-        self._seen.clear()
+        x, w, name = self._tensors["x"], self._tensors["w"], self._names[id(tensor.layer), tensor.stack]
+        self._tensors.clear()
         if name not in self.weights:
             self.weights[name] = _of_weight(w)
         weights = {part.group: part.value for part in w.groups()}
-        biases: Any = getattr(seen.layer, f"{seen.stack}_bias" if seen.stack else "bias", None)
-        for part, y in zip(x.groups(), seen.groups(), strict=True):
+        biases: Any = getattr(tensor.layer, f"{tensor.stack}_bias" if tensor.stack else "bias", None)
+        for part, y in zip(x.groups(), tensor.groups(), strict=True):
             bias = biases if biases is None or part.group is None else biases[part.group]
             exact = _product(part.value, weights[part.group], bias).view_as(y.value)
             _add(self.outputs.setdefault(name, [0.0, 0.0]), exact, y.value.double())
@@ -104,10 +104,10 @@ def _of_weight(w: Observed) -> float:
     return _decibels(*sums)
 
 
-def _add(sums: list[float], exact: Tensor, found: Tensor) -> None:
+def _add(sums: list[float], exact: Tensor, actual: Tensor) -> None:
     """Add the squares of a tensor and of its noise."""
     sums[0] += exact.square().sum().item()
-    sums[1] += (found - exact).square().sum().item()
+    sums[1] += (actual - exact).square().sum().item()
 
 
 def _decibels(signal: float, noise: float) -> float:

@@ -131,8 +131,8 @@ class _Whole:
         x, *others = args if args else (kwargs.pop("input"),)
         if not isinstance(x, DTensor):
             layouts = getattr(layer, "layouts", None)
-            given: Placement = layouts.input if layouts is not None else Replicate()
-            x = DTensor.from_local(x, layer.weight.device_mesh, [given], run_check=False)
+            placement: Placement = layouts.input if layouts is not None else Replicate()
+            x = DTensor.from_local(x, layer.weight.device_mesh, [placement], run_check=False)
         whole = x.redistribute(placements=[Replicate()]).to_local()
         parameters, buffers = dict(layer._parameters), dict(layer._buffers)
         self._own.append((parameters, buffers))

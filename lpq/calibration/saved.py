@@ -39,30 +39,30 @@ class SavedStatistics:
         if path is None or not path.exists():
             return {}
         try:
-            found: dict[str, Any] = pickles.load(path)
-            if isinstance(found, dict) and type(version := found.get("version")) is int and version != VERSION:
+            data: dict[str, Any] = pickles.load(path)
+            if isinstance(data, dict) and type(version := data.get("version")) is int and version != VERSION:
                 raise CheckpointError(f"it is of version {version}, and this lpq reads version {VERSION}")
-            _check(found)
+            _check(data)
         except LpqError as error:
             raise CalibrationError(
                 f"{path} cannot be read as the state of a calibration: {error}. Move it away to begin anew"
             ) from error
         for name, value in self._settings.items():
-            kept = found["settings"].get(name)
-            if type(kept) is not type(value) or kept != value:
+            setting = data["settings"].get(name)
+            if type(setting) is not type(value) or setting != value:
                 raise CalibrationError(
-                    f"{path} was kept with {name}={brief(kept)}, and this is {name}={value!r}: "
+                    f"{path} was kept with {name}={brief(setting)}, and this is {name}={value!r}: "
                     "go on with the same, or move the file away"
                 )
-        passes: dict[str, Any] = found["passes"]
+        passes: dict[str, Any] = data["passes"]
         return passes
 
     def restore(self, name: str, own: Statistics) -> int:
         """Take the kept statistics of a pass; return its number of batches. Only the first rank takes counts."""
-        kept = self._passes.get(name)
-        if kept is None:
+        entry = self._passes.get(name)
+        if entry is None:
             return 0
-        state = kept["statistics"]
+        state = entry["statistics"]
         mine = {key: (statistic.how, statistic.value.shape) for key, statistic in own.items()}
         theirs = {key: (how, value.shape) for how, values in state.items() for key, value in values.items()}
         if mine != theirs:
@@ -71,7 +71,7 @@ class SavedStatistics:
         if self._ranks.rank:
             state = {**state, "sum": {key: torch.zeros_like(value) for key, value in state["sum"].items()}}
         own.load(state, next(own.items())[1].value.device)
-        return cast("int", kept["batches"])
+        return cast("int", entry["batches"])
 
     def keep(self, name: str, own: Statistics, batches: int) -> None:
         """Write the statistics of all ranks, which call this together. The earlier file stays until it is replaced."""
@@ -90,18 +90,18 @@ class SavedStatistics:
             raise CalibrationError(f"{self._path} cannot be written: {wrong}") from wrong
 
 
-def _check(found: Any) -> None:
+def _check(data: Any) -> None:
     """Refuse data that is no state of a calibration, whatever the model."""
-    check_fields("it", found, {"version": (int,), "settings": (dict,), "passes": (dict,)}, CHANGED)
-    for name, kept in found["passes"].items():
-        check_fields(f"its pass {brief(name)}", kept, {"statistics": (dict,), "batches": (int,)}, CHANGED)
-        check_fields(f"its pass {brief(name)}", kept["statistics"], dict.fromkeys(DTYPES, (dict,)), CHANGED)
-        values = [(how, key, value) for how in DTYPES for key, value in kept["statistics"][how].items()]
+    check_fields("it", data, {"version": (int,), "settings": (dict,), "passes": (dict,)}, CHANGED)
+    for name, entry in data["passes"].items():
+        check_fields(f"its pass {brief(name)}", entry, {"statistics": (dict,), "batches": (int,)}, CHANGED)
+        check_fields(f"its pass {brief(name)}", entry["statistics"], dict.fromkeys(DTYPES, (dict,)), CHANGED)
+        values = [(how, key, value) for how in DTYPES for key, value in entry["statistics"][how].items()]
         for how, key, value in values:
             right = isinstance(key, str) and type(value) is Tensor and value.dtype == DTYPES[how]
             if not right or value.layout != torch.strided or value.device.type != "cpu" or (value < 0).any():
                 raise CheckpointError(
                     f"its pass {brief(name)} has something else than a {how} as {brief(key)}: {CHANGED}"
                 )
-        if type(kept["batches"]) is not int or kept["batches"] < 0 or len(kept["statistics"]) != len(DTYPES):
+        if type(entry["batches"]) is not int or entry["batches"] < 0 or len(entry["statistics"]) != len(DTYPES):
             raise CheckpointError(f"its pass {brief(name)} is none: {CHANGED}")

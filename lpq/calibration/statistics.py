@@ -25,36 +25,36 @@ class Statistics:
     """Statistics by name: of a logical weight, or of the inputs of a layer, whichever rank has them."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Statistic] = {}
+        self._all: dict[str, Statistic] = {}
 
     def take(self, name: str, value: Tensor, how: How) -> None:
         """Take one more value into a statistic."""
         if value.dtype != DTYPES[how]:
             raise TypeError(f"{name}: a {how} is of {DTYPES[how]}, and this is {value.dtype}")
-        known = self._found.get(name)
-        if known is not None:
-            value = torch.maximum(known.value, value) if how == "max" else known.value + value
-        self._found[name] = Statistic(value, how)
+        before = self._all.get(name)
+        if before is not None:
+            value = torch.maximum(before.value, value) if how == "max" else before.value + value
+        self._all[name] = Statistic(value, how)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._found[name].value
+        return self._all[name].value
 
     def __contains__(self, name: str) -> bool:
-        return name in self._found
+        return name in self._all
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._all)
 
     def items(self) -> Iterator[tuple[str, Statistic]]:
         """All statistics, in the order of their names: the same on all ranks."""
-        yield from sorted(self._found.items())
+        yield from sorted(self._all.items())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Plain tensors on the CPU, by their way of combining and by name."""
-        found: dict[str, dict[str, Tensor]] = {how: {} for how in DTYPES}
+        tensors: dict[str, dict[str, Tensor]] = {how: {} for how in DTYPES}
         for name, statistic in self.items():
-            found[statistic.how][name] = statistic.value.cpu()
-        return found
+            tensors[statistic.how][name] = statistic.value.cpu()
+        return tensors
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Take the statistics of an earlier ``state_dict`` into these."""

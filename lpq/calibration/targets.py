@@ -137,27 +137,27 @@ def places(model: Model) -> Iterator[Place]:
 
 def targets(model: nn.Module, search: str | None) -> list[Target]:
     """The layers of a converted model that have something to make static; each expert of a stack counts as one."""
-    seen = Model(model)
-    state, _ = seen.state()
-    dtypes = gathered_dtypes(seen.module)
-    found: list[Target] = []
-    for name, layer, path, stack, expert in places(seen):
+    view = Model(model)
+    state, _ = view.state()
+    dtypes = gathered_dtypes(view.module)
+    result: list[Target] = []
+    for name, layer, path, stack, expert in places(view):
         recipe: Any = layer.recipe
         _check_schedule(name if expert is None else path.rpartition(".")[0], layer)
         weight: Any = state[key] if (key := f"{PREFIX}{path}") in state else layer.weight  # which is computed
         stored = isinstance(local_part(weight), QuantizedTensor)
-        made = _static(recipe, search, weights=not stored)
+        static = _static(recipe, search, weights=not stored)
         of_weight = None if stored else weight
-        target = Target(name, layer, made, _dynamic(recipe), of_weight, dtypes.get(id(layer)), stack, expert)
-        if made != recipe or target.names("x") or target.names("w"):
-            found.append(target)
-    return found
+        target = Target(name, layer, static, _dynamic(recipe), of_weight, dtypes.get(id(layer)), stack, expert)
+        if static != recipe or target.names("x") or target.names("w"):
+            result.append(target)
+    return result
 
 
 def forgotten(model: nn.Module) -> str:
     """The formats that have a scale of a whole tensor which could become static, and lack the option for it, in words;
     empty if there are none."""
-    found: dict[str, str] = {}
+    stats_by_format: dict[str, str] = {}
     for recipe in (layer.recipe for _, layer in Model(model).layers() if layer.recipe is not None):
         for operand, quantizer in recipe.operands.items():
             side = quantizer.side(operand.side)
@@ -165,11 +165,11 @@ def forgotten(model: nn.Module) -> str:
             if operand.tensor in CALIBRATED and "static" not in options:
                 stats = [stat.name for stat in side.stats if stat.of_all and stat.reduce == "max"]
                 if stats and all(stat.round == 1 for stat in side.stats):
-                    found[registry.format_of(type(side)).name] = stats[0]
+                    stats_by_format[registry.format_of(type(side)).name] = stats[0]
     return "; ".join(
         f"format {name} measures {stat!r} of the whole tensor at each step, since its quantizer has no option "
         "static: bool = False: with that, and nothing else, the statistic can become static"
-        for name, stat in found.items()
+        for name, stat in stats_by_format.items()
     )
 
 
@@ -213,17 +213,17 @@ def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Reci
             for operand in (first, second)
         )
         gemms[first.gemm] = replace(recipe.gemm(first.gemm), a=a, b=b)
-    made = replace(recipe, name=None, **gemms)
-    return recipe if made == recipe else made
+    other = replace(recipe, name=None, **gemms)
+    return recipe if other == recipe else other
 
 
 def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
     """This rank's part of a weight as a matrix, or the whole weight where parts have statistics of their own."""
     if isinstance(weight, DTensor) and (layer.transposed or _is_cut(weight, quantizer)):
-        found = whole(weight)
+        matrix = whole(weight)
     else:
-        found = plain(local_part(weight.detach()))
-    return as_matrix(found.t() if layer.transposed else found)
+        matrix = plain(local_part(weight.detach()))
+    return as_matrix(matrix.t() if layer.transposed else matrix)
 
 
 def _is_cut(weight: DTensor, quantizer: Quantizer) -> bool:

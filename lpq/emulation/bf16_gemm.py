@@ -36,8 +36,8 @@ def exact(operand: Storage) -> Exact | None:
     if isinstance(operand, Multiplicand):
         return operand.form
     impl = choose("exact", (operand.quantizer.text,), operand.device).impl
-    found: Exact | None = impl(operand) if impl is not None else None
-    return found
+    form: Exact | None = impl(operand) if impl is not None else None
+    return form
 
 
 def decoded(operand: Storage) -> Exact | None:
@@ -150,9 +150,9 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
             return scaled(left, right, bias, dtype, out)
         if left.matrix.shape[1] != right.matrix.shape[1] or left.rest.shape[1] != right.rest.shape[1]:
             return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)  # formats with blocks of other sizes
-        made = scaled(left, right, None, torch.float32, None)
-        made.addmm_(left.rest, right.rest.t())
-        return (made if bias is None else made.add_(bias)).to(dtype)
+        y = scaled(left, right, None, torch.float32, None)
+        y.addmm_(left.rest, right.rest.t())
+        return (y if bias is None else y.add_(bias)).to(dtype)
 
     return multiply
 

@@ -47,7 +47,7 @@ class _Plugin:
 
 
 def __getattr__(name: str) -> Any:
-    made: Any
+    cls: Any
     if name == "LpqArgs":
         from pydantic import create_model
 
@@ -59,12 +59,12 @@ def __getattr__(name: str) -> Any:
             "fuse": bool,
             "export": str,
         }
-        made = create(name, __module__=__name__, **{f"lpq_{key}": (kind | None, None) for key, kind in keys.items()})
+        cls = create(name, __module__=__name__, **{f"lpq_{key}": (kind | None, None) for key, kind in keys.items()})
     elif name == "LpqPlugin":
         from axolotl.integrations.base import BasePlugin
 
-        made = type(name, (_Plugin, BasePlugin), {"__module__": __name__, "__doc__": _Plugin.__doc__})
+        cls = type(name, (_Plugin, BasePlugin), {"__module__": __name__, "__doc__": _Plugin.__doc__})
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = made
-    return made
+    globals()[name] = cls
+    return cls

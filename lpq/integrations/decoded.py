@@ -28,8 +28,8 @@ def attach(model: nn.Module) -> nn.Module:
     if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
         from transformers.quantizers.base import HfQuantizer
 
-        made: Any = type("LpqQuantizer", (Decoded, HfQuantizer), {})
-        model.hf_quantizer = made(made)
+        cls: Any = type("LpqQuantizer", (Decoded, HfQuantizer), {})
+        model.hf_quantizer = cls(cls)
     elif isinstance(getattr(model, "hf_quantizer", None), Decoded):
         del model.hf_quantizer  # from before it was sharded
     return model

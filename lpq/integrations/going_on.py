@@ -53,10 +53,10 @@ def go_on(
 
 
 def _plan(model: nn.Module, steps: int) -> None:
-    given = [
+    lengths = [
         c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
     ]
-    if other := [length for length in given if length not in (None, "later", steps)]:
+    if other := [length for length in lengths if length not in (None, "later", steps)]:
         warn(
             f"the policy was planned for {other[0]} steps, and the Trainer takes {steps}: rules that end at a fraction "
             "of the run go by the Trainer's number. lpq.convert(…, steps='later') leaves it to the Trainer",

@@ -62,7 +62,7 @@ class _Callback:
         ``watch``: write ``numerics.jsonl`` of each so many steps; ``options`` go to ``lpq.observe.numerics``."""
         self.any_policy, self.report, self.watch, self.options = any_policy, report, watch, options
         self.numerics: Numerics | None = None
-        self._kept: dict[str, Any] | None = None
+        self._saved_policy: dict[str, Any] | None = None
         self._step: ExitStack | None = None
         self._hook: Any = None
 
@@ -70,7 +70,7 @@ class _Callback:
         """Have the plugin convert the model before a checkpoint is loaded, since layers load their states."""
         from lightning.pytorch.utilities.model_helpers import is_overridden
 
-        self._kept, plugin = None, trainer.precision_plugin
+        self._saved_policy, plugin = None, trainer.precision_plugin
         if isinstance(plugin, _Precision) and not is_overridden("configure_model", pl_module):
             plugin.convert_module(pl_module)
         if not trainer.strategy.restore_checkpoint_after_setup:
@@ -103,7 +103,7 @@ class _Callback:
         steps = trainer.estimated_stepping_batches if pl_module.automatic_optimization else None
         steps = steps if isinstance(steps, int) and steps > 0 else None
         remedy = "Set trainer.ckpt_path = checkpoint before trainer.fit(model), or call lpq.set_step(model, step)"
-        go_on(pl_module, trainer.global_step, steps, self._kept, any_policy=self.any_policy, remedy=remedy)
+        go_on(pl_module, trainer.global_step, steps, self._saved_policy, any_policy=self.any_policy, remedy=remedy)
         if self.watch > 0:
             self.numerics = numerics(pl_module, every=self.watch, step=trainer.global_step, **self.options)
         if self.report and trainer.is_global_zero:
@@ -137,7 +137,7 @@ class _Callback:
         checkpoint[KEY] = policy_of(pl_module)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        self._kept = checkpoint.get(KEY)
+        self._saved_policy = checkpoint.get(KEY)
 
 
 def __getattr__(name: str) -> Any:
@@ -145,6 +145,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     pytorch: Any = import_module("lightning.pytorch")
     own, base = (_Callback, pytorch.Callback) if name == CALLBACK else (_Precision, pytorch.plugins.Precision)
-    made = type(name, (own, base), {"__module__": __name__, "__doc__": own.__doc__})
-    globals()[name] = made
-    return made
+    cls = type(name, (own, base), {"__module__": __name__, "__doc__": own.__doc__})
+    globals()[name] = cls
+    return cls

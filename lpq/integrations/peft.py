@@ -76,7 +76,7 @@ def merge_aware(model: nn.Module) -> nn.Module:
         model: The model that ``get_peft_model`` returns.
     """
     check_model(model)
-    found = 0
+    count = 0
     for name, module in model.named_modules():
         lora: Any = module
         layer = lora.get_base_layer() if hasattr(lora, "get_base_layer") and hasattr(lora, "lora_variant") else None
@@ -85,8 +85,8 @@ def merge_aware(model: nn.Module) -> nn.Module:
         for adapter in lora.lora_A:
             _check(name, lora, layer, adapter)
             lora.lora_variant[adapter] = MergeAware()
-            found += 1
-    if not found:
+            count += 1
+    if not count:
         raise ValueError(
             "no LoRA adapter of the model is over a layer with a recipe: call lpq.convert first, "
             "then get_peft_model, and then this"

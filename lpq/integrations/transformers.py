@@ -45,8 +45,8 @@ class _Steps:
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
         """Plan the policy for the Trainer's number of steps, and compare it with the checkpoint's."""
         self._model = attach(model)
-        kept = state.stateful_callbacks.get(NAME) if state.global_step else None
-        _go_on(model, state.global_step, state.max_steps, kept, self.any_policy)
+        record = state.stateful_callbacks.get(NAME) if state.global_step else None
+        _go_on(model, state.global_step, state.max_steps, record, self.any_policy)
         if state.global_step:
             _encode_again(model, others.get("optimizer"))
         state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
@@ -95,9 +95,11 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
     set_step(model, state["global_step"])
 
 
-def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool) -> None:
+def _go_on(model: nn.Module, step: int, steps: int, record: Any, any_policy: bool) -> None:
     """Plan the policy for ``steps`` steps, and compare it with the state that the Trainer kept of the callback."""
-    policy = None if kept is None else (kept[0] if isinstance(kept, list) else kept)["attributes"]["policy"] or {}
+    policy = (
+        None if record is None else (record[0] if isinstance(record, list) else record)["attributes"]["policy"] or {}
+    )
     remedy = (
         "Call lpq.integrations.transformers.resume(model, checkpoint) before trainer.train(resume_from_checkpoint=…)"
     )
@@ -122,6 +124,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers.trainer_callback import ExportableState, TrainerCallback
 
-    made = type(NAME, (_Steps, TrainerCallback, ExportableState), {"__module__": __name__, "__doc__": _Steps.__doc__})
-    globals()[name] = made
-    return made
+    cls = type(NAME, (_Steps, TrainerCallback, ExportableState), {"__module__": __name__, "__doc__": _Steps.__doc__})
+    globals()[name] = cls
+    return cls

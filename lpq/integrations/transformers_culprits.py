@@ -58,15 +58,15 @@ class _Culprits:
 
         def closure() -> Tensor:
             losses = []
-            for given, named in batches:
-                loss = _loss(model(*given, **named))
-                loss = loss if named.get("num_items_in_batch") is not None else loss / len(batches)
+            for inputs, by_name in batches:
+                loss = _loss(model(*inputs, **by_name))
+                loss = loss if by_name.get("num_items_in_batch") is not None else loss / len(batches)
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
             return torch.stack(losses).sum()
 
-        if said := self._trigger.look(model, state.global_step, _mean(loss), _mean(whole), closure, before):
-            warn(said)
+        if words := self._trigger.look(model, state.global_step, _mean(loss), _mean(whole), closure, before):
+            warn(words)
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._before is not None and model.training:
@@ -96,6 +96,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import TrainerCallback
 
-    made = type(NAME, (_Culprits, TrainerCallback), {"__module__": __name__, "__doc__": _Culprits.__doc__})
-    globals()[name] = made
-    return made
+    cls = type(NAME, (_Culprits, TrainerCallback), {"__module__": __name__, "__doc__": _Culprits.__doc__})
+    globals()[name] = cls
+    return cls

@@ -30,9 +30,9 @@ WITH_PARTS = (DTensor, QuantizedTensor)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, seen: list[Collective]) -> None:
+    def __init__(self, calls: list[Collective]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = seen
+        self.calls = calls
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -47,16 +47,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes = [sum(t.nbytes for t in tree_iter(a) if isinstance(t, Tensor)) for a in args]
             ranks = args[1] if name.startswith("all_gather_into_tensor") else 1  # it takes one rank's part
             if name not in SILENT:
-                self.seen.append(Collective(KINDS.get(name, name), ranks * max(sizes, default=0)))
+                self.calls.append(Collective(KINDS.get(name, name), ranks * max(sizes, default=0)))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def collectives() -> Iterator[list[Collective]]:
     """Fill a list with the collectives that run inside, on this rank, forward and backward."""
-    seen: list[Collective] = []
-    with _Watch(seen):
-        yield seen
+    calls: list[Collective] = []
+    with _Watch(calls):
+        yield calls
 
 
 def gathered_bytes(seen: list[Collective]) -> int:

@@ -25,13 +25,13 @@ class Course:
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
         self._loss, self._norm, self._least = loss, norm, least
-        self._left = False
+        self._is_off = False
 
     def leaves(self, loss: float, norm: float | None = None) -> str | None:
         """Take a step; as ``off``, but None where the step before was off the course, too: so a NaN that stays is
         looked into once."""
-        why, was = self.off(loss, norm), self._left
-        self._left = why is not None
+        why, was = self.off(loss, norm), self._is_off
+        self._is_off = why is not None
         return None if was else why
 
     def off(self, loss: float, norm: float | None = None) -> str | None:
@@ -53,10 +53,10 @@ class Course:
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that it looks back to, for a checkpoint."""
-        return {"losses": [*self._losses], "norms": [*self._norms], "left": self._left}
+        return {"losses": [*self._losses], "norms": [*self._norms], "left": self._is_off}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
-        self._left = state["left"]
+        self._is_off = state["left"]

@@ -126,13 +126,13 @@ def culprits(
 
         search = _Search(moved, whole, most, least, replays)
         layers = search.layers([*whole]) if start else []
-        found = [Culprit(names[id(layer)], "", how, whole[layer]) for layer, how in layers]
+        layer_culprits = [Culprit(names[id(layer)], "", how, whole[layer]) for layer, how in layers]
         parts = [
             Culprit(names[id(layer)], part, how, recipe)
             for layer, _ in layers
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
-    return Culprits(tuple(found), tuple(parts), start, ranks.mean(loss), error.loss, same)
+    return Culprits(tuple(layer_culprits), tuple(parts), start, ranks.mean(loss), error.loss, same)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -151,25 +151,25 @@ class _Search:
     """Bisection of the layers: what moves the gradients further is divided first."""
 
     def __init__(self, moved: Callable[[Parts], float], whole: Parts, most: int, least: float, replays: int) -> None:
-        self._moved, self._whole, self._most, self._least, self._left = moved, whole, most, least, replays
+        self._moved, self._whole, self._most, self._least, self._budget = moved, whole, most, least, replays
 
     def layers(self, every: list[StatefulLayer]) -> list[tuple[StatefulLayer, float]]:
         """Return layers, and how far each moves the gradients, the furthest first."""
         order = count()
         heap: list[tuple[float, int, list[StatefulLayer]]] = [(-1.0, next(order), every)]
-        found: list[tuple[StatefulLayer, float]] = []
-        while heap and len(found) < self._most and self._left > 0:
+        culprits: list[tuple[StatefulLayer, float]] = []
+        while heap and len(culprits) < self._most and self._budget > 0:
             how, _, group = heapq.heappop(heap)
             if -how < self._least:
                 break
             if len(group) == 1:
-                found.append((group[0], -how))
+                culprits.append((group[0], -how))
                 continue
             middle = len(group) // 2
             for half in (group[:middle], group[middle:]):
-                self._left -= 1
+                self._budget -= 1
                 heapq.heappush(heap, (-self._moved({x: self._whole[x] for x in half}), next(order), half))
-        return sorted(found, key=lambda one: -one[1])
+        return sorted(culprits, key=lambda one: -one[1])
 
 
 def in_bf16(layer: StatefulLayer, recipe: Recipe) -> Recipe:
@@ -177,8 +177,8 @@ def in_bf16(layer: StatefulLayer, recipe: Recipe) -> Recipe:
     exact = recipes.recipe("bf16")
     if not isinstance(local_part(layer.shared_weight()), QuantizedTensor):
         return exact
-    kept = {operand: q for operand, q in recipe.operands.items() if operand.tensor == "w"}
-    return _with(recipe, {**exact.operands, **kept})
+    weights = {operand: q for operand, q in recipe.operands.items() if operand.tensor == "w"}
+    return _with(recipe, {**exact.operands, **weights})
 
 
 def _with(recipe: Recipe, operands: Mapping[Any, Any]) -> Recipe:

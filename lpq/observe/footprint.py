@@ -99,15 +99,15 @@ def memory(
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}
     names = {id(p): name for name, p in model.named_parameters()}
-    left = {id(p): p for p in model.parameters()}
+    rest = {id(p): p for p in model.parameters()}
     parts = []
     for block in blocks:
-        own = [left.pop(id(p)) for p in block.parameters() if id(p) in left]
+        own = [rest.pop(id(p)) for p in block.parameters() if id(p) in rest]
         parts.append(_sum(over, (_of(p, over, True, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in own)))
-    root = (_of(p, over, False, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in left.values())
+    root = (_of(p, over, False, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in rest.values())
     largest = max((part.at_once for part in parts), default=0)
-    found = _sum(over, [*parts, *root])
-    return Memory(**{**found.__dict__, "at_once": found.at_once - sum(part.at_once for part in parts) + largest})
+    total = _sum(over, [*parts, *root])
+    return Memory(**{**total.__dict__, "at_once": total.at_once - sum(part.at_once for part in parts) + largest})
 
 
 def held_bytes(tensor: Tensor) -> int:
@@ -139,13 +139,15 @@ def _of(
     trained = p.requires_grad
     elements, here = p.numel(), _local_elements(p, ranks)
     updated = torch.float32 if stored else p.dtype
-    held = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
-    forward, backward = held[0], held[-1] if resharded else 0
+    gathers = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
+    forward, backward = gathers[0], gathers[-1] if resharded else 0
     if quantizer is not None:
         *count, rows, cols = p.shape
         whole = why_whole(quantizer, p.shape[0], ranks, is_stack(p.shape))
-        sent = sent_bytes(quantizer, rows, cols, dtype or p.dtype, stays=not resharded, stored=stored, whole=whole)
-        forward, backward = (math.prod(count) * of_each for of_each in sent)
+        bytes_sent = sent_bytes(
+            quantizer, rows, cols, dtype or p.dtype, stays=not resharded, stored=stored, whole=whole
+        )
+        forward, backward = (math.prod(count) * of_each for of_each in bytes_sent)
     return Memory(
         ranks,
         parameters=elements,
@@ -157,7 +159,7 @@ def _of(
         moments=sum(_moment(p, here, updated, forms.get(name)) for name in (FIRST, SECOND)) if trained else 0,
         forward=forward if ranks > 1 else 0,
         backward=backward if ranks > 1 else 0,
-        at_once=max(held) if ranks > 1 else 0,
+        at_once=max(gathers) if ranks > 1 else 0,
     )
 
 

@@ -49,7 +49,7 @@ Slot = tuple[str, str, str, str]
 PLACES = (*((tensor, direction) for tensor in TENSORS for direction in ("row", "col")), ("dw", ""))
 
 
-class Taken(NamedTuple):
+class StepSums(NamedTuple):
     """The sums of one step, on the device."""
 
     step: int
@@ -118,9 +118,9 @@ class Numerics(Readings):
             for title in titles:
                 for tensor, direction in PLACES:
                     self._slots[name, tensor, direction, title] = len(self._slots)
-        self._taken: list[Taken] = []
-        self._now: Taken | None = None
-        self._told = False
+        self._pending: list[StepSums] = []
+        self._now: StepSums | None = None
+        self._any_tensor = False
         """Whether a layer has told of a tensor in this step."""
         self._pairs: dict[tuple[int, int | None, str], tuple[object, Pairs, tuple[int, ...]]] = {}
 
@@ -132,7 +132,7 @@ class Numerics(Readings):
             yield
             self.number += 1
             return
-        now, self._told = Taken(self.number, self._formats(), *self._zeros()), False
+        now, self._any_tensor = StepSums(self.number, self._formats(), *self._zeros()), False
         self._now = now
         try:
             for shard in shards(self._layers):
@@ -142,53 +142,54 @@ class Numerics(Readings):
         finally:
             self._now = None
             self._pairs.clear()
-        if not self._told:
+        if not self._any_tensor:
             warn(
                 f"no layer told of a tensor in step {self.number}: a CUDA graph that is replayed tells nobody, and "
                 "neither does a step that leaves the layers out; watch passes that no graph replays"
             )
         self._turn += 1
         self.number += 1
-        self._taken.append(self._over_ranks(now))
+        self._pending.append(self._over_ranks(now))
 
     @torch.no_grad()
-    def observe(self, seen: Observed) -> None:
+    def observe(self, tensor: Observed) -> None:
         """Take the sums of a tensor, of each of its groups if it has some."""
-        if seen.name == "y" or self._now is None or (id(seen.layer), seen.stack) not in self._names:
+        if tensor.name == "y" or self._now is None or (id(tensor.layer), tensor.stack) not in self._names:
             return
-        self._told = True
-        if isinstance(seen.given, QuantizedTensor):
+        self._any_tensor = True
+        if isinstance(tensor.given, QuantizedTensor):
             return  # nobody has the values that were rounded
-        with torch.autocast(seen.given.device.type, enabled=False):
-            for part in seen.groups():
+        with torch.autocast(tensor.given.device.type, enabled=False):
+            for part in tensor.groups():
                 self._observe(part, "")
                 if self._other is not None:
                     title, plan = self._other
                     self._observe(part.under(getattr(plan, part.name)), title)
 
-    def _observe(self, seen: Observed, recipe: str) -> None:
-        now, name, found = self._now, self._names[id(seen.layer), seen.stack], operands(seen, self._rows, self._turn)
+    def _observe(self, tensor: Observed, recipe: str) -> None:
+        now, name = self._now, self._names[id(tensor.layer), tensor.stack]
+        encoded_rows = operands(tensor, self._rows, self._turn)
         assert now is not None
-        if not found:
+        if not encoded_rows:
             return
-        if not seen.again:
-            x = seen.given
+        if not tensor.again:
+            x = tensor.given
             norm = torch.linalg.vector_norm(x, dtype=torch.float32)
             whole = norm.double().square(), x.numel()
             amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-            for one in found:
-                at = self._slots[name, seen.name, one.direction, recipe]
+            for one in encoded_rows:
+                at = self._slots[name, tensor.name, one.direction, recipe]
                 now.sums[at].add_(sums_of(one, whole).to(now.sums.device))
                 now.amax[at] = torch.maximum(now.amax[at], amax.to(now.amax.device))
-        for one in found:
-            if one.direction == "col" and seen.name != "w":
-                self._take_pairs(seen, one, self._slots[name, "dw", "", recipe], recipe, now)
+        for one in encoded_rows:
+            if one.direction == "col" and tensor.name != "w":
+                self._take_pairs(tensor, one, self._slots[name, "dw", "", recipe], recipe, now)
 
-    def _take_pairs(self, seen: Observed, operand: EncodedRows, at: int, recipe: str, now: Taken) -> None:
-        key = id(seen.of_pass), seen.group, recipe
-        alike = (seen.together, *seen.given.shape[:-1], operand.x.shape[1])
-        if seen.name == "x":
-            self._pairs[key] = seen.of_pass, Pairs.of(operand), alike  # the pass is kept, so that no other has its id
+    def _take_pairs(self, tensor: Observed, operand: EncodedRows, at: int, recipe: str, now: StepSums) -> None:
+        key = id(tensor.of_pass), tensor.group, recipe
+        alike = (tensor.together, *tensor.given.shape[:-1], operand.x.shape[1])
+        if tensor.name == "x":
+            self._pairs[key] = tensor.of_pass, Pairs.of(operand), alike  # the pass is kept, so that no other has its id
             return
         _, pairs, others = self._pairs.pop(key, (None, None, None))
         if pairs is not None and others == alike:
@@ -196,28 +197,28 @@ class Numerics(Readings):
             now.sums[at, SUMS.index("square")] += signal.to(now.sums.device)
             now.sums[at, SUMS.index("error")] += noise.to(now.sums.device)
 
-    def _over_ranks(self, taken: Taken) -> Taken:
+    def _over_ranks(self, step: StepSums) -> StepSums:
         """Add the sums of all ranks up, in one collective. The largest magnitudes go with them: each rank has a row of
         its own, to which others add 0, so a NaN stays one."""
         if self._ranks.size == 1:
-            return taken
+            return step
         group: Any = self._ranks.group or dist.group.WORLD
-        rows = taken.sums.new_zeros(self._ranks.size, len(taken.amax))
-        rows[self._ranks.rank] = taken.amax
-        sums, rows = reduce_sum([taken.sums, rows], group)
-        return taken._replace(sums=sums, amax=rows.amax(0))
+        rows = step.sums.new_zeros(self._ranks.size, len(step.amax))
+        rows[self._ranks.rank] = step.amax
+        sums, rows = reduce_sum([step.sums, rows], group)
+        return step._replace(sums=sums, amax=rows.amax(0))
 
     def _formats(self) -> dict[Slot, str]:
         """The formats of all operands in the present step."""
-        found: dict[Slot, str] = {}
+        formats: dict[Slot, str] = {}
         for layer in self._layers:
             plans = [("", layer.passes.plan), *([] if self._other is None else [self._other])]
             for name in [name for (number, _), name in self._names.items() if number == id(layer)]:
                 for title, plan in plans:
                     for tensor, direction in PLACES[:-1] if plan is not None else ():
                         quantizer = getattr(plan, tensor)
-                        found[name, tensor, direction, title] = quantizer.side(direction).text
-        return found
+                        formats[name, tensor, direction, title] = quantizer.side(direction).text
+        return formats
 
     def _zeros(self) -> tuple[Tensor, Tensor]:
         device = next(device_of(layer.shared_weight()) for layer in self._layers)
@@ -226,15 +227,15 @@ class Numerics(Readings):
 
     def readings(self) -> list[Reading]:
         """Return the statistics of all steps so far; the host waits for them."""
-        for step, formats, sums, amax in self._taken:
+        for step, formats, sums, amax in self._pending:
             for slot, values, largest in zip(self._slots, sums.tolist(), amax.tolist(), strict=True):
-                named = dict(zip(SUMS, values, strict=True))
+                values_by_name = dict(zip(SUMS, values, strict=True))
                 name, tensor, direction, recipe = slot
                 where = {"step": step, "layer": name, "tensor": tensor, "direction": direction, "recipe": recipe}
-                if named["elements"] or named["square"]:
-                    self._read.append(reading_of(named, largest, format=formats.get(slot, ""), **where))
-        self._taken.clear()
-        return self._read
+                if values_by_name["elements"] or values_by_name["square"]:
+                    self._all.append(reading_of(values_by_name, largest, format=formats.get(slot, ""), **where))
+        self._pending.clear()
+        return self._all
 
     def write(self, path: str | Path) -> None:
         if self._ranks.rank == 0:

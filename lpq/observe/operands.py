@@ -38,49 +38,54 @@ class EncodedRows(NamedTuple):
     stats: Mapping[str, Tensor] | None
 
 
-def operands(seen: Observed, most: int, turn: int) -> list[EncodedRows]:
+def operands(tensor: Observed, most: int, turn: int) -> list[EncodedRows]:
     """Encode about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of
     the whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
     that were rounded. All ranks that share the tensor call this."""
-    quantizer, derived = seen.quantizer, seen.quantizer.col_source == "row"
-    row = quantizer.side("row") if seen.row or derived else None
-    col = quantizer.side("col") if seen.col else None
-    wanted = [side for side in (row, col) if side is not None]
-    if isinstance(seen.given, QuantizedTensor) or not seen.given.numel() or all(side.plain for side in wanted):
+    quantizer, derived = tensor.quantizer, tensor.quantizer.col_source == "row"
+    row = quantizer.side("row") if tensor.row or derived else None
+    col = quantizer.side("col") if tensor.col else None
+    sides = [side for side in (row, col) if side is not None]
+    if isinstance(tensor.given, QuantizedTensor) or not tensor.given.numel() or all(side.plain for side in sides):
         return []
-    matrix, own = as_matrix(seen.given), None if derived else col
-    needed, known = declared(row, own), seen.known()
-    start, count = (0, len(matrix)) if derived else _some_rows(seen, len(matrix), row, own, most, turn)
+    matrix, own = as_matrix(tensor.given), None if derived else col
+    declared_stats, whole_stats = declared(row, own), tensor.known()
+    start, count = (0, len(matrix)) if derived else _some_rows(tensor, len(matrix), row, own, most, turn)
     cut = count < len(matrix)
-    stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(needed, known, strict=True)]
-    rows, (down, across) = matrix[start : start + count], seen.place
-    made, twice = (_encoded(x, stats, row, own, seen.seed, down + start, across) for x in (rows, rows.float().mul(2.0)))
-    found: list[EncodedRows] = []
-    for direction, side, at in _directions(row, own, len(needed)):
-        x = _as_stored(rows if direction == "row" else rows.t(), made[direction])
-        turned = direction == "col" and shared(row, own)
-        named = {
-            stat.name: value.t() if turned and value.dim() == 2 else value
-            for (stat, _), value in zip(needed[at], stats[at], strict=True)
+    stats = [
+        value if not cut else of_rows(one, value, start, count)
+        for one, value in zip(declared_stats, whole_stats, strict=True)
+    ]
+    rows, (down, across) = matrix[start : start + count], tensor.place
+    once, twice = (
+        _encoded(x, stats, row, own, tensor.seed, down + start, across) for x in (rows, rows.float().mul(2.0))
+    )
+    result: list[EncodedRows] = []
+    for direction, side, at in _directions(row, own, len(declared_stats)):
+        x = _as_stored(rows if direction == "row" else rows.t(), once[direction])
+        is_transposed = direction == "col" and shared(row, own)
+        by_name = {
+            stat.name: value.t() if is_transposed and value.dim() == 2 else value
+            for (stat, _), value in zip(declared_stats[at], stats[at], strict=True)
         }
-        found.append(EncodedRows(direction, side, x, _stored(made[direction]), _stored(twice[direction]), named))
-    if derived and col is not None and not (seen.is_part and any(stat.block[1] is None for stat in col.stats)):
-        source = decode(made["row"], torch.float32)
-        of_col = None if seen.state is None else recall(quantizer, None, col, seen.state)
-        second = _encoded(source, of_col, None, col, seen.seed, down, across)["col"]
-        found.append(EncodedRows("col", col, _as_stored(rows.t(), second), _stored(second), None, None))
-    return [one for one in found if getattr(seen, one.direction) and not one.quantizer.plain]
+        result.append(EncodedRows(direction, side, x, _stored(once[direction]), _stored(twice[direction]), by_name))
+    if derived and col is not None and not (tensor.is_part and any(stat.block[1] is None for stat in col.stats)):
+        source = decode(once["row"], torch.float32)
+        of_col = None if tensor.state is None else recall(quantizer, None, col, tensor.state)
+        second = _encoded(source, of_col, None, col, tensor.seed, down, across)["col"]
+        result.append(EncodedRows("col", col, _as_stored(rows.t(), second), _stored(second), None, None))
+    return [one for one in result if getattr(tensor, one.direction) and not one.quantizer.plain]
 
 
 def _some_rows(
-    seen: Observed, rows: int, row: Quantizer | None, col: Quantizer | None, most: int, turn: int
+    tensor: Observed, rows: int, row: Quantizer | None, col: Quantizer | None, most: int, turn: int
 ) -> tuple[int, int]:
     """Return where the rows begin, and how many they are: all of them where an operand cannot be cut there. Random bits
     are of rows that lie beside each other."""
     count = max(most // ALIGNED, 1) * ALIGNED
     sides = [(side, dim) for side, dim in ((row, 0), (col, 1)) if side is not None]
     if any(side.stochastic for side, _ in sides):
-        rows = min(rows, seen.together)
+        rows = min(rows, tensor.together)
     if rows <= count or why_cut(sides, count, "rows") is not None:
         return 0, rows
     return turn % (rows // count) * count, count
@@ -89,12 +94,12 @@ def _some_rows(
 def _directions(row: Quantizer | None, col: Quantizer | None, stats: int) -> list[tuple[Direction, Quantizer, slice]]:
     """The operands, each with the place of its statistics."""
     of_row = slice(0, len(row.stats) if row is not None else 0)
-    found: list[tuple[Direction, Quantizer, slice]] = []
+    directions: list[tuple[Direction, Quantizer, slice]] = []
     if row is not None:
-        found.append(("row", row, of_row))
+        directions.append(("row", row, of_row))
     if col is not None:
-        found.append(("col", col, of_row if shared(row, col) else slice(of_row.stop, stats)))
-    return found
+        directions.append(("col", col, of_row if shared(row, col) else slice(of_row.stop, stats)))
+    return directions
 
 
 def _encoded(
@@ -103,9 +108,9 @@ def _encoded(
 ) -> dict[str, Storage]:  # fmt: skip
     if seed is None:  # of a recipe that is not the layer's: no bits may be taken from the run
         seed = torch.zeros((), dtype=torch.int64, device=x.device)
-    made = quantized(x, stats or None, row, col, seed, offset, across=across)
+    encodings = quantized(x, stats or None, row, col, seed, offset, across=across)
     shapes = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    sides = zip(("row", "col"), (row, col), made[:2], shapes, strict=True)
+    sides = zip(("row", "col"), (row, col), encodings[:2], shapes, strict=True)
     return {d: q.storage.wrap(buffers, q, shape, x.dtype) for d, q, buffers, shape in sides if q is not None}
 
 

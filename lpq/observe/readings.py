@@ -22,8 +22,8 @@ class Readings:
 
     def __init__(self, read: Iterable[Reading] = (), first: int = 0) -> None:
         """``first``: the number of the step from which on they are the run's own; earlier ones are in its file."""
-        self._read = [*read]
-        self._first, self._written = first, 0
+        self._all = [*read]
+        self._first, self._lines_in_file = first, 0
 
     @classmethod
     def read(cls, path: str | Path) -> Readings:
@@ -32,7 +32,7 @@ class Readings:
         path = Path(path)
         if not path.is_file():
             raise NumericsError(f"there are no statistics in {path}: `lpq train --watch 100` writes numerics.jsonl")
-        found: dict[Any, Reading] = {}
+        by_place: dict[Any, Reading] = {}
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
@@ -41,19 +41,19 @@ class Readings:
                 if line.startswith("{") and not line.endswith(("}", "\n")):
                     break  # cut off
                 raise NumericsError(f"{path}, line {number}: this is no reading of lpq.observe.numerics") from error
-            found[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading
-        return Readings(found.values())
+            by_place[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading
+        return Readings(by_place.values())
 
     def readings(self) -> Sequence[Reading]:
         """Return the statistics of all steps so far."""
-        return self._read
+        return self._all
 
     def worst(self) -> list[Reading]:
         """Return the readings of the last step, those with the most noise first. Ones without an SNR, which have a NaN
         or no error, come first and last."""
-        read = self.readings()
-        last = max((one.step for one in read), default=0)
-        return sorted((one for one in read if one.step == last), key=noise_order)
+        readings = self.readings()
+        last = max((one.step for one in readings), default=0)
+        return sorted((one for one in readings if one.step == last), key=noise_order)
 
     def table(self, most: int | None = 20) -> str:
         """Return a table of the last step, worst first, of at most so many lines; None: of all."""
@@ -64,16 +64,18 @@ class Readings:
     def write(self, path: str | Path) -> None:
         """Write a line of JSON for each reading. The first call writes the file, but for the lines of the steps before
         a resumed run; later ones add to it."""
-        read, path = self.readings(), Path(path)
+        readings, path = self.readings(), Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._written:
-            kept = [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
+        if not self._lines_in_file:
+            earlier = (
+                [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
+            )
             part = path.with_name(path.name + ".part")
-            part.write_text(_lines(kept), encoding="utf-8")
+            part.write_text(_lines(earlier), encoding="utf-8")
             os.replace(part, path)
         with path.open("a", encoding="utf-8") as file:
-            file.write(_lines(read[self._written :]))
-        self._written = len(read)
+            file.write(_lines(readings[self._lines_in_file :]))
+        self._lines_in_file = len(readings)
 
     def page(self, path: str | Path) -> None:
         """Write one page of HTML with a chart of each layer over time. It asks for nothing from outside."""

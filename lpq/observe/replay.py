@@ -117,16 +117,16 @@ class Replay:
                     stack.callback(hook.remove)
             loss = self._closure()
         zero = torch.zeros(())
-        found = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self._parameters]
+        gradients = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self._parameters]
         if not isinstance(loss, (Tensor, int, float)):
             raise NumericsError(f"the closure of a replay returned {loss!r}: it must return the loss of the step")
-        return float(loss.detach() if isinstance(loss, Tensor) else loss), found
+        return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
 
     def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:
         def align(*_: Any) -> None:
             number = calls[id(layer)] = calls.get(id(layer), 0) + 1
-            known = self._bits.setdefault((id(layer), number), self._before.bits())
-            self._before.set_bits(known)
+            bits = self._bits.setdefault((id(layer), number), self._before.bits())
+            self._before.set_bits(bits)
 
         yield layer.register_forward_pre_hook(align)
         yield layer.register_forward_hook(align)

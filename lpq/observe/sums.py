@@ -27,18 +27,18 @@ def sums_of(operand: EncodedRows, whole: tuple[Tensor, int]) -> Tensor:
     zero = x.new_zeros((), dtype=torch.float64)
     squares, error = x * x, (decoded - x).square()
     gone = (decoded == 0) & (x != 0)
-    saturated = known = split = scale = zero
+    saturated = known_elements = split = scale = zero
     if doubled is not None:
-        known = zero + x.numel()
+        known_elements = zero + x.numel()
         saturated = ((doubled == decoded) & (decoded != 0) & (decoded.abs() < x.abs())).sum()
     if operand.stats is not None and (exact := operand.quantizer.unrounded(x, operand.stats)) is not None:
-        nearest, left = _nearest(operand, error, gone)
-        split, scale = zero + x.numel(), torch.where(left, 0.0, nearest - (exact - x).square()).sum()
-    found = (
-        zero + x.numel(), torch.count_nonzero(x), gone.sum(), saturated, known, squares.sum(), error.sum(),
+        nearest, flushed = _nearest(operand, error, gone)
+        split, scale = zero + x.numel(), torch.where(flushed, 0.0, nearest - (exact - x).square()).sum()
+    sums = (
+        zero + x.numel(), torch.count_nonzero(x), gone.sum(), saturated, known_elements, squares.sum(), error.sum(),
         (decoded * x).sum(), torch.where(gone, squares, 0.0).sum(), scale, split, zero + whole[1], whole[0],
     )  # fmt: skip
-    return torch.stack([one.double() for one in found])
+    return torch.stack([one.double() for one in sums])
 
 
 def _nearest(operand: EncodedRows, error: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ def _nearest(operand: EncodedRows, error: Tensor, gone: Tensor) -> tuple[Tensor,
         return error, gone
     assert operand.stats is not None
     rows, cols = x.shape
-    made = quantizer.encode(x, operand.stats).bind(quantizer, (rows, cols), x.dtype)
-    values = made.decode_rotated()
+    operand_to_nearest = quantizer.encode(x, operand.stats).bind(quantizer, (rows, cols), x.dtype)
+    values = operand_to_nearest.decode_rotated()
     return (values - x).square(), (values == 0) & (x != 0)
 
 

@@ -35,9 +35,9 @@ def table(readings: Sequence[Reading], most: int | None) -> str:
     """The table as text."""
     if not readings:
         return "no step was watched so far: steps are watched inside of `with watch.step():`"
-    shown = readings if most is None else readings[:most]
-    made = drawn(f"step {readings[0].step}, the most noise first", COLUMNS, map(cells, shown))
-    return made + (f"\n{len(readings) - len(shown)} more with less noise" if len(shown) < len(readings) else "")
+    lines = readings if most is None else readings[:most]
+    text = drawn(f"step {readings[0].step}, the most noise first", COLUMNS, map(cells, lines))
+    return text + (f"\n{len(readings) - len(lines)} more with less noise" if len(lines) < len(readings) else "")
 
 
 def cells(one: Reading) -> list[str]:

@@ -36,14 +36,14 @@ class Trigger:
         gradients = [(p, p.grad) for p in model.parameters()]
         model.zero_grad()  # of clipped gradients no replay has the like
         try:
-            found = self.found[step] = culprits(model, closure, before=before, **self.options)
+            result = self.found[step] = culprits(model, closure, before=before, **self.options)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        words = f"step {step}: {why}\n{found}\n{ONCE}"
-        if self.promote and found.found:
+        words = f"step {step}: {why}\n{result}\n{ONCE}"
+        if self.promote and result.found:
             until = step + 1 + self.promote
-            found.promote(model, until=until)
-            self.promoted.append((until, {one.layer: one.recipe.text for one in found.found}))
+            result.promote(model, until=until)
+            self.promoted.append((until, {one.layer: one.recipe.text for one in result.found}))
             words += f"\nThey are in bf16 until step {until}"
         return words

@@ -33,18 +33,19 @@ def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
 
 def begin_all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     """As above, but the result must go through ``arrived``."""
-    made: Tensor = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group)
-    return made
+    result: Tensor = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group)
+    return result
 
 
 def begin_reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
     """The sum over ranks of this rank's part: there is one equal part for each rank along the first dimension. The
     result must go through ``arrived``."""
-    made: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
-    return made
+    result: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
+    return result
 
 
-def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Send rank 0 the first ``sent[0]`` parts along the first dimension, and so on; ``received`` counts what comes."""
-    made = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), list(received), list(sent), group)
-    return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]
+def all_to_all(tensor: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int], group: str) -> Tensor:
+    """Send rank 0 the first ``to_ranks[0]`` parts along the first dimension, and so on; ``from_ranks`` counts what
+    comes."""
+    result = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), list(from_ranks), list(to_ranks), group)
+    return torch.ops._c10d_functional.wait_tensor(result)  # type: ignore[no-any-return]

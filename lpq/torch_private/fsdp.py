@@ -175,7 +175,7 @@ def gather_into(places: Iterable[tuple[Site, list[Tensor] | None, list[Tensor]]]
 
 def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:
     """The modules below ``root`` whose parameter with this name, or any parameter, FSDP2 shards, and how."""
-    found: dict[nn.Module, Site] = {}
+    by_module: dict[nn.Module, Site] = {}
     for module in root.modules():
         outermost = module is root and _get_module_fsdp_state(module)
         decides = bool(outermost and outermost._auto_reshard_after_forward)
@@ -183,14 +183,15 @@ def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:
             for param in group.fsdp_params:
                 info = param._module_info
                 if name in (None, info.param_name):  # a parameter that modules share is not gathered quantized
-                    found[info.module] = Site(param, group, decides)
-    return found
+                    by_module[info.module] = Site(param, group, decides)
+    return by_module
 
 
 def outermost(part: nn.Module) -> nn.Module:
     """The largest module on which ``fully_shard`` was called and that contains ``part``; if there is none, ``part``."""
-    known = [module for ref in _module_state_mapping.keyrefs() if (module := ref()) is not None]  # threads may add some
-    sharded = [module for module in known if _get_module_fsdp_state(module) is not None]
+    refs = _module_state_mapping.keyrefs()  # threads may add some
+    modules = [module for ref in refs if (module := ref()) is not None]
+    sharded = [module for module in modules if _get_module_fsdp_state(module) is not None]
     around = [module for module in sharded if any(inner is part for inner in module.modules())]
     return max([part, *around], key=lambda module: sum(1 for _ in module.modules()))
 

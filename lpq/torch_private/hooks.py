@@ -42,15 +42,15 @@ def own_hooks(module: Any) -> frozenset[int]:
 def noting_own(apply: Callable[[], M], module: Any) -> M:
     """Call ``apply``, and note the hooks that it hangs on a module as lpq's own."""
     before = {key for hooks in hooks_of(module) for key in hooks}
-    made = apply()
+    result = apply()
     vars(module)[OWN] = own_hooks(module) | {key for hooks in hooks_of(module) for key in hooks} - before
-    return made
+    return result
 
 
-def laid_out_by_own(module: Any, given: Any, y: Any) -> Any:
+def laid_out_by_own(module: Any, x: Any, y: Any) -> Any:
     """Lay out a result as the hooks of lpq's styles do behind a module, which was not called itself."""
     for hook in hooks_behind(module).values():
-        y = hook(module, (given,), y)
+        y = hook(module, (x,), y)
     return y
 
 

@@ -23,7 +23,7 @@ def allocator(device: torch.device, *, dispatched: bool = False) -> Allocate:
     dispatcher; ``dispatched``: it must not. A torch without it uses ``torch.empty_strided``.
     """
     guards: Any = getattr(torch._C._dynamo, "guards", None)
-    found = getattr(guards, f"_empty_strided_{device.type}", None)
-    if found is not None and not dispatched:
-        return cast("Allocate", found)
+    allocate = getattr(guards, f"_empty_strided_{device.type}", None)
+    if allocate is not None and not dispatched:
+        return cast("Allocate", allocate)
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)

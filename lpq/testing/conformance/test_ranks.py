@@ -100,8 +100,8 @@ def passes(quantizer: Quantizer, x: Tensor) -> list[PassCase]:
     """With both operands and with each alone; from a fresh state, from a used one, and with one that does not move."""
     fresh, static = quantizer.new_state(), quantizer.frozen()
     first = PassCase(quantizer, True, True, fresh)
-    used = first.encode(x * 3, torch.tensor(SEED)).state if fresh else {}
-    cases = [first, PassCase(quantizer, True, False, used), PassCase(quantizer, False, True, used)]
+    later_state = first.encode(x * 3, torch.tensor(SEED)).state if fresh else {}
+    cases = [first, PassCase(quantizer, True, False, later_state), PassCase(quantizer, False, True, later_state)]
     static_state = {} if fresh else {name: torch.full_like(value, KNOWN) for name, value in static.new_state().items()}
     return [*cases, PassCase(static, True, True, static_state)] if static_state else cases
 

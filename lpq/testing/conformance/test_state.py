@@ -174,9 +174,9 @@ def test_static_statistics_come_from_the_state(quantizer: Quantizer) -> None:
     encoding changes no state."""
     static, x, seed = quantizer.frozen(), normal(24, 40), torch.tensor(SEED)
     row, col = static.side("row"), static.side("col")
-    needed, own, larger = declared(row, col), measure_reference(x, row, col), measure_reference(x * 3, row, col)
+    declared_stats, own, larger = declared(row, col), measure_reference(x, row, col), measure_reference(x * 3, row, col)
     frozen = recalls(static, row, col)
-    for (stat, _), is_static in zip(needed, frozen, strict=True):
+    for (stat, _), is_static in zip(declared_stats, frozen, strict=True):
         assert is_static <= stat.of_all, f"{static}: {stat.name} is static, and is not of the whole matrix"
     keys = [prefix + s.name for prefix, side in static.state_branches().items() for s in side.state]
     state = dict(zip(keys, [s for s, is_static in zip(larger, frozen, strict=True) if is_static], strict=True))
