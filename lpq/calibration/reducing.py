@@ -5,34 +5,18 @@ of the weight has a zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.statistics import DTYPES, How, Statistics
+from lpq.calibration.statistics import DTYPES, Statistics
 from lpq.distributed.ranks import Ranks
-from lpq.operations.reduce_statistics import reduce_max
+from lpq.operations.reduce_statistics import reduce_max, reduce_sum
 
 
 class Together(Ranks):
     """The ranks that calibrate one model; an error on any rank is a ``CalibrationError`` on all."""
 
     error = CalibrationError
-
-    def combine(self, packed: Tensor, how: How) -> Tensor:
-        """Return the largest values or the sums of a vector over the ranks."""
-        if not self.many:
-            return packed
-        group = self.group or dist.group.WORLD
-        assert group is not None
-        if how == "max":
-            return reduce_max([packed], group)[0]
-        packed = packed.clone()
-        dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group)
-        return packed
 
 
 def reduce(statistics: Statistics, ranks: Together) -> Statistics:
@@ -43,17 +27,13 @@ def reduce(statistics: Statistics, ranks: Together) -> Statistics:
         "the ranks have other statistics",
         "Build and convert the model alike on all of them, and have each forward pass go through the same layers",
     )
+    group = ranks.group or dist.group.WORLD if ranks.many else None
+    if group is None:
+        return statistics
     reduced = Statistics()
     for how in DTYPES:
         values = {name: s.value for name, s in statistics.items() if s.how == how}
-        for name, value in _reduced(values, ranks, how).items():
+        of_all = (reduce_max if how == "max" else reduce_sum)([*values.values()], group)
+        for name, value in zip(values, of_all, strict=True):
             reduced.take(name, value, how)
     return reduced
-
-
-def _reduced(values: Mapping[str, Tensor], ranks: Together, how: How) -> dict[str, Tensor]:
-    if not values:
-        return {}
-    packed = ranks.combine(torch.cat([value.reshape(-1) for value in values.values()]), how)
-    parts = torch.split(packed, [value.numel() for value in values.values()])
-    return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}

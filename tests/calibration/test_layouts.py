@@ -90,7 +90,7 @@ def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = Fa
 LAYOUTS: dict[str, tuple[Any, Any, Any]] = {
     "fsdp": (
         sharded, lambda rank, ranks: data(BATCHES)[rank::4],
-        (reducing.Together, "combine", lambda self, packed, how: packed),
+        (reducing, "reduce_max", lambda values, group: values),
     ),
     "tp": (
         lambda recipe, ranks: parallel(lpq.convert(model(experts=1), recipe), 4 // ranks, ranks, fsdp=ranks == 2),
@@ -156,20 +156,15 @@ def test_fsdp_over_1_2_and_4_ranks(rank: int, recipe: str, method: Any) -> None:
 @on_ranks(4)
 def test_without_the_reduction_layouts_differ(rank: int) -> None:
     """The control of the above: some scale is another one on some rank, whichever reduction is left out."""
-    combine = reducing.Together.combine
-    for left_out, method in (("max", "max"), ("sum", "percentile")):
+    for reduction, method in (("reduce_max", "max"), ("reduce_sum", "percentile")):
         expected: Any = alone("fp8-current", method)
-
-        def without(self: Any, packed: Tensor, how: Any, left_out: str = left_out) -> Tensor:
-            return packed if how == left_out else combine(self, packed, how)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reducing.Together, "combine", without)
+            patch.setattr(reducing, reduction, lambda values, group: values)
             net = sharded("fp8-current", 4)
             lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
         found: list[Any] = [None] * 4
         dist.all_gather_object(found, equal_states(statics(net), statics(expected)))
-        assert not all(found), left_out
+        assert not all(found), reduction
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

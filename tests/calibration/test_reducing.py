@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ranks import on_ranks
@@ -12,6 +10,7 @@ from torch import Tensor
 from lpq.calibration import CalibrationError
 from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.statistics import Statistics
+from lpq.observe import collectives
 
 RANKS = 3
 
@@ -28,19 +27,13 @@ def test_each_statistic_is_reduced_over_all_ranks_in_one_collective_for_each_kin
     """Against a direct maximum of bits and a sum. NaN is not lost; each way of combining takes one collective."""
     ranks, everyone = Together(), range(RANKS)
     for special in (None, float("nan"), float("inf")):
-        found, calls = Statistics(), []
+        statistics = Statistics()
         for i in range(4):
-            found.take(f"{i}.m", own(rank, special) * (i + 1), "max")
-            found.take(f"{i}.s", torch.tensor([1, rank * i]), "sum")
-
-        def counted(packed: Tensor, how: Any, calls: list[tuple[str, int]] = calls) -> Tensor:
-            calls.append((how, packed.numel()))
-            return Together.combine(ranks, packed, how)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "combine", counted)
-            reduced = reduce(found, ranks)
-        assert calls == [("max", 24), ("sum", 8)]
+            statistics.take(f"{i}.m", own(rank, special) * (i + 1), "max")
+            statistics.take(f"{i}.s", torch.tensor([1, rank * i]), "sum")
+        with collectives() as calls:
+            reduced = reduce(statistics, ranks)
+        assert [call.bytes for call in calls if call.kind == "all_reduce"] == [24 * 4, 8 * 8]
         for i in range(4):
             bits = torch.stack([own(r, special) * (i + 1) for r in everyone]).view(torch.int32).amax(0)
             assert torch.equal(reduced[f"{i}.m"].view(torch.int32), bits)
