@@ -56,11 +56,11 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     device = pick_device(config.device)
     team = Team(device)
     team.check_batch(config.batch)
-    console = (console or Console()) if team.first else Console(quiet=True)
+    console = (console or Console()) if team.is_first else Console(quiet=True)
     policy = policy_of(config)
     text = data.load(config.data, config.seq, config.text)
     with ExitStack() as stack:
-        directory = team.on_first(lambda: stack.enter_context(runs.opened(config)))
+        directory = team.first(lambda: stack.enter_context(runs.opened(config)))
         return beside_baseline(config, policy, text, team, directory, console)
 
 
@@ -77,7 +77,7 @@ def beside_baseline(
 ) -> Summary:
     """Train by ``policy`` and then without one, by one seed and by two, and close with the results of all."""
     device = team.device
-    where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
+    where = f"{team.size} ranks, {device.type}" if team.many else str(device)
     say(console, f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     if remark := gpu_size.note(config, device):
         say(console, remark)
@@ -94,11 +94,11 @@ def beside_baseline(
             "matrix is rounded to bf16 where the recipe says so, and all else is in fp32."
         )
     outcomes = []
-    with Interrupt(deaf=team.sharded) as interrupt, fixed_sums(device, config.threads):
+    with Interrupt(deaf=team.many) as interrupt, fixed_sums(device, config.threads):
         for name, (title, its_config, its_policy) in jobs.items():
             trainer = Trainer(its_config, text, its_policy, team)
             if its_policy is policy:
-                team.on_first(partial(tell_conversion, trainer, directory, console))
+                team.first(partial(tell_conversion, trainer, directory, console))
             tell = partial(remark_on, title, console)
             bar = partial(progress_of, title, console)
             if signum := train(trainer, directory / name, lambda: interrupt.signum or 0, tell, bar):
@@ -108,10 +108,10 @@ def beside_baseline(
                     signum,
                 )
             metrics = directory / name / runs.METRICS
-            seconds = team.on_first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
+            seconds = team.first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
     summary = Summary(config, where, directory, tuple(outcomes))
-    return report.close(summary, console, on_cpu=device.type == "cpu") if team.first else summary
+    return report.close(summary, console, on_cpu=device.type == "cpu") if team.is_first else summary
 
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
@@ -150,8 +150,8 @@ def train(
         saved = trainer.step
         say(f"resumed after step {trainer.step}")
     path, noted = directory / runs.METRICS, watching(trainer, directory / NUMERICS)
-    team.on_first(lambda: keep(path, trainer.step))
-    writer = metrics(path) if team.first else nullcontext(lambda record: None)
+    team.first(lambda: keep(path, trainer.step))
+    writer = metrics(path) if team.is_first else nullcontext(lambda record: None)
     with noted as note, writer as write, bar(trainer) as show:
         while not (signum := team.largest(stop())) and trainer.step < config.steps:
             record = trainer.advance()
@@ -212,7 +212,7 @@ def say(console: Console, text: str, **how: Any) -> None:
 
 def again(team: Team) -> str:
     """The command that was given, without its options."""
-    return f"torchrun --nproc-per-node {team.size} -m lpq train" if team.sharded else "python -m lpq train"
+    return f"torchrun --nproc-per-node {team.size} -m lpq train" if team.many else "python -m lpq train"
 
 
 def keep(path: Path, steps: int) -> None:

@@ -105,7 +105,7 @@ class Probe:
     @contextmanager
     def _watch(self, phase: int) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.team.sharded:
+            if self.team.many:
                 calls = stack.enter_context(collectives())
                 stack.callback(lambda: self._calls[phase].extend(calls))
             yield

@@ -44,7 +44,7 @@ class Outcome:
         """The outcome of a trainer that has done its last step."""
         loss = trainer.held_out_loss()
         assert trainer.measured is not None
-        return cls(title, tuple(trainer.losses), loss, trainer.measured, seconds, tuple(served), trainer.team.sharded)
+        return cls(title, tuple(trainer.losses), loss, trainer.measured, seconds, tuple(served), trainer.team.many)
 
     @property
     def bytes_held(self) -> int:

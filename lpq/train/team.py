@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lpq.distributed import ranks
+from lpq.distributed.ranks import Ranks
 from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
 from lpq.train.model import GPT
@@ -23,36 +23,28 @@ from lpq.train.model import GPT
 T = TypeVar("T")
 
 
-class TrainRanks(ranks.Ranks):
-    """The ranks of the default group; an error on any rank is a ``TrainError`` on all."""
+class Team(Ranks):
+    """All processes of the default group; where there is no group, this process, which then shards nothing. An error on
+    any rank is a ``TrainError`` on all."""
 
     error = TrainError
-
-
-class Team:
-    """All processes of the default group; where there is no group, this process, which then shards nothing."""
+    device: torch.device
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._ranks = TrainRanks()
-        self.sharded, self.rank, self.size = self._ranks.many, self._ranks.rank, self._ranks.size
+        super().__init__(device=device)
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
-    def on_first(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on the first rank; all get its result, or the same error."""
-        return self._ranks.first(function) if self.sharded else function()
-
-    def all(self, value: T) -> list[T]:
-        """The values of all ranks."""
-        return self._ranks.all(lambda: value)
+    def first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on the first rank; all get its result, or the same error. One process has its own error."""
+        return super().first(function) if self.many else function()
 
     def mean(self, value: Tensor) -> float:
         """The mean of a number over the ranks, bitwise the same on all."""
-        if self.sharded:
+        if self.many:
             value = value.detach().clone()
             dist.all_reduce(value)
             value /= self.size
@@ -60,7 +52,7 @@ class Team:
 
     def largest(self, value: int) -> int:
         """The largest of a number over the ranks."""
-        if not self.sharded:
+        if not self.many:
             return value
         tensor = torch.tensor(value, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)

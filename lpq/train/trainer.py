@@ -97,13 +97,13 @@ class Trainer:
         config, team, model = self.config, self.team, self.model
         if self.policy is not None:
             stored = config.weights == "quantized"
-            weights: Weights | None = "quantized" if stored else "high_precision" if team.sharded else None
+            weights: Weights | None = "quantized" if stored else "high_precision" if team.many else None
             ranks = team.size if weights is not None else None
             lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=ranks)
         if config.compile:  # in place: the names in the state dict stay
             for block in model.blocks:
                 block.compile()
-        if team.sharded:
+        if team.many:
             team.shard(model)
             self._seed()
 
@@ -220,7 +220,7 @@ class Trainer:
         beside: dict[str, Any] = {
             "losses": self.losses,
             "measured": self.measured.to_dict() if self.measured is not None else None,
-            "rng": self.team.all(rng),
+            "rng": [*self.team.exchange(rng).values()],
             "text": self.text.digest,
             "policy": self.policy_text,
             "config": self.config.to_toml(),
