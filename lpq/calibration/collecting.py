@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,10 @@ from lpq.calibration.targets import Target
 from lpq.distributed.ranks import difference
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.observing import observing
-from lpq.registry.errors import words
 from lpq.tensor.observed import Observed
 from lpq.torch_private.pytree import tree_leaves
 
+T = TypeVar("T")
 Forward = Callable[[nn.Module, Any], object]
 NO_BATCH = object()
 BINS = 0x8000 + 1
@@ -96,10 +97,9 @@ class _Facts(NamedTuple):
 
     samples: int | None
     """The number of samples of its next batch; None: it has no more."""
-    error: str | None
-    team: tuple[int, ...] = ()
+    team: tuple[int, ...]
     """The ranks that get the same batches, as layers are sharded over them."""
-    exchange: tuple[int, ...] = ()
+    exchange: tuple[int, ...]
     """The ranks that exchange rows of experts."""
 
 
@@ -127,20 +127,24 @@ def collect(
     all ranks alike.
     """
     mine, progress, last = iter(batches), Progress(), NO_BATCH
-    error: str | None = None
+
+    def together(function: Callable[[], T]) -> list[T]:
+        return ranks.all(function) if ranks.many else [function()]  # one process has the error itself
+
+    def next_facts() -> _Facts:
+        nonlocal last
+        batch = next(mine, NO_BATCH)
+        last = batch if batch is not NO_BATCH else last
+        return _Facts(None if batch is NO_BATCH else _samples_of(batch), team.ranks, team.exchange)
+
+    def run(own: int, turns: int, counted: bool, leads: bool) -> None:
+        for turn in range(turns):
+            now = counted and turn == own
+            with _taking(model, targets, how, statistics, team, RoundPart(now, now and leads)):
+                forward(model, last)
+
     while progress.samples < samples:
-        batch = NO_BATCH
-        if error is None:
-            try:
-                batch = next(mine, NO_BATCH)
-                count = None if batch is NO_BATCH else _samples_of(batch)
-            except Exception as raised:
-                if not ranks.many:
-                    raise
-                error = words(raised)
-        by_rank = ranks.exchange(_Facts(None if error else count, error, team.ranks, team.exchange))
-        facts = [*by_rank.values()]
-        _check_errors(facts)
+        facts = together(next_facts)
         heads = _heads(facts)
         if all(one.samples is None for one in facts):
             if not progress.batches:
@@ -148,24 +152,11 @@ def collect(
             break
         _check_some(progress, facts)
         progress, number = _advanced(progress, facts, heads, team, samples)
-        counted = number is not None and number >= begin
-        leads = heads[team.ranks] == ranks.rank
-        own, turns = _turns(facts, team)
-        last = batch if batch is not NO_BATCH else last
         if progress.batches <= begin:
             continue  # all of this round are in the statistics
-        try:
-            for turn in range(turns):
-                now = counted and turn == own
-                with _taking(model, targets, how, statistics, team, RoundPart(now, now and leads)):
-                    forward(model, last)
-        except Exception as raised:
-            if not ranks.many:
-                raise
-            error = words(raised)
-            continue
+        counted, leads = number is not None and number >= begin, heads[team.ranks] == ranks.rank
+        together(partial(run, *_turns(facts, team), counted, leads))
         after(progress)
-    _check_errors([*ranks.exchange(_Facts(None, error)).values()])
     return progress
 
 
@@ -237,12 +228,6 @@ def _samples_of(batch: Any) -> int:
     if tensor is None:
         raise CalibrationError(f"a batch is a {type(batch).__name__} without a tensor: pass the arguments of the model")
     return tensor.shape[0]
-
-
-def _check_errors(facts: Sequence[_Facts]) -> None:
-    for rank, one in enumerate(facts):
-        if one.error is not None:
-            raise CalibrationError(f"rank {rank}: {one.error}")
 
 
 def _turns(facts: Sequence[_Facts], team: Peers) -> tuple[int, int]:
