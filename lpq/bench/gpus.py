@@ -158,21 +158,21 @@ def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[f
     encoded = {d: side for d, side in sides.items() if not side.plain}
     if not encoded:
         return 0.0, 0
-    measured = any(s.stats and not s.state and any(None in stat.block for stat in s.stats) for s in encoded.values())
-    moved, launches = float(BF16 * (1 + measured)), 1 + measured
+    is_measured = any(s.stats and not s.state and any(None in stat.block for stat in s.stats) for s in encoded.values())
+    bytes_moved, launches = float(BF16 * (1 + is_measured)), 1 + is_measured
     launches += any(side.state for side in encoded.values())
     if recipe.saves.get(tensor, "encoded") != "encoded" and "col" in encoded:  # backward reads the tensor itself
-        moved += BF16
+        bytes_moved += BF16
     for gemm, (direction, side) in zip(of, sides.items(), strict=True):
         if side.plain:
             continue
         native = _native(gpu, *recipe.products[gemm], in_groups)
         is_saved = direction == "col" and tensor != "dy"
         if native:
-            moved += bytes_of_element(side)
+            bytes_moved += bytes_of_element(side)
         elif is_saved:  # codes until backward, which decodes them
-            moved += 2 * bytes_of_element(side) + BF16
+            bytes_moved += 2 * bytes_of_element(side) + BF16
             launches += 1
         else:
-            moved += BF16
-    return moved, launches
+            bytes_moved += BF16
+    return bytes_moved, launches

@@ -96,8 +96,8 @@ def ends(size: LayerSize, device: torch.device) -> tuple[Tensor, ...]:
     """The end of each expert's rows, where all experts get as many; empty for a layer that has no experts."""
     if not isinstance(size, StackSize):
         return ()
-    counted = torch.arange(1, size.experts + 1, device=device) * size.tokens // size.experts
-    return (counted.to(torch.int32),)
+    places = torch.arange(1, size.experts + 1, device=device) * size.tokens // size.experts
+    return (places.to(torch.int32),)
 
 
 def layer_of(contender: Contender, size: LayerSize, device: torch.device) -> nn.Module:

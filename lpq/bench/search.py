@@ -268,25 +268,25 @@ def _search(
         plain = {name: took(name, None) for name in layers}
         if time is not None:
             limit = _limit("time", time, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
-            chosen = under_time([*by_layer.values()], limit)
-            if _seconds(chosen) > limit * (1 + ROUNDING):
+            choice = under_time([*by_layer.values()], limit)
+            if _seconds(choice) > limit * (1 + ROUNDING):
                 raise OptionError(
                     f"search: time = {time!r}: no choice among {', '.join(by_text)} takes less than "
-                    f"{_seconds(chosen) / sum(plain.values()):.3f} of bf16's time"
+                    f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time"
                 )
         else:
             limit = _limit("error", error, {text: _error(each) for text, each in uniform.items()}, 1.0)
-            chosen = under_error([*by_layer.values()], limit)
+            choice = under_error([*by_layer.values()], limit)
 
-        def measured(options: Sequence[Option]) -> float:
+        def error_of(options: Sequence[Option]) -> float:
             return gradients.of({**exact, **{layers[name]: o.recipe for name, o in zip(layers, options, strict=True)}})
 
         beside = tuple(
-            Uniform(text, _seconds(each), _error(each), measured(each))
+            Uniform(text, _seconds(each), _error(each), error_of(each))
             for text, each in uniform.items()
             if text != BF16
         )
-        return SearchResult(dict(zip(layers, chosen, strict=True)), plain, _error(chosen), measured(chosen), beside)
+        return SearchResult(dict(zip(layers, choice, strict=True)), plain, _error(choice), error_of(choice), beside)
 
 
 def _predicted(

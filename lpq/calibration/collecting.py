@@ -203,8 +203,8 @@ def _taking(
     but no rows of a batch that does not count.
     """
     with ExitStack() as stack:
-        chosen = [target for target in targets if target.names("x") and _counts(target, team, part)]
-        stack.enter_context(observing([target.layer for target in chosen], _Taking(chosen, how, statistics)))
+        own = [target for target in targets if target.names("x") and _counts(target, team, part)]
+        stack.enter_context(observing([target.layer for target in own], _Taking(own, how, statistics)))
         if not part.counted:
             stack.enter_context(sending_nothing(model))
         yield

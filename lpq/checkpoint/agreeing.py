@@ -34,8 +34,8 @@ def check_one_model(of_ranks: Sequence[Meshes], ranks: CheckpointRanks) -> None:
         )
     groups: list[set[int]] = [{rank} for rank in ranks.names]
     for mesh in meshes:
-        joined = [group for group in groups if group & {*mesh}]
-        groups = [group for group in groups if group not in joined] + [set[int]().union(*joined)]
+        neighbours = [group for group in groups if group & {*mesh}]
+        groups = [group for group in groups if group not in neighbours] + [set[int]().union(*neighbours)]
     if meshes and len(groups) > 1:
         listing = " and ".join(str(sorted(group)) for group in sorted(groups, key=min))
         raise CheckpointError(

@@ -35,11 +35,11 @@ class Saving:
 
     def done(self) -> bool:
         """Whether writing has ended on this rank, well or badly; a warning reports an error."""
-        ended = self._future.done()
-        if ended and (failure := self.failed()) is not None:
+        at_end = self._future.done()
+        if at_end and (failure := self.failed()) is not None:
             warn(failure, CheckpointWarning)
             _UNHEARD.discard(self)
-        return ended
+        return at_end
 
     def wait(self) -> Path:
         """Wait until the checkpoint is whole and in place. Return the path, or raise the error of any rank."""

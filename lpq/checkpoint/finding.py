@@ -71,8 +71,8 @@ def find(path: Path, ranks: CheckpointRanks, *, thorough: bool = True) -> WholeC
 
 def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
     """The checkpoints of a run, from the last step on: step, what their names end in, and path."""
-    matched = [(STEP.fullmatch(p.name), p) for p in directory.iterdir() if p.is_dir()]
-    entries = [(int(match[1]), match[2] or "", path) for match, path in matched if match is not None]
+    matches = [(STEP.fullmatch(p.name), p) for p in directory.iterdir() if p.is_dir()]
+    entries = [(int(match[1]), match[2] or "", path) for match, path in matches if match is not None]
     return sorted(entries, key=lambda entry: (-entry[0], ("", REPLACED, PARTIAL).index(entry[1])))
 
 

@@ -95,7 +95,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def _publish(self) -> None:
         assert self._claim is not None
-        refused = self._claim.refused()
+        refusals = self._claim.refused()
         replaced = self.target.with_name(self.target.name + REPLACED)
         aside = is_ours(self.target)
         if aside:
@@ -112,9 +112,9 @@ class CheckpointWriter(FileSystemWriter):
             remove(replaced, self.target)
         if self._keep is not None:
             self._tidy(self._keep)
-        if refused:
+        if refusals:
             warn(
-                f"checkpoint {self.target} is this process's. While it was written, {', '.join(refused)} wanted to "
+                f"checkpoint {self.target} is this process's. While it was written, {', '.join(refusals)} wanted to "
                 "save it, too, and was refused: give each job a directory of its own",
                 CheckpointWarning,
             )

@@ -35,9 +35,9 @@ def check(
 
     It needs pytest, hypothesis and, where Triton interprets kernels, numpy: `pip install 'lpq[check]'`.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise KitMissing(f"the conformance kit needs {' and '.join(missing)}: pip install 'lpq[check]'")
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        raise KitMissing(f"the conformance kit needs {' and '.join(absent)}: pip install 'lpq[check]'")
     import pytest  # neither comes with lpq itself
     from hypothesis.configuration import set_hypothesis_home_dir
 

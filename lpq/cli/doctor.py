@@ -59,14 +59,14 @@ def doctor(
     where = pick_device(device)
     text = advice(where, has_cuda_core=installed("cuda-core") != ABSENT)
     check_environment()
-    chosen = {str(q): q for q in map(registry.quantizer, quantizers or ())}
+    by_text = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)
     unbuilt = broken_recipes(registry.plugins())
     gpus = devices()
-    pairs = [] if chosen else served_by_pair(where, kernels)
-    if chosen:
-        kernels = {name: served_by_quantizer(q, where) for name, q in chosen.items()}
+    pairs = [] if by_text else served_by_pair(where, kernels)
+    if by_text:
+        kernels = {name: served_by_quantizer(q, where) for name, q in by_text.items()}
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
         as_json(
@@ -86,12 +86,12 @@ def doctor(
             }
         )
     else:
-        if not chosen:
+        if not by_text:
             print_text(text)
         show_machine(gpus, plugins)
-        if chosen or full:
+        if by_text or full:
             every = [*(s for own in kernels.values() for s in own), *pairs]
-            options = "" if chosen else ", default options"
+            options = "" if by_text else ", default options"
             show(f"Kernels on {where}{options}", ("format", "operation"), titles(every), full=full)
             show_meanings({s.op for s in every} if full else ())
         elif whole:

@@ -57,9 +57,9 @@ def export(
     import lpq
     from lpq.registry.tables import table
 
-    chosen = getattr(torch, dtype) if dtype else None
+    torch_dtype = getattr(torch, dtype) if dtype else None
     record = lpq.export(
-        checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or (),
+        checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=torch_dtype, leave=leave or (),
         siblings=siblings,  # type: ignore[arg-type]  # which is one of these
     )  # fmt: skip
     typer.echo(record)

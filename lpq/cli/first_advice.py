@@ -34,8 +34,8 @@ def _why_emulated(device: torch.device, sm: int | None) -> str:
         return "an NVIDIA driver is here, but this torch is built without CUDA; install a torch with CUDA"
     if torch.cuda.is_available():
         return "this is the CPU; leave out --device for the GPU"
-    counted = torch.cuda.device_count()
-    return f"PyTorch counts {counted} GPUs and cannot use them, as said below" if counted else "PyTorch sees no GPU"
+    count = torch.cuda.device_count()
+    return f"PyTorch counts {count} GPUs and cannot use them, as said below" if count else "PyTorch sees no GPU"
 
 
 def _missing(device: torch.device, has_cuda_core: bool) -> str | None:

@@ -62,7 +62,7 @@ def memory(
     refuse_rules(recipe, "give the recipe of one of its rules")
     chosen = lpq.recipe(recipe)
     moments = {name: text for name, text in ((FIRST, exp_avg), (SECOND, exp_avg_sq)) if text}
-    counts = {way: counted(SHAPES[shape], chosen, weights, ranks, moments) for way, weights in WAYS.items()}
+    counts = {way: count_bytes(SHAPES[shape], chosen, weights, ranks, moments) for way, weights in WAYS.items()}
     if json:
         as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in counts.items()})
         return
@@ -93,7 +93,7 @@ def memory(
             )
 
 
-def counted(
+def count_bytes(
     shape: ModelShape, recipe: Recipe, weights: Weights | None, ranks: int, moments: Mapping[str, str]
 ) -> Memory:
     """Count the memory of a model of this shape that is converted so."""

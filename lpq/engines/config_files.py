@@ -78,8 +78,8 @@ def small_files(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
 def _own(path: Path, base: Path) -> Path:
     """A file of a directory that is given to others: a link out of it is refused."""
     folder, target = base.resolve(), path.resolve()
-    shared = [folder.parent.parent / BLOBS] if folder.parent.name == SNAPSHOTS else []
-    if not any(target.is_relative_to(allowed) for allowed in (folder, *shared)):
+    blobs = [folder.parent.parent / BLOBS] if folder.parent.name == SNAPSHOTS else []
+    if not any(target.is_relative_to(allowed) for allowed in (folder, *blobs)):
         raise CheckpointError(
             f"{path} is a link to {target}, outside of the directory, and what lies there is not copied: put the file "
             "in its place, or give another directory, base=…"

@@ -340,10 +340,10 @@ def _values(tensor: Assigned, tensors: Mapping[str, Tensor]) -> dict[str, list[f
 
 
 def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:
-    if differing := [names for names in fused(values) if len({tuple(values[name]) for name in names}) > 1]:
+    if unlike := [names for names in fused(values) if len({tuple(values[name]) for name in names}) > 1]:
         warn(
-            f"engines fuse {listed(differing[0])} and give them one scale, and theirs differ"
-            f"{f', as in {len(differing) - 1} more places' if differing[1:] else ''}: they then compute "
+            f"engines fuse {listed(unlike[0])} and give them one scale, and theirs differ"
+            f"{f', as in {len(unlike) - 1} more places' if unlike[1:] else ''}: they then compute "
             "another model than was trained. Use a format without a scale of the whole tensor, or give them the same "
             "scales: lpq.calibrate does, of weights that are not stored quantized",
             CheckpointWarning,

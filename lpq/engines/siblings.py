@@ -53,18 +53,18 @@ def check_alike(groups: Iterable[Group], left: Iterable[str], siblings: Siblings
         if (block := EXPERTS.fullmatch(layer)) is not None:
             blocks.setdefault(block[1], []).append(layer)
     others = [layer for layer in sorted(how) if EXPERTS.fullmatch(layer) is None]
-    differing = [names for names in (*fused(others), *blocks.values()) if len({id(how[name]) for name in names}) > 1]
-    if not differing:
+    unlike = [names for names in (*fused(others), *blocks.values()) if len({id(how[name]) for name in names}) > 1]
+    if not unlike:
         return
     ways: dict[str, list[str]] = {}
-    for name in differing[0]:
+    for name in unlike[0]:
         group = how[name]
         ways.setdefault(HIGH if group is None else group.title, []).append(name)
     quantized = [name for title, names in ways.items() if title != HIGH for name in names]
     ways_text = "; ".join(f"{listed(names)} in {title}" for title, names in ways.items())
-    more = f" (the same holds in {len(differing) - 1} more places)" if differing[1:] else ""
+    more = f" (the same holds in {len(unlike) - 1} more places)" if unlike[1:] else ""
     raise CheckpointError(
-        f"engines make one layer of {listed(differing[0])}, which has one format, and they lie in several ways: "
+        f"engines make one layer of {listed(unlike[0])}, which has one format, and they lie in several ways: "
         f"{ways_text}{more}. Give all of them one recipe, or keep all in high precision, leave={brief(quantized)}; "
         "siblings='any' (lpq export --siblings any) is for engines that do not fuse layers"
     )

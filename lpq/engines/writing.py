@@ -34,19 +34,19 @@ def shards(plan: ExportPlan, largest: int) -> list[list[Assigned]]:
 class Directory:
     """An exported model that is being written."""
 
-    def __init__(self, target: Path, split: list[list[Assigned]], small: Mapping[str, bytes]) -> None:
+    def __init__(self, target: Path, by_file: list[list[Assigned]], small: Mapping[str, bytes]) -> None:
         """``small``: files beside the tensors."""
         self._target = disk.resolved(target)
         if self._target.exists() and not (self._target.is_dir() and not any(self._target.iterdir())):
             raise CheckpointError(f"{target} is there already: give another directory, or remove it")
         self._claim = Claim.take(self._target)
         self._partial = self._claim.partial
-        names = [shard_name(number, len(split)) for number in range(1, len(split) + 1)]
+        names = [shard_name(number, len(by_file)) for number in range(1, len(by_file) + 1)]
         self._kinds: dict[str, dict[str, TensorKind]] = {
             name: {key: kind for tensor in shard for key, kind in tensor.kinds().items()}
-            for name, shard in zip(names, split, strict=True)
+            for name, shard in zip(names, by_file, strict=True)
         }
-        self._file_of = {id(tensor): name for name, shard in zip(names, split, strict=True) for tensor in shard}
+        self._file_of = {id(tensor): name for name, shard in zip(names, by_file, strict=True) for tensor in shard}
         self._small = {**small, **self._index()}
         self._open: tuple[str, Writer] | None = None
 

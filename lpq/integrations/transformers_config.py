@@ -94,8 +94,8 @@ class LpqConfig(QuantizationConfigMixin):
             "quantization_config", dict(config_dict), FIELDS, "pass LpqConfig(…), or leave what it wrote as it is"
         )
         conversion = {"policy": config_dict["policy"], "steps": config_dict["steps"]}
-        described = Description(conversions={"": conversion}, formats=config_dict["formats"])
-        policy, steps = Description.read(described.data()).policies()[""]
+        description = Description(conversions={"": conversion}, formats=config_dict["formats"])
+        policy, steps = Description.read(description.data()).policies()[""]
         config = cls(policy, steps=steps, weights=config_dict["weights"], ranks=config_dict["ranks"])
         return (config, others) if return_unused_kwargs else config
 

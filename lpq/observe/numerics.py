@@ -87,15 +87,15 @@ def numerics(
     for name, value, least in (("every", every, 1), ("rows", rows, 1), ("step", step, 0)):
         if type(value) is not int or value < least:
             raise NumericsError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
-    chosen = _chosen(model, [layers] if isinstance(layers, str) else [*layers])
+    names = _names_of(model, [layers] if isinstance(layers, str) else [*layers])
     ranks = Ranks.of(process_group, is_shared(model), "watches")
     ranks.equal(
-        [*chosen.values()], "numerics: the ranks watch other layers",
+        [*names.values()], "numerics: the ranks watch other layers",
         "Convert the model alike on all of them; where stages of a pipeline differ, pass process_group=, the ranks of "
         "one stage",
     )  # fmt: skip
     other = None if what_if is None else recipes.recipe(what_if)
-    return Numerics(model, chosen, every, other, rows, step, ranks)
+    return Numerics(model, names, every, other, rows, step, ranks)
 
 
 class Numerics(Readings):
@@ -250,7 +250,7 @@ class Numerics(Readings):
             super().tensorboard(directory)
 
 
-def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:
+def _names_of(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:
     """The names of the layers, and of the stacks of layers that have several, by the ``id`` of the module and the name
     of the stack."""
     every = {(id(m), ""): plain_name(name) for name, m in model.named_modules() if isinstance(m, Layer)}
@@ -259,8 +259,8 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], 
     every = {key: name for key, name in every.items() if key[0] in layers}
     if not every:
         raise NumericsError(f"{type(model).__name__} has no layer of lpq to watch: convert it first, lpq.convert")
-    chosen = {key: name for key, name in every.items() if any(matches(pattern, name) for pattern in patterns)}
+    names = {key: name for key, name in every.items() if any(matches(pattern, name) for pattern in patterns)}
     unmatched = [p for p in patterns if not any(matches(p, name) for name in every.values())]
     if unmatched:
         raise NumericsError(f"numerics: no layer matches {unmatched[0]!r}; they are {listed([*every.values()])}")
-    return chosen
+    return names

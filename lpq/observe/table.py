@@ -44,11 +44,11 @@ def cells(one: Reading) -> list[str]:
     """The cells of a reading."""
     normal = None if not one.format or one.tensor == "dw" else normal_snr(one.format)
     parts = (one.error_scale, one.error_flushed, one.error_grid)
-    split = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
+    shares = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
     name = f"{one.layer} if {one.recipe}" if one.recipe else one.layer
     return [
         name, one.operand, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
-        _number(one.flushed, "{:.2%}"), _number(one.saturated, "{:.2%}"), "" if one.error_grid is None else split,
+        _number(one.flushed, "{:.2%}"), _number(one.saturated, "{:.2%}"), "" if one.error_grid is None else shares,
         _number(one.shrinkage, "{:+.2%}"), _number(one.amax_over_rms, "{:.1f}"), one.format,
     ]  # fmt: skip
 

@@ -128,9 +128,9 @@ def _check_key(key: str) -> None:
 
 
 def _check_complete(operands: Container[GemmOperand]) -> None:
-    if missing := min((_absent(operands, keys) for keys in (GEMMS, TENSORS)), key=len):
+    if absent := min((_absent(operands, keys) for keys in (GEMMS, TENSORS)), key=len):
         raise RecipeError(
-            f"nothing is said of {' and '.join(missing)}: add {', '.join(f'{key}=…' for key in missing)} "
+            f"nothing is said of {' and '.join(absent)}: add {', '.join(f'{key}=…' for key in absent)} "
             "with the name of a recipe or a quantizer"
         )
 

@@ -264,8 +264,8 @@ class Policy:
         why = "none of the layers that it matches is in its blocks"
         if not placed.stacks:
             why = "this model has no list of layers, so `blocks` holds nowhere"
-        matched = [(number, rule, [name for name in layers if rule.matches(name)]) for number, rule in numbered]
-        return tuple((n, why) for n, rule, own in matched if own and not any(placed._in_block(rule, x) for x in own))
+        by_rule = [(number, rule, [name for name in layers if rule.matches(name)]) for number, rule in numbered]
+        return tuple((n, why) for n, rule, own in by_rule if own and not any(placed._in_block(rule, x) for x in own))
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """The patterns that match none of these layers."""

@@ -50,20 +50,20 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
         if key in options:
             raise OptionError(f"option {key!r} is given twice: in {brief(text)} and beside it")
     cls, options = quantizer_class(call.name), options | extra
-    missing = [name for name in required(cls) if name not in options]
+    without_default = [name for name in required(cls) if name not in options]
     try:
         return cls.from_options(**options)
     except OptionError as error:
         if str(error).startswith(f"{cls.__name__}: "):  # users write the format, not its class
             error.args = (call.name + str(error).removeprefix(cls.__name__),)
-        if options or missing:
+        if options or without_default:
             raise
         cause = f"format {call.name} refuses its own defaults: {error}"
         raise at_fault(call.name, cause, "give its options defaults that it takes") from error
     except TypeError as error:
-        if not missing:
+        if not without_default:
             raise
-        example = ", ".join(f"{name}=…" for name in missing)
+        example = ", ".join(f"{name}=…" for name in without_default)
         raise OptionError(f"{call.name} has options without a default: write it as {call.name}({example})") from error
 
 

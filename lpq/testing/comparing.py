@@ -60,11 +60,11 @@ def compare_calls(
     """Call a kernel, and on the CPU the reference of its operation, in all ways with the same matrix, which messages
     call ``name``. Whether there was anything to compare."""
     of = f"{_names(row, col)}, {list(x.shape)} {x.dtype}, {name}"
-    compared = [
+    results = [
         compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
         for how, arguments in calls(kernel.op, row, col, x)
     ]
-    return any(compared)
+    return any(results)
 
 
 def _names(*sides: Quantizer | None) -> str:
@@ -131,11 +131,11 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
         return False
     of = f"{_names(row, col)}, {PART}"
     each = (of_operands(kernel.op, *operands) for operands in (here, there))
-    compared = [
+    results = [
         compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
         for (how, arguments), (_, on_device) in zip(*each, strict=True)
     ]
-    return any(compared)
+    return any(results)
 
 
 def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
@@ -314,8 +314,8 @@ def compare_memories(
     factors = (1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)
     steps = max(len(factors), *(math.prod(buffer.shape) + 2 for buffer in side.state), 0)
     for step, factor in enumerate(factor for factor, _ in zip(itertools.cycle(factors), range(steps), strict=False)):
-        measured = operations.measure_reference(x * factor, side, None)
-        stats = {stat.name: values for stat, values in zip(side.stats, measured, strict=True)}
+        of_step = operations.measure_reference(x * factor, side, None)
+        stats = {stat.name: values for stat, values in zip(side.stats, of_step, strict=True)}
         side.remember(theirs, stats)
         registry.resolve(kernel.impl)(side, ours, stats)
         for name, expected in theirs.items():

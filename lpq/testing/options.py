@@ -85,18 +85,18 @@ def _family(name: str) -> Family:
         registry.quantizer(name)  # defaults that are refused are no combination to leave out
     product = itertools.islice(itertools.product(*options.values()), SEARCHED)
     valid: dict[Quantizer, tuple[Any, ...]] = {}
-    refused: OptionError | None = None
+    refusal: OptionError | None = None
     for values in product:
         try:
             quantizer = registry.quantizer(name, **dict(zip(options, values, strict=True)))
         except OptionError as error:  # these options do not go together
-            refused = refused or error
+            refusal = refusal or error
             continue
         valid.setdefault(quantizer, values)
     if not valid:
-        raise refused or OptionError(f"{name}: no options to test it with")
-    chosen = list(valid) if len(valid) <= ALL else _pairwise(valid)
-    return Family(name, tuple(chosen))
+        raise refusal or OptionError(f"{name}: no options to test it with")
+    quantizers = list(valid) if len(valid) <= ALL else _pairwise(valid)
+    return Family(name, tuple(quantizers))
 
 
 def _values(name: str, field: dataclasses.Field[Any], hint: Any) -> list[Any]:
@@ -143,12 +143,12 @@ def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
     """Some of these combinations, the first among them, in which all pairs of values occur."""
     pairs = {quantizer: _pairs(values) for quantizer, values in valid.items()}
     first = next(iter(valid))
-    chosen, missing = [first], set().union(*pairs.values()) - pairs[first]
-    while missing:
-        best = max(pairs, key=lambda quantizer: len(pairs[quantizer] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
-    return chosen
+    quantizers, pairs_to_meet = [first], set().union(*pairs.values()) - pairs[first]
+    while pairs_to_meet:
+        best = max(pairs, key=lambda quantizer: len(pairs[quantizer] & pairs_to_meet))
+        quantizers.append(best)
+        pairs_to_meet -= pairs[best]
+    return quantizers
 
 
 def _pairs(values: tuple[Any, ...]) -> set[Any]:

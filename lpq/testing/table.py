@@ -149,27 +149,27 @@ def _cases(rows: int, cols: int, magnitudes: tuple[str, ...]) -> tuple[Case, ...
 def _pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Rows in which every two values of two factors meet; the first row has the first value of each."""
     names = list(factors)
-    missing = {
+    pairs = {
         ((a, one), (b, other))
         for a, b in itertools.combinations(names, 2)
         for one in range(len(factors[a]))
         for other in range(len(factors[b]))
     }
     rows: list[dict[str, int]] = []
-    while missing:
+    while pairs:
         row: dict[str, int] = {} if rows else dict.fromkeys(names, 0)
         for name in names:
             if name not in row:
-                row[name] = max(range(len(factors[name])), key=partial(_gain, missing, row, name))
-        missing -= set(itertools.combinations(row.items(), 2))
+                row[name] = max(range(len(factors[name])), key=partial(_gain, pairs, row, name))
+        pairs -= set(itertools.combinations(row.items(), 2))
         rows.append(row)
     return [{name: factors[name][value] for name, value in row.items()} for row in rows]
 
 
-def _gain(missing: set[Any], row: Mapping[str, int], name: str, value: int) -> tuple[int, int]:
+def _gain(pairs: set[Any], row: Mapping[str, int], name: str, value: int) -> tuple[int, int]:
     """How many pairs a value of a factor adds to a row, and how many it may add yet."""
-    gain = sum(((other, chosen), (name, value)) in missing for other, chosen in row.items())
-    return gain, sum((name, value) in pair for pair in missing)
+    gain = sum(((other, choice), (name, value)) in pairs for other, choice in row.items())
+    return gain, sum((name, value) in pair for pair in pairs)
 
 
 @cache

@@ -56,10 +56,10 @@ def closed(trainings: Sequence[Training], title: str, of: str) -> Closed | None:
 
 def _triples(trainings: Sequence[Training], title: str, of: str) -> Iterator[tuple[float, float, float]]:
     """The results of the baseline, of ``of`` and of ``title``, for each seed that has all."""
-    ended = {(t.title, t.seed): t.result for t in trainings}
+    results = {(t.title, t.seed): t.result for t in trainings}
     for training in trainings:
         base = training.result if training.baseline else None
-        second, third = (ended.get((name, training.seed)) for name in (of, title))
+        second, third = (results.get((name, training.seed)) for name in (of, title))
         if base is not None and second is not None and third is not None:
             yield base, second, third
 

@@ -68,10 +68,10 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
         lpq.policy(recipe)
     jobs = config.jobs(baseline_on(device))
     text = data.load(config.training.data, config.training.seq, config.training.text)
-    ended = trainings.read_all(config.out)
-    trainings.refuse_others(ended, config.training, config.out)
-    trainings.refuse_other_text(ended, text.digest, config.out)
-    _refuse_other_policies(ended, jobs)
+    curves = trainings.read_all(config.out)
+    trainings.refuse_others(curves, config.training, config.out)
+    trainings.refuse_other_text(curves, text.digest, config.out)
+    _refuse_other_policies(curves, jobs)
     todo = [job for job in jobs if not job.curve.exists()]
     for job in todo:
         if runs.is_run(Path(str(job.config.out))):
@@ -90,19 +90,19 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
         failed = _work(todo, places, stop, console)
     if not any(config.unfinished.glob("*")):
         shutil.rmtree(config.unfinished, ignore_errors=True)
-    missing = sum(not job.curve.exists() for job in jobs)
+    rest = sum(not job.curve.exists() for job in jobs)
     if failed:
         raise TrainError("; ".join(failed) + ". Trainings that ended are kept, and the same command does the rest")
     if interrupt.signum is not None:
-        raise Stopped(f"stopped: {missing} trainings are left, and the same command goes on", interrupt.signum)
-    if missing:
-        loop.say(console, f"the time is up: {missing} trainings are left, and the same command goes on")
+        raise Stopped(f"stopped: {rest} trainings are left, and the same command goes on", interrupt.signum)
+    if rest:
+        loop.say(console, f"the time is up: {rest} trainings are left, and the same command goes on")
     return trainings.read_all(config.out)
 
 
-def _refuse_other_policies(ended: Sequence[Training], jobs: Sequence[TrainingJob]) -> None:
+def _refuse_other_policies(curves: Sequence[Training], jobs: Sequence[TrainingJob]) -> None:
     sources = {job.title: job.config.policy for job in jobs}
-    for training in ended:
+    for training in curves:
         source = sources.get(training.title)
         if source is not None and lpq.policy(source).to_toml() != training.policy:
             raise TrainError(
@@ -182,10 +182,10 @@ def _work(jobs: Sequence[TrainingJob], places: Sequence[str], stop: _Stop, conso
                 free.put(place)
 
         with ThreadPoolExecutor(len(places)) as pool:
-            waiting: set[Future[None]] = {pool.submit(one, job) for job in jobs}
-            while waiting:
-                ended, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                for error in filter(None, (future.exception() for future in ended)):
+            futures: set[Future[None]] = {pool.submit(one, job) for job in jobs}
+            while futures:
+                done_futures, futures = wait(futures, PATIENCE, FIRST_COMPLETED)
+                for error in filter(None, (future.exception() for future in done_futures)):
                     failed.append(str(error))
                     loop.say(console, f"failed: {error}", style="red")
                 if stop():

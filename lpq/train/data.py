@@ -81,8 +81,8 @@ def parted(texts: dict[bytes, bytes]) -> tuple[bytes, bytes]:
     ones wherever they lie; of few files the last part."""
     if len(texts) < FILES:
         raw = b"".join(texts.values())
-        split = len(raw) - len(raw) // PART
-        return raw[:split], raw[split:]
+        end = len(raw) - len(raw) // PART
+        return raw[:end], raw[end:]
     ends = [
         [text for key, text in texts.items() if (int.from_bytes(key[:8]) % PART == 0) == is_held_out]
         for is_held_out in (0, 1)

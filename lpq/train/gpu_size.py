@@ -27,8 +27,8 @@ def defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
     if not multiplies_fp8(pick_device(options.get("device", "auto"))):
         return {}
-    chosen = {} if options.keys() & SIZE.keys() else {**SIZE, **BESIDE}
-    return chosen if "policy" in options else {"recipe": FP8_RECIPE, **chosen}
+    settings = {} if options.keys() & SIZE.keys() else {**SIZE, **BESIDE}
+    return settings if "policy" in options else {"recipe": FP8_RECIPE, **settings}
 
 
 def note(config: TrainConfig, device: torch.device) -> str | None:

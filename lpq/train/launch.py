@@ -35,14 +35,14 @@ class ErrorReport(Protocol):
 
 def launched() -> bool:
     """Whether torchrun, or something like it, started this process as one of several."""
-    missing = [name for name in VARIABLES if name not in os.environ]
+    absent = [name for name in VARIABLES if name not in os.environ]
     world = os.environ.get("WORLD_SIZE", "1")
-    if missing and world != "1":
+    if absent and world != "1":
         raise TrainError(
-            f"this is one of {world} processes (WORLD_SIZE={world}), and {', '.join(missing)} is not set: start them "
+            f"this is one of {world} processes (WORLD_SIZE={world}), and {', '.join(absent)} is not set: start them "
             f"with torchrun --nproc-per-node {world} -m lpq train …, or unset WORLD_SIZE to train in one process"
         )
-    return not missing
+    return not absent
 
 
 def prints() -> bool:

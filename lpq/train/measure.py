@@ -143,13 +143,13 @@ class ServedProduct:
 
 def served_by(model: nn.Module, device: torch.device) -> list[ServedProduct]:
     """List the kernels of the products of the model's linear layers in its last step; equal layers share an entry."""
-    counted: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
+    counts: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for module in model.modules():
         if isinstance(module, nn.Linear | Layer):
-            counted.update((gemm, *how) for gemm, how in _gemms(module, device).items())
+            counts.update((gemm, *how) for gemm, how in _gemms(module, device).items())
     return [
         ServedProduct(*what, layers)
-        for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))
+        for what, layers in sorted(counts.items(), key=lambda item: GEMMS.index(item[0][0]))
     ]
 
 

@@ -58,9 +58,9 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
         f"{side}: the relative RMS error of normal values is {error:.2e}, which {bits:.2f} bits an element "
         "cannot reach: encode stores more than its layout declares"
     )
-    moved = relative_error(decoded.roll(1, dims=1), x)
-    assert moved > allowed, (
-        f"{side}: {allowance(side)} {allowed:.4f}, which holds for values that were moved ({moved:.4f}): "
+    error_of_a_shift = relative_error(decoded.roll(1, dims=1), x)
+    assert error_of_a_shift > allowed, (
+        f"{side}: {allowance(side)} {allowed:.4f}, which holds for values that were moved ({error_of_a_shift:.4f}): "
         "it would not see an error"
     )
 
@@ -72,9 +72,9 @@ def test_values_come_back(side: Quantizer) -> None:
         x, what = case.matrix().float(), f"{side}: {case}"
         decoded, allowed = encode(side, case.matrix()).decode().float(), 3 * bound(side)
         if case.outlier is not None:
-            lost = float((decoded - x)[case.outlier].abs() / x[case.outlier].abs())
-            assert lost <= min(2 * allowed, 0.9), (
-                f"{what}, comes back with the outlier off by {lost:.3f} of itself; {min(2 * allowed, 0.9):.3f} are "
+            loss = float((decoded - x)[case.outlier].abs() / x[case.outlier].abs())
+            assert loss <= min(2 * allowed, 0.9), (
+                f"{what}, comes back with the outlier off by {loss:.3f} of itself; {min(2 * allowed, 0.9):.3f} are "
                 "allowed: measure the whole matrix, its first and last rows and columns too"
             )
             continue

@@ -51,7 +51,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         names = ", ".join(kernel.impl for kernel in own)
         pytest.skip(f"there is no CUDA device here for {names}")
-    refused: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     idle: dict[str, str] = {}
     served: set[str] = set()
     for kernel in own:
@@ -60,16 +60,16 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
             for row, col in pairs(kernel, quantizer):
                 reason = refusal(kernel, tuple(side for side in (row, col) if side is not None), device)
                 if reason is not None:
-                    refused[kernel.impl] = reason
+                    refusals[kernel.impl] = reason
                     continue
                 dtypes = DTYPES if quantizer == family.default else DTYPES[:1]
-                compared = [
+                results = [
                     compare(kernel, row, col, x, device, name)
                     for name, x in matrices(dtypes, FEW if triton_interprets() else MANY)
                     if not check.sums or name != SIZES
                 ]
-                compared.append(compare_views(kernel, row, col, device))
-                if any(compared):
+                results.append(compare_views(kernel, row, col, device))
+                if any(results):
                     served.add(kernel.impl)
                 else:
                     idle[kernel.impl] = check.nothing
@@ -79,7 +79,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                     for shape in SHAPES:
                         compare_rounded(kernel, row, col, normal(*shape), device, dtypes)
     no_pair = {kernel.impl: "no quantizer that was tried has operands for it" for kernel in own}
-    unseen = [f"{impl}: {reason}" for impl, reason in (no_pair | refused | idle).items() if impl not in served]
+    unseen = [f"{impl}: {reason}" for impl, reason in (no_pair | refusals | idle).items() if impl not in served]
     if not served:
         pytest.skip("; ".join(unseen))
     for one in unseen:

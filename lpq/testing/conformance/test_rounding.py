@@ -139,9 +139,9 @@ def test_the_mean_of_many_roundings_is_the_matrix(side: Quantizer) -> None:
             largest = expand_blocks(block_amax(x, buffer.block), buffer.block, *x.shape)
             places[f"the largest element of each block of {buffer.name}"] = x.abs() == largest
     for where, mask in places.items():
-        lost = 1 - float((mean * x.sign())[mask].sum() / x.abs()[mask].sum())
-        assert abs(lost) <= 0.003, (
-            f"{side}: in the mean {where} lost {lost:.4f} of the magnitude; at most 0.003 is chance: leave room for "
+        loss = 1 - float((mean * x.sign())[mask].sum() / x.abs()[mask].sum())
+        assert abs(loss) <= 0.003, (
+            f"{side}: in the mean {where} lost {loss:.4f} of the magnitude; at most 0.003 is chance: leave room for "
             "scales that are rounded down, so that no element is cut"
         )
 

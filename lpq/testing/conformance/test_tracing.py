@@ -24,7 +24,7 @@ from lpq.torch_private.pytree import tree_leaves
 CHECKS = ("test_autograd_registration", "test_faketensor")
 
 
-def described(tensor: QuantizedTensor) -> dict[str, Any]:
+def description(tensor: QuantizedTensor) -> dict[str, Any]:
     """Everything about a quantized tensor but its numbers."""
     buffers = {
         f"{direction}.{name}": (buffer.dtype, tuple(buffer.shape), buffer.stride())
@@ -40,13 +40,13 @@ def test_meta_and_fake_tensors(quantizer: Quantizer, shape: tuple[int, int]) -> 
     real = quantizer.quantize(normal(*shape, dtype=torch.bfloat16), seed=SEED)
     meta = quantizer.quantize(torch.empty(shape, dtype=torch.bfloat16, device="meta"), seed=SEED)
     equal(meta.device.type, "meta", f"{quantizer}: where a meta tensor is encoded to")
-    equal(described(meta), described(real), f"{quantizer}: what a meta tensor {list(shape)} is encoded to")
+    equal(description(meta), description(real), f"{quantizer}: what a meta tensor {list(shape)} is encoded to")
     equal(meta.dequantize().shape, real.shape, f"{quantizer}: a meta tensor, decoded")
     with FakeTensorMode() as mode:
         stand_in: Any = mode.from_tensor(real)
-        equal(described(stand_in), described(real), f"{quantizer}: the fake form of a tensor {list(shape)}")
+        equal(description(stand_in), description(real), f"{quantizer}: the fake form of a tensor {list(shape)}")
         fake = quantizer.quantize(torch.empty(shape, dtype=torch.bfloat16), seed=SEED)
-        equal(described(fake), described(real), f"{quantizer}: what a fake tensor {list(shape)} is encoded to")
+        equal(description(fake), description(real), f"{quantizer}: what a fake tensor {list(shape)} is encoded to")
         equal(fake.dequantize().dtype, torch.bfloat16, f"{quantizer}: a fake tensor, decoded")
 
 

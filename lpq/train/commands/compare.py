@@ -88,9 +88,9 @@ def compare(
         from lpq.train import compare as work
         from lpq.train.machine import pick_device
 
-        chosen = values_of(options)
-        usual = "toy" if pick_device(chosen.get("device", "auto")).type == "cpu" else "60m"
-        settings = training(size or usual, tokens, chosen)
+        values = values_of(options)
+        usual = "toy" if pick_device(values.get("device", "auto")).type == "cpu" else "60m"
+        settings = training(size or usual, tokens, values)
         config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
         try:
             trainings = work.run(config, console, began)
@@ -122,8 +122,8 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
     from lpq.registry.tables import table
     from lpq.train import beside, gaps, plot, trainings
 
-    ended = trainings.read_all(out) if result is None else result
-    if not (rows := gaps.gaps(ended)):
+    curves = trainings.read_all(out) if result is None else result
+    if not (rows := gaps.gaps(curves)):
         words = f"{out} has no training of a baseline that ended: there is nothing to compare with yet"
         if result is None:
             raise TrainError(f"{words}. Name recipes to train")
@@ -131,18 +131,18 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
         return
     table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
     print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
-    tables = [gaps.markdown(ended)]
+    tables = [gaps.markdown(curves)]
     if other is not None:
-        if not (compared := beside.rows(ended, other)):
-            titles = ", ".join(dict.fromkeys(t.title for t in ended if not t.baseline))
+        if not (other_rows := beside.rows(curves, other)):
+            titles = ", ".join(dict.fromkeys(t.title for t in curves if not t.baseline))
             raise TrainError(
                 f"--beside {other}: no training by it ended, and there are trainings by {titles or 'none'}"
             )
-        table(f"Beside {other}", beside.columns(other), compared)
+        table(f"Beside {other}", beside.columns(other), other_rows)
         print_text(beside.MEANING.format(other))
-        tables.append(beside.markdown(ended, other))
+        tables.append(beside.markdown(curves, other))
     (out / TABLE).write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(ended, out / FIGURE)}")
+    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(curves, out / FIGURE)}")
 
 
 def _signature() -> inspect.Signature:

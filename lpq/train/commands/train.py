@@ -47,11 +47,11 @@ def train(config: Path | None, **options: Any) -> None:
     option names a size: from there on FP8 saves time.
     Started as `torchrun --nproc-per-node N -m lpq train`, N processes train one sharded model together.
     """
-    chosen = values_of(options)
+    values = values_of(options)
     if launched():
-        work(lambda: run(resolve(chosen, config)), _report)
+        work(lambda: run(resolve(values, config)), _report)
     try:
-        run(resolve(chosen, config))
+        run(resolve(values, config))
     except Stopped as stopped:
         raise typer.Exit(_report(stopped)) from None
 
