@@ -8,13 +8,16 @@ import pytest
 
 import lpq
 from benchmarks import searched, widened
+from lpq.train import compare_config
 
 
 def test_a_policy_is_searched_under_a_time_between_two_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = ("nvfp4", "mxfp8-fwd-nvfp4-bwd")
-    layers = widened.sizes(layers=2, heads=2, width=64)
+    small = {**compare_config.SIZES["toy"], "layers": 1}
+    monkeypatch.setattr(compare_config, "SIZES", {"toy": small})
+    layers = widened.sizes(layers=1, heads=2, width=64)
     fast, slow = (widened.whole(layers, lpq.policy(name)) for name in ends)
     took = []
     for between in (0.25, 0.75):

@@ -133,7 +133,8 @@ def test_the_time_limit_counts_what_comes_before_the_first_step(
 def test_processes_cut_off_by_the_time_limit_go_on_bitwise_in_a_folder_that_was_moved(
     small: Make, console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    long: dict[str, Any] = {"steps": 300, "checkpoint_every": 0, "validate_every": 150}
+    """Several at once have the results that one after the other has."""
+    long: dict[str, Any] = {"steps": 120, "checkpoint_every": 0, "validate_every": 60}
     whole = compare.run(small("mxfp8", out="whole", seeds=1, **long), console)
     cut = small("mxfp8", out="cut", seeds=1, at_once=2, limit=3600.0, **long)
     now, in_process = [0.0], compare._in_process
@@ -157,16 +158,9 @@ def test_processes_cut_off_by_the_time_limit_go_on_bitwise_in_a_folder_that_was_
     assert losses(found) == losses(whole)
     resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", shown(console))]
     assert len(resumed) == 2
-    assert 0 < max(resumed) < 300
-    assert not (tmp_path / "elsewhere" / "unfinished").exists()
-
-
-@pytest.mark.starts
-def test_several_at_once_are_processes_with_the_same_result(small: Make, console: Console) -> None:
-    alone = compare.run(small("mxfp8", out="alone", seeds=1), console)
-    beside = compare.run(small("mxfp8", out="beside", seeds=1, at_once=2), console)
-    assert losses(beside) == losses(alone)
+    assert 0 < max(resumed) < 120
     assert "2 at a time" in shown(console)
+    assert not (tmp_path / "elsewhere" / "unfinished").exists()
 
 
 def test_what_is_there_of_other_settings_is_refused_in_words(

@@ -120,7 +120,7 @@ def test_ctrl_c_saves_once_and_resuming_is_bitwise(
 ) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text(POLICY)
-    begun = big("whole", policy=str(policy), baseline=False, checkpoint_every=0)
+    begun = big("whole", policy=str(policy), baseline=False, checkpoint_every=0, layers=1)
     with monkeypatch.context() as patched:  # begun in one process, which two ranks then take over
         advance = Trainer.advance
         patched.setattr(Trainer, "advance", lambda self: stop() if self.step == 2 else advance(self))
