@@ -144,6 +144,10 @@ def test_it_is_saved_and_loaded(recipe: str) -> None:
         assert torch.equal(seeded(module, given), seeded(model, given))
 
 
+HASTY = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+"""One package is compiled sooner without an optimized runtime, and without a precompiled header for others."""
+
+
 @pytest.mark.slow
 @pytest.mark.starts
 def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
@@ -151,7 +155,9 @@ def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
     model = converted("mxfp8", 48, 32).eval()
     with torch.no_grad():
         made = torch.export.export(model, (X,))
-        path = torch._inductor.aoti_compile_and_package(made, package_path=str(tmp_path / "model.pt2"))
+        path = torch._inductor.aoti_compile_and_package(
+            made, package_path=str(tmp_path / "model.pt2"), inductor_configs=HASTY
+        )
         assert torch.equal(torch._inductor.aoti_load_package(path)(X), model(X))
 
 
