@@ -13,11 +13,11 @@ import hypothesis  # noqa: F401  what a run inside this process may not import a
 import pytest
 import torch
 from broken_kernels import cpu_kernel
+from kit_runs import modules_with
 
 import lpq.nn
 from lpq import registry
 from lpq.registry import KernelSpec
-from lpq.testing import conformance
 from lpq.testing.calls import on
 from lpq.testing.conformance import test_import_strings_of_kernels as check_import_strings
 from lpq.testing.conformance import test_kernels as kernels_of_a_format
@@ -46,9 +46,7 @@ def run(pytester: pytest.Pytester) -> Run:
 
     def check(plugin: broken.Plugin, select: str) -> pytest.RunResult:
         registry.register(plugin, name="broken")
-        wanted = select.split(" or ")  # only their files are collected
-        files = {getattr(conformance, t).__module__ for t in conformance.__all__ if any(word in t for word in wanted)}
-        options = ["--pyargs", *sorted(files), "--lpq-format=broken", "-k", select, "-rA", "--tb=short"]
+        options = ["--pyargs", *modules_with(select), "--lpq-format=broken", "-k", select, "-rA", "--tb=short"]
         return pytester.runpytest_inprocess(*IN_PROCESS, *options)
 
     return check

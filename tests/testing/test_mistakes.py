@@ -12,6 +12,7 @@ import hypothesis  # noqa: F401  what a run inside this process may not import a
 import pytest
 import subtle_formats as subtle
 from broken_formats import MISTAKES, Plugin
+from kit_runs import modules_with
 
 from lpq import registry
 from lpq.core import Quantizer
@@ -56,7 +57,7 @@ def wanted(nodeid: str) -> bool:
 def reports(pytester: pytest.Pytester, select: str, *quantizers: type[Quantizer]) -> list[pytest.TestReport]:
     """Return the reports on some formats of the tests of the kit that an expression selects."""
     asked = [f"--lpq-format={name_of(quantizer)}" for quantizer in quantizers]
-    options = ["--pyargs", "lpq.testing.conformance", *asked, "-k", select, "--tb=short"]
+    options = ["--pyargs", *modules_with(select), *asked, "-k", select, "--tb=short"]
     ran = pytester.inline_run("-p", "no:cacheprovider", "-p", "no:xdist", *options, plugins=[Only()])
     made = ran.getreports("pytest_runtest_logreport")
     return [one for one in made if one.when == "call"]
