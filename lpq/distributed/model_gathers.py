@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.several_matrices import Measurements, Scratch
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shard_statistics import measure_all, stale
-from lpq.distributed.trained import check_once
 from lpq.distributed.weight_gather import Gather, GatheredLayer
 from lpq.operations.reduce_statistics import Reductions
+from lpq.registry.showing import listed
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
 from lpq.torch_private.compiling import CALLBACKS, PRINTS_GUARDED, call_around_compiling
@@ -195,7 +196,8 @@ class Gathering(Watcher):
                 )
             if getattr(part, "amax_group", None) == "unattached":
                 attach(param)
-        check_once(optimizer, params, self.weights)
+        if len({*map(id, params)}) < len(params):
+            raise RuntimeError(_several_times(optimizer, params, self.weights()))
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Reduce the statistics of all weights of this optimizer (all, since a compiled step writes without a trace)
@@ -230,6 +232,22 @@ def _gathering_of(module: Any) -> Gathering | None:
     """The weights that are gathered quantized together with this module's weight; None: it is not."""
     fsdp: Gathering | None = module.model.fsdp if isinstance(vars(module).get("gather"), Gather) else None
     return fsdp
+
+
+def _several_times(optimizer: Optimizer, params: Sequence[Tensor], weights: Mapping[str, Tensor]) -> str:
+    """The error for an optimizer that has a parameter several times. Libraries that exchange its parameters for the
+    parameters of a sharded model may leave it so, and other weights in none; the loss may fall nevertheless. All ranks
+    decide alike, by the optimizer and its parameters."""
+    names = {id(weight): name for name, weight in weights.items()}
+    times = Counter(map(id, params))
+    several = next(param for param in params if times[id(param)] > 1)
+    name = names.get(id(several), f"a parameter of {[*several.shape]}")
+    none = [name for weight, name in names.items() if weight not in times]
+    return (
+        f"this {type(optimizer).__name__} has {name} {times[id(several)]} times, so that a step would write to it as "
+        f"often{f', and it has no {listed(none, 3)}' if none else ''}: make it of model.parameters() once the model is "
+        "sharded. If a library exchanged its parameters, have that shard the model as well"
+    )
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -7,8 +7,8 @@ dtype and device; from then on the check is a lookup in a set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str
     try:
         measured = [by_name[stat.name] for stat in quantizer.stats]
     except KeyError as error:
-        raise _lacking(quantizer, method, error) from None
+        raise lacking(quantizer, method, error) from None
     if _is_unchecked(quantizer, method, x):
         of, fault = _unfit_stats(quantizer, method, by_name, x)
         _check(quantizer, of, x, fault)
@@ -72,34 +72,6 @@ def _counted(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str,
 def _handed_back(quantizer: Quantizer, stats: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Statistics as the format wants them: counts in fp32 where it is of interface 1."""
     return {n: t.to(torch.float32) if n in quantizer.counts_in_fp32 else t for n, t in stats.items()}
-
-
-def recalling(
-    branches: Iterable[tuple[Quantizer, Sequence[tuple[str, str]]]],
-    run: Callable[[Any, list[Tensor | None], Any], Any] | None,
-) -> Callable[[Any, Mapping[str, Tensor], Any], Any]:
-    """Return ``run(x, stats, seed)`` as a function of ``x``, a state and the seed: the statistics are those that the
-    formats' ``recall`` takes from the state, in the order of ``stats``. Without ``run`` it returns these. Each of
-    ``branches`` is a quantizer and the names in its state, with their names in the whole state; a quantizer without
-    names remembers nothing, and None stands for its statistics. The function is one call, as each step makes it for
-    each tensor."""
-    bound = [(branch, branch.recall, names, [s.name for s in branch.stats]) for branch, names in branches]
-
-    def recall(x: Any, state: Mapping[str, Tensor], seed: Tensor | None) -> Any:
-        stats: list[Tensor | None] = []
-        for branch, recalled_by, names, stat_names in bound:
-            if not names:
-                stats += [None] * len(stat_names)
-                continue
-            by_name = recalled_by({own: state[name] for own, name in names})
-            try:
-                own_stats = [by_name[name] for name in stat_names]
-            except KeyError as error:
-                raise _lacking(branch, "recall", error) from None
-            stats += [None if stat is None else stat.contiguous() for stat in own_stats]
-        return stats if run is None else run(x, stats, seed)
-
-    return recall
 
 
 def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
@@ -239,7 +211,8 @@ def _storage_call(quantizer: Quantizer) -> str:
     return f"return {quantizer.storage.__name__}({', '.join(f'{name}=…' for name in quantizer.names)})"
 
 
-def _lacking(quantizer: Quantizer, method: str, error: KeyError) -> PluginError:
+def lacking(quantizer: Quantizer, method: str, error: KeyError) -> PluginError:
+    """The error for a statistic that a method of a format did not return."""
     remedy = "return a dict of all of them"
     return _fault(quantizer, method, f"returned no {error.args[0]!r}, which stats declares", remedy)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lpq.kernels import choose
-from lpq.operations.format_calls import recalling
+from lpq.kernels.table import bound_once
+from lpq.operations.format_calls import lacking
 from lpq.operations.operators import ORDINARY, can_call_directly
 from lpq.operations.reduce_statistics import reduce_stats
 from lpq.operations.sides import declared
@@ -46,12 +47,30 @@ def bind_recall(
     col: Quantizer | None,
     run: Callable[[Any, list[Tensor | None], Any], Any] | None,
 ) -> Callable[[Any, State, Any], Any]:
-    """Return ``run``, which encodes these operands by given statistics, as a function of a state; None: the function
-    returns the statistics."""
-    branches = [
-        (branch, [(s.name, prefix + s.name) for s in branch.state]) for prefix, branch in _branches(quantizer, row, col)
+    """Return ``run(x, stats, seed)``, which encodes these operands by given statistics, as a function of ``x``, a state
+    and the seed: the statistics are those that the formats' ``recall`` takes from the state, in the order of ``stats``,
+    and None where a direction remembers nothing. Without ``run`` the function returns them. It is one call, as each
+    step makes it for each tensor."""
+    bound = [
+        (branch, branch.recall, [(s.name, prefix + s.name) for s in branch.state], [s.name for s in branch.stats])
+        for prefix, branch in _branches(quantizer, row, col)
     ]
-    return recalling(branches, run)
+
+    def recall(x: Any, state: State, seed: Any) -> Any:
+        stats: list[Tensor | None] = []
+        for branch, recalled_by, names, stat_names in bound:
+            if not names:
+                stats += [None] * len(stat_names)
+                continue
+            by_name = recalled_by({own: state[name] for own, name in names})
+            try:
+                own_stats = [by_name[name] for name in stat_names]
+            except KeyError as error:
+                raise lacking(branch, "recall", error) from None
+            stats += [None if stat is None else stat.contiguous() for stat in own_stats]
+        return stats if run is None else run(x, stats, seed)
+
+    return recall
 
 
 def state_names(quantizer: Quantizer) -> list[str]:
@@ -91,12 +110,16 @@ def remember(
         apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too
         along = declared(sides[0], None) + declared(None, sides[1]) if apart else declared(*sides)
         reduce_stats([(along[: len(measured)], measured)], group)  # none of a column operand that remembers none
+    tensors = (*state.values(), *measured)
+    if tensors and can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
+        _remember_bound((Moving("", quantizer, row, col),), tensors[0].device)({"": state}, {"": measured})
+        return
     rest = iter(measured)
-    for prefix, branch in _branches(quantizer, *sides):
+    for prefix, branch in _branches(quantizer, *sides):  # a compiler traces the format's own code
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
-        if branch.state and not branch.static:  # it moves, with fewer calls: this is in every step
+        if branch.state and not branch.static:
             named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
-            _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
+            branch.remember({s.name: state[prefix + s.name] for s in branch.state}, named)
 
 
 class Moving(NamedTuple):
@@ -162,13 +185,4 @@ def _one_by_one(
     return run
 
 
-def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
-    """Take the reduced statistics of a step into the state. A compiler traces the format's own code."""
-    tensors = (*state.values(), *stats.values())
-    if can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
-        impl = choose("remember", (side.text,), tensors[0].device).impl
-        if impl is not None:
-            impl(side, state, stats)
-            torch.autograd.graph.increment_version(state.values())  # a kernel writes unseen
-            return
-    side.remember(state, stats)
+_remember_bound = bound_once(bind_remember)
