@@ -131,12 +131,12 @@ def check_alike(
     """Raise on all ranks if ranks that share a layer of this model have different models; return the sets of ranks.
     Ranks meet once for each set, and once more where there are several sets. Return None, on all ranks, if not all came
     within ``seconds``; if ``seconds`` is None, wait for all."""
-    shared: dict[tuple[int, ...], tuple[Ranks, list[str]]] = {}
+    by_ranks: dict[tuple[int, ...], tuple[Ranks, list[str]]] = {}
     for text, params, device in _layers(root):
         for ranks in sharing(params, () if replicas is None else replicas.of(params), device):
-            shared.setdefault(tuple(ranks.names), (ranks, []))[1].append(text)
+            by_ranks.setdefault(tuple(ranks.names), (ranks, []))[1].append(text)
     error: RuntimeError | None = None
-    for ranks, texts in shared.values():
+    for ranks, texts in by_ranks.values():
         equal = ranks.meet(about, f"{digest(chr(10).join(texts)):x}", seconds, _waiting())
         if equal is None and seconds is None:
             raise _in_vain(meeting.limit())
@@ -147,9 +147,11 @@ def check_alike(
                 ranks.equal(texts, DIFFER, REMEDY, "no more layers")
         except RuntimeError as raised:
             error = error or raised
-    sets = [ranks for ranks, _ in shared.values()]
-    told = len(sets) > 1 and not are_equal(str(error is not None), sets)  # nobody leaves before all have compared
-    if error is None and told:
+    sets = [ranks for ranks, _ in by_ranks.values()]
+    differ_elsewhere = len(sets) > 1 and not are_equal(
+        str(error is not None), sets
+    )  # nobody leaves before all have compared
+    if error is None and differ_elsewhere:
         others = "other ranks, with which this one shares other layers, say where they differ"
         error = RuntimeError(f"{DIFFER}: {others}. {REMEDY}")
     if error is not None:

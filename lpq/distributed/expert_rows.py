@@ -78,10 +78,10 @@ class RowExchange:
         own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
         each = [own.shape[1]] * ranks
         numbers = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)
-        counts, arriving = own[:, :-1], numbers[:, :-1]
-        sent, received, models = torch.stack([counts.sum(1), arriving.sum(1), numbers[:, -1]]).tolist()
-        if min(received) < 0:  # on all ranks, as one sends such numbers to all
-            if min(sent) < 0 and mistake is None:
+        counts, inbound = own[:, :-1], numbers[:, :-1]
+        to_ranks, from_ranks, models = torch.stack([counts.sum(1), inbound.sum(1), numbers[:, -1]]).tolist()
+        if min(from_ranks) < 0:  # on all ranks, as one sends such numbers to all
+            if min(to_ranks) < 0 and mistake is None:
                 mistake = ValueError(
                     f"{title}: offs does not grow from 0, ends behind the last row, or is not where the rows of each "
                     f"expert end. It is {[*map(int, ends)]}, and there are {len(rows)} rows: pass "
@@ -90,13 +90,13 @@ class RowExchange:
             raise_on_all(mistake, [Ranks(group)], f"{title}: ", " send its rows", ValueError)
         if {*models} != {number}:  # on all ranks, as each one gets the numbers of all
             Ranks(group).equal(text.split("\n"), "the ranks do not have the same experts", REMEDY)
-        expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
+        expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(inbound.reshape(-1))
         order = expert.argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        self._call = call = Route(order, back, sent, received, len(rows), group.group_name)
-        arrivals: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
-        return arrivals, arriving.sum(0).cumsum(0, dtype=torch.int32)
+        self._call = call = Route(order, back, to_ranks, from_ranks, len(rows), group.group_name)
+        arrivals: Tensor = _exchange(rows[: sum(to_ranks)], call, True, lines, None)
+        return arrivals, inbound.sum(0).cumsum(0, dtype=torch.int32)
 
     def _prepare(self, rows: Tensor, ends: Tensor | Sequence[int]) -> tuple[Tensor, Lines | None, Exception | None]:
         """Count the rows of each expert, and encode those that travel encoded. On a mistake the numbers are negative,

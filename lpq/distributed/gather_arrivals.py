@@ -72,8 +72,8 @@ class Arrivals:
         else:
             arrive = iter(self._arrive)
             for whole in wholes if self._arrive else ():
-                arrived = [next(arrive) for _ in whole.large] if self.flat or not whole.in_place else []
-                for to, part in whole.places(arrived) if arrived else ():
+                arrivals = [next(arrive) for _ in whole.large] if self.flat or not whole.in_place else []
+                for to, part in whole.places(arrivals) if arrivals else ():
                     self._to.append(to)
                     self._from.append(part)
         fsdp.free(self._apart)
@@ -98,8 +98,8 @@ class Arrivals:
         travel. The device is the current one."""
         fsdp.allocate(self._allocated)
         if self._place is not None:
-            arrived = [*self._arrive, *staying] if self._with else self._arrive
-            self._place([t.data_ptr() for t in arrived], [t.data_ptr() for t in (*self._belong, *self._with)])
+            arrivals = [*self._arrive, *staying] if self._with else self._arrive
+            self._place([t.data_ptr() for t in arrivals], [t.data_ptr() for t in (*self._belong, *self._with)])
         elif self._to:
             copy_each(self._to, self._from)
         if staying and not self._with:  # apart from the others: they are copied in one launch

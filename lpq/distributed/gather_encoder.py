@@ -51,11 +51,11 @@ def sides_of(quantizer: Quantizer, stack: bool) -> Sides:
     """The operands that are encoded from shards, or from some matrices of a stack."""
     row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
     stats = declared(row, col)
-    recalled = recalls(quantizer, row, col)
+    is_recalled = recalls(quantizer, row, col)
     across = tuple(map(spans, stats))
-    spanned = not stack and any(a and not k for a, k in zip(across, recalled, strict=True))
-    measured = spanned or moves(quantizer, row, col)
-    return Sides(quantizer, row, col, stats, across, stack, bool(state_names(quantizer)), measured)
+    needs_ranks = not stack and any(a and not k for a, k in zip(across, is_recalled, strict=True))
+    measures = needs_ranks or moves(quantizer, row, col)
+    return Sides(quantizer, row, col, stats, across, stack, bool(state_names(quantizer)), measures)
 
 
 class Way(NamedTuple):

@@ -55,17 +55,17 @@ class _Quantized:
         self._unwanted: list[Tensor] = []
         """The buffers of operands from which other operands were derived."""
         self._all: list[Tensor] = []
-        derived: list[Derived] = []
+        columns: list[Derived] = []
         for gather, way in zip(gathers, ways, strict=True):
             (sides, _, row, col), large = operands_of(gather), operands_of(gather).large
             self._all += large
             if col is not None and way.col and not way.sends_col:
                 self._derived += col.large
-                derived.append(col.derived_from(sides.quantizer, row))
+                columns.append(col.derived_from(sides.quantizer, row))
             if way.sends_row and not way.row:
                 self._unwanted += row.large
         with on_device(self._device):
-            self._derive = bind_derive_into(derived, self._device)
+            self._derive = bind_derive_into(columns, self._device)
 
     def _complete(self) -> None:
         """Derive the operands that follow from the arrived ones. The device is the current one."""
@@ -173,16 +173,16 @@ class EncodedLoad(_Quantized):
         xs = [cast("WeightShard", shards[i]).held for i in coded]
         if self._together and can_bypass_dispatcher(xs[0]):
             versions = [gathers[i].version for i in coded]
-            staying: list[Tensor] = []
+            stays: list[Tensor] = []
             flat: list[Tensor] = []
             spread: list[Tensor] = []
             with on_device(self._device):
                 for encoder in self._together:
-                    encoded = encoder.encode(xs, stats, versions)
-                    staying += encoded.staying
-                    spread += encoded.spread
-                    flat.append(encoded.flat)
-            self._staying, self._anew = staying, False
+                    operand = encoder.encode(xs, stats, versions)
+                    stays += operand.staying
+                    spread += operand.spread
+                    flat.append(operand.flat)
+            self._staying, self._anew = stays, False
             if self._arrivals.flat:
                 return (flat[0] if len(flat) == 1 else torch.cat(flat),)
             return tuple(spread)

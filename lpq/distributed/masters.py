@@ -138,20 +138,20 @@ def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
         pieces: The pieces that ``cast_master_weights`` returned, gathered.
         only: The places of the weights in the list of ``cast_master_weights`` that are finished; None: all.
     """
-    for index, (weight, laid) in pieces.unfinished.items():
+    for index, (weight, code_pairs) in pieces.unfinished.items():
         if only is None or index in only:
-            for codes, gathered in laid:
-                if codes.data_ptr() != gathered.data_ptr():
-                    codes.copy_(gathered)
-            derived = None
+            for codes, whole in code_pairs:
+                if codes.data_ptr() != whole.data_ptr():
+                    codes.copy_(whole)
+            col = None
             if weight.row is not None and weight.col is not None and derives_col(weight.quantizer):
-                derived = derive_col(weight.quantizer, weight.row)
-            _write(weight, None, derived)
+                col = derive_col(weight.quantizer, weight.row)
+            _write(weight, None, col)
 
 
 def _add(pieces: Pieces, part: MasterPart) -> None:
     """Add the codes of a weight, which this rank has written as far as it owns the elements."""
-    weight, laid = part.weight, []
+    weight, code_pairs = part.weight, []
     for direction, operand in weight.operands:
         if direction == "col" and weight.row is not None and derives_col(weight.quantizer):
             continue
@@ -160,8 +160,8 @@ def _add(pieces: Pieces, part: MasterPart) -> None:
                 codes = codes if direction == "row" else codes.t()
                 flat = codes.reshape(-1)
                 pieces.append(Piece(part.index, f"{direction}.{buffer.name}", flat, *part.span))
-                laid.append((codes, flat.view(codes.shape)))
-    pieces.unfinished[part.index] = weight, laid
+                code_pairs.append((codes, flat.view(codes.shape)))
+    pieces.unfinished[part.index] = weight, code_pairs
 
 
 def beside_zeros(side: Quantizer) -> bool:
@@ -209,8 +209,8 @@ def _encode_own(part: MasterPart, stats: list[Tensor]) -> None:
     weight, state, (row, col) = part.weight, part.state, part.sides
     stats_used: list[Tensor] = stats
     if state is not None:
-        recalled = recall(weight.quantizer, row, col, state)
-        stats_used = [stat if own is None else own for own, stat in zip(recalled, stats, strict=True)]
+        own_stats = recall(weight.quantizer, row, col, state)
+        stats_used = [stat if own is None else own for own, stat in zip(own_stats, stats, strict=True)]
     new_row, new_col, _ = quantize(part.matrix(), stats_used, row, col, part.seed)
     if state is not None:
         remember(weight.quantizer, state, stats, row=row is not None, col=col is not None)

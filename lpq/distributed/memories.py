@@ -61,13 +61,13 @@ class Memories:
             plan = layer.passes.plan
             if plan is None or not plan.moving:
                 continue
-            moving = [getattr(layer, memory.name) for memory in layer.state_buffers() if memory.moves]
-            if isinstance(moving[0], DTensor):
-                moving = [*map(local_part, moving)]
+            states = [getattr(layer, memory.name) for memory in layer.state_buffers() if memory.moves]
+            if isinstance(states[0], DTensor):
+                states = [*map(local_part, states)]
             if mesh not in over and isinstance(weight, DTensor):
                 over[mesh] = weight.device_mesh.get_all_groups()
             for group in over[mesh] if mesh else self._replicas.of([weight]):
-                by_group.setdefault(group, []).extend(moving)
+                by_group.setdefault(group, []).extend(states)
         for group, values in by_group.items():
             reductions.add(values, group)
         return any(group.size() > 1 for group in by_group)

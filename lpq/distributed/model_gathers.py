@@ -204,8 +204,8 @@ class Gathering(Watcher):
         and the states of layers, including layers whose weight could not be prepared."""
         params = {id(p) for p in _params(optimizer)}
         gathers = [*self._gathers.values()]
-        written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
-        measure_all([gather for gather, param in written if id(param) in params], reductions, self._measurements)
+        pairs = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
+        measure_all([gather for gather, param in pairs if id(param) in params], reductions, self._measurements)
         if self._memories is None:
             neither = (None, None)
             self._memories = Memories(

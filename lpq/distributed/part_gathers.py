@@ -45,15 +45,15 @@ class OperandGather:
 
     def joined(self, part: Sequence[Tensor], arrivals: Sequence[Tensor]) -> list[Tensor]:
         """The buffers of the whole, from the bytes that arrived, one rank's after the other's."""
-        arriving, whole = iter(arrivals), []
+        pieces, whole = iter(arrivals), []
         for tensor, moves in zip(part, self.moves, strict=True):
             if not moves:
                 whole.append(tensor)
                 continue
             shape = list(tensor.shape)
-            placed = in_place(next(arriving), 1 if self.dim == 0 else shape[0], self.cut)
+            buffer = in_place(next(pieces), 1 if self.dim == 0 else shape[0], self.cut)
             shape[self.dim] *= self.cut.ranks
-            whole.append(placed.view(tensor.dtype).view(shape))
+            whole.append(buffer.view(tensor.dtype).view(shape))
         return whole
 
 
@@ -98,13 +98,13 @@ def gathering(
 
     def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
         buffers, also, stats = own.encode(x, statistics, seed)
-        sent: Sequence[Tensor] = ()
+        row: Sequence[Tensor] = ()
         if of_row is not None and (spec.row or at_once):
-            sent = of_row.begin(buffers) if begin else [*buffers]
+            row = of_row.begin(buffers) if begin else [*buffers]
         saved: Sequence[Any] = () if of_col is None or follows else buffers if derived else also
         if at_once and of_col is not None and not follows:
             saved = of_col.begin(saved)
-        return sent, (*saved, seed) if column is not None else saved, stats
+        return row, (*saved, seed) if column is not None else saved, stats
 
     def arrive(row: Sequence[Tensor], saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         assert of_row is not None
@@ -115,10 +115,10 @@ def gathering(
         assert of_col is not None
         return [*of_col.begin(saved[:-1]), saved[-1]] if column is not None else of_col.begin(saved)
 
-    def later(begun: Sequence[Tensor]) -> Sequence[Tensor]:
+    def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         assert of_col is not None
-        begun, seed = (begun[:-1], begun[-1]) if column is not None else (begun, None)
-        whole = begun if follows else of_col.finish(begun)
+        tensors, seed = (tensors[:-1], tensors[-1]) if column is not None else (tensors, None)
+        whole = tensors if follows else of_col.finish(tensors)
         if column is not None:
             return column(whole, (), seed)[0]
         return whole if derive is None else derive(whole)

@@ -25,8 +25,8 @@ class Replicas:
         """Note a wrapper; return whether it is new."""
         if any(ref() is wrapper for ref, _ in self._wrappers):
             return False
-        named = wrapper.module.named_parameters()
-        own = {id(param) for name, param in named if name not in wrapper.parameters_to_ignore}
+        parameters = wrapper.module.named_parameters()
+        own = {id(param) for name, param in parameters if name not in wrapper.parameters_to_ignore}
         self._wrappers.append((weakref.ref(wrapper), own))
         return True
 

@@ -31,12 +31,12 @@ def stale(gathers: Sequence[Gather], shards: Sequence[Tensor]) -> list[Gather]:
     never are."""
     gathers_due: list[Gather] = []
     for gather, shard in zip(gathers, shards, strict=True):
-        measured, quantizer = gather.measured, (gather.judged or gather.judge()).quantizer
+        record, quantizer = gather.measured, (gather.judged or gather.judge()).quantizer
         if not isinstance(shard, QuantizedTensor) and (
-            measured is None
-            or measured.local() is not shard
-            or (isinstance(shard, WeightShard) and measured.writes != (shard.writes.count, version_of(shard.held)))
-            or (measured.quantizer is not quantizer and measured.quantizer != quantizer)
+            record is None
+            or record.local() is not shard
+            or (isinstance(shard, WeightShard) and record.writes != (shard.writes.count, version_of(shard.held)))
+            or (record.quantizer is not quantizer and record.quantizer != quantizer)
         ):
             gathers_due.append(gather)
     return gathers_due

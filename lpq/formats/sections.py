@@ -127,7 +127,7 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
     if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
         return None
     sizes = [p.shape[dim] for p in parts]
-    laid: list[Tensor] = []
+    buffers: list[Tensor] = []
     for i, buffer in enumerate(first.quantizer.layout):
         block, tensors = buffer.unit(dim), [p.tensors()[i] for p in parts]
         if block is not None and any(size % block for size in sizes[:-1]):
@@ -135,10 +135,10 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
         if block is None and not agreed and not all(_same(tensors[0], t) for t in tensors[1:]):
             return None
         # A buffer that all parts share is copied, too: a result of torch.cat must not change with its parts.
-        laid.append(tensors[0].clone() if block is None else torch.cat(tensors, dim))
+        buffers.append(tensors[0].clone() if block is None else torch.cat(tensors, dim))
     rows, cols = first.shape
     shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
-    return first.wrap(laid, first.quantizer, shape, first.dtype)
+    return first.wrap(buffers, first.quantizer, shape, first.dtype)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -86,8 +86,8 @@ def _left_in_vain(policy: Policy, names: Mapping[str, Sequence[str]]) -> Iterato
     for part in policy.leave:
         if part not in parts and part not in LEAVE:
             near = difflib.get_close_matches(part, parts, n=1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
-            yield f"lpq.convert: leave has {part!r}, and no layer has that between the dots of its name{meant}"
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            yield f"lpq.convert: leave has {part!r}, and no layer has that between the dots of its name{hint}"
 
 
 def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
@@ -107,11 +107,11 @@ def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
 def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
     """Patterns that match nothing, each with the nearest name."""
     every = [plain_name(alias) for aliases in names.values() for alias in aliases]
-    shown = []
+    texts = []
     for pattern in report.unmatched:
         near = nearest(pattern, every)
-        shown.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
-    return first_few(shown)
+        texts.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
+    return first_few(texts)
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:

@@ -177,8 +177,8 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
         if (adopts := _adopter(module)) is not None:
             return Change(name, module, schedule, module, adopts), note
         if type(module) is nn.Linear or holds_transposed(module):
-            named = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
-            return None, f"{named} whose forward was replaced on the object"
+            kind = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
+            return None, f"{kind} whose forward was replaced on the object"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
         if TAKEN in vars(module):

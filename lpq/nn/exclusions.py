@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Policy) -> dict[str, str]:
     """The layers of ``model`` that are left out, by name, and why. ``names``: all names of each module."""
-    called = {name: [plain_name(alias) for alias in aliases] for name, aliases in names.items()}
+    plain_names = {name: [plain_name(alias) for alias in aliases] for name, aliases in names.items()}
     modules = {name: model.get_submodule(name) for name in names}
     layers = {name: cast("Any", module) for name, module in modules.items() if convertible(module)}
     weights = {name: [*layer.weight.shape[-2:]] for name, layer in layers.items()}  # the shape of one expert
     small = {name for name, shape in weights.items() if min(shape) < policy.least}
-    large = [alias for name in weights if name not in small for alias in called[name]]
+    large = [alias for name in weights if name not in small for alias in plain_names[name]]
     named_patterns = _patterns_without(large, policy) if small else []
     why: dict[str, str] = {}
     heads = _heads(model) if HEAD in policy.leave else set()
-    for name, aliases in called.items():
+    for name, aliases in plain_names.items():
         parts = [part for alias in aliases if (part := policy.left_by(alias)) is not None]
         other = "; include='all' does not" if name in layers else ""
         if parts:
@@ -49,12 +49,12 @@ def _heads(model: nn.Module) -> set[int]:
     and of linear layers of such a model that have an output for each of its labels, as the classifier of a ViT."""
     heads: set[int] = set()
     for module in model.modules():
-        named: Any = getattr(module, "get_output_embeddings", None)
-        if callable(named):
+        output_embeddings: Any = getattr(module, "get_output_embeddings", None)
+        if callable(output_embeddings):
             labels = getattr(getattr(module, "config", None), "num_labels", None)
             heads.update(id(m) for m in module.children() if isinstance(m, nn.Linear) and m.out_features == labels)
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
-                head = named()
+                head = output_embeddings()
                 heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())
     return heads
 

@@ -82,6 +82,6 @@ def decide(layers: Sequence[Remembering]) -> None:
             elif tensor in layer.passes.fresh and not values[0].is_meta:
                 by_device.setdefault(values[0].device, []).append((layer, tensor, torch.cat(values).any()))
     for states in by_device.values():
-        for (layer, tensor, _), moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):
-            if moved:
+        for (layer, tensor, _), has_moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):
+            if has_moved:
                 layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)

@@ -43,16 +43,16 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
         layers: A converted model, or some of its layers.
         observer: The object that is told, by its method ``observe``.
     """
-    chosen = _layers(layers)
+    stateful = _layers(layers)
     with run_eagerly():
         with _CHANGING:
-            for layer in chosen:
+            for layer in stateful:
                 layer.passes.observers = (*layer.passes.observers, observer)
         try:
             yield observer
         finally:
             with _CHANGING:
-                for layer in chosen:
+                for layer in stateful:
                     _forget(layer, observer)
 
 

@@ -64,8 +64,8 @@ class SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        summed = finish_sum(begin_sum(grad if ctx.cut is None else as_matrix(grad), ctx.cut, ctx.group))
-        return summed.view(ctx.shape), None, None, None
+        total = finish_sum(begin_sum(grad if ctx.cut is None else as_matrix(grad), ctx.cut, ctx.group))
+        return total.view(ctx.shape), None, None, None
 
 
 _sum_gradients: Any = SumGradients.apply
@@ -137,7 +137,7 @@ def multiply_parts(
     if within is not None and over.call.step is None:
         return None
     sequence, group, by_columns = over.parts.sequence, over.parts.group, over.parts.weight.dim == 0
-    added = bias.to_local() if isinstance(bias, DTensor) else bias
+    own = bias.to_local() if isinstance(bias, DTensor) else bias
     call, siblings, through, shared, first = over.call, over.siblings, x, None, False
     if siblings is not None and (
         # Nobody counts writes to the one, and a replayed graph must encode the new values of the other.
@@ -168,18 +168,16 @@ def multiply_parts(
                 by.take(layer)
     if layer.passes.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))
-    own_bias = added if by_columns else None
+    own_bias = own if by_columns else None
     if within is None:
         with on_device(x.device):
             y: Tensor = _multiply(through, w, own_bias, call)
     if siblings is not None and shared is not None and first:
         siblings.inputs.keep(found_by, how, shared, id(layer))
     if within is not None:
-        return Prepared(
-            w, call, through, own_bias, over.result, partial(_finished, over, None if by_columns else added)
-        )
-    if added is not None and not by_columns:
-        return _finished(over, added, y)
+        return Prepared(w, call, through, own_bias, over.result, partial(_finished, over, None if by_columns else own))
+    if own is not None and not by_columns:
+        return _finished(over, own, y)
     return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
 
 
@@ -198,15 +196,15 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, joined:
     A compiled pass does not compare: nothing may wait inside of it."""
     if torch.compiler.is_compiling() or weight.device_mesh.ndim != 1:
         return
-    local, encoded = local_part(input), None
+    local, encoding = local_part(input), None
     if isinstance(local, QuantizedTensor):
-        encoded, local = describe_encoding(local), local.buffers[0]
+        encoding, local = describe_encoding(local), local.buffers[0]
     if isinstance(local, Tensor) and not local.is_nested and (type(local) not in ORDINARY or weight.is_meta):
         return  # nothing runs: it stands for a tensor
     if (check := layer.model.check) is None:  # it was not converted, or is a copy: another model than the others
         check = ModelCheck(layer)
         layer.model = replace(layer.model, check=check)
-    check.before_pass(layer, input, weight, check_parallel, encoded, joined)
+    check.before_pass(layer, input, weight, check_parallel, encoding, joined)
 
 
 def _over(layer: WeightedLayer, part: Tensor) -> tuple[str, Cut | None] | None:

@@ -98,8 +98,8 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
 
 def _planned_name(layer: StatefulLayer) -> str | None:
     """The name by which the policy knows a layer; None where it gives the layer no recipe."""
-    planned = layer.schedule.planned if layer.schedule is not None else None
-    return None if planned is None else planned[1]
+    origin = layer.schedule.planned if layer.schedule is not None else None
+    return None if origin is None else origin[1]
 
 
 def _without(rules: Iterable[Rule], first: Iterable[Rule]) -> list[Rule]:

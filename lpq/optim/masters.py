@@ -283,9 +283,9 @@ class MasterWeights(Optimizer):
         """Add parameters, as the wrapped optimizer would."""
         super().add_param_group(param_group)
         if hasattr(self, "optimizer"):
-            added = self.param_groups[-1]
-            self._shared.append(dict(added))
-            self.optimizer.add_param_group({**added, "params": [self._copy_of(p) for p in added["params"]]})
+            group = self.param_groups[-1]
+            self._shared.append(dict(group))
+            self.optimizer.add_param_group({**group, "params": [self._copy_of(p) for p in group["params"]]})
 
     # ------------------------------------------------------------------------------ copying, saving and loading
 
@@ -315,7 +315,7 @@ class MasterWeights(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of each parameter and, beside it, its master."""
-        begun = bool(self.state)
+        has_begun = bool(self.state)
         self._show_state()
         for state in self.state.values():  # and not after each step: it takes 10 µs for each that is sharded
             if MASTER in state:
@@ -323,7 +323,9 @@ class MasterWeights(Optimizer):
         try:
             return super().state_dict()  # whose hooks may give anything
         finally:
-            if not begun:  # masters alone are no state that is begun: torch's get_optimizer_state_dict begins the rest
+            if (
+                not has_begun
+            ):  # masters alone are no state that is begun: torch's get_optimizer_state_dict begins the rest
                 self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

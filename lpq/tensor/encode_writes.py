@@ -115,12 +115,12 @@ def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
 
 def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
     """Measure the parts whose statistics ranks share, and reduce these."""
-    shared = [(part, group) for part in parts if (group := part.shared_with()) is not None]
-    for part, group in shared:
+    pairs = [(part, group) for part in parts if (group := part.shared_with()) is not None]
+    for part, group in pairs:
         part.measure(group, reductions)
     reductions.run()
     second = Reductions()
-    for part, group in shared:
+    for part, group in pairs:
         part.measure_again(group, second)
     second.run()
 
@@ -131,9 +131,9 @@ def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None,
     target.writes.count += 1
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
-            for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
+            for buffer, new_buffer in zip(old.tensors(), new.tensors(), strict=True):
                 if changed is not None:
-                    chosen: Tensor = torch.where(changed != 0, bytes_of(written), bytes_of(buffer))
+                    chosen: Tensor = torch.where(changed != 0, bytes_of(new_buffer), bytes_of(buffer))
                     bytes_of(buffer).copy_(chosen)
                 else:
-                    buffer.copy_(written)
+                    buffer.copy_(new_buffer)

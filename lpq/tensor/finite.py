@@ -41,13 +41,13 @@ class Finite:
             if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 continue
             sums = torch.stack(norm_of_each([value for _, value in pairs], 1))
-            arrived = None
+            event = None
             if device.type != "cpu":
                 sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-                arrived = torch.Event(device)
-                arrived.record()
-            named = [(target.place or f"a {list(target.shape)} tensor", target.writes) for target, _ in pairs]
-            self._pending.append(_Sums(named, sums, arrived))
+                event = torch.Event(device)
+                event.record()
+            weights = [(target.place or f"a {list(target.shape)} tensor", target.writes) for target, _ in pairs]
+            self._pending.append(_Sums(weights, sums, event))
         pending, self._pending = self._pending, []
         for of in pending:
             if of.arrived is None or of.arrived.query():
