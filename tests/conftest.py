@@ -1,7 +1,7 @@
 """The suite sees lpq's own plugins and the fakes that a test installs, whatever else this environment has.
 
-So it needs no environment of its own: a plugin of a third party may be installed beside lpq. Tests that look
-into another process see what is there, and must say what they look for.
+So it needs no environment of its own: a plugin of a third party may be installed beside lpq. Ranks see what the test
+sees. Tests that look into other processes see what is there, and must say what they look for.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import costly
 import pytest
@@ -21,10 +19,9 @@ import torch
 from commit import commit
 from hypothesis import settings
 from support.commands import lpq_command
-from support.plugins import install
+from support.plugins import hide, install, third_parties
 
 from lpq import registry
-from lpq.registry.loader import GROUP, OWN
 
 __all__ = ["install", "lpq_command"]
 
@@ -47,24 +44,8 @@ def take_turns_on_gpus() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Hide what is installed now and is not lpq; before collection, which asks for all formats."""
     take_turns_on_gpus()
-    found = metadata.entry_points
-
-    def place(entry: metadata.EntryPoint) -> tuple[str, str]:
-        assert entry.dist is not None
-        return str(entry.dist.locate_file("")), entry.dist.name
-
-    foreign = {place(entry) for entry in found(group=GROUP)}
-    foreign = {(folder, name) for folder, name in foreign if name != OWN}
-
-    def without_foreign(**wanted: Any) -> metadata.EntryPoints:
-        entries = found(**wanted)
-        if wanted.get("group") != GROUP:
-            return entries
-        return metadata.EntryPoints(entry for entry in entries if place(entry) not in foreign)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(metadata, "entry_points", without_foreign)
-    config.add_cleanup(patch.undo)
+    hide(third_parties())
+    config.add_cleanup(lambda: hide(()))
     registry.refresh()
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import plugins
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_shardings
 
 from lpq import registry
@@ -76,6 +77,8 @@ class Call:
     environment: dict[str, str]
     directory: str
     path: list[str]
+    hidden: frozenset[plugins.Place]
+    """Distributions whose plugins the caller does not find."""
 
     def run(self, rank: int) -> None:
         """Run it as in a new process."""
@@ -83,6 +86,9 @@ class Call:
         os.environ.update(self.environment)
         os.chdir(self.directory)
         sys.path[:] = self.path
+        if plugins.hidden != self.hidden:
+            plugins.hide(self.hidden)
+            registry.refresh()
         _forget_plugins()
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
@@ -183,7 +189,8 @@ class Pool:
 
     def run(self, function: Callable[..., None], *args: Any, patience: float = PATIENCE) -> None:
         """Run ``function(rank, *args)`` in all ranks; ``RankError`` if it failed in any, which ends all."""
-        call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd(), self.path))
+        hidden = frozenset(plugins.hidden)
+        call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd(), self.path, hidden))
         self._send(call)
         self._raise(patience)
         if self._threads() > MOST_THREADS:

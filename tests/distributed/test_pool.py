@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import odd_formats
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 from pool import Pool, RankError
 from ranks import spawn
+from support import plugins
 
 from lpq import registry
+from lpq.registry.loader import GROUP
 
 RANKS = 2
 
@@ -92,6 +95,23 @@ def _as_new(rank: int, here: str) -> None:
     warnings.warn("this is no error", stacklevel=1)
     assert not set(odd_formats.NAMES) & set(registry.formats())
     assert not torch._dynamo.eval_frame.cached_backends
+
+
+def _finds(rank: int, name: str, found: bool) -> None:
+    assert (name in {entry.name for entry in metadata.entry_points(group=GROUP)}) == found
+
+
+def test_a_plugin_that_the_test_does_not_find_is_not_found_by_ranks(tmp_path: Path, install: plugins.Install) -> None:
+    install("some", "1.0", "")
+    before, pool = {*plugins.hidden}, Pool(RANKS)
+    try:
+        for found, places in ((True, before), (False, {*before, (str(tmp_path), "lpq-some")}), (True, before)):
+            plugins.hide(places)
+            _finds(0, "some", found)
+            pool.run(_finds, "some", found)
+    finally:
+        plugins.hide(before)
+        pool.close()
 
 
 def test_what_a_test_leaves_behind_is_gone(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

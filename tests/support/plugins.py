@@ -1,19 +1,53 @@
-"""Formats of third parties: registered in the process of a test, or in distributions that are installed for it."""
+"""Formats of third parties: registered in the process of a test, or in distributions that are installed for it; and
+those that this environment has, which tests do not see."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lpq import registry
 from lpq.core import Quantizer, Storage
 from lpq.registry import FormatSpec, hookimpl
+from lpq.registry.loader import GROUP, OWN
 
 Install = Callable[[str, str, str], None]
+Place = tuple[str, str]
+"""The folder and the name of a distribution."""
+hidden: set[Place] = set()
+"""The distributions whose plugins this process does not find."""
+_entry_points = metadata.entry_points
+
+
+def _place(entry: metadata.EntryPoint) -> Place:
+    assert entry.dist is not None
+    return str(entry.dist.locate_file("")), entry.dist.name
+
+
+def third_parties() -> set[Place]:
+    """The distributions of third parties that are installed now and have plugins."""
+    found = {_place(entry) for entry in _entry_points(group=GROUP)}
+    return {(folder, name) for folder, name in found if name != OWN}
+
+
+def hide(places: Iterable[Place]) -> None:
+    """Let this process find the plugins of all distributions but these. The registry must be refreshed then."""
+    hidden.clear()
+    hidden.update(places)
+    metadata.entry_points = _without_hidden if hidden else _entry_points
+
+
+def _without_hidden(**wanted: Any) -> metadata.EntryPoints:
+    entries = _entry_points(**wanted)
+    if wanted.get("group") != GROUP:
+        return entries
+    return metadata.EntryPoints(entry for entry in entries if _place(entry) not in hidden)
 
 
 @pytest.fixture
