@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import all_say, spawn
 from rich.console import Console
 from training import MakeConfig
@@ -41,6 +42,7 @@ def _a_report_that_cannot_be_written(rank: int, config: TrainConfig) -> None:
         patch.setattr(loop, "tell_conversion", refuse)
         all_say(_runs(config), r"Unspeakable: the disk is full \(test_ranks_that_fail\.py, line")
     assert not Path(str(config.out)).exists()  # a run that has done no step leaves nothing
+    dist.barrier()  # before another rank makes it again
 
 
 def _metrics_that_cannot_be_written(rank: int, config: TrainConfig) -> None:
