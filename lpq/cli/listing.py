@@ -67,38 +67,15 @@ def recipes(gpu: For = "", json: Json = False) -> None:
     gains, first, remark = predicted_gains(names, gpu) if gpu else ({}, (), None)
     pairs.sort(key=lambda pair: (pair[1].name not in first[:1], -gains.get(pair[1].name, 0)))
     if json:
-        as_json(
-            [
-                *(
-                    {
-                        "name": spec.name,
-                        "kind": "recipe",
-                        "summary": spec.summary,
-                        "aliases": list(spec.aliases),
-                        "recipe": plain(spec.recipe),
-                        "broken": wrong.get(spec.name),
-                        "gain": gains.get(spec.name),
-                        **origin(plugin),
-                    }
-                    for plugin, spec in pairs
-                ),
-                *(
-                    {
-                        "name": name,
-                        "kind": "policy",
-                        "summary": about,
-                        "aliases": [],
-                        "recipe": None,
-                        "broken": None,
-                        "gain": None,
-                        "plugin": None,
-                        "distribution": "lpq",
-                        "version": lpq.__version__,
-                    }
-                    for name, about in policies().items()
-                ),
-            ]
-        )
+        own = {"plugin": None, "distribution": "lpq", "version": lpq.__version__}
+        rows = [
+            entry(
+                s.name, "recipe", s.summary, origin(p), aliases=list(s.aliases), recipe=plain(s.recipe),
+                broken=wrong.get(s.name), gain=gains.get(s.name),
+            )
+            for p, s in pairs
+        ]  # fmt: skip
+        as_json([*rows, *(entry(name, "policy", about, own) for name, about in policies().items())])
     else:
         table(
             "Recipes",
@@ -178,6 +155,12 @@ def described(plugin: PluginInfo) -> dict[str, Any]:
         "cause": error.cause if error else None,
         "remedy": error.remedy if error else None,
     }
+
+
+def entry(name: str, kind: str, summary: str, origin: Mapping[str, str | None], **facts: Any) -> dict[str, Any]:
+    """A recipe or a policy as plain data; ``facts`` are known of recipes alone."""
+    unknown: dict[str, Any] = {"aliases": [], "recipe": None, "broken": None, "gain": None}
+    return {"name": name, "kind": kind, "summary": summary, **unknown, **facts, **origin}
 
 
 def origin(plugin: PluginInfo) -> dict[str, str]:
