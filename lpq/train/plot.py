@@ -52,15 +52,20 @@ def draw(curves: Sequence[Curve], baseline: Curve | None, path: Path, other: Cur
         draw_gaps(axes[1], curves, baseline, colours, other)
         if other is not None:
             labels[-1] += f"; below: ± its distance from {other.title}"
-    for panel in axes:
-        panel.grid(alpha=0.3)
-        panel.margins(x=0.01)
-    axes[-1].set_xlabel("step")
-    legend = figure.legend(handles, labels, loc="outside upper left", frameon=False, fontsize="small")
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a file's name may have a dollar
+    finish(figure, [*axes], handles, labels, fontsize="small")
     figure.savefig(path)
     return path.name
+
+
+def finish(figure: Any, panels: Sequence[Any], handles: Sequence[Any], labels: Sequence[str], **how: Any) -> None:
+    """Give panels over the same steps their grids, and the figure its legend."""
+    for panel in panels:
+        panel.grid(alpha=0.3, which="both")
+        panel.margins(x=0.01)
+    panels[-1].set_xlabel("step")
+    legend = figure.legend(handles, labels, loc="outside upper left", frameon=False, **how)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a file's name may have a dollar
 
 
 def draw_gaps(
@@ -168,17 +173,9 @@ def draw_compared(trainings: Sequence[Training], path: Path) -> str:
         getattr(upper.yaxis, f"set_{axis}_formatter")(FormatStrFormatter("%g"))
     upper.set_ylabel("training loss (nats per byte)")
     lower.set_ylabel(f"gap to {base} of the same seed (%)")
-    lower.set_xlabel("step")
-    for panel in (upper, lower):
-        panel.grid(alpha=0.3, which="both")
-        panel.margins(x=0.01)
     seeds = f"{len(own)} seed{'s'[: len(own) != 1]}"
     labels = [f"{base}, mean of {seeds}; below: ± its standard deviation over seeds", *titles]
-    legend = figure.legend(
-        handles, [textwrap.fill(label, LABEL) for label in labels], loc="outside upper left", frameon=False
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    finish(figure, (upper, lower), handles, [textwrap.fill(label, LABEL) for label in labels])
     with mpl.rc_context({"svg.hashsalt": "lpq", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path.name
