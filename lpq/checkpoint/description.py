@@ -142,10 +142,8 @@ def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]], r
         raise CheckpointError(f"{what} lacks {listed(absent)}: {remedy}")
     for name, types in fields.items():
         if not isinstance(data[name], types):
-            type_names = " or ".join(t.__name__ for t in types)
-            raise CheckpointError(
-                f"{what} has {name!r} of type {type(data[name]).__name__}, not {type_names}: {remedy}"
-            )
+            names = " or ".join(t.__name__ for t in types)
+            raise CheckpointError(f"{what} has {name!r} of type {type(data[name]).__name__}, not {names}: {remedy}")
 
 
 def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:

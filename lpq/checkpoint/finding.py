@@ -141,9 +141,7 @@ def _others(path: Path) -> str:
     """The finished checkpoints of the run to which this checkpoint belongs, newest first."""
     if not STEP.fullmatch(path.name) or not path.parent.is_dir():
         return ""
-    return listed(
-        [sibling.name for _, ending, sibling in steps_in(path.parent) if not ending and sibling.name != path.name]
-    )
+    return listed([other.name for _, ending, other in steps_in(path.parent) if not ending and other.name != path.name])
 
 
 def _why_not(path: Path, manifest: Manifest, ranks: CheckpointRanks, thorough: bool) -> str | None:

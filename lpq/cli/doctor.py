@@ -140,9 +140,7 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
 
 def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> None:
     """Print versions, devices, the variables that are set, and the plugins; a plugin in order takes its name only."""
-    print_text(
-        "Versions: " + ", ".join(f"{what}{':' * (' ' in version)} {version}" for what, version in versions().items())
-    )
+    print_text("Versions: " + ", ".join(f"{what}{':' * (' ' in text)} {text}" for what, text in versions().items()))
     for gpu in gpus:
         print_text(f"Device {gpu['device']}: {', '.join(filter(None, (gpu['name'], gpu['detail'])))}")
     for name, value in environment().items():

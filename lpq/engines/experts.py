@@ -98,9 +98,7 @@ def _matrices(stack: Stack, whole: FileEntry, imported: Mapping[str, Tensor]) ->
     stack_pieces = _GatheredStack(whole.gather)
     for number, layers in enumerate(stack.names):
         each = rows // len(layers)
-        own = {
-            tensor: {key: value[number] for key, value in values.items()} for tensor, values in stack.memories.items()
-        }
+        own = {t: {key: value[number] for key, value in values.items()} for t, values in stack.memories.items()}
         for i, layer in enumerate(layers):
             last = number == len(stack.names) - 1 and i == len(layers) - 1
             part = (i * each, (i + 1) * each, rows) if len(layers) > 1 else None

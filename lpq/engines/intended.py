@@ -58,19 +58,17 @@ class Intended:
             return cls(present, stored, tuple(modules))
         schedules = ConversionPlan.of(module, recipes.policy(rules)).schedules
         first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
-        recipes_by_name = {name: recipe for name, recipe in first.items() if recipe is not None}
+        by_name = {name: recipe for name, recipe in first.items() if recipe is not None}
         if weights == "quantized":
-            linear = [
-                name for name in recipes_by_name if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)
-            ]
+            linear = [name for name in by_name if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]
             owners = {f"{name}.weight".lstrip("."): name for name in linear}
-            owners |= {one.name: one.holder_name for one in stacks.values() if one.holder_name in recipes_by_name}
+            owners |= {one.name: one.holder_name for one in stacks.values() if one.holder_name in by_name}
             times = Counter(id(tensor) for tensor in tensors.values())
             for weight, name in owners.items():
-                side = recipes_by_name[name].w.side("row")
+                side = by_name[name].w.side("row")
                 if weight not in stored and not side.plain and times[id(tensors.get(weight))] == 1:
                     stored[weight] = side
-        return cls(recipes_by_name, stored, tuple(modules))
+        return cls(by_name, stored, tuple(modules))
 
     def fitting(self, layers: Mapping[str, Quantized]) -> str:
         """A policy that stores weights as these layers of the files, by the names of modules, have them."""

@@ -137,9 +137,7 @@ def planned(
         raise CheckpointError("no layer has a quantized weight: convert the model with a recipe first, lpq.convert")
     groups = tuple(Group(*kinds[key], tuple(layers)) for key, layers in places.items())
     layers = {layer for group in groups for layer in group.layers}
-    apart = [
-        t.layer for t in assigned if t.entry.layer is not None and t.scheme is None
-    ]  # which a name of none has yet
+    apart = [t.layer for t in assigned if t.entry.layer is not None and t.scheme is None]
     left = tuple(dict.fromkeys([*linear(layers), *apart]))
     check_alike(groups, left, siblings)
     high = {t.layer: t.entry.layer.x for t in assigned if t.scheme is not None and t.inputs is None and t.entry.layer}

@@ -97,9 +97,8 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
 
 def _go_on(model: nn.Module, step: int, steps: int, record: Any, any_policy: bool) -> None:
     """Plan the policy for ``steps`` steps, and compare it with the state that the Trainer kept of the callback."""
-    policy = (
-        None if record is None else (record[0] if isinstance(record, list) else record)["attributes"]["policy"] or {}
-    )
+    record = record[0] if isinstance(record, list) else record
+    policy = None if record is None else record["attributes"]["policy"] or {}
     remedy = (
         "Call lpq.integrations.transformers.resume(model, checkpoint) before trainer.train(resume_from_checkpoint=…)"
     )

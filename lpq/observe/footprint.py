@@ -144,10 +144,8 @@ def _of(
     if quantizer is not None:
         *count, rows, cols = p.shape
         whole = why_whole(quantizer, p.shape[0], ranks, is_stack(p.shape))
-        bytes_sent = sent_bytes(
-            quantizer, rows, cols, dtype or p.dtype, stays=not resharded, stored=stored, whole=whole
-        )
-        forward, backward = (math.prod(count) * of_each for of_each in bytes_sent)
+        both = sent_bytes(quantizer, rows, cols, dtype or p.dtype, stays=not resharded, stored=stored, whole=whole)
+        forward, backward = (math.prod(count) * of_each for of_each in both)
     return Memory(
         ranks,
         parameters=elements,

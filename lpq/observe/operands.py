@@ -49,24 +49,20 @@ def operands(tensor: Observed, most: int, turn: int) -> list[EncodedRows]:
     if isinstance(tensor.given, QuantizedTensor) or not tensor.given.numel() or all(side.plain for side in sides):
         return []
     matrix, own = as_matrix(tensor.given), None if derived else col
-    declared_stats, whole_stats = declared(row, own), tensor.known()
+    specs, values = declared(row, own), tensor.known()
     start, count = (0, len(matrix)) if derived else _some_rows(tensor, len(matrix), row, own, most, turn)
     cut = count < len(matrix)
-    stats = [
-        value if not cut else of_rows(one, value, start, count)
-        for one, value in zip(declared_stats, whole_stats, strict=True)
-    ]
+    stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(specs, values, strict=True)]
     rows, (down, across) = matrix[start : start + count], tensor.place
-    once, twice = (
-        _encoded(x, stats, row, own, tensor.seed, down + start, across) for x in (rows, rows.float().mul(2.0))
-    )
+    both = rows, rows.float().mul(2.0)
+    once, twice = (_encoded(x, stats, row, own, tensor.seed, down + start, across) for x in both)
     result: list[EncodedRows] = []
-    for direction, side, at in _directions(row, own, len(declared_stats)):
+    for direction, side, at in _directions(row, own, len(specs)):
         x = _as_stored(rows if direction == "row" else rows.t(), once[direction])
         is_transposed = direction == "col" and shared(row, own)
         by_name = {
             stat.name: value.t() if is_transposed and value.dim() == 2 else value
-            for (stat, _), value in zip(declared_stats[at], stats[at], strict=True)
+            for (stat, _), value in zip(specs[at], stats[at], strict=True)
         }
         result.append(EncodedRows(direction, side, x, _stored(once[direction]), _stored(twice[direction]), by_name))
     if derived and col is not None and not (tensor.is_part and any(stat.block[1] is None for stat in col.stats)):

@@ -67,11 +67,9 @@ class Readings:
         readings, path = self.readings(), Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._lines_in_file:
-            earlier = (
-                [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
-            )
+            old = [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
             part = path.with_name(path.name + ".part")
-            part.write_text(_lines(earlier), encoding="utf-8")
+            part.write_text(_lines(old), encoding="utf-8")
             os.replace(part, path)
         with path.open("a", encoding="utf-8") as file:
             file.write(_lines(readings[self._lines_in_file :]))

@@ -83,10 +83,7 @@ def parted(texts: dict[bytes, bytes]) -> tuple[bytes, bytes]:
         raw = b"".join(texts.values())
         end = len(raw) - len(raw) // PART
         return raw[:end], raw[end:]
-    ends = [
-        [text for key, text in texts.items() if (int.from_bytes(key[:8]) % PART == 0) == is_held_out]
-        for is_held_out in (0, 1)
-    ]
+    ends = [[text for key, text in texts.items() if (int.from_bytes(key[:8]) % PART == 0) == part] for part in (0, 1)]
     return b"".join(ends[0]), b"".join(ends[1])
 
 
