@@ -11,7 +11,7 @@ from snippets import PAGES, ROOT, TYPED
 import lpq
 from lpq import registry
 from lpq.__main__ import COMMANDS
-from lpq.cli.memory import WAYS, counted
+from lpq.cli.memory import WAYS, count_bytes
 from lpq.cli.shapes import SHAPES
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats.sections import why_not_row_by_row
@@ -29,7 +29,7 @@ ROWS = {
 
 
 def test_the_numbers_are_those_of_the_command() -> None:
-    found = [counted(SHAPES["llama-3-8b"], lpq.recipe(recipe), WAYS[way], 8, {}) for way, recipe in COLUMNS]
+    found = [count_bytes(SHAPES["llama-3-8b"], lpq.recipe(recipe), WAYS[way], 8, {}) for way, recipe in COLUMNS]
     page = (ROOT / "docs" / "memory.md").read_text()
     for title, number in ROWS.items():
         (row,) = re.findall(rf"^\| {title} \|(.*)\|$", page, re.MULTILINE)
