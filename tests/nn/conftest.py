@@ -1,10 +1,12 @@
-"""Notes of what runs fused."""
+"""Notes of what runs fused, and a GPU that is imitated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from imitated_gpu import Gpu, imitated_gpu
 from torch import Tensor
 
 from lpq.nn import fused_mlp, norms
@@ -37,3 +39,9 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(norms.EncodedNorm, "forward", staticmethod(forward))
     return calls
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with imitated_gpu() as gpu:
+        yield gpu

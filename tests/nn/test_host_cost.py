@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from imitated_gpu import BLACKWELL, HOPPER, Gpu, calls_of, imitated_gpu
+from imitated_gpu import BLACKWELL, HOPPER, Gpu, calls_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -141,12 +141,6 @@ LAUNCHES = {
     ("mxfp8", BLACKWELL): (92, 21, 6, 50),
     ("nvfp4", BLACKWELL): (158, 41, 9, 61),
 }
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with imitated_gpu() as gpu:
-        yield gpu
 
 
 def launched(recipe: str, sm: int, gpu: Gpu) -> tuple[int, int, int, int]:

@@ -7,12 +7,12 @@ group. The numbers are exact: where one falls, lower it here, and where one must
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from imitated_gpu import HOPPER, Gpu, calls_of, imitated_gpu
+from imitated_gpu import HOPPER, Gpu, calls_of
 from lpq_fp8 import groups_hopper
 from support.modes import Watched
 from test_host_cost import LAUNCHES
@@ -67,12 +67,6 @@ BY_REFERENCE = {
 
 DESCRIBED = 13
 """The calls of describing two layers of experts for the other ranks."""
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with imitated_gpu() as gpu:
-        yield gpu
 
 
 @pytest.fixture
