@@ -127,7 +127,7 @@ def test_statistics_that_one_launch_measures_are_reduced_over_both_axes(rank: in
     for recipe in ("fp8-row", "x=fp8, w=hybrid(row=fp8, col=fp8(scaling=row)), dy=fp8"):
         expected = trained(sharded(recipe, "high_precision"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_statistics, "measured_together", together)
+            patch.setattr(shard_statistics, "can_measure_together", together)
             patch.setattr(ShardStatistics, "measure", measure)
             measured.clear()
             assert equal(trained(sharded(recipe, "high_precision")), expected), recipe
