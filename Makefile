@@ -85,16 +85,19 @@ types: $(READY_FOR_TYPES)  ## mypy, strict; and pyright, of a user's script
 docs: $(READY)  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# A plugin that stays installed, as after an interrupt, would be one of every later command.
 check-example: $(READY)  ## install the example plugins, check them and train with one
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4
-	$(BIN)/python -m lpq check int4
-	rm -rf runs/example
-	$(BIN)/python -m lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
-	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4
+	trap '$(BIN)/python -m pip uninstall -qqq --yes lpq-int4 lpq-mean-split lpq-hot-channels' EXIT; \
+	trap 'exit 130' INT TERM; set -e; \
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4; \
+	$(BIN)/python -m lpq check int4; \
+	rm -rf runs/example; \
+	$(BIN)/python -m lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example; \
+	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4; \
 	for name in mean-split hot-channels; do \
-	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name && \
-	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests && \
-	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name || exit 1; \
+	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name; \
+	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests; \
+	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name; \
 	done
 
 $(READY_FOR_RELEASE): $(READY)

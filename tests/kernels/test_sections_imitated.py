@@ -38,8 +38,8 @@ EITHER = [(False, False), (True, True)]
 
 def made(
     x: Tensor, offs: Tensor | None, row: Quantizer | None, col: Quantizer | None, seeds: Tensor,
-    decoded: tuple[bool, bool], given: sectioned.Given = (None, None),
-) -> sectioned.Made:  # fmt: skip
+    decoded: tuple[bool, bool], given: sectioned.Amaxes = (None, None),
+) -> sectioned.SectionedOperands:  # fmt: skip
     *count, high, cols = x.shape
     number = len(offs) if offs is not None else count[0]
     rows = high if offs is not None else number * high
