@@ -136,6 +136,9 @@ class Trial(TorchFunctionMode):
         }
         buffers = {name: None if b is None else b.detach().clone() for name, b in module._buffers.items()}
         own.update(_modules=children, _parameters=dict(module._parameters), _buffers=buffers)
+        # Hooks would leave traces: FSDP2's take this module for the root of the model. Where they matter they are
+        # looked for elsewhere, and they hang on the modules that a fused forward calls.
+        own.update({name: value for name, value in vars(nn.Module()).items() if "hook" in name})
         vars(like).update(own)
         versions = [_version(b) for b in buffers.values()]
         before = {name: copy(value) if isinstance(value, MUTABLE) else value for name, value in own.items()}

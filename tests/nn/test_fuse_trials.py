@@ -364,6 +364,18 @@ def test_a_trial_leaves_no_trace() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_a_trial_calls_no_hooks() -> None:
+    """A hook of FSDP2 would take a unit inside for the root of the model, if the first to call it were a trial."""
+    calls: list[nn.Module] = []
+    net: Any = lpq.convert(nn.Sequential(Attending()).bfloat16(), "fp8-current", include="all")
+    net[0].attention.register_forward_pre_hook(lambda module, args: calls.append(module))
+    lpq.fuse(net)
+    lpq.report(net)
+    assert calls == []
+    net(torch.randn(2, 64).bfloat16())
+    assert calls == [net[0].attention]
+
+
 def elsewhere() -> AbstractContextManager[Any]:
     return torch.device("meta")
 
