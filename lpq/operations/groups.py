@@ -98,10 +98,10 @@ def bind_column(
             decoded = decode(row.over(buffers), torch.float32)
         else:
             decoded = dense(row.grouped(buffers), buffers[-1], torch.float32, rotated=False)
-        made = encoder.encode(decoded, known, seeds, *offs)[1]
+        col_buffers = encoder.encode(decoded, known, seeds, *offs)[1]
         if col.form is not None:
-            return made
-        return *for_dtype(layout, made[: len(layout)], spec.dtype), *offs
+            return col_buffers
+        return *for_dtype(layout, col_buffers[: len(layout)], spec.dtype), *offs
 
     return col, column
 
