@@ -91,7 +91,7 @@ class Recorder:
     def site(self) -> fsdp.Site:
         return fsdp.sites(self.layer, "weight")[self.layer]
 
-    def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def begin(self, shard: Tensor) -> tuple[Tensor, ...]:
         site = self.site
         self.begun.append((*site.directions(again=False), torch._C._current_graph_task_id() != -1))
         width = 2 if site.directions(again=False) == (False, True) else 1
