@@ -40,7 +40,9 @@ class Quantizer(Options):
         """A quantizer never changes. A compiler, which copies what it guards, then compares one object with itself."""
         return self
 
-    declarations = "stats", "transposable", "state", "static", "stochastic", "fresh", "plain", "col_source", "moves"
+    declarations = (
+        "stats", "transposable", "by_rows", "state", "static", "stochastic", "fresh", "plain", "col_source", "moves",
+    )  # fmt: skip
 
     # ------------------------------------------------------------------------------ what a format writes
 

@@ -96,8 +96,8 @@ def test_two_ranks_compute_what_one_does(rank: int, recipe: str, weights: str | 
 
 @on_ranks(2)
 def test_named_recipes(rank: int) -> None:
-    """All others that experts take, each in one way and for one step: ranks have whole matrices, of any format, and
-    those of ``KINDS`` are gathered again behind it."""
+    """All others that experts take, each in one way and for one step: ranks have whole matrices, of any format, and the
+    recipes of ``KINDS`` gather weights again after a step."""
     for i, recipe in enumerate(sorted({*lpq.registry.recipes()} - {*(kind for kind, _ in KINDS), "bf16"})):
         if "delayed" not in recipe:
             _as_one(rank, recipe, ("high_precision", None)[i % 2], steps=1)

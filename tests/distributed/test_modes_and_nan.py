@@ -33,8 +33,8 @@ def watched(y: Tensor, dy: Tensor) -> None:
 
 
 def in_parts(y: Tensor, dy: Tensor) -> None:
-    """Ask for the gradient of the input first, and for those of all weights then; and for these again, for which no
-    layer remembers another step."""
+    """Ask for the gradient of the input first, and then for the gradients of all weights, twice: no layer remembers
+    another step for the second time."""
     nodes, leaves = [y.grad_fn], []
     for node in nodes:  # grows while it is walked
         if node is not None:

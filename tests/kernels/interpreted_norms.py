@@ -28,7 +28,7 @@ IN_16_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 KINDS = pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
 SHAPES = (9, 8), (37, 72), (3, 4104)
-"""Of which a program has many rows, some of them outside, or a row in several tiles, the last of them ragged."""
+"""A program has many rows, some of them outside, or one row in several tiles, the last tile ragged."""
 
 
 @pytest.fixture(autouse=True)
