@@ -66,15 +66,11 @@ class Rotation:
     def apply(self, x: Tensor, turn: Tensor | None = None) -> Tensor:
         """The rotated matrix in fp32, its columns padded to whole blocks."""
         x = pad_blocks(x, (1, self.block)).float()
-        if self.matrix is not None:
-            return _multiplied(x, self.matrix)
-        return _hadamard(x * (self._signs(x, turn) * self.block**-0.5), self.block)
+        return self._applied(x, self._signs(x, turn))
 
     def undo(self, y: Tensor, turn: Tensor | None = None) -> Tensor:
         """The matrix that ``apply`` would take to ``y``, padding included."""
-        if self.matrix is not None:
-            return _multiplied(y, tuple(zip(*self.matrix, strict=True)))
-        return _hadamard(y * self.block**-0.5, self.block) * self._signs(y, turn)
+        return self._undone(y, self._signs(y, turn))
 
     def without_padding(self, stored: Tensor, cols: int, turn: Tensor | None = None) -> Tensor:
         """A rotated matrix whose padding counts in no product: columns of padding do not decode to zeros once they were
@@ -83,8 +79,10 @@ class Rotation:
         stored = stored[:, : whole + self.block * (ragged > 0)]
         if not ragged:
             return stored
-        last = self.undo(stored[:, whole:], turn)[:, :ragged]
-        return torch.cat([stored[:, :whole], self.apply(last, turn)], 1)
+        last = stored[:, whole:]
+        signs = self._signs(last, turn)
+        cut = pad_blocks(self._undone(last, signs)[:, :ragged], (1, self.block))
+        return torch.cat([stored[:, :whole], self._applied(cut, signs)], 1)
 
     def __str__(self) -> str:
         if self.drawn is not None:
@@ -93,8 +91,21 @@ class Rotation:
             return f"a matrix of {self.block}"
         return f"a Hadamard transform of {self.block} after the signs {''.join('-+'[s > 0] for s in self.signs)}"
 
-    def _signs(self, x: Tensor, turn: Tensor | None) -> Tensor:
-        """The sign of each column. It comes from constants, since copying a list to a GPU would wait for it."""
+    def _applied(self, x: Tensor, signs: Tensor | None) -> Tensor:
+        if signs is None:
+            return _multiplied(x, self.matrix or ())
+        return _hadamard(x * (signs * self.block**-0.5), self.block)
+
+    def _undone(self, y: Tensor, signs: Tensor | None) -> Tensor:
+        if signs is None:
+            return _multiplied(y, tuple(zip(*(self.matrix or ()), strict=True)))
+        return _hadamard(y * self.block**-0.5, self.block) * signs
+
+    def _signs(self, x: Tensor, turn: Tensor | None) -> Tensor | None:
+        """The sign of each column; None where a matrix is the rotation. It comes from constants, since copying a list
+        to a GPU would wait for it."""
+        if self.matrix is not None:
+            return None
         if self.drawn is not None:
             if turn is None:
                 raise ValueError(f"{self}: pass the turn, by which they are drawn")

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer, Covering
-from lpq.formats.sections import capacity, matrices, unit, with_values_of_rows
+from lpq.formats.sections import capacity, unit, with_values_of_rows
 from lpq.kernels import choose
 from lpq.kernels.sections import NEEDS, bind_clear_matrices, bind_clear_rows, bind_pad_ends
 from lpq.kernels.table import serves
@@ -28,6 +28,9 @@ from lpq.torch_private.dispatch import reaching_transforms
 
 ALIGNED = 8
 """torch's grouped product takes rows of multiples of 16 bytes, which is this number of bf16 elements."""
+AT_ONCE = 2**26
+"""The bytes of operands that are decoded together by torch's operations; their values in fp32 have up to eight times as
+many."""
 Finish = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``finish(product, offs, bias)``: a product as a layer returns it."""
 
@@ -88,10 +91,16 @@ def _decoded(a: Operand, last: Tensor, step: int, dtype: torch.dtype, rotated: b
     count = size // step
     group = torch.searchsorted(last, torch.arange(count, device=last.device) * step, right=True)
     own = group.clamp(max=len(last) - 1)
-    buffers = [_of_tiles(b, v, own, count, dim) for b, v in zip(side.layout, a.tensors, strict=True)]
-    with _Batchable(), reaching_transforms():
-        values = torch.vmap(one)(*buffers)
+    values = _of_each(one, [_of_tiles(b, v, own, count, dim) for b, v in zip(side.layout, a.tensors, strict=True)])
     return values.flatten(0, 1) if dim == 0 else values.transpose(1, 2).flatten(0, 1)
+
+
+def _of_each(decode_one: Callable[..., Tensor], buffers: Sequence[Tensor]) -> Tensor:
+    """What each operand of several decodes to, of their buffers, which are stacked. As many are decoded at a time as
+    have ``AT_ONCE`` bytes together: by torch's operations, which need memory for each result."""
+    together = max(1, AT_ONCE * len(buffers[0]) // max(1, sum(buffer.nbytes for buffer in buffers)))
+    with _Batchable(), reaching_transforms():
+        return torch.vmap(decode_one, chunk_size=together)(*buffers)
 
 
 class _Batchable(TorchFunctionMode):
@@ -141,7 +150,13 @@ def _stack_in_bf16(stack: Storage, rotated: bool) -> Tensor:
         return stack.tensors()[0].to(torch.bfloat16)
     if not rotated:
         return decode(stack, torch.bfloat16)
-    return torch.stack([matrix.decode_rotated().bfloat16() for matrix in matrices(stack)])
+    quantizer, shape, dtype = stack.quantizer, stack.shape[1:], stack.dtype
+
+    def one(*buffers: Tensor) -> Tensor:
+        matrix: Storage = quantizer.storage.wrap(buffers, quantizer, shape, dtype)
+        return matrix.decode_rotated().bfloat16()
+
+    return _of_each(one, stack.tensors())
 
 
 # ---------------------------------------------------------------------------------------------- multiplying

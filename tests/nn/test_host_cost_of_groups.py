@@ -57,6 +57,10 @@ OF_CODES = {
     "mxfp8-one-copy": Cost(51, 23, 21, 237),
     "nvfp4-eden": Cost(145, 39, 29, 190),
 }
+RAGGED = 2880
+"""The features of GPT-OSS's experts: no multiple of the 128 columns that MS-EDEN rotates together."""
+OF_RAGGED = Cost(2120, 164, 26, 1069)
+"""By ``nvfp4-eden``: the last columns of dy and of the weight are rotated by torch's operations."""
 BY_REFERENCE = {
     # recipe: a layer of two groups, and the calls of each further one.
     "fp8-current": (Cost(238, 59, 22, 529), 159),
@@ -113,6 +117,11 @@ def cost(recipe: str, groups: int, gpu: Gpu, rows: int = ROWS, features: int = F
 @pytest.mark.parametrize("recipe", [*BY_KERNELS, *OF_CODES])
 def test_by_kernels_nothing_is_added_whatever_the_number_of_groups(recipe: str, groups: int, with_kernels: Gpu) -> None:
     assert cost(recipe, groups, with_kernels) == (BY_KERNELS | OF_CODES)[recipe]
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+def test_what_a_rotation_leaves_over_is_rotated_for_all_groups_at_once(groups: int, with_kernels: Gpu) -> None:
+    assert cost("nvfp4-eden", groups, with_kernels, features=RAGGED) == OF_RAGGED
 
 
 def test_by_kernels_a_grouped_layer_takes_at_most_twice_the_calls_of_a_plain_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from support.comparing import equal
@@ -9,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
-from lpq.formats.sections import bounds, starts, unit
+from lpq.formats.sections import bounds, matrices, stacked, starts, unit
 from lpq.nn import GroupedLinear
 from lpq.operations import group_tiles, groups
+from lpq.operations.decoding import decode
 from lpq.operations.encoder import EncoderSpec
 from lpq.testing.options import family
 
@@ -50,6 +53,31 @@ def test_rows_are_decoded_as_a_group_at_a_time(quantizer: lpq.Quantizer) -> None
                 assert torch.equal(found[start:stop], wanted.contiguous()), (quantizer, dim, rotated, i)
 
 
+@pytest.mark.parametrize("cols", [256, COLS])
+@pytest.mark.parametrize("text", ["nvfp4(stochastic=eden)", "nvfp4(rht=true)", "mxfp4(rht=true)"])
+def test_rotated_matrices_of_a_stack_are_decoded_as_one_at_a_time(
+    text: str, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole groups of columns that are rotated together, or not; all at once, or few after another."""
+    quantizer = lpq.quantizer(text)
+    each = [quantizer.quantize(7.0**i * torch.randn(cols, 32), row=False, seed=i * (2**32 + 1)).col for i in range(5)]
+    operand = stacked([one for one in each if one is not None])
+    wanted = torch.stack([one.decode_rotated().bfloat16() for one in matrices(operand)])
+    assert torch.equal(group_tiles._stack_in_bf16(operand, True), wanted)
+    chunks, vmap = [], torch.vmap
+
+    def noted(function: Callable[..., Tensor], *, chunk_size: int) -> Callable[..., Tensor]:
+        chunks.append(chunk_size)
+        return vmap(function, chunk_size=chunk_size)
+
+    monkeypatch.setattr(torch, "vmap", noted)
+    for count in (1, 2):
+        monkeypatch.setattr(group_tiles, "AT_ONCE", sum(buffer[0].nbytes for buffer in operand.tensors()) * count)
+        assert torch.equal(group_tiles._stack_in_bf16(operand, True), wanted)
+    assert chunks == [1, 2]
+    assert not torch.equal(decode(operand, torch.bfloat16), wanted[..., :cols]), "it is rotated"
+
+
 @WAITS
 @pytest.mark.parametrize("quantizer", [q for q in EVERY if q.col_source == "row"], ids=str)
 def test_columns_are_made_of_rows_that_are_decoded_at_once(
@@ -79,6 +107,7 @@ def test_columns_are_made_of_rows_that_are_decoded_at_once(
         "fp8-block",
         "mxfp8",
         "nvfp4",
+        "nvfp4-eden",
         "nvfp4-fwd-mxfp8-bwd",
         "nvfp4-fwd-bf16-bwd",
         "nvfp4-row-fwd-decoded-bwd",
