@@ -127,8 +127,8 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
     if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
     told = (
-        ("liger", options.liger), ("recorded", options.recorded), ("one-thread", options.one_thread),
-        ("tiny", options.tiny),
+        ("liger", options.liger == huggingface.BOTH), ("liger-positions", options.liger == huggingface.POSITIONS),
+        ("recorded", options.recorded), ("one-thread", options.one_thread), ("tiny", options.tiny),
     )  # fmt: skip
     ways += [way for way, on in told if on]
     return "-".join([part, *ways])
@@ -165,7 +165,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--recorded", action="store_true", help="with llama: each also with its whole step recorded in a CUDA graph"
     )
-    parser.add_argument("--liger", action="store_true", help="with llama: all have Liger's rotary positions and loss")
+    parser.add_argument(
+        "--liger", nargs="?", choices=(huggingface.POSITIONS, huggingface.BOTH), const=huggingface.BOTH,
+        help="with llama: all have Liger's rotary positions, and its loss but for --liger positions",
+    )  # fmt: skip
     parser.add_argument("--layout", action="append", help="with layouts: one whose name begins so; may be repeated")
     parser.add_argument("--mixture", choices=sorted(filter(None, shapes.SHARED)), help="with layouts: has experts")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")

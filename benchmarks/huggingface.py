@@ -38,11 +38,13 @@ from benchmarks.stack import Failed, begun, gathered_in, meeting, timed, togethe
 from benchmarks.timing import launching, recorded
 from lpq.bench.contenders import Contender
 
+POSITIONS, BOTH = "positions", "both"
+"""What all have of Liger: rotary positions, or these and the loss."""
 PROFILED = 10
 """Steps in which it is looked where the host's time goes."""
 
 
-def lacking(liger: bool) -> str | None:
+def lacking(liger: str | None) -> str | None:
     """Why this cannot be measured here, or None."""
     if importlib.util.find_spec("transformers") is None:
         return "llama trains Hugging Face's model, and transformers is not installed: pip install transformers"
@@ -59,16 +61,17 @@ def measure(
     *,
     checkpointing: str = recomputing.NONE,
     profile: bool = False,
-    liger: bool = False,
+    liger: str | None = None,
     before: Row | None = None,
 ) -> Iterator[Row]:
     """Tokens a second of each contender, the times of host and GPU, and the most memory that was allocated; before and
     after each, so far. ``checkpointing``: how layers run again in backward. ``profile``: print where the host's time
-    goes, too. ``liger``: all have Liger's rotary positions and its loss."""
+    goes, too. ``liger``: all have Liger's rotary positions and its loss, or the positions alone. Its loss waits for the
+    GPU, so a step with it cannot be recorded."""
     if liger:
         kind = "mixtral" if shape.experts else "llama"
         apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")
-        apply(rms_norm=False, swiglu=False)
+        apply(rms_norm=False, swiglu=False, fused_linear_cross_entropy=liger == BOTH)
     peers = meeting(device) if dist.is_initialized() else None
     tasks = [
         Task(one.record(), partial(_of, one, shape, checkpointing, steps, device, peers, profile)) for one in everyone

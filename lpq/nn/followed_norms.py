@@ -6,7 +6,6 @@ layer notes that it was given the output of a norm, and a mode notes every other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -51,14 +50,19 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     if not norms:
         return {}
     with aside():
-        arguments = _arguments(block, next(iter(norms.values())))
-    uses = _Uses(device=arguments[0][0].device)
-    try:
-        like = uses.copy(block, uses.stand_for)
-        with uses:
-            out = class_before(block).forward(like, *arguments[0], **arguments[1])
-    except Exception:  # other code's, which may raise anything on such an input
-        return dict.fromkeys(norms, UNKNOWN)
+        inputs = _inputs(block, next(iter(norms.values())))
+    for x, beside in inputs:
+        uses = _Uses(device=x.device)
+        try:
+            like = uses.copy(block, uses.stand_for)
+            with uses:
+                out = class_before(block).forward(like, x, **beside)
+        except Exception as error:  # other code's, which may raise anything on such an input
+            why = f"{UNKNOWN}: on {x.device.type} it raises {type(error).__name__}"
+        else:
+            break
+    else:
+        return dict.fromkeys(norms, why)
     uses.note(out)
     by_norm: dict[str, Followers | str] = {}
     for name in norms:
@@ -75,14 +79,17 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     return by_norm
 
 
-def _arguments(block: nn.Module, norm: nn.Module) -> tuple[tuple[Tensor], Mapping[str, Any]]:
-    """A few rows, and the rotations of positions that attention in transformers is given beside them. These have one
-    column, for heads of any width."""
+def _inputs(block: nn.Module, norm: nn.Module) -> list[tuple[Tensor, dict[str, Any]]]:
+    """A few rows, and the rotations of positions that attention in transformers is given beside them: as wide as the
+    heads, which kernels of others ask for, or of one column, which heads of any width take."""
     weight: Any = norm._parameters["weight"]
     x = local_part(weight).new_zeros(1, ROWS, weight.shape[0])
     parameters = signature(class_before(block).forward).parameters.values()
-    takes = any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    return (x,), {"position_embeddings": (x.new_ones(1, ROWS, 1), x.new_zeros(1, ROWS, 1))} if takes else {}
+    if not any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        return [(x, {})]
+    widths = {width: None for m in block.modules() if isinstance(width := getattr(m, "head_dim", None), int)}
+    rotations = [(x.new_ones(1, ROWS, width), x.new_zeros(1, ROWS, width)) for width in [*widths, 1]]
+    return [(x, {"position_embeddings": rotation}) for rotation in rotations]
 
 
 class _Uses(Trial):

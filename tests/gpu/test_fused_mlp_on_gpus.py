@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +129,35 @@ def test_experts(recipe: str) -> None:
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert equal(*found)
+
+
+def test_positions_by_liger() -> None:
+    """Its kernel runs on a GPU alone, in the trial of a decoder layer, too. It patches a module, so in a process."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel")
+    ran = subprocess.run([sys.executable, "-c", BY_LIGER], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.splitlines()[-1] == "6 fused, bits equal"
+
+
+BY_LIGER = """
+import torch, lpq
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+from transformers import LlamaConfig, LlamaForCausalLM
+apply_liger_kernel_to_llama(rms_norm=False, swiglu=False)
+config = LlamaConfig(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=512,
+)
+tokens = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(0)).cuda()
+made = []
+for fuse in (False, True):
+    torch.manual_seed(0)
+    net = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    lpq.convert(net, "fp8-current", fuse=fuse)
+    loss = net(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    made.append([loss.detach(), *(p.grad for p in net.parameters())])
+assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+print(len(lpq.report(net).fused), "fused, bits equal")
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -271,6 +272,26 @@ def test_a_write_to_what_layers_have_encoded() -> None:
         net[0].norm(torch.randn(2, 64)).mul_(2)
     for kind in ("mul_", "__imul__", "fill_"):
         assert not norms(lpq.fuse(lpq.convert(nn.Sequential(Normed(kind)), "mxfp8")))
+
+
+def test_rotations_by_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's kernel takes rotations as wide as a head, and runs on a GPU alone."""
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    rotate = llama.apply_rotary_pos_emb
+
+    def as_wide_as_a_head(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        assert cos.shape[-1] == sin.shape[-1] == q.shape[-1]
+        return rotate(q, k, cos, sin)
+
+    def on_a_gpu(*_: Any) -> Any:
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", as_wide_as_a_head)
+    assert len(norms(lpq.fuse(model()))) == 4
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", on_a_gpu)
+    reasons = {entry.note for entry in lpq.report(lpq.fuse(model())).apart if "norm" in entry.name}
+    assert len(reasons) == 1
+    assert "does not run on a few rows" in reasons.pop()
 
 
 def test_a_forward_on_the_object() -> None:
