@@ -28,7 +28,6 @@ from lpq.nn.siblings import SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few
 from lpq.nn.traced_step import through_dispatcher
 from lpq.nn.wanted import Accumulate, gradients_needed, is_summed, refuse_part_of, refuse_parts, sum_in_place
-from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import KnownStats
 from lpq.operations.group_products import sum_rows
@@ -348,20 +347,14 @@ def _gradients(
         ctx.moves = False
         if "dy" in states and not runs_whole():  # the other part of this backward must encode in the same way
             ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
-    measured: Sequence[Sequence[Tensor]] = saved[second:third], saved[third:fourth], dy_stats
+    x_stats, w_stats = saved[second:third], saved[third:fourth]
     if step.settle is not None:
-        measured = step.settle(measured)
-    x_stats, w_stats, dy_stats = measured
-    move, moves_x = step.remember, "x" in states
+        x_stats, w_stats, dy_stats = step.settle((x_stats, w_stats, dy_stats))
+    measured = {"x": x_stats, "w": w_stats, "dy": dy_stats}
     if call.encoded_by is not None and not call.encoded_by.move(plan.x, x_stats, shapes.needs_dw):
-        move, moves_x = step.remember_others, False
-    if move is not None and (fourth > third or "w" not in plan.moving):
-        move(states, {"x": x_stats, "w": w_stats, "dy": dy_stats})
-    else:
-        if "dy" in states:
-            remember(plan.dy, states["dy"], [*dy_stats], row=shapes.needs_dx, col=shapes.needs_dw)
-        if moves_x:
-            remember(plan.x, states["x"], [*x_stats], col=shapes.needs_dw)
-        if "w" in states and fourth > third:
-            remember(plan.w, states["w"], [*w_stats], col=shapes.needs_dx)
+        del measured["x"]
+    if fourth == third:  # the weight was encoded before this pass
+        del measured["w"]
+    assert step.remember is not None
+    step.remember(states, measured)
     return dx, dw

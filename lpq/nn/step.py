@@ -4,7 +4,7 @@ that a layer decides nothing twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from lpq.operations.encoder import (
     through_operators,
 )
 from lpq.operations.multiplying import product_through_operators
-from lpq.operations.states import Moving, State, bind_remember
+from lpq.operations.states import Moving, Remember, bind_remember
 
 BindProduct = Callable[[Product], Multiply]
 
@@ -107,22 +107,14 @@ class Step(NamedTuple):
     they are reduced already, or cover the whole."""
     finish_dx: Callable[[Tensor], Tensor] | None = None
     """Waits for the dx that ``dgrad`` began to sum; None: it is there."""
-    remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
-    """Moves the states of all tensors by the measured statistics; None: each is moved by itself, or there are none."""
-    remember_others: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
-    """Does so but for x, where the operands of x are given: its state may be one that layers share."""
+    remember: Remember | None = None
+    """Moves the states of the tensors that were measured; None: no step moves one."""
 
 
 def bind(plan: Plan, shapes: Shapes) -> Step:
     """Make all decisions for steps of these shapes."""
     step = step_of(plan, shapes, bind_encoder, bind_product, exact=True)
-    if not plan.moving:
-        return step
-    dx, dw = shapes.needs_dx, shapes.needs_dw
-    every = Moving("x", plan.x, True, dw), Moving("w", plan.w, True, dx), Moving("dy", plan.dy, dx, dw)
-    moving = [m for m in every if m.tensor in plan.moving]
-    others = bind_remember([m for m in moving if m.tensor != "x"], shapes.device) if shapes.given else None
-    return step._replace(remember=bind_remember(moving, shapes.device), remember_others=others)
+    return _with_memory(step, plan, shapes, shapes.device)
 
 
 bind_few = bound_once(bind)
@@ -132,7 +124,16 @@ bind_few = bound_once(bind)
 def by_operators(plan: Plan, shapes: Shapes, *, compiled: bool) -> Step:
     """Bind by operators, for tracers and dispatch modes. Under all but a compiler every operand is encoded."""
     shapes = shapes._replace(watched=True)
-    return step_of(plan, shapes, through_operators, product_through_operators, exact=compiled)
+    step = step_of(plan, shapes, through_operators, product_through_operators, exact=compiled)
+    return _with_memory(step, plan, shapes, None)
+
+
+def _with_memory(step: Step, plan: Plan, shapes: Shapes, device: torch.device | None) -> Step:
+    if not plan.moving:
+        return step
+    dx, dw = shapes.needs_dx, shapes.needs_dw
+    every = Moving("x", plan.x, True, dw), Moving("w", plan.w, True, dx), Moving("dy", plan.dy, dx, dw)
+    return step._replace(remember=bind_remember([m for m in every if m.tensor in plan.moving], device))
 
 
 def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct, *, exact: bool = False) -> Step:

@@ -23,7 +23,7 @@ from lpq.recipes.gemms import TENSORS
 from lpq.torch_private.compiling import once_when_traced
 
 OF_ENCODER = "encode", "later", "begin", "arrive"
-OF_STEP = "fprop", "dgrad", "wgrad", "exchange", "settle", "finish_dx"
+OF_STEP = "fprop", "dgrad", "wgrad", "exchange", "settle", "finish_dx", "remember"
 
 
 def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,15 +111,9 @@ def remember(
         along = declared(sides[0], None) + declared(None, sides[1]) if apart else declared(*sides)
         reduce_stats([(along[: len(measured)], measured)], group)  # none of a column operand that remembers none
     tensors = (*state.values(), *measured)
-    if tensors and can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
-        _remember_bound((Moving("", quantizer, row, col),), tensors[0].device)({"": state}, {"": measured})
-        return
-    rest = iter(measured)
-    for prefix, branch in _branches(quantizer, *sides):  # a compiler traces the format's own code
-        stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
-        if branch.state and not branch.static:
-            named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
-            branch.remember({s.name: state[prefix + s.name] for s in branch.state}, named)
+    direct = tensors and can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors))
+    moving = (Moving("", quantizer, row, col),)
+    _remember_bound(moving, tensors[0].device if direct else None)({"": state}, {"": measured})
 
 
 class Moving(NamedTuple):
@@ -132,34 +126,19 @@ class Moving(NamedTuple):
     col: bool
 
 
-def bind_remember(
-    tensors: Sequence[Moving], device: torch.device
-) -> Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None]:
-    """Bind ``remember`` for several tensors of one layer, without a group, where the dispatcher may be bypassed. The
-    function takes states and measured statistics by the tensors' names. A kernel that binds takes all its states at
-    once."""
-    parts: list[tuple[str, Quantizer, list[tuple[str, str]], slice]] = []
-    for tensor, quantizer, row, col in tensors:
-        at = 0
-        for prefix, branch in _branches(
-            quantizer, quantizer.side("row") if row else None, quantizer.side("col") if col else None
-        ):
-            measured = slice(at, at + len(branch.stats))
-            at = measured.stop
-            if branch.state and not branch.static:
-                parts.append((tensor, branch, [(s.name, prefix + s.name) for s in branch.state], measured))
-    choices = [choose("remember", (branch.text,), device) for _, branch, *_ in parts]
-    unseen = [i for i, choice in enumerate(choices) if choice.impl is not None]  # which a kernel writes
-    together: dict[object, list[int]] = {}
-    for i, choice in enumerate(choices):
-        together.setdefault(choice.bind if choice.bind is not None else i, []).append(i)
-    runs: list[tuple[list[int], Callable[..., None]]] = []
-    for places in together.values():
-        choice, branches = choices[places[0]], [parts[i][1] for i in places]
-        bound = choice.bind(branches, device) if choice.bind is not None else None
-        runs.append((places, bound or _one_by_one(branches, choice.impl)))
+Remember = Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None]
+"""``remember(states, measured)``, by the tensors' names: moves the states of the tensors that were measured."""
+
+
+def bind_remember(tensors: Sequence[Moving], device: torch.device | None) -> Remember:
+    """Bind ``remember`` for several tensors of one layer, without a group. A kernel that binds takes all its states at
+    once. No device: something watches, and the formats' own code runs."""
+    names = frozenset(moving.tensor for moving in tensors)
+    bound = cache(lambda some: _bound([moving for moving in tensors if moving.tensor in some], device))
+    bound(names)  # the first call may be one that a CUDA graph records
 
     def remember(states: Mapping[str, State], measured: Mapping[str, Sequence[Tensor]]) -> None:
+        parts, runs, unseen = bound(names.intersection(measured))
         memories = [{own: states[tensor][name] for own, name in names} for tensor, _, names, _ in parts]
         stats = [
             {s.name: values for s, values in zip(branch.stats, measured[tensor][at], strict=True)}
@@ -170,6 +149,39 @@ def bind_remember(
         torch.autograd.graph.increment_version([m for i in unseen for m in memories[i].values()])
 
     return remember
+
+
+Part = tuple[str, "Quantizer", Sequence[tuple[str, str]], slice]
+"""A tensor, a quantizer that remembers of it, the quantizer's names of its state and their keys in the state of the
+tensor, and the place of its statistics among all that are measured."""
+
+
+def _bound(
+    tensors: Sequence[Moving], device: torch.device | None
+) -> tuple[list[Part], list[tuple[list[int], Callable[..., None]]], list[int]]:
+    """What moves; the functions, each with its places among these; and the places that kernels write."""
+    parts: list[Part] = []
+    for tensor, quantizer, row, col in tensors:
+        at = 0
+        for prefix, branch in _branches(
+            quantizer, quantizer.side("row") if row else None, quantizer.side("col") if col else None
+        ):
+            measured = slice(at, at + len(branch.stats))
+            at = measured.stop
+            if branch.state and not branch.static:
+                parts.append((tensor, branch, [(s.name, prefix + s.name) for s in branch.state], measured))
+    if device is None:
+        return parts, [([*range(len(parts))], _one_by_one([branch for _, branch, *_ in parts], None))], []
+    choices = [choose("remember", (branch.text,), device) for _, branch, *_ in parts]
+    together: dict[object, list[int]] = {}
+    for i, choice in enumerate(choices):
+        together.setdefault(choice.bind if choice.bind is not None else i, []).append(i)
+    runs: list[tuple[list[int], Callable[..., None]]] = []
+    for places in together.values():
+        choice, branches = choices[places[0]], [parts[i][1] for i in places]
+        run = choice.bind(branches, device) if choice.bind is not None else None
+        runs.append((places, run or _one_by_one(branches, choice.impl)))
+    return parts, runs, [i for i, choice in enumerate(choices) if choice.impl is not None]
 
 
 def _one_by_one(
