@@ -79,7 +79,9 @@ def svg(bars: Sequence[Bar], panels: Sequence[Panel]) -> str:
     ordered = sorted(range(len(bars)), key=lambda i: [b.group for b in bars].index(bars[i].group))
     label = 10 + 7.0 * max(len(text) for bar in bars for text in (bar.name, bar.group))
     across = min(len(panels), 2)
-    wide = (WIDTH - 2 * MARGIN - label) / across
+    heading = 10 + 6.5 * max(len(panel.heading) for panel in panels)  # long names leave panels no less than this
+    wide = max((WIDTH - 2 * MARGIN - label) / across, heading)
+    width = round(2 * MARGIN + label + across * wide)
     parts: list[str] = []
     top = float(MARGIN)
     for first in range(0, len(panels), across):
@@ -104,8 +106,8 @@ def svg(bars: Sequence[Bar], panels: Sequence[Panel]) -> str:
         for i, panel in enumerate(beside):
             parts += _lines(MARGIN + label + i * wide, started, y, wide - 78, panel)
         top = y + 14
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" width="{WIDTH}" role="img">'
-    back = f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{top - 1:.0f}" rx="8"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top:.0f}" width="{width}" role="img">'
+    back = f'<rect class="back" x="0.5" y="0.5" width="{width - 1}" height="{top - 1:.0f}" rx="8"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", back, *parts, "</svg>"]) + "\n"
 
 
