@@ -152,7 +152,7 @@ def multiply_reference(p: Product, left: Sequence[Tensor], right: Sequence[Tenso
     begins = starts(ends, unit(a.quantizer, a.dim))
     for i, start, stop in groups:
         part, own_bias = a.group(i, start, stop, begins[i]), None if bias is None else bias[i]
-        product = gemm(part, others[i], bias=own_bias, dtype=p.dtype, fast_accumulate=p.fast_accumulate)
+        product = gemm(part, others[i], bias=own_bias, dtype=p.dtype, fast_accumulate=p.fast_accumulate, in_a_pass=True)
         out[i if columns else slice(start, stop)] = product
     return out
 

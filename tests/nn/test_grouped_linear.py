@@ -27,8 +27,8 @@ RECIPES = [
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
 """A recipe of each kind; recipes that remember statistics across steps are refused."""
-NAMED = {name for name in lpq.registry.recipes() if "delayed" not in name and "eden" not in name}
-"""Those that experts take, but for one whose tensors share a seed: ``test_nvfp4_eden`` has it."""
+NAMED = {name for name in lpq.registry.recipes() if "delayed" not in name}
+"""Those that experts take."""
 K, N = 48, 32
 BEHIND = 3
 """Rows behind the last group."""
@@ -153,7 +153,7 @@ def test_groups_that_shared_statistics_would_be_noticed() -> None:
     assert not torch.equal(grouped[:20], together[:20])
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", RECIPES[-1]])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-eden", RECIPES[-1]])
 def test_compiled_in_one_graph_it_is_the_layer(recipe: str) -> None:
     torch._dynamo.reset()
     module, counts = layer(recipe, 3), [7, 0, 30]
