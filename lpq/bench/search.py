@@ -173,12 +173,11 @@ def search(
         tell: Is called with the number of replays done and the number of all replays.
     """
     check_model(model)
-    if (time is None) == (error is None):
-        raise OptionError("search needs one budget: time=0.6 or time='nvfp4', or else error=0.1 or error='nvfp4'")
     every = [closures] if callable(closures) else [*closures]
     if not every:
         raise OptionError("search needs a batch: closures is empty")
     by_text = _recipes(recipes)
+    kept, budget = _budget(time, error, by_text)
     clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
     before = Before(model)
     own = not any(isinstance(module, StatefulLayer) for module in model.modules())
@@ -187,7 +186,7 @@ def search(
             warnings.simplefilter("ignore")  # what is left alone is left alone by the policy, too
             convert(model, BF16)
     try:
-        return _search(model, every, by_text, clock, time, error, tell or (lambda done, whole: None))
+        return _search(model, every, by_text, clock, kept, budget, tell or (lambda done, whole: None))
     finally:
         if own:
             restore(model)
@@ -224,11 +223,11 @@ def _search(
     closures: Sequence[Closure],
     by_text: Mapping[str, Recipe],
     clock: Clock,
-    time: float | str | None,
-    error: float | str | None,
+    kept: str,
+    budget: float | str,
     tell: Callable[[int, int], None],
 ) -> SearchResult:
-    """Search in a converted model."""
+    """Search in a converted model. ``kept``: "time" or "error", which stays within the budget."""
     shapes = searched_layers(model)
     layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
     layers = {name: layer for name, layer in layers.items() if name in shapes and layer.recipe is not None}
@@ -266,16 +265,16 @@ def _search(
         by_layer = {name: options(name) for name in layers}
         uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in by_text}
         plain = {name: took(name, None) for name in layers}
-        if time is not None:
-            limit = _limit("time", time, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
+        if kept == "time":
+            limit = _limit(budget, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
             choice = under_time([*by_layer.values()], limit)
             if _seconds(choice) > limit * (1 + ROUNDING):
                 raise OptionError(
-                    f"search: time = {time!r}: no choice among {', '.join(by_text)} takes less than "
+                    f"search: time = {budget!r}: no choice among {', '.join(by_text)} takes less than "
                     f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time"
                 )
         else:
-            limit = _limit("error", error, {text: _error(each) for text, each in uniform.items()}, 1.0)
+            limit = _limit(budget, {text: _error(each) for text, each in uniform.items()}, 1.0)
             choice = under_error([*by_layer.values()], limit)
 
         def error_of(options: Sequence[Option]) -> float:
@@ -351,12 +350,21 @@ def _error(options: Iterable[Option]) -> float:
     return math.sqrt(sum(one.square for one in options))
 
 
-def _limit(name: str, budget: object, of: Mapping[str, float], unit: float) -> float:
-    """A budget as a number: of a recipe, or so many times the ``unit``."""
+def _budget(time: float | str | None, error: float | str | None, recipes: Iterable[str]) -> tuple[str, float | str]:
+    """Return whether time or error has a budget, and the budget. A wrong one is refused here, before the replays."""
+    if (time is None) == (error is None):
+        raise OptionError("search needs one budget: time=0.6 or time='nvfp4', or else error=0.1 or error='nvfp4'")
+    name, budget = ("time", time) if time is not None else ("error", error)
     if isinstance(budget, str):
-        if budget not in of:
-            raise OptionError(f"search: {name} = {budget!r} is none of the recipes: {suggestion(budget, of)}")
-        return of[budget]
+        if budget in recipes:
+            return name, budget
+        raise OptionError(f"search: {name} = {budget!r} is none of the recipes: {suggestion(budget, recipes)}")
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 <= budget < math.inf:
-        raise OptionError(f"search: {name} = {brief(budget)}: it must be a number from 0 on, or one of {', '.join(of)}")
-    return budget * unit
+        several = ", ".join(recipes)
+        raise OptionError(f"search: {name} = {brief(budget)}: it must be a number from 0 on, or one of {several}")
+    return name, budget
+
+
+def _limit(budget: float | str, of: Mapping[str, float], unit: float) -> float:
+    """A budget as a number: of a recipe, or so many times the ``unit``."""
+    return of[budget] if isinstance(budget, str) else budget * unit
