@@ -20,6 +20,8 @@ from lpq.train.trainings import Training
 CURVES = FOLDER / "curves"
 LIBRARIES = ("torchao", "bitsandbytes")
 """Other libraries, of which a training that used one has the version."""
+ANYWHERE = "python -m lpq"
+"""The command by the name that no other program has. Some trainings noted it in short."""
 PAGES = (DOCS / "evidence.md", DOCS / "search.md")
 MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
@@ -42,7 +44,9 @@ def filled(page: str, found: Mapping[str, Sequence[Training]]) -> str:
 
 def made(found: Sequence[Training]) -> str:
     """When, where and how the trainings were made."""
-    commands = _different(t.command for t in found)
+    commands = _different(
+        t.command.replace("lpq", ANYWHERE, 1) if t.command.startswith("lpq ") else t.command for t in found
+    )
     machines = _machines(found)
     days = sorted({t.date[:10] for t in found})
     settings = found[0].settings

@@ -26,6 +26,14 @@ def test_the_pages_show_the_stored_curves() -> None:
 
 
 @pytest.mark.parametrize("name", FOUND)
+def test_each_command_is_told_once_as_it_works_anywhere(name: str) -> None:
+    (block,) = re.findall(r"```text\n(.*)\n```", evidence.made(FOUND[name]), re.DOTALL)
+    commands = block.splitlines()
+    assert len(commands) == len({*commands})
+    assert all(re.match(r"(?:\w+=\S+ )*(?:torchrun .*|python )-m (?:lpq|benchmarks)\b", line) for line in commands)
+
+
+@pytest.mark.parametrize("name", FOUND)
 def test_no_seed_is_left_out(name: str) -> None:
     """Seeds count from 0, and each has its baseline."""
     base = {t.seed for t in FOUND[name] if t.baseline}
