@@ -37,7 +37,7 @@ from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.recipes.gemms import GEMMS, Gemm
 from lpq.recipes.rules import LEAVE
 from lpq.registry.errors import OptionError, suggestion
-from lpq.registry.showing import brief
+from lpq.registry.showing import Readable, brief
 from lpq.registry.tables import drawn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
@@ -63,7 +63,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(Readable):
     """The choice of ``lpq.search``."""
 
     choices: Mapping[str, Option]

@@ -27,7 +27,7 @@ from lpq.files.disk import place
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.registry.errors import suggestion
-from lpq.registry.showing import number, preformatted
+from lpq.registry.showing import Readable, number
 from lpq.registry.warning import warn
 from lpq.torch_private.tensors import local_part
 
@@ -46,7 +46,7 @@ SEARCHING = ("mse", "four_over_six")
 
 
 @dataclass(frozen=True, repr=False)
-class Calibrated:
+class Calibrated(Readable):
     """A record of a calibration."""
 
     method: str
@@ -71,9 +71,6 @@ class Calibrated:
         return f"{text}; all is measured as before in {number(len(self.left), 'layer')}" if self.left else text
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return preformatted(self)
 
 
 def calibrate(

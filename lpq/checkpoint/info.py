@@ -24,7 +24,7 @@ from lpq.checkpoint.optimizer import check_data
 from lpq.files.disk import place
 from lpq.files.manifest import DESCRIPTION, EXTRA, INDEX, MANIFEST
 from lpq.recipes import Policy, Steps
-from lpq.registry.showing import number
+from lpq.registry.showing import Readable, number
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path
 
 OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
@@ -34,7 +34,7 @@ UNREADABLE = (pickle.PickleError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
-class Info:
+class Info(Readable):
     """The values that were saved beside the tensors."""
 
     path: Path

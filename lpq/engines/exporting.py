@@ -32,7 +32,7 @@ from lpq.engines.writing import Directory, shards
 from lpq.files.disk import place
 from lpq.nn.first_argument import check_model
 from lpq.operations.inputs import DTYPES
-from lpq.registry.showing import listed, number
+from lpq.registry.showing import Readable, listed, number
 from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9
@@ -47,7 +47,7 @@ Amaxes = Mapping[str, Tensor | float]
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Readable):
     """A record of an export."""
 
     path: Path

@@ -14,6 +14,7 @@ from lpq.nn.linear import Layer
 from lpq.nn.name_ranges import first_few, grouped
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
+from lpq.registry.showing import Readable
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose matrix is read by rows and multiplied by nothing."""
@@ -35,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(Readable):
     """How much of a model is converted. A parameter with two or more dimensions larger than 1 counts as matrices; so
     does the weight of a convolution."""
 

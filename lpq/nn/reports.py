@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lpq.nn.coverage import Coverage
 from lpq.nn.name_ranges import grouped
-from lpq.registry.showing import preformatted
+from lpq.registry.showing import Readable
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Entry:
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Readable):
     """The modules that a conversion converted, and the modules with matrices that it left alone, with reasons. The text
     begins with the converted share of the model."""
 
@@ -79,9 +79,6 @@ class Report:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return preformatted(self)
 
     @property
     def never_holding(self) -> list[tuple[int, str]]:

@@ -25,6 +25,7 @@ from lpq.observe.readings import NumericsError
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
+from lpq.registry.showing import Readable
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
@@ -48,7 +49,7 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class Culprits:
+class Culprits(Readable):
     """The culprits of a step; the first moves the gradients furthest."""
 
     found: tuple[Culprit, ...]

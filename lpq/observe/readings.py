@@ -10,6 +10,7 @@ from typing import Any
 
 from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
+from lpq.registry.showing import Readable
 
 
 class NumericsError(LpqError, ValueError):
@@ -17,7 +18,7 @@ class NumericsError(LpqError, ValueError):
     there."""
 
 
-class Readings:
+class Readings(Readable):
     """Statistics of a run. ``Readings.read`` takes them from a file."""
 
     def __init__(self, read: Iterable[Reading] = (), first: int = 0) -> None:
@@ -43,6 +44,9 @@ class Readings:
                 raise NumericsError(f"{path}, line {number}: this is no reading of lpq.observe.numerics") from error
             by_place[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading
         return Readings(by_place.values())
+
+    def __str__(self) -> str:
+        return self.table()
 
     def readings(self) -> Sequence[Reading]:
         """Return the statistics of all steps so far."""

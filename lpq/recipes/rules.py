@@ -16,7 +16,7 @@ from lpq.recipes.blocks import block_of, spans, stacks_of
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.globs import LONGEST, covers, literal, matches, matching, within
-from lpq.registry.showing import brief, preformatted
+from lpq.registry.showing import Readable, brief, preformatted
 from lpq.registry.toml import text_of
 
 PART = re.compile(r"[^.*?\[]+")
@@ -105,7 +105,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Readable):
     """The recipes of one layer, step by step."""
 
     pieces: tuple[tuple[float | int | None, Recipe | None], ...]

@@ -48,6 +48,13 @@ def preformatted(text: object) -> str:
     return f"<pre>{html.escape(str(text))}</pre>"
 
 
+class Readable:
+    """A result with a text for people (``__str__``), which a notebook shows, too."""
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+
 def pip(command: str, names: Iterable[str], otherwise: str) -> str:
     """``pip install acme`` if all of these are names of distributions; otherwise another remedy."""
     every = list(names)

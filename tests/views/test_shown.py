@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import html
 import pydoc
+import re
+from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from support.small_models import converted
 
 import lpq
+from lpq.nn.coverage import Coverage
 
 
 def test_a_prompt_and_a_notebook_show_the_same_text() -> None:
@@ -20,6 +24,19 @@ def test_a_prompt_and_a_notebook_show_the_same_text() -> None:
     assert repr(lpq.report(model)).splitlines()[1].startswith("1 converted, 0 left alone")
     tensor = lpq.quantizer("mxfp8").quantize(torch.ones(16, 32))
     assert html.unescape(tensor._repr_html_()) == f"<pre>{tensor!r}</pre>"
+
+
+def test_what_has_a_text_for_people_has_it_in_a_notebook() -> None:
+    """Each class that a page of the API describes. A record of many fields is a long line otherwise."""
+    pages = "".join(page.read_text() for page in (Path(lpq.__file__).parents[1] / "docs/api").glob("*.md"))
+    found = [resolve_name(name) for name in re.findall(r"^::: (\S+)", pages, re.M)]
+    classes = [one for one in found if isinstance(one, type) and not issubclass(one, BaseException)]
+    ours = {cls: [part for part in cls.__mro__ if part.__module__.startswith("lpq.")] for cls in classes}
+    texts = {cls for cls, parts in ours.items() if any("__str__" in vars(part) for part in parts)}
+    assert {lpq.engines.Exported, lpq.checkpoint.Info, lpq.observe.Numerics, lpq.observe.Culprits} <= texts
+    assert {cls for cls in texts if not hasattr(cls, "_repr_html_")} == set()
+    made = Coverage()
+    assert made._repr_html_() == f"<pre>{html.escape(str(made))}</pre>"
 
 
 def test_recipes_and_policies_are_shown_as_what_makes_them() -> None:
