@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -11,7 +14,7 @@ from typing import Annotated
 import typer
 
 import lpq.testing
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import LpqError, OptionError
 
 NEEDED = ("pytest", "hypothesis")
 
@@ -58,6 +61,10 @@ def check(
         set_hypothesis_home_dir(folder)  # and not where we are
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins that are installed may fail it, or take time
-            status = pytest.main(options)
+            with redirect_stderr(StringIO()) as said:
+                status = pytest.main(options)
+    if status == pytest.ExitCode.USAGE_ERROR:
+        raise OptionError(said.getvalue().strip().removeprefix("ERROR: "))
+    sys.stderr.write(said.getvalue())
     if status:
         raise typer.Exit(int(status))

@@ -60,6 +60,14 @@ def test_pytests_status_is_its_own(ended: pytest.ExitCode, monkeypatch: pytest.M
     assert (before, select) == ("-k", "no_test_is_called_so")
 
 
+def test_an_expression_that_is_none_is_an_error_as_any_other() -> None:
+    """pytest has a status of its own for it, and its own way to say it."""
+    ended = command("check", "identity", "-k", "rows and")
+    assert ended.status == 2
+    assert ended.err.startswith("lpq: Wrong expression passed to '-k': rows and: ")
+    assert ended.err.count("\n") == 1
+
+
 def test_a_format_that_cannot_be_used_is_said(sad: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, and before any test is collected."""
     with pytest.raises(SystemExit, match="1"):
