@@ -22,7 +22,7 @@ from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
 from lpq.nn.fused_mlp import SwiGLU, mlp, why_apart
 from lpq.nn.halves import activate
 from lpq.nn.names import plain_name
-from lpq.nn.norms import EncodingNorm
+from lpq.nn.norms import AUTOCAST, EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
 from lpq.nn.stand_ins import Read, StandIn, Trial, aside, changed, numbers
@@ -44,6 +44,8 @@ TOKENS = 2**14
 """Tokens of a sequence, of which each rank has whole blocks, as far as that can be."""
 REPLACED = "its forward was replaced on the object"
 SINCE = "lpq.fuse has not looked at it as it is now: call lpq.fuse again"
+COMPILED = "; compiled code computes it as before, and the compiler fuses it in its own way"
+"""The end of a note."""
 
 
 class BlockParts(NamedTuple):
@@ -67,6 +69,8 @@ class FusedBlock(Extension, nn.Module):
     """A block that is computed as one function where its layers allow it; see ``mlp``."""
 
     lpq_parts: BlockParts
+    lpq_unfit: str | None = None
+    """Why it was computed as before in its last pass, whatever its layers are, if it was."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the class before does."""
@@ -75,6 +79,7 @@ class FusedBlock(Extension, nn.Module):
         *before, down = layers_of(self)
         activation, behind, halves = self.lpq_parts[2:5]
         act = ACTIVATIONS[activation]
+        self.__dict__["lpq_unfit"] = AUTOCAST if act.is_high else None
         y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act)
         return y if behind is None else self.lpq_parts.children[behind](y)
 
@@ -161,6 +166,7 @@ def unfuse(model: Model) -> Model:
 def _release(block: FusedBlock) -> None:
     restore(block)
     del block.__dict__["lpq_parts"]
+    block.__dict__.pop("lpq_unfit", None)
 
 
 def find_parts(module: nn.Module) -> BlockParts | str | None:
@@ -211,10 +217,22 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
         if isinstance(module, FusedBlock):
             kind, note = module.lpq_bases[1].__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
         elif isinstance(module, EncodingNorm | FusedExperts):
-            note = ONE_KERNEL if isinstance(module, FusedExperts) else SERVES if module.serves_others else ENCODES
+            note = ONE_KERNEL if isinstance(module, FusedExperts) else SERVES if _serves_others(module) else ENCODES
             note = "; ".join(filter(None, (note, sums.get(id(module)))))
+        note += COMPILED * any(layer.passes.traced for layer in _converted(module))
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
+
+
+def _serves_others(norm: EncodingNorm) -> bool:
+    """Whether something takes the output of a norm in high precision."""
+    return norm.serves_others or any(layer.passes.plan is None for layer in norm.consumers)
+
+
+def _converted(module: nn.Module) -> list[StatefulLayer]:
+    """The converted layers of a block, or behind a norm."""
+    layers = module.consumers if isinstance(module, EncodingNorm) else module.modules()
+    return [layer for layer in layers if isinstance(layer, StatefulLayer)]
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -229,8 +247,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             looked_at.append(f"{name}." if name else "")
         if isinstance(module, FusedBlock):
             *before, down = layers_of(module)
-            halves = module.lpq_parts.halves
-            yield name, module, _why_changed(module) or (None if halves else why_apart(before, down, gathered))
+            why_not = None if module.lpq_parts.halves else why_apart(before, down, gathered)
+            yield name, module, _why_changed(module) or why_not or _in_last_pass(module.lpq_unfit)
         elif isinstance(module, SwiGLU) and type(module).forward is SwiGLU.forward:
             yield name, module, why_apart((module.gate_proj, module.up_proj), module.down_proj, gathered)
         elif isinstance(module, EncodingNorm) and module.consumers:
@@ -259,7 +277,11 @@ def _why_plain(norm: EncodingNorm, name: str, gathered: Collection[nn.Module]) -
     for layer in norm.consumers if reason is not None and block else ():
         own = layer.qualified_name
         reason = reason and reason.replace(f"layer {own},", f"layer {own.removeprefix(f'{block}.')},")
-    return reason
+    return reason or _in_last_pass(norm.why_unfit)
+
+
+def _in_last_pass(why: str | None) -> str | None:
+    return None if why is None else f"in its last pass: {why}"
 
 
 def _gathered(model: nn.Module) -> Collection[nn.Module]:

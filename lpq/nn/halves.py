@@ -17,12 +17,18 @@ from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.produced_tiles import Values
 from lpq.operations.producer import bind_halves
 from lpq.operations.source import Activation, Source
+from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.operators import unsafe_view
 
 
 def activate(halves: Tensor, activation: Activation) -> Tensor:
     """``act(gate) * up`` of ``gate, up = halves.chunk(2, -1)``."""
-    if torch.compiler.is_compiling() or not can_bypass_dispatcher(halves):
+    if torch.compiler.is_compiling() or activation.is_high:
+        return activation.compute(*halves.chunk(2, dim=-1))
+    if autocasts() and torch.is_autocast_enabled(halves.device.type):  # which has no part in it
+        with torch.autocast(halves.device.type, enabled=False):
+            return activate(halves, activation)
+    if not can_bypass_dispatcher(halves):
         return activation.compute(*halves.chunk(2, dim=-1))
     compute: Any = ActivatedHalves.apply
     with on_device(halves.device):

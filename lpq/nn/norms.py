@@ -36,7 +36,8 @@ from lpq.operations.produced_tiles import aligned
 from lpq.operations.producer import Output, bind_producer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
-from lpq.torch_private.hooks import hooks_before, hooks_behind, others_hang
+from lpq.torch_private.dispatch import autocasts
+from lpq.torch_private.hooks import hooks_before, hooks_behind, may_see_input, others_hang
 from lpq.torch_private.tensors import local_part, version_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ Place = tuple[nn.Module, str]
 MOST_CALLS = 8
 """The number of bound calls that a norm keeps, one for each kind of pass."""
 NO_CONSUMERS = "it knows no layer that takes its output"
-WATCHED = "a compiler, a dispatch mode, a transform or autocast watches it, or its input is no ordinary tensor"
+WATCHED = "a compiler, a dispatch mode or a transform watches it, or its input is no ordinary tensor"
+AUTOCAST = "autocast is on"
 NO_WEIGHT = "its weight is no ordinary parameter"
 HOOKED = "a forward hook looks at its output, or is called with a module that gets it"
 MOVED = "a layer that took its output was replaced since: call lpq.fuse again"
@@ -80,6 +82,7 @@ class EncodingNorm(nn.Module):
     lpq_reads: tuple[Read, ...] = ()
     """The attributes by which the other class computes ``norm``."""
     _calls: dict[object, _Call]
+    """The bound calls by the kind of a pass; under ``None``, the call of the last pass."""
 
     def forward(self, *args: Any, residual: Tensor | None = None, with_sum: bool = False, **others: Any) -> Any:
         """Take and return what the other base class does, or with a ``residual`` the norm of ``x + residual`` and that
@@ -97,7 +100,8 @@ class EncodingNorm(nn.Module):
         if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
             if residual is not None and not _adds(*args, residual):
                 args, residual = (args[0] + residual,), None
-            bound = self._call(*args, adds=residual is not None).bound
+            call = self._call(*args, adds=residual is not None)
+            bound, self._calls[None] = call.bound, call
             for layer in self.consumers:
                 if layer.passes.fresh:  # it measures its own inputs
                     bound = None
@@ -125,22 +129,30 @@ class EncodingNorm(nn.Module):
         encodes it. ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass."""
         return self._call(x, gathered).why_not
 
+    @property
+    def why_unfit(self) -> str | None:
+        """Why it did not encode its output for the input of the last pass, whatever the layers are. Nobody can tell
+        before a pass."""
+        last = vars(self).get("_calls", {}).get(None)
+        return last.why_not if last is not None and last.of_input else None
+
     def _call(self, x: Tensor, gathered: Collection[nn.Module] = (), adds: bool = False) -> _Call:
         if not self.consumers:
             return _Call(NO_CONSUMERS)
+        calls: dict[object, _Call] = self.__dict__.setdefault("_calls", {})
         if hooks_behind(self) and others_hang(self, hooks_behind):
             return _Call(HOOKED)
         if self.lpq_reads and (name := changed(self.lpq_reads)) is not None:
             return _Call(f"its {name} was set since: call lpq.fuse again")
         trains, plans, own, shared, over = False, [], self._parameters.get("weight"), False, list[object]()
         if not can_bypass_dispatcher(x if type(x) in ORDINARY else local_part(x)):
-            return _Call(WATCHED)
+            return _Call(AUTOCAST, of_input=True) if autocasts() else _Call(WATCHED)
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
             if module._modules.get(name) is not layer:
                 return _Call(MOVED)
             # Hooks of the block around the norm are called before it, or behind all of it.
             hooked = (hooks_before(module) or hooks_behind(module)) and self not in module._modules.values()
-            if hooked and others_hang(module, hooks_before, hooks_behind):
+            if hooked and may_see_input(module):
                 return _Call(HOOKED)
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
@@ -162,8 +174,7 @@ class EncodingNorm(nn.Module):
         )  # fmt: skip
         if shared:
             key = (*key, getattr(x, "placements", None), getattr(own, "placements", None), *over)
-        calls = self.__dict__.setdefault("_calls", {})
-        call: _Call | None = calls.get(key)
+        call = calls.get(key)
         if call is None:
             if len(calls) >= MOST_CALLS:
                 calls.clear()
@@ -173,9 +184,10 @@ class EncodingNorm(nn.Module):
     def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool, adds: bool, shared: bool) -> _Call:
         """Bind the passes of one kind; ``shared``: ranks share out layers."""
         encoding = [(layer, plan) for layer, plan in zip(self.consumers, plans, strict=True) if plan is not None]
-        why_not = self._why_unfit(x) or _why_not_alike(encoding)
+        unfit = self._why_unfit(x)
+        why_not = unfit or _why_not_alike(encoding)
         if why_not is not None:
-            return _Call(why_not, tuple(plans))
+            return _Call(why_not, tuple(plans), of_input=unfit is not None)
         first, biased = encoding[0][1], self._parameters.get("bias") is not None
         others = self.serves_others or len(encoding) < len(plans)
         if not shared:
@@ -226,6 +238,8 @@ class _Call(NamedTuple):
     plans: tuple[Plan | None, ...] = ()
     """The plans of the layers, kept as they are known by their addresses."""
     bound: BoundNorm | None = None
+    of_input: bool = False
+    """Whether ``why_not`` is about the input or what is around the pass."""
 
 
 class BoundNorm(NamedTuple):

@@ -26,6 +26,7 @@ FAILS = "its block does not run with stand-ins for its parts"
 ASKS = "its block asks it for the sum"
 HOOKED = "a backward hook is called with it"
 SINCE = "lpq.fuse has not looked at its block as it is now: call lpq.fuse again"
+CALLED = "in the calls so far, its block computes something else, or an argument decides what"
 
 
 class ArgumentAt(NamedTuple):
@@ -164,7 +165,9 @@ def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
     if not _adds(norm):
         return HOOKED
     if isinstance(layer, ResidualLayer):
-        return None if layer._modules == layer.lpq_parts else SINCE
+        courses = [kind.course for kind in layer.lpq_calls.values() if changed(kind.reads) is None]
+        why = CALLED if courses and not any(courses) else None
+        return why if layer._modules == layer.lpq_parts else SINCE
     result = _several_or_why(layer)
     return SINCE if not isinstance(result, str) else None if result is ASKS else result
 

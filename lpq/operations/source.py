@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lpq.torch_private.dispatch import autocasts
+
 Kind = Literal["matrix", "row", "col"]
 """The size of an input of a source: a matrix as large as the outputs, a number for each row (fp32), or one for each
 column. They are given in this order."""
@@ -53,6 +55,13 @@ class Activation(NamedTuple):
     """Of ``gate`` and ``up``: the activation of ``gate`` times ``up``, rounded twice, as modules of PyTorch do it."""
     alone: Between
     """Of ``up``: its activation."""
+    high_under_autocast: bool = False
+    """Whether autocast computes one of its operators in fp32 on some device, and so rounds less often."""
+
+    @property
+    def is_high(self) -> bool:
+        """Whether autocast is on, and may compute a part of it in fp32."""
+        return self.high_under_autocast and autocasts()
 
     def compute(self, *inputs: Tensor) -> Tensor:
         """Compute the input of the last layer by torch's operations."""
@@ -61,7 +70,7 @@ class Activation(NamedTuple):
 
 def _activation(
     name: str, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], struct: str,
-    in_triton: bool = True,
+    in_triton: bool = True, high_under_autocast: bool = False,
 ) -> Activation:  # fmt: skip
     """``gradient(dy, x)`` is the gradient that autograd computes."""
 
@@ -95,6 +104,7 @@ def _activation(
                 "alone_backward",
             ),
         ),
+        high_under_autocast,
     )
 
 
@@ -116,6 +126,6 @@ ACTIVATIONS = {
     "gelu_tanh": _activation(
         "gelu_tanh", partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh"), "GeluTanh"
     ),
-    "gelu_new": _activation("gelu_new", _new_gelu, _new_gelu_backward, "NewGelu"),
+    "gelu_new": _activation("gelu_new", _new_gelu, _new_gelu_backward, "NewGelu", high_under_autocast=True),  # a power
     "relu": _activation("relu", F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0), "Relu"),
 }

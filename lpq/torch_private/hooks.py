@@ -12,6 +12,11 @@ M = TypeVar("M")
 OWN = "lpq_style_hooks"
 """An attribute of modules: the keys of the hooks that lpq's styles of tensor parallelism hung on them."""
 
+_CAPTURES = "transformers.utils.output_capturing"
+"""The Python module of hooks that note what a module returns. transformers leaves them on attention, layers and routers
+for good, once a pass was asked for hidden states, attentions or a router's logits. Of what modules are given, they note
+the input of the first layer alone."""
+
 Hooks = Callable[[Any], dict[int, Any]]
 hooks_before: Hooks = attrgetter("_forward_pre_hooks")
 """The hooks that are called before a module, with what it is given; lpq's own, too."""
@@ -26,6 +31,13 @@ hooks_of: Callable[[Any], tuple[dict[int, Any], ...]] = attrgetter(
 def others_hang(module: Any, *kinds: Hooks) -> bool:
     """Whether others have hung hooks of these kinds on a module."""
     return any(not kind(module).keys() <= own_hooks(module) for kind in kinds)
+
+
+def may_see_input(module: Any) -> bool:
+    """Whether hooks that others hung on a module may look at what it is given."""
+    own, behind = own_hooks(module), hooks_behind(module)
+    looks = any(key not in own and getattr(hook, "__module__", "") != _CAPTURES for key, hook in behind.items())
+    return looks or others_hang(module, hooks_before)
 
 
 def has_hooks(module: Any) -> bool:

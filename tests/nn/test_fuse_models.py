@@ -69,13 +69,16 @@ def test_layers_with_delayed_scaling_behind_norms_share_histories(tmp_path: Any)
 
 def test_compiled_whole(fused_passes: list[int]) -> None:
     """A decoder layer, with its norms."""
-    layer = lpq.fuse(model()).model.layers[0]
+    net = lpq.fuse(model())
+    layer = net.model.layers[0]
     x, one = torch.randn(2, 8, 64).bfloat16(), torch.ones(1, 8, 32).bfloat16()
     with torch.no_grad():
         expected = layer(x, position_embeddings=(one, one))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert "compiled code" not in str(lpq.report(net))
     assert torch.equal(compiled(x, position_embeddings=(one, one)), expected)
     assert len(fused_passes) == 1
+    assert all(("; compiled code" in entry.note) == (".0." in entry.name) for entry in lpq.report(net).fused)
 
 
 def test_adapters(fused_passes: list[int]) -> None:

@@ -108,6 +108,25 @@ def test_hooks_of_a_layer_and_of_others_are_called(added: list[bool]) -> None:
     assert len(added) == 1
 
 
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_hooks_that_transformers_leaves_behind_keep_nothing_apart(asked: str, added: list[bool]) -> None:
+    """They stay after a pass that was asked for more than logits."""
+    plain, net = model("Llama"), lpq.fuse(model("Llama"))
+    for each in (plain, net):
+        each.set_attn_implementation("eager")
+    tokens = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    found = [each(tokens, **{asked: True})[asked.removeprefix("output_")] for each in (net, plain)]
+    assert equal(*found)
+    assert net.model.layers[0].self_attn._forward_hooks
+    assert added == [False, True]
+    assert equal(step(net), step(plain))
+    assert added == [False, True] * 2
+    assert len(lpq.report(net).fused) == 3
+    net.model.layers[0].self_attn.register_forward_hook(lambda module, given, y: None)
+    assert equal(step(net), step(plain))
+    assert added[4:] == [True]
+
+
 def test_a_part_that_is_replaced(added: list[bool]) -> None:
     class Twice(nn.Module):
         def __init__(self, own: nn.Module) -> None:
@@ -183,6 +202,11 @@ def test_layers_of_one_s_own(kind: str, added: list[bool]) -> None:
     for of in (net, plain):
         of.eval()
     assert equal(run(net), run(plain))
+    if kind in FITS:
+        assert "it adds the residual, too" in str(lpq.report(net))
+        net[0].lpq_calls.clear()
+        run(net, 2.0)
+        assert "torch adds what is added before: in the calls so far, its block" in str(lpq.report(net))
 
 
 @pytest.mark.starts

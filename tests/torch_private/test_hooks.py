@@ -19,6 +19,7 @@ from lpq.torch_private.hooks import (
     hooks_behind,
     hooks_of,
     laid_out_by_own,
+    may_see_input,
     noting_own,
     others_hang,
     own_hooks,
@@ -72,13 +73,25 @@ def test_own_hooks_are_no_others() -> None:
         assert vars(one)[OWN] == own_hooks(one)
         assert not has_hooks(one)
         assert not others_hang(one, hooks_before, hooks_behind)
+        assert not may_see_input(one)
         assert laid_out_by_own(one, 3, 4) == 7
     handle = module.register_forward_hook(nothing)
     assert others_hang(module, hooks_behind)
     assert not others_hang(module, hooks_before)
+    assert may_see_input(module)
     assert has_hooks(module)
     handle.remove()
     assert not has_hooks(module)
+
+
+def test_hooks_by_which_transformers_notes_results() -> None:
+    capturing: Any = pytest.importorskip("transformers.utils.output_capturing", reason="needs transformers 5")
+    module = nn.Linear(2, 2)
+    capturing.install_output_capuring_hook(module, "attentions", 1)
+    assert others_hang(module, hooks_behind)
+    assert not may_see_input(module)
+    module.register_forward_pre_hook(nothing)
+    assert may_see_input(module)
 
 
 @pytest.mark.parametrize("kind", KINDS)
