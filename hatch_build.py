@@ -1,7 +1,7 @@
-"""The README as the package index shows it, where a relative link would lead nowhere.
+"""The README and the project's addresses as the package index shows them, where a relative link would lead nowhere.
 
 With ``LPQ_REPO_URL``, the address of the repository, links and pictures of the README become absolute, at the tag of
-the version. Without it they stay as they are.
+the version, and the metadata name the repository. Without it the README stays as it is, and there are no addresses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ PICTURE = re.compile(r'(?<=src=")(?![a-z]+:|/)([^"]+)(?=")')
 
 
 class CustomMetadataHook(MetadataHookInterface):
-    """Gives ``project.readme``."""
+    """Gives ``project.readme`` and ``project.urls``."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         address = os.environ.get(ADDRESS, "").rstrip("/")
         if address:
-            text = absolute(text, address, f"v{metadata['version']}")
+            tag = f"v{metadata['version']}"
+            text = absolute(text, address, tag)
+            metadata["urls"] = {
+                "Source": address, "Documentation": f"{address}/blob/{tag}/docs/index.md",
+                "Changelog": f"{address}/blob/{tag}/CHANGELOG.md", "Issues": f"{address}/issues",
+            }  # fmt: skip
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 

@@ -94,8 +94,8 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     assert one.read_bytes() == other.read_bytes()
 
 
-def readme_of(target: Path, address: str | None) -> str:
-    """The README in the metadata of this tree, built with this address."""
+def metadata_of(target: Path, address: str | None) -> tuple[list[str], str]:
+    """The lines of the metadata of this tree, built with this address, and the README in it."""
     environment = {name: value for name, value in os.environ.items() if name != "LPQ_REPO_URL"}
     code = f"import hatchling.build as b; b.build_wheel({str(target)!r})"
     environment |= {} if address is None else {"LPQ_REPO_URL": address}
@@ -104,7 +104,7 @@ def readme_of(target: Path, address: str | None) -> str:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         fields, _, text = archive.read(name).decode().partition("\n\n")
     assert "\nDescription-Content-Type: text/markdown\n" in f"{fields}\n"
-    return text
+    return fields.splitlines(), text
 
 
 def relative(text: str) -> list[str]:
@@ -116,7 +116,13 @@ def relative(text: str) -> list[str]:
 
 def test_the_readme_of_a_release_has_links_that_work_anywhere(tmp_path: Path) -> None:
     address = "https://example.org/team/lpq"
-    text = readme_of(tmp_path, f"{address}/")
+    fields, text = metadata_of(tmp_path, f"{address}/")
+    assert sorted(line for line in fields if line.startswith("Project-URL")) == [
+        f"Project-URL: Changelog, {address}/blob/v{VERSION}/CHANGELOG.md",
+        f"Project-URL: Documentation, {address}/blob/v{VERSION}/docs/index.md",
+        f"Project-URL: Issues, {address}/issues",
+        f"Project-URL: Source, {address}",
+    ]
     own = (ROOT / "README.md").read_text()
     assert len(relative(own)) > 20
     assert relative(text) == []
@@ -126,7 +132,9 @@ def test_the_readme_of_a_release_has_links_that_work_anywhere(tmp_path: Path) ->
 
 
 def test_without_an_address_the_readme_stays_as_it_is(tmp_path: Path) -> None:
-    assert readme_of(tmp_path, None) == (ROOT / "README.md").read_text()
+    fields, text = metadata_of(tmp_path, None)
+    assert text == (ROOT / "README.md").read_text()
+    assert not [line for line in fields if line.startswith("Project-URL")]
 
 
 @pytest.mark.parametrize("target", ["install", "train"])
