@@ -15,7 +15,7 @@ LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 ACTIVATE := To use lpq in this shell: source $(BIN)/activate; then python -m lpq --help lists the commands.
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
-READY_FOR_TYPES := $(VENV)/.ready-for-types
+READY_FOR_CHECKS := $(VENV)/.ready-for-checks
 READY_FOR_RELEASE := $(VENV)/.ready-for-release
 VLLM := .venv-vllm
 
@@ -69,16 +69,22 @@ $(VLLM)/.ready: pyproject.toml constraints.txt
 test-vllm: $(VLLM)/.ready  ## load exported models into vLLM, on a CPU, in an environment of its own (RECORD=1: keep the results)
 	OMP_NUM_THREADS=2 VLLM_LOGGING_LEVEL=ERROR LPQ_RECORD=$(RECORD) $(VLLM)/bin/python -m pytest tests/engines/test_vllm.py $(ARGS)
 
-lint: $(READY)  ## ruff: lint and format
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-
-# The wheel of basedpyright has pyright and all that it needs; mypy alone comes with `make install`, which newcomers wait for.
-$(READY_FOR_TYPES): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group types
+# Newcomers, who wait for `make install`, need neither. check-jsonschema has the schemas of GitHub's files in its wheel, and the
+# wheel of basedpyright has pyright and all that it needs.
+$(READY_FOR_CHECKS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group types
 	touch $@
 
-types: $(READY_FOR_TYPES)  ## mypy, strict; and pyright, of a user's script
+lint: $(READY_FOR_CHECKS)  ## ruff: lint and format; and GitHub's files by their schemas
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+types: $(READY_FOR_CHECKS)  ## mypy, strict; and pyright, of a user's script
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 

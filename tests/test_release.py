@@ -176,6 +176,17 @@ def test_workflows_call_targets_of_make() -> None:
     assert set().union(*called.values()) <= targets
 
 
+def test_lint_reads_all_of_githubs_files() -> None:
+    """By a linter that has their schemas; ``make lint`` installs it."""
+    make = ["make", "--no-print-directory", "--dry-run", "lint"]
+    said = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    linted = {word for line in said.splitlines() if "check-jsonschema --" in line for word in line.split()[3:]}
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / ".github").rglob("*") if path.is_file()}
+    assert linted == {
+        ".github/workflows/*.yml", "CITATION.cff", *(name for name in files if "/workflows/" not in name)
+    }  # fmt: skip
+
+
 def test_a_report_of_a_fault_has_what_doctor_says() -> None:
     fields = {field.get("id"): field for field in forms("ISSUE_TEMPLATE")["fault.yml"]["body"]}
     assert "python -m lpq doctor --json" in fields["doctor"]["attributes"]["description"]
