@@ -171,7 +171,7 @@ def test_workflows_call_targets_of_make() -> None:
     called = {name: made(workflow) for name, workflow in forms("workflows").items()}
     assert called == {
         "docs.yml": {"docs", "publish-docs"}, "release.yml": {"dist", "sbom", "publish-docs"},
-        "tests.yml": {"test", "lint", "types", "check-example"},
+        "tests.yml": {"test", "lint", "types", "check-example", "test-vllm"},
     }  # fmt: skip
     assert set().union(*called.values()) <= targets
 
