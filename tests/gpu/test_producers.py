@@ -24,7 +24,9 @@ from lpq.torch_private.memory import Allocate, allocator
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 SOURCES = SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated
-OTHERS = [of for act in ACTIVATIONS.values() for between in act for of in between if of not in SOURCES]
+OTHERS = [
+    of for act in ACTIVATIONS.values() for between in (act.gated, act.alone) for of in between if of not in SOURCES
+]
 """The code of a side does not depend on the source: one format shows that these work."""
 TEXTS = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "mxfp4(scale=even, rht=true)", "nvfp4",

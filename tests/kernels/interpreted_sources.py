@@ -44,7 +44,9 @@ __all__ = ["_patched_once_a_kernel"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
 SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated
-SOURCES = [s for act in ACTIVATIONS.values() for between in act for s in between if s.program is not None]
+SOURCES = [
+    s for act in ACTIVATIONS.values() for between in (act.gated, act.alone) for s in between if s.program is not None
+]
 SERVED = [text for text in IN_KERNELS if "delayed" not in text]
 
 

@@ -19,7 +19,7 @@ from lpq.operations.source import ACTIVATIONS, Source
 
 ROWS, COLS = 64, 96
 CPU = torch.device("cpu")
-SOURCES = [source for act in ACTIVATIONS.values() for between in act for source in between]
+SOURCES = [source for act in ACTIVATIONS.values() for between in (act.gated, act.alone) for source in between]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
@@ -60,7 +60,7 @@ def test_outputs_that_are_not_the_source_s() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_activations_are_autograd_s(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for between in ACTIVATIONS[name]:
+    for between in (ACTIVATIONS[name].gated, ACTIVATIONS[name].alone):
         product, backward = between
         *inputs, dy = (torch.randn(ROWS, COLS, dtype=dtype) * 3 for _ in backward.inputs)
         leaves = [x.clone().requires_grad_() for x in inputs]
