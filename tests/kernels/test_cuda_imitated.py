@@ -69,7 +69,7 @@ QUANTIZERS += [
     for i, text in enumerate((
         "nvfp4(search=four_over_six, error=mae, norm=256)", "nvfp4(block=16x16, search=four_over_six)",
         "nvfp4(rht=true, search=four_over_six, norm=256)", "nvfp4(scaling=row)",
-        "nvfp4(scaling=row, search=four_over_six, norm=256)",
+        "nvfp4(scaling=row, search=four_over_six, norm=256)", "nvfp4(scaling=row, stochastic=unbiased)",
     ), start=1)
 ]  # fmt: skip
 """All that the conformance kit tries, and options that it does not, none of them as a format's first."""

@@ -29,7 +29,7 @@ EDEN = "nvfp4(stochastic=eden)"
 OF_GROUPS = (
     "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "mxfp4(scale=even, rht=true)",
     "nvfp4(rht=true, stochastic=true)", "fp8(static=true)", "nvfp4(rht=true, static=true)",
-    "nvfp4(scaling=row, search=four_over_six, norm=256)", EDEN,
+    "nvfp4(scaling=row, search=four_over_six, norm=256)", "nvfp4(rht=true, stochastic=unbiased)", EDEN,
 )  # fmt: skip
 OF_STACKS = ("fp8", "fp8(scaling=row)", "mxfp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)")
 OF_STACKS += ("nvfp4(block=16x16, static=true)", EDEN, "mxfp4(scale=ceil, rht=true, stochastic=true)")
