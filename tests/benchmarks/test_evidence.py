@@ -25,6 +25,10 @@ def test_the_pages_show_the_stored_curves() -> None:
         assert f"assets/evidence-{name}.svg" in page
 
 
+def test_every_recipe_was_trained() -> None:
+    assert {*lpq.registry.recipes()} <= {t.title for found in FOUND.values() for t in found}
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_each_command_is_told_once_as_it_works_anywhere(name: str) -> None:
     (block,) = re.findall(r"```text\n(.*)\n```", evidence.made(FOUND[name]), re.DOTALL)
