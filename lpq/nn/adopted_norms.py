@@ -101,6 +101,7 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
     try:
         with trial:
             like = trial.copy(module, lambda *_: None)
+            own = like._parameters
             generator = torch.Generator("cpu").manual_seed(0)
             for dtype in TRIED:
                 x, dy = (torch.randn(ROWS, cols, generator=generator, device="cpu").to(dtype) for _ in range(2))
@@ -109,7 +110,7 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
                     return None
     except Exception:  # other code's, which may raise anything on such an input
         return None
-    like._parameters = dict(module._parameters)
+    like._parameters = own
     if trial.drew or trial.wrote():
         return None
     return tuple(attribute for attribute in trial.of() if attribute.name not in names)

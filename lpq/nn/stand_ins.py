@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lpq.nn.extended import class_before
 from lpq.torch_private.dispatch import without_modes
-from lpq.torch_private.tensors import version_of
+from lpq.torch_private.tensors import local_part, version_of
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 """The attributes of every module, which a trial does not note: no forward decides by them."""
@@ -135,7 +135,8 @@ class Trial(TorchFunctionMode):
             k: copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v for k, v in vars(module).items()
         }
         buffers = {name: None if b is None else b.detach().clone() for name, b in module._buffers.items()}
-        own.update(_modules=children, _parameters=dict(module._parameters), _buffers=buffers)
+        parameters = {name: _whole(p) for name, p in module._parameters.items()}
+        own.update(_modules=children, _parameters=parameters, _buffers=buffers)
         # Hooks would leave traces: FSDP2's take this module for the root of the model. Where they matter they are
         # looked for elsewhere, and they hang on the modules that a fused forward calls.
         own.update({name: value for name, value in vars(nn.Module()).items() if "hook" in name})
@@ -278,6 +279,14 @@ def _is_as(now: Any, before: Any) -> bool:
     if isinstance(now, dict) and isinstance(before, dict):
         return all(key in before and value is before[key] for key, value in now.items())
     return all(map(is_, now, before))
+
+
+def _whole(parameter: Any) -> Any:
+    """A parameter as a forward has it on every rank: in place of shards, zeros without memory."""
+    local = parameter if not hasattr(parameter, "device_mesh") else local_part(parameter)
+    return (
+        local if local is parameter else torch.zeros((), dtype=local.dtype, device=local.device).expand(parameter.shape)
+    )
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -14,8 +14,8 @@ OWN = "lpq_style_hooks"
 
 _CAPTURES = "transformers.utils.output_capturing"
 """The Python module of hooks that note what a module returns. transformers leaves them on attention, layers and routers
-for good, once a pass was asked for hidden states, attentions or a router's logits. Of what modules are given, they note
-the input of the first layer alone."""
+for good, once a pass was asked for hidden states, attentions or a router's logits. They note the input of the first
+layer, and no other input."""
 
 Hooks = Callable[[Any], dict[int, Any]]
 hooks_before: Hooks = attrgetter("_forward_pre_hooks")

@@ -188,17 +188,28 @@ def stream() -> nn.Module:
     return Stream(nn.RMSNorm, WIDTH, False, bias=False).bfloat16()
 
 
-class Apart(nn.Module):
-    """Norms whose output is not encoded: one is used elsewhere, and one goes to a layer that runs twice."""
+class Router(nn.Module):
+    """Multiplies by a parameter of its own, as routers of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.other, self.twice = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-6)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Apart(nn.Module):
+    """Norms whose output is not encoded: it is used elsewhere, goes to a layer that runs twice, or to a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.twice, self.routed = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH)
+        self.left, self.right, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Router()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.right(self.left(self.other(x).sin()) + self.twice(x))
-        z: Tensor = self.right(self.twice(x)) + y
+        z: Tensor = self.right(self.twice(x)) + y + self.router(self.routed(x))
         return z
 
 
@@ -207,7 +218,7 @@ def test_the_reasons_of_norms_that_are_not_fused_stay(rank: int) -> None:
     for weights in (None, "high_precision"):
         net: Any = lpq.convert(nn.Sequential(Apart()), "mxfp8", weights=weights, fuse=True)
         before = lpq.report(net).apart
-        assert [entry.name for entry in before] == ["0.other", "0.twice"]
+        assert [entry.name for entry in before] == ["0.other", "0.twice", "0.routed"]
         for module in (net[0].other, net[0], net):  # a norm may be a unit of its own
             fully_shard(module)
         after = lpq.report(net).apart

@@ -22,11 +22,15 @@ from lpq.kernels import choose, cuda, table, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.nn.step import Shapes, bind
 from lpq.nn.traced_step import through_dispatcher
-from lpq.operations import fused_pair
+from lpq.operations import fused_pair, produced_tiles
 from lpq.operations.binding import unbound
+from lpq.operations.encoder import EncoderSpec
 from lpq.operations.exact_form import Exact, Multiplicand, operand_of
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq.operations.multiplicands import multiplicands
+from lpq.operations.norms import NormKind, norm_source
+from lpq.operations.producer import Output, bind_producer
+from lpq.operations.source import ACTIVATIONS, Source
 from lpq.registry import FormatSpec, KernelSpec, hookimpl, refresh, register
 
 GPU = torch.device("cuda", 0)
@@ -202,6 +206,33 @@ def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.Mo
     assert name == "pair"
     assert {"LPQ_ROW=Theirs<True>", 'LPQ_ROW_HEADER="/somewhere/theirs.cuh"'} <= set(macros)
     assert "LPQ_COL=nvfp4::Col<0,false,false,false>" in macros
+
+
+NORMS = [(NormKind(1e-6, offset=True), False), (NormKind(1e-6, rounds=True), False), (NormKind(1e-6, True), True)]
+SOURCES = [source for activation in ACTIVATIONS.values() for between in activation[:2] for source in between]
+SOURCES += [norm_source(*how) for how in NORMS]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_so_it_does_in_what_every_source_computes(
+    source: Source, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "test_pairs", sys.modules[__name__])
+    register(Acme, name="acme")
+    monkeypatch.setattr(produced_tiles, "lacking", lambda *of: None)
+    shape, dtype = (128, 256), torch.bfloat16
+    spec = EncoderSpec(lpq.quantizer("hybrid(row=acme, col=nvfp4)"), shape, dtype, torch.device("cpu"))
+    producer = bind_producer(source, [Output(spec)] * source.outputs)
+    assert producer.why_not == (None,) * source.outputs
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
+    inputs = [torch.zeros(size, dtype=held) for size, held in map(sizes.__getitem__, source.inputs)]
+    made = producer.produce(inputs, [()] * source.outputs, [None] * source.outputs)
+    assert all(len(one.row) == 2 and len(one.col) == 3 for one in made)
+    name, macros = gpu[-1]
+    assert name == "produce"
+    assert {f"LPQ_SOURCE={source.struct}", 'LPQ_HEADER_0="/somewhere/theirs.cuh"'} <= set(macros)
+    (sides,) = (macro for macro in macros if macro.startswith("LPQ_SIDES="))
+    assert sides.count("Sides<Theirs<true>,nvfp4::Col<") == source.outputs
 
 
 # ---------------------------------------------------------------------------------------------- multiplied at once
