@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.nn.fused_experts import FusedExperts, Moved
 from lpq.recipes import RecipeError
+from lpq.torch_private.dispatch import TorchDispatchMode
 
 HIDDEN, INNER, COUNT, WORDS, STEPS = 32, 48, 4, 64, 10
 MODELS = ["Mixtral", "Qwen3Moe", "GptOss", "Llama4"]
@@ -131,6 +132,31 @@ def test_gradients_of_moved_rows_are_those_of_indices(tokens: int) -> None:
     expected = x[order // 3][back]
     assert torch.equal(moved, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in (moved, expected)))
+
+
+class Counted(TorchDispatchMode):
+    """Notes each operator that makes a tensor of this shape, in any dtype."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.names = shape, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.shape == self.shape:
+            self.names.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_step_moves_rows_four_times(fuse: bool) -> None:
+    net = lpq.convert(made("Mixtral"), "mxfp8", fuse=fuse)
+    x = torch.randn(8, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.stack([torch.arange(8) % COUNT, (torch.arange(8) + 1) % COUNT], 1)
+    with Counted(16, HIDDEN) as counted:
+        experts_of(net)[0](x, index, torch.rand(8, 2, requires_grad=True)).float().square().sum().backward()
+    moves = [name for name in counted.names if "view" not in name and "multiply_groups" not in name]
+    assert moves == ["aten.index_select.default"] * 4
 
 
 def test_they_are_converted_again_copied_and_left_alone() -> None:
