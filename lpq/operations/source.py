@@ -36,6 +36,8 @@ class Source(NamedTuple):
     program: tuple[str, str | tuple[bool, ...]] | None = None
     """The function of ``lpq.kernels.triton.sources`` that computes a tile, and what it is given: the name of another
     function there, or options; None: there is none."""
+    high_under_autocast: bool = False
+    """Whether autocast computes an operator of its definition in fp32 on some device, and so rounds less often."""
 
 
 class Between(NamedTuple):
@@ -55,13 +57,11 @@ class Activation(NamedTuple):
     """Of ``gate`` and ``up``: the activation of ``gate`` times ``up``, rounded twice, as modules of PyTorch do it."""
     alone: Between
     """Of ``up``: its activation."""
-    high_under_autocast: bool = False
-    """Whether autocast computes one of its operators in fp32 on some device, and so rounds less often."""
 
     @property
     def is_high(self) -> bool:
         """Whether autocast is on, and may compute a part of it in fp32."""
-        return self.high_under_autocast and autocasts()
+        return self.alone.product.high_under_autocast and autocasts()
 
     def compute(self, *inputs: Tensor) -> Tensor:
         """Compute the input of the last layer by torch's operations."""
@@ -86,7 +86,8 @@ def _activation(
     ) -> Source:
         kinds: list[Kind] = ["matrix"] * inputs
         written = (program, name) if in_triton else None
-        return Source(of, tuple(kinds), outputs, compute, f"sources::{kind}<sources::{struct}>", written)
+        compiled = f"sources::{kind}<sources::{struct}>"
+        return Source(of, tuple(kinds), outputs, compute, compiled, written, high_under_autocast)
 
     return Activation(
         Between(
@@ -104,7 +105,6 @@ def _activation(
                 "alone_backward",
             ),
         ),
-        high_under_autocast,
     )
 
 
