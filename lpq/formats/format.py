@@ -241,11 +241,17 @@ class Quantizer(Options):
         """Why an operand must not be cut along its rows (0) or columns (1), whole blocks or not; None if it may."""
         return self._uncut[dim]
 
-    def units(self, dim: int) -> list[int]:
+    def units(self, dim: int) -> tuple[int, ...]:
         """The numbers of rows (0) or columns (1) that its buffers and statistics do not let be cut apart."""
+        return self._units[dim]
+
+    @cached_property
+    def _units(self) -> tuple[tuple[int, ...], ...]:
         declared: list[Covering] = [*self.layout, *self.stats]
-        units = [covering.unit(dim) for covering in declared]
-        return [unit for unit in units if unit is not None]
+        return tuple(
+            tuple(dict.fromkeys(unit for covering in declared if (unit := covering.unit(dim)) is not None))
+            for dim in range(len(DIMENSIONS))
+        )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -270,7 +276,7 @@ class Quantizer(Options):
         for direction in get_args(Direction):
             side = self.side(direction)
             check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
-            _ = side.names, side._uncut, side.basis, side.counts_in_fp32
+            _ = side.names, side._uncut, side._units, side.basis, side.counts_in_fp32
             _ = [getattr(side, name) for name in side.declarations]
             check_side(self, side, direction, Quantizer, Storage)
 
