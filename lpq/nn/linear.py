@@ -128,7 +128,6 @@ class Layer(WeightedLayer):
             self.note_pass(torch.compiler.is_dynamo_compiling())
             inputs = self.model.inputs if plan.shares and can_bypass_dispatcher(input) else None
             shapes = self._shapes(input, weight, dtype, held_weight is not None, buffers is not None)
-            shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
             title = "" if torch.compiler.is_compiling() else self.title
             call = LayerCall(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gather is not None or self.model.accumulate:
@@ -177,8 +176,7 @@ class Layer(WeightedLayer):
                 self.compare_in_pass(first=True)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
-            shapes = self._shapes(input, weight, dtype, w_held, x_encoded)
-            shapes = shapes._replace(arrived=arrives)
+            shapes = self._shapes(input, weight, dtype, w_held, x_encoded)._replace(arrived=arrives)
             with on_device(shapes.device):
                 inputs = self.model.inputs if plan.shares and not x_encoded else None
                 step = bind_few(plan, shapes)
@@ -194,7 +192,7 @@ class Layer(WeightedLayer):
         return Shapes(
             rows, features, outputs, input.dtype, weight.dtype, dtype, weight.dtype, input.device,
             grad and input.requires_grad, grad and weight.requires_grad, w_held or isinstance(weight, QuantizedTensor),
-            x_encoded, fresh=self.passes.fresh,
+            x_encoded, torch.compiler.is_dynamo_compiling(), fresh=self.passes.fresh,
         )  # fmt: skip
 
     def with_all(

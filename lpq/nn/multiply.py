@@ -135,7 +135,7 @@ class Multiplication(torch.autograd.Function):
         plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, pair, ends, layer, *_ = call
         watch, shared = call.watch, call.shared
         if step is None:
-            step = through_dispatcher(plan, shapes)
+            step = ctx.watched_step = through_dispatcher(plan, shapes)  # a compiler would trace it in backward again
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
         own_states = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
@@ -250,7 +250,9 @@ class Multiplication(torch.autograd.Function):
             encoded = dy
             first, shapes = dy.buffers[0], shapes._replace(arrived=True)
             step = None if step is None else bind_few(plan, shapes)
-        if step is None or not can_bypass_dispatcher(first):
+        if step is None and shapes is call.shapes:
+            step = ctx.watched_step
+        elif step is None or not can_bypass_dispatcher(first):
             step = through_dispatcher(plan, shapes)
         elif not has_storage(first):
             check_backward(dy)

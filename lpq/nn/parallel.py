@@ -293,7 +293,7 @@ def _mesh_pass(
     parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded and not produced, torch.compiler.is_dynamo_compiling(), produced, parts, fresh=layer.passes.fresh,
+        encoded and not produced, torch.compiler.is_dynamo_compiling(), produced, fresh=layer.passes.fresh, parts=parts,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 

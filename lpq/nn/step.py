@@ -72,14 +72,14 @@ class Shapes(NamedTuple):
     """Whether a compiler traces this step, and decides which tensors are kept for backward."""
     taken: bool = False
     """Whether a producer has encoded the part of the input that this rank has, by statistics of all ranks."""
-    parts: Parts | None = None
-    """How ``x``, ``w`` and ``dy`` are divided over ranks or into groups; None: each is one whole matrix."""
     watched: bool = False
     """Whether a tracer or a mode watches, so that operators encode and multiply."""
     arrived: bool = False
     """Whether the gradient of the result arrives encoded."""
     fresh: tuple[str, ...] = ()
     """The tensors that have states, and are measured in place of them."""
+    parts: Parts | None = None
+    """How ``x``, ``w`` and ``dy`` are divided over ranks or into groups; None: each is one whole matrix."""
 
 
 class Step(NamedTuple):

@@ -8,7 +8,6 @@ runs the function, bound as for any other tracer, with the plan and the shapes a
 from __future__ import annotations
 
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,15 +31,16 @@ def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
         return by_operators(plan, shapes, compiled=False)
     spare_the_dispatcher()
     text, parts = plan.text, shapes.parts
-    facts = shapes._replace(parts=None)[:], None if parts is None else parts.named(sized=True)
+    facts = shapes[:-1], None if parts is None else parts.named(sized=True)
     of_any_size = (0, 0, 0, *facts[0][3:]), None if parts is None else parts.named(sized=False)
-    there = _functions(text, *of_any_size)
-    functions: dict[str, Any] = {name: partial(_call, text, facts, name) for name in there.split()}
-    steps: dict[str, Any] = {name: functions.get(name) for name in OF_STEP}
-    for name in TENSORS:
-        how: dict[str, Any] = {part: functions.get(f"{name}.{part}") for part in OF_ENCODER}
-        steps[name] = None if how["encode"] is None else Encoder(None, None, **how)
-    return Step(refuses=_refuses(text, *of_any_size) or None, **steps)
+    own, x, w, dy, refuses = _functions(text, *of_any_size).split(";", 4)
+    steps: dict[str, Any] = {"dgrad": None, "wgrad": None, "refuses": refuses or None}
+    for name in own.split():
+        steps[name] = partial(_call, text, facts, name, None)
+    for tensor, there in zip(TENSORS, (x, w, dy), strict=True):
+        how: dict[str, Any] = {name: partial(_call, text, facts, tensor, name) for name in there.split()}
+        steps[tensor] = Encoder(None, None, **how) if how else None
+    return Step(**steps)
 
 
 Values = tuple[Any, ...]
@@ -48,26 +48,25 @@ Values = tuple[Any, ...]
 
 @once_when_traced
 def _functions(text: str, facts: Values, parts: Values | None) -> str:
-    """The names of the functions that a step has, in one text, which Dynamo takes for a constant."""
+    """The names of the functions that a step has, and its encoders, and why it refuses a gradient, in one text, which
+    Dynamo takes for a constant."""
     torch.compiler.allow_in_graph(_call)  # type: ignore[no-untyped-call]
     step = _step_few(text, facts, parts)
-    pairs = [(name, getattr(step, name)) for name in OF_STEP]
-    pairs += [(f"{name}.{part}", getattr(getattr(step, name), part, None)) for name in TENSORS for part in OF_ENCODER]
-    return " ".join(name for name, function in pairs if function is not None)
+    owners = (step, OF_STEP), *((getattr(step, tensor), OF_ENCODER) for tensor in TENSORS)
+    there = [" ".join(name for name in names if getattr(owner, name, None) is not None) for owner, names in owners]
+    return ";".join([*there, step.refuses or ""])
 
 
-@once_when_traced
-def _refuses(text: str, facts: Values, parts: Values | None) -> str:
-    return _step_few(text, facts, parts).refuses or ""
-
-
-def _call(text: str, facts: tuple[Values, Values | None], name: str, *args: Any) -> Any:
-    """Call a function of a step with tensors. Sizes may be symbols, which no cache takes."""
+def _call(text: str, facts: tuple[Values, Values | None], part: str, name: str | None, *args: Any) -> Any:
+    """Call a function of a step, or of an encoder of it, with tensors. Sizes may be symbols, which no cache takes."""
     try:
         hash(facts)
     except TypeError:
-        return attrgetter(name)(_step(text, *facts))(*args)
-    return attrgetter(name)(_step_few(text, *facts))(*args)
+        step = _step(text, *facts)
+    else:
+        step = _step_few(text, *facts)
+    function = getattr(step, part)
+    return (function if name is None else getattr(function, name))(*args)
 
 
 def _step(text: str, facts: Values, parts: Values | None) -> Step:
