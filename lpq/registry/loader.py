@@ -7,10 +7,13 @@ whatever goes wrong in there becomes a ``PluginError``, so that no plugin can br
 from __future__ import annotations
 
 import functools
+import site
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module, metadata
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pluggy
@@ -135,7 +138,22 @@ def _imported(entry: metadata.EntryPoint) -> object:
     """Import what an entry point names. Python takes any text for one, and its own error is of its insides."""
     if entry.pattern.match(entry.value) is None:
         raise ImportStringError(f"its entry point is {brief(entry.value)}: it must name a module, as 'package.module'")
-    return entry.load()
+    try:
+        return entry.load()
+    except ModuleNotFoundError as error:
+        if error.name != entry.module.partition(".")[0] or not _take_in_editable(entry.dist):
+            raise
+        return entry.load()
+
+
+def _take_in_editable(distribution: metadata.Distribution | None) -> bool:
+    """Run what an editable installation of it has Python run when it starts, if it was installed since then. Return
+    whether there is such a thing."""
+    files = (distribution and distribution.files) or ()
+    links = [Path(str(file.locate())) for file in files if file.suffix == ".pth"]
+    for link in links:
+        site.addpackage(str(link.parent), link.name, {*sys.path})
+    return bool(links)
 
 
 def owns(plugin: str, name: str, kind: Kind) -> bool:

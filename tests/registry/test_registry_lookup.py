@@ -177,6 +177,24 @@ def lpq_register_kernels():
     assert (len(known), len(registry.kernels("gemm", ("new", "new")))) == (0, 1)
 
 
+@pytest.mark.parametrize("line", ["{folder}", "import sys; sys.path.append({folder!r})"])
+def test_a_plugin_that_is_installed_meanwhile_in_editable_mode_is_found(line: str, site, monkeypatch) -> None:
+    """Its modules are elsewhere, which Python learns when it starts."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = site.path / "sources"
+    folder.mkdir()
+    (folder / "new_plugin.py").write_text(site.format("new"))
+    (site.path / "new.pth").write_text(line.format(folder=str(folder)) + "\n")
+    with pytest.raises(UnknownFormat):
+        registry.format("new")
+    site.install("acme", "1", {"new": "new_plugin", "gone": "gone_plugin"})
+    (site.path / "acme-1.dist-info" / "RECORD").write_text("new.pth,,\nacme-1.dist-info/METADATA,,\n")
+    assert registry.format("new").name == "new"
+    assert str(folder) in sys.path
+    with pytest.raises(PluginError, match="importing gone_plugin raised ModuleNotFoundError"):
+        registry.format("gone")
+
+
 def test_a_lookup_imports_one_plugin(site) -> None:
     for name in ("one", "two"):
         source = site.format(name) + f"NAMES = ['{name}', '{name}-fast']\n" + RECIPES
