@@ -111,6 +111,21 @@ def test_other_blocks(recipe: str, block: Callable[[], nn.Module]) -> None:
     assert equal(*found)
 
 
+@pytest.mark.parametrize("block", [Halves, lambda: Ungated(nn.GELU()), lambda: Ungated(NewGelu())])
+def test_other_blocks_under_autocast(block: Callable[[], nn.Module]) -> None:
+    """Which computes the power of one of them in fp32."""
+    torch.manual_seed(0)
+    plain = lpq.convert(block().float(), "fp8-current", include="all")
+    fused, found = lpq.fuse(copy.deepcopy(plain)), []
+    x = torch.randn(2, 128, 256, device="cuda")
+    for model in (fused, plain):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = model(x)
+        y.float().square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert equal(*found)
+
+
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
 def test_experts(recipe: str) -> None:
     transformers: Any = pytest.importorskip("transformers")
