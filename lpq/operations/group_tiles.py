@@ -96,8 +96,8 @@ def _decoded(a: Operand, last: Tensor, step: int, dtype: torch.dtype, rotated: b
 
 
 def _of_each(decode_one: Callable[..., Tensor], buffers: Sequence[Tensor]) -> Tensor:
-    """What each operand of several decodes to, of their buffers, which are stacked. As many are decoded at a time as
-    have ``AT_ONCE`` bytes together: by torch's operations, which need memory for each result."""
+    """Decode several operands, whose buffers are stacked. As many are decoded at a time as have ``AT_ONCE`` bytes
+    together: by torch's operations, which need memory for each result."""
     together = max(1, AT_ONCE * len(buffers[0]) // max(1, sum(buffer.nbytes for buffer in buffers)))
     with _Batchable(), reaching_transforms():
         return torch.vmap(decode_one, chunk_size=together)(*buffers)

@@ -159,7 +159,7 @@ tensor, and the place of its statistics among all that are measured."""
 def _bound(
     tensors: Sequence[Moving], device: torch.device | None
 ) -> tuple[list[Part], list[tuple[list[int], Callable[..., None]]], list[int]]:
-    """What moves; the functions, each with its places among these; and the places that kernels write."""
+    """The parts that move; the functions, each with the places of its parts; and the places that kernels write."""
     parts: list[Part] = []
     for tensor, quantizer, row, col in tensors:
         at = 0
