@@ -58,7 +58,8 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
 def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
     """``down(act(gate(x)) * up(x))`` where ``before`` is gate and up, and ``down(act(up(x)))`` where it is up alone, as
     one function where the layers allow it; see ``swiglu``."""
-    if torch.compiler.is_compiling() or activation.is_high or why_apart(before, down) is not None:
+    high = autocasts() and activation.is_high  # which takes a call only where it may be true
+    if torch.compiler.is_compiling() or high or why_apart(before, down) is not None:
         return _apart(x, before, down, activation)
     for layer in (*before, down):
         if layer.passes.fresh:  # type: ignore[union-attr]  # and producers encode by states; this is in every step
