@@ -166,6 +166,8 @@ def made(contender: Contender, shape: Decoder, checkpointing: str, device: torch
     with torch.device("meta"):
         model: Any = make(config)
     model.train()
+    if mesh is None:  # first: in a trial of ``lpq.fuse``, a layer with Liger's kernel runs on a GPU alone
+        model.to(torch.bfloat16).to_empty(device=device)
     model.model = contender.convert(model.model)
     layers = model.model.layers
     for number, layer in enumerate(layers):
@@ -177,9 +179,9 @@ def made(contender: Contender, shape: Decoder, checkpointing: str, device: torch
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+        model.to_empty(device=device)
     else:
-        model.to(torch.bfloat16)
-    model.to_empty(device=device)
+        model.to(torch.bfloat16)  # what a contender put in the place of layers
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(device)  # of buffers, which have no values now
     _draw(model, device)

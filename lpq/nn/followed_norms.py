@@ -26,6 +26,7 @@ ELSE = "something other than layers of lpq takes its output"
 AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
+MOVE = "; if it has kernels for a GPU alone, call lpq.fuse again once the model is there"
 UNKNOWN = "its block does not run on a few rows by itself, which would show what takes its output"
 
 
@@ -58,7 +59,7 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
             with uses:
                 out = class_before(block).forward(like, x, **beside)
         except Exception as error:  # other code's, which may raise anything on such an input
-            why = f"{UNKNOWN}: on {x.device.type} it raises {type(error).__name__}"
+            why = f"{UNKNOWN}: on {x.device.type} it raises {type(error).__name__}{MOVE * (x.device.type == 'cpu')}"
         else:
             break
     else:
@@ -83,7 +84,9 @@ def _inputs(block: nn.Module, norm: nn.Module) -> list[tuple[Tensor, dict[str, A
     """A few rows, and the rotations of positions that attention in transformers is given beside them: as wide as the
     heads, which kernels of others ask for, or of one column, which heads of any width take."""
     weight: Any = norm._parameters["weight"]
-    x = local_part(weight).new_zeros(1, ROWS, weight.shape[0])
+    own = local_part(weight)
+    device = torch.device("cpu") if own.is_meta else own.device
+    x = torch.zeros(1, ROWS, weight.shape[0], dtype=own.dtype, device=device)
     parameters = signature(class_before(block).forward).parameters.values()
     if not any(p.name == "position_embeddings" or p.kind is Parameter.VAR_KEYWORD for p in parameters):
         return [(x, {})]

@@ -81,7 +81,7 @@ class Trial(TorchFunctionMode):
         """``device``: where the forward runs; None: on the CPU."""
         super().__init__()
         self.count = self.attribute_reads = 0
-        self.grads, self.device = grads, device if device is not None and device.type != "meta" else torch.device("cpu")
+        self.grads, self.device = grads, device or torch.device("cpu")
         self.reads: dict[tuple[int, str], Read] = {}
         self.reads_tensors = False
         """Whether the name of a parameter or a buffer was read, even one that is None."""
@@ -134,7 +134,7 @@ class Trial(TorchFunctionMode):
         own = {
             k: copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v for k, v in vars(module).items()
         }
-        buffers = {name: None if b is None else b.detach().clone() for name, b in module._buffers.items()}
+        buffers = {name: None if b is None else _whole(b).detach().clone() for name, b in module._buffers.items()}
         parameters = {name: _whole(p) for name, p in module._parameters.items()}
         own.update(_modules=children, _parameters=parameters, _buffers=buffers)
         # Hooks would leave traces: FSDP2's take this module for the root of the model. Where they matter they are
@@ -281,12 +281,14 @@ def _is_as(now: Any, before: Any) -> bool:
     return all(map(is_, now, before))
 
 
-def _whole(parameter: Any) -> Any:
-    """A parameter as a forward has it on every rank: in place of shards, zeros without memory."""
-    local = parameter if not hasattr(parameter, "device_mesh") else local_part(parameter)
-    return (
-        local if local is parameter else torch.zeros((), dtype=local.dtype, device=local.device).expand(parameter.shape)
-    )
+def _whole(tensor: Any) -> Any:
+    """A parameter or a buffer as a forward has it on every rank: in place of shards, zeros without memory. So it is, on
+    the CPU, in place of a tensor on the meta device: another's kernel would be launched with no address."""
+    if tensor is None or not (tensor.is_meta or hasattr(tensor, "device_mesh")):
+        return tensor
+    local = local_part(tensor) if hasattr(tensor, "device_mesh") else tensor
+    device = torch.device("cpu") if local.is_meta else local.device
+    return torch.zeros((), dtype=local.dtype, device=device).expand(tensor.shape)
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -174,5 +174,9 @@ for fuse in (False, True):
     loss.backward()
     made.append([loss.detach(), *(p.grad for p in net.parameters())])
 assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+with torch.device("meta"):
+    early = lpq.convert(LlamaForCausalLM(config).bfloat16(), "fp8-current", fuse=True)
+torch.cuda.synchronize()  # no kernel was launched with no address
+assert len(lpq.report(early).fused) == 2
 print(len(lpq.report(net).fused), "fused, bits equal")
 """

@@ -77,8 +77,8 @@ def test_one_kernel_computes_an_activation_that_autocast_has_no_part_in(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[torch.dtype] = []
-    own = halves.bind_halves
-    monkeypatch.setattr(halves, "bind_halves", lambda *of: [calls.append(of[2]), own(*of)][1])
+    own = halves._bound
+    monkeypatch.setattr(halves, "_bound", lambda *of: [calls.append(of[3]), own(*of)][1])
     plain, net = nets(family)
     assert equal(cast_step(net), cast_step(plain))
     assert calls

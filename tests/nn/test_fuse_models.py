@@ -292,9 +292,26 @@ def test_rotations_by_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", as_wide_as_a_head)
     assert len(norms(lpq.fuse(model()))) == 4
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", on_a_gpu)
-    reasons = {entry.note for entry in lpq.report(lpq.fuse(model())).apart if "norm" in entry.name}
+    net = lpq.fuse(model())
+    reasons = {entry.note for entry in lpq.report(net).apart if "norm" in entry.name}
     assert len(reasons) == 1
-    assert "does not run on a few rows" in reasons.pop()
+    assert "on cpu it raises RuntimeError; if it has kernels for a GPU alone, call lpq.fuse again" in reasons.pop()
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", rotate)
+    assert len(norms(lpq.fuse(net))) == 4
+
+
+def test_no_trial_of_a_model_on_the_meta_device_has_tensors_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would be launched with no address."""
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    rotate, kinds = llama.apply_rotary_pos_emb, set[str]()
+
+    def noted(*args: Tensor) -> Any:
+        kinds.update(x.device.type for x in args)
+        return rotate(*args)
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", noted)
+    net = lpq.fuse(model().to("meta"))
+    assert (len(blocks(net)), len(norms(net)), kinds) == (2, 4, {"cpu"})
 
 
 def test_a_forward_on_the_object() -> None:
