@@ -39,7 +39,7 @@ from benchmarks.timing import launching, recorded
 from lpq.bench.contenders import Contender
 
 POSITIONS, BOTH = "positions", "both"
-"""What all have of Liger: rotary positions, or these and the loss."""
+"""The parts of Liger that all contenders have: rotary positions, or these and the loss."""
 PROFILED = 10
 """Steps in which it is looked where the host's time goes."""
 

@@ -282,8 +282,9 @@ def _is_as(now: Any, before: Any) -> bool:
 
 
 def _whole(tensor: Any) -> Any:
-    """A parameter or a buffer as a forward has it on every rank: in place of shards, zeros without memory. So it is, on
-    the CPU, in place of a tensor on the meta device: another's kernel would be launched with no address."""
+    """A parameter or a buffer as a forward has it on every rank. Shards, and tensors on the meta device, are replaced
+    by zeros without memory. The zeros for the meta device are on the CPU, since other code's kernel would be launched
+    with no address."""
     if tensor is None or not (tensor.is_meta or hasattr(tensor, "device_mesh")):
         return tensor
     local = local_part(tensor) if hasattr(tensor, "device_mesh") else tensor

@@ -31,6 +31,7 @@ def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
         return by_operators(plan, shapes, compiled=False)
     spare_the_dispatcher()
     text, parts = plan.text, shapes.parts
+    # ``parts``, the last of the shapes, may hold a process group: its class and values stand for it.
     facts = shapes[:-1], None if parts is None else parts.named(sized=True)
     of_any_size = (0, 0, 0, *facts[0][3:]), None if parts is None else parts.named(sized=False)
     own, x, w, dy, refuses = _functions(text, *of_any_size).split(";", 4)

@@ -139,7 +139,7 @@ def bind_remember(tensors: Sequence[Moving], device: torch.device | None) -> Rem
 
     def remember(states: Mapping[str, State], measured: Mapping[str, Sequence[Tensor]]) -> None:
         parts, runs, unseen = bound(names.intersection(measured))
-        memories = [{own: states[tensor][name] for own, name in names} for tensor, _, names, _ in parts]
+        memories = [{own: states[tensor][name] for own, name in keys} for tensor, _, keys, _ in parts]
         stats = [
             {s.name: values for s, values in zip(branch.stats, measured[tensor][at], strict=True)}
             for tensor, branch, _, at in parts
