@@ -39,6 +39,7 @@ from lpq.train.compare_config import CompareConfig, TrainingJob, processors
 from lpq.train.errors import Diverged, Stopped, TrainError
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, described, fixed_sums, pick_device
+from lpq.train.recorded import refuse_record
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 from lpq.train.trainings import Training
@@ -64,6 +65,8 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
     if "RANK" in os.environ:
         raise TrainError("lpq compare starts a process for each training itself: start it without torchrun")
     device = pick_device(config.training.device)
+    if config.training.record:
+        refuse_record(Team(device))
     for recipe in config.recipes:
         lpq.policy(recipe)
     jobs = config.jobs(baseline_on(device))

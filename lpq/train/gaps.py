@@ -13,9 +13,9 @@ from lpq.train.trainings import Training
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
            2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 # fmt: on
-"""The 97.5 % quantile of Student's t for 1 degree of freedom and more."""
-MOST = len(STUDENT) + 1
-"""The most seeds for which there is a quantile."""
+"""The 97.5 % quantile of Student's t for 1 to 30 degrees of freedom."""
+NORMAL = 1.959964
+"""The same quantile of the normal distribution."""
 COLUMNS = ("recipe", "seeds", "loss", "gap", "± 95 %", "shown", "spread", "tokens/s")
 """The columns of the table."""
 MEANING = (
@@ -73,6 +73,14 @@ class Gap:
         )
 
 
+def student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t."""
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    z = NORMAL  # from here on two terms of the series of Fisher and Cornish are right to 0.001
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
 def gaps(trainings: Sequence[Training]) -> list[Gap]:
     """The baseline, then each recipe in the order of their gaps; empty while no baseline ended."""
     of: dict[str, dict[int, Training]] = {}
@@ -101,7 +109,7 @@ def _gap(title: str, own: dict[int, Training], base: dict[int, Training]) -> Gap
         return Gap(title, len(ended), 0, loss, None, spread, None, speed)
     each = [a / b - 1 for a, b in ended]
     spread = stdev(each) if len(each) > 1 else None
-    half = None if spread is None else STUDENT[len(each) - 2] * spread / math.sqrt(len(each))
+    half = None if spread is None else student(len(each) - 1) * spread / math.sqrt(len(each))
     return Gap(title, len(each), 0, loss, fmean(each), spread, half, speed)
 
 

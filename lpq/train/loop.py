@@ -28,6 +28,7 @@ from lpq.train.errors import Stopped
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
+from lpq.train.recorded import refuse_record
 from lpq.train.report import Outcome, Summary
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
@@ -56,6 +57,8 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     device = pick_device(config.device)
     team = Team(device)
     team.check_batch(config.batch)
+    if config.record:
+        refuse_record(team)
     console = (console or Console()) if team.is_first else Console(quiet=True)
     policy = policy_of(config)
     text = data.load(config.data, config.seq, config.text)

@@ -38,6 +38,7 @@ from lpq.train.errors import Diverged
 from lpq.train.machine import fast_bf16
 from lpq.train.measure import Probe, StepBytes
 from lpq.train.model import GPT, GPTShape
+from lpq.train.recorded import Passes, Recorded
 from lpq.train.team import Team
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Trainer:
         stored = policy is not None and config.weights == "quantized"
         initial = {name: value.clone() for name, value in self.model.state_dict().items()} if stored else {}
         self._prepare()
+        recorded = Recorded(self._passes, self.model, self.device) if config.record else None
+        self._run: Passes = recorded or self._passes
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -158,13 +161,16 @@ class Trainer:
 
     def _gradients(self, batch: tuple[Tensor, Tensor], probe: Probe | None) -> tuple[float, float]:
         """Run forward and backward and clip the gradients; return the loss and the norm that they had, of all ranks."""
-        with probe.forward() if probe is not None else nullcontext():
-            loss = self.loss(*batch)
-        with probe.backward() if probe is not None else nullcontext():
-            loss.backward()  # type: ignore[no-untyped-call]
-        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        loss, total = self._run(*batch) if probe is None else self._passes(*batch, probe)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         return self.team.mean(loss), norm
+
+    def _passes(self, tokens: Tensor, targets: Tensor, probe: Probe | None = None) -> tuple[Tensor, Tensor]:
+        with probe.forward() if probe is not None else nullcontext():
+            loss = self.loss(tokens, targets)
+        with probe.backward() if probe is not None else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
 
     def _look(self, batch: tuple[Tensor, Tensor], loss: float, norm: float, before: Before | None) -> bool:
         """Replay the step if it leaves the course of the run; return whether that promoted layers."""

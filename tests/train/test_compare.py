@@ -199,7 +199,8 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(
         (("mxfp9",), "mxfp9"),
         (("mxfp8", "--size", "60g"), "did you mean '60m'"),
         (("mxfp8", "--tokens", "many"), "a number of tokens is wanted"),
-        (("mxfp8", "--seeds", "99"), "it must be from 1 to 31"),
+        (("mxfp8", "--seeds", "0"), "it must be at least 1"),
+        (("mxfp8", "--record"), "--record makes CUDA graphs, and the device is cpu: leave it out"),
         (("mxfp8", "mxfp8"), "name each recipe once"),
         ((BASELINE,), "is what every recipe is compared with"),
         (("mxfp8", "--schedule", "cosin"), "did you mean 'cosine'"),
@@ -266,6 +267,11 @@ def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
     (_, one) = gaps.gaps([*made("bf16", 1.0, 1.1), *made("a", 1.01)])
     assert (one.seeds, one.half, one.verdict) == (1, None, "nothing")
     assert gaps.gaps(made("a", 1.0)) == []
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
+def test_the_quantile_of_student_is_that_of_printed_tables(freedom: int, quantile: float) -> None:
+    assert gaps.student(freedom) == pytest.approx(quantile, abs=1e-3)
 
 
 def test_recipes_beside_another_one_and_the_part_of_its_gap_that_they_close() -> None:

@@ -64,6 +64,12 @@ def test_a_wrong_file_is_refused_in_words(tmp_path: Path, line: str, words: str)
         resolve({}, file)
 
 
+@pytest.mark.parametrize("option", [{"watch": 10}, {"replay": True}, {"promote": 5}])
+def test_a_recorded_training_cannot_be_watched(option: dict[str, Any]) -> None:
+    with pytest.raises(TrainError, match="leave out --record, or --watch, --replay and --promote"):
+        TrainConfig(record=True, **option)
+
+
 def test_an_absent_file_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"absent\.toml cannot be read: No such file"):
         resolve({}, tmp_path / "absent.toml")
@@ -178,14 +184,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return configs
 
 
-def test_every_option_reaches_the_configuration(app: typer.Typer, ran: list[TrainConfig]) -> None:
+@pytest.mark.parametrize("instead", [{}, {"record": True, "watch": 0, "replay": False, "promote": 0}])
+def test_every_option_reaches_the_configuration(
+    app: typer.Typer, ran: list[TrainConfig], instead: dict[str, Any]
+) -> None:
     said: dict[str, Any] = {
         "recipe": "nvfp4", "baseline": False, "second_seed": False, "steps": 11, "batch": 3, "seq": 24, "lr": 0.5,
         "seed": 4, "layers": 1, "heads": 1, "width": 16, "data": ("a", "b"), "device": "cpu", "compile": True,
         "threads": 2, "out": "o", "checkpoint_every": 0, "weights": "quantized", "full": True,
         "schedule": "wsd", "warmup": 0.25, "weight_decay": 0.5, "clip": 2.0, "text": 3, "validate_every": 5, "watch": 7,
-        "replay": True, "promote": 9,
-    }  # fmt: skip
+        "replay": True, "promote": 9, "record": False,
+    } | instead  # fmt: skip
     assert {f.name for f in fields(TrainConfig)} == {*said, "policy", "resume"}
     arguments = []
     for name, value in said.items():

@@ -14,7 +14,7 @@ from lpq.train.commands.options import parameters, values_of
 from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
 from lpq.train.errors import Stopped, TrainError
 
-FREE = ("recipes", "out", "at_once", "time_limit", "beside", "device", "checkpoint_every")
+FREE = ("recipes", "out", "at_once", "time_limit", "beside", "device", "record", "checkpoint_every")
 """The options that no number depends on."""
 TABLE, FIGURE = "table.md", "compare.svg"
 BY_SIZE = "by --size"

@@ -1,0 +1,62 @@
+"""A training that is recorded in CUDA graphs computes the bits of one that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lpq.train import data, loop
+from lpq.train.config import TrainConfig
+from lpq.train.machine import fixed_sums
+from lpq.train.recorded import Recorded
+from lpq.train.team import Team
+from lpq.train.trainer import Trainer
+
+STEPS = 14
+RECIPES = ["fp8-current", "fp8-delayed", "nvfp4", "nvfp4-late-switch", "nvfp4-pretrain", "nvfp4-last-blocks"]
+
+
+def trained(recipe: str | None, *, record: bool, **options: Any) -> tuple[Trainer, list[Any]]:
+    device = torch.device("cuda", 0)
+    shape: dict[str, Any] = {"layers": 2, "heads": 2, "width": 128, "seq": 64, "batch": 4, "steps": STEPS, "text": 1}
+    config = TrainConfig(policy=recipe, record=record, **shape, **options)
+    policy = None if recipe is None else loop.policy_of(config)
+    text = data.load(config.data, config.seq, config.text)
+    with fixed_sums(device, config.threads):
+        trainer = Trainer(config, text, policy, Team(device), probes=False)
+        records = [trainer.advance() for _ in range(STEPS)]
+        records.append({"held out": trainer.held_out_loss()})
+    for one in records:
+        one.pop("seconds", None)
+    return trainer, records
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_the_bits_are_those_of_a_training_that_is_not_recorded(recipe: str | None) -> None:
+    plain, expected = trained(recipe, record=False)
+    recorded, got = trained(recipe, record=True)
+    assert got == expected
+    theirs = plain.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in recorded.model.state_dict().items())
+    assert isinstance(recorded._run, Recorded)
+    assert recorded._run._graph is not None  # and so the last steps were replays
+    assert not isinstance(plain._run, Recorded)
+
+
+def test_recipes_that_change_are_recorded_anew() -> None:
+    trainer, _ = trained("nvfp4-late-switch", record=True)
+    assert isinstance(trainer._run, Recorded)
+    assert trainer._run._recipes == [layer.recipe for layer in trainer._run._layers]
+    trainer.step = 0
+    graph = trainer._run._graph
+    trainer.advance()
+    assert trainer._run._graph is not graph
+
+
+def test_a_compiled_training_is_recorded_too() -> None:
+    _, expected = trained("fp8-current", record=False, compile=True)
+    torch.compiler.reset()
+    _, got = trained("fp8-current", record=True, compile=True)
+    assert got == expected
