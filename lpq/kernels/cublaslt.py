@@ -80,25 +80,8 @@ def bind(
     the bias and the matrix to write to (None: a new one), which begins at a multiple of ``ALIGNED``, and returns the
     product in ``dtype``, bf16 or fp32, which is the bias's dtype too. ``scalars[1]`` is 0. The device is the current
     one; ``dispatched`` as for ``allocator``."""
-    empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
     how = _How(device.index or 0, rows, cols, inner, dtype, bias=bias)
-    usual = _plan(how)
-
-    def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        first, second = left.data_ptr(), right.data_ptr()
-        ends = first | second | ALIGNED
-        plan = usual if ends & -ends == ALIGNED else _plan(how._replace(aligned=ends & -ends))
-        out = empty(*out_of) if out is None else out
-        workspace = empty(*plan.workspace) if plan.workspace else None
-        status = (plan.in_c or plan.run)(
-            first, second, scalars.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr(),
-            workspace.data_ptr() if workspace is not None else 0,
-        )  # fmt: skip
-        if status:
-            raise _failed(status)
-        return out
-
-    return multiply
+    return cast("Callable[..., Tensor]", _bind(how, device, dispatched))
 
 
 def bind_scaled(
@@ -115,26 +98,34 @@ def bind_scaled(
         return None
     how = _How(device.index or 0, rows, cols, inner, dtype, types=types, scaled=scaled, fast=fast)
     try:
-        usual = _plan(how)
+        return _bind(how, device, dispatched)
     except KernelError:  # an older library has no such scales
         return None
-    empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
 
-    def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, out: Tensor | None) -> Tensor | None:
+
+def _bind(how: _How, device: torch.device, dispatched: bool) -> Callable[..., Tensor | None]:
+    """Bind a product. The function takes both matrices; the factor and the bias, or the scales of both matrices; and
+    the matrix to write to."""
+    usual, scaled = _plan(how), how.scaled is not None
+    empty, out_of = allocator(device, dispatched=dispatched), fresh((how.rows, how.cols), how.dtype)
+
+    def multiply(
+        left: Tensor, right: Tensor, factor: Tensor, beside: Tensor | None, out: Tensor | None
+    ) -> Tensor | None:
         first, second = left.data_ptr(), right.data_ptr()
         ends = first | second | ALIGNED
         ends &= -ends
-        if ends < SCALED_ALIGNED or not (left.is_contiguous() and right.is_contiguous()):
+        if scaled and (ends < SCALED_ALIGNED or not (left.is_contiguous() and right.is_contiguous())):
             return None
         plan = usual if ends == ALIGNED else _plan(how._replace(aligned=ends))
         out = empty(*out_of) if out is None else out
         workspace = empty(*plan.workspace) if plan.workspace else None
         status = (plan.in_c or plan.run)(
-            first, second, of_left.data_ptr(), of_right.data_ptr(), out.data_ptr(),
+            first, second, factor.data_ptr(), beside.data_ptr() if beside is not None else 0, out.data_ptr(),
             workspace.data_ptr() if workspace is not None else 0,
         )  # fmt: skip
         if status:
-            raise _failed(status)
+            raise KernelError(f"cublasLtMatmul failed with status {status}")
         return out
 
     return multiply
@@ -262,10 +253,6 @@ class _Plan:
     def _set(self, kind: str, of: c_void_p, attribute: int, value: Any) -> None:
         held = c_int(value) if isinstance(value, int) else value
         _call(f"{kind}SetAttribute", of, attribute, byref(held), c_size_t(ctypes.sizeof(held)))
-
-
-def _failed(status: int) -> KernelError:
-    return KernelError(f"cublasLtMatmul failed with status {status}")
 
 
 _DESCRIPTIONS: list[tuple[weakref.ref[_Plan], list[tuple[str, c_void_p]]]] = []
