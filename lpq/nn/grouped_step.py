@@ -16,7 +16,16 @@ from lpq.nn.step import Shapes, Step, gradient_spec, input_spec, weight_spec
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import Encoded, Multiply, Product
-from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, in_two_steps, of_delivered, operands_of
+from lpq.operations.encoder import (
+    BindEncoder,
+    Encoder,
+    EncoderSpec,
+    column_of,
+    in_two_steps,
+    of_delivered,
+    operands_of,
+    second_of,
+)
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
 from lpq.operations.states import State
@@ -95,14 +104,17 @@ def _of_row_operand(spec: EncoderSpec, watched: bool) -> Encoder:
     both = spec._replace(row=True, col=True)
     row, _ = operands_of(both)
     assert row is not None
-    count, (col, column) = len(row.quantizer.layout) + 1, in_groups.bind_column(both, row, watched=watched)
+    second = in_groups.bind(second_of(both), watched=watched)
+    assert second.col is not None
+    col = second.col._replace(dtype=spec.dtype)  # it stands for the tensor, not for the decoded values
+    count, column = len(row.quantizer.layout) + 1, column_of(row, second, both)
 
     def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
         buffers, tensors = row_given(x.operand("row").tensors(), offs, seeds)
         return buffers, tensors if spec.col else (), ()
 
     def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)
+        return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)[0]
 
     return Encoder(row, col, encode, later)
 

@@ -23,6 +23,7 @@ from lpq.operations.bound import bind_run
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.exact_form import Form
+from lpq.operations.group_tiles import dense
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import bind_measure, measure
 from lpq.operations.multiplicands import multiplicands
@@ -217,8 +218,8 @@ def made_of_row(first: Encoder, second: Encoder, spec: EncoderSpec, recode: Reco
     col = of_col._replace(dtype=spec.dtype)  # it stands for the tensor, and not for the decoded values
     column = column_of(of_row, second, spec)
 
-    def encode(x: Tensor, statistics: Stats, seed: Tensor | None) -> Encoded:
-        row, _, stats = first.encode(x, statistics, seed)
+    def encode(x: Tensor, statistics: Stats, seed: Tensor | None, *offs: Tensor) -> Encoded:
+        row, _, stats = first.encode(x, statistics, seed, *offs)
         if recode is not None:
             return row if spec.row else (), recode(row), ()
         state = statistics.state if isinstance(statistics, KnownStats) else statistics
@@ -251,13 +252,20 @@ def column_of(
 ) -> Callable[[Sequence[Tensor], Stats, Tensor | None], tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Return ``column(buffers, known, seed)``: the column operand that the second encoder makes of what a row operand
     decodes to, and the statistics that it returns."""
-    layout = spec.quantizer.side("col").layout
+    layout, in_groups = spec.quantizer.side("col").layout, row.sections is not None and not row.sections.stack
+    is_encoded = second.col is not None and second.col.form is None
 
     def column(
         buffers: Sequence[Tensor], statistics: Stats, seed: Tensor | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        _, col_buffers, stats = second.encode(decode(row.over(buffers), torch.float32), statistics, seed)
-        return for_dtype(layout, col_buffers, spec.dtype), stats
+        if in_groups:
+            x, offs = dense(row.grouped(buffers), buffers[-1], torch.float32, rotated=False), buffers[-1:]
+        else:
+            x, offs = decode(row.over(buffers), torch.float32), ()
+        _, col_buffers, stats = second.encode(x, statistics, seed, *offs)
+        if is_encoded:
+            col_buffers = *for_dtype(layout, col_buffers[: len(layout)], spec.dtype), *offs
+        return col_buffers, stats
 
     return column
 

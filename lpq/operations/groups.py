@@ -7,7 +7,7 @@ rows; its values grow, and rows behind the last one belong to no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,24 +15,23 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.formats.layout import for_dtype, row_major
+from lpq.formats.layout import row_major
 from lpq.formats.sections import Sections, bounds, grid, piece, starts, unit
 from lpq.kernels.table import bound_once
 from lpq.operations import sectioned
 from lpq.operations.binding import Encoded, Encoding, Operand, on_device
-from lpq.operations.decoding import decode
 from lpq.operations.encoder import (
     Encoder,
     EncoderSpec,
     Stats,
     first_of,
     is_made_of_row,
+    made_of_row,
     operands_of,
     second_of,
     sides_of,
 )
 from lpq.operations.encoder import through_operators as each_matrix
-from lpq.operations.group_tiles import dense
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.quantizing import quantized
@@ -49,11 +48,12 @@ def bind(spec: EncoderSpec, *, watched: bool = False, dispatched: bool = False) 
     """Bind the encoding of sections into the wanted operands: each section has the bytes that it has when encoded
     alone. An operand that is an ordinary matrix is a view or a cast. ``watched``: operators encode, for a tracer or a
     mode. ``dispatched``: as in ``Encoding``."""
-    sections, made_of_row = spec.sections, is_made_of_row(spec)
-    if made_of_row and sections is not None and sections.at_once and (spec.exact[1] or not watched):
-        return _made_of_row(spec, watched, dispatched)
+    sections, follows = spec.sections, is_made_of_row(spec)
+    if follows and sections is not None and sections.at_once and (spec.exact[1] or not watched):
+        first, second = (bind(of(spec), watched=watched, dispatched=dispatched) for of in (first_of, second_of))
+        return made_of_row(first, second, spec)
     plain_row, plain_col = (side if side is not None and side.plain else None for side in sides_of(spec))
-    if made_of_row:
+    if follows:
         plain_col = None
     rest = spec._replace(row=spec.row and plain_row is None, col=spec.col and plain_col is None)
     exact, run = _bind(rest, watched, dispatched) if rest.row or rest.col else ((False, False), None)
@@ -67,43 +67,6 @@ def bind(spec: EncoderSpec, *, watched: bool = False, dispatched: bool = False) 
         return row if plain_row is None else (*of_row, *offs), col if plain_col is None else (*of_col, *offs), stats
 
     return Encoder(*operands, encode)
-
-
-def _made_of_row(spec: EncoderSpec, watched: bool, dispatched: bool) -> Encoder:
-    """Bind the encoding of sections whose column operand is made of the row operand."""
-    first = bind(first_of(spec), watched=watched, dispatched=dispatched)
-    assert first.row is not None
-    row, (col, column) = first.row, bind_column(spec, first.row, watched=watched, dispatched=dispatched)
-
-    def encode(x: Tensor, known: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        buffers, _, stats = first.encode(x, known, seeds, *offs)
-        return buffers if spec.row else (), column(buffers, known, seeds), stats
-
-    return Encoder(row if spec.row else None, col, encode, derived=True)
-
-
-def bind_column(
-    spec: EncoderSpec, row: Operand, *, watched: bool = False, dispatched: bool = False
-) -> tuple[Operand, Callable[[Sequence[Tensor], Stats, Tensor | None], Sequence[Tensor]]]:
-    """The column operand of sections, and ``column(buffers, known, seeds)``, which makes its buffers of the buffers of
-    their row operand."""
-    encoder = bind(second_of(spec), watched=watched, dispatched=dispatched)
-    layout, stack = spec.quantizer.side("col").layout, spec.sections is not None and spec.sections.stack
-    assert encoder.col is not None
-    col = encoder.col._replace(dtype=spec.dtype)  # it stands for the tensor, not for the decoded values
-
-    def column(buffers: Sequence[Tensor], known: Stats, seeds: Tensor | None) -> Sequence[Tensor]:
-        offs = () if stack else (buffers[-1],)
-        if stack:
-            decoded = decode(row.over(buffers), torch.float32)
-        else:
-            decoded = dense(row.grouped(buffers), buffers[-1], torch.float32, rotated=False)
-        col_buffers = encoder.encode(decoded, known, seeds, *offs)[1]
-        if col.form is not None:
-            return col_buffers
-        return *for_dtype(layout, col_buffers[: len(layout)], spec.dtype), *offs
-
-    return col, column
 
 
 through_operators = partial(bind, watched=True)
