@@ -17,12 +17,12 @@ from torch import Tensor
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import for_dtype
 from lpq.formats.sections import Sections
-from lpq.operations import fused_pair
 from lpq.operations.binding import Encoded, Encoding, Operand
 from lpq.operations.bound import bind_run
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.exact_form import Form
+from lpq.operations.fused_pair import exact_forms
 from lpq.operations.group_tiles import dense
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import bind_measure, measure
@@ -340,14 +340,9 @@ def sides_of(spec: EncoderSpec) -> tuple[Quantizer | None, Quantizer | None]:
 def _forms(spec: EncoderSpec) -> tuple[Form | None, Form | None]:
     """The exact forms in which the operands are made: None where statistics are returned for a state."""
     row, col = sides_of(spec)
-    rows, cols = spec.shape
     if spec.exact == (False, False) or spec.remembers or spec.measures or row is None or col is None:
         return None, None
-    if rows % fused_pair.ALIGNED or cols % fused_pair.ALIGNED or rows * cols == 0:
-        return None, None
-    if not ((row.whole(cols) or not spec.exact[0]) and (col.whole(rows) or not spec.exact[1])):
-        return None, None
-    return fused_pair.exact_forms(row.text, col.text, *spec.exact, spec.device) or (None, None)
+    return exact_forms(row, col, spec.shape, spec.exact, spec.device) or (None, None)
 
 
 def operands_of(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import Find, SectionedMatrix
+from lpq.kernels.table import bound_once
 from lpq.kernels.tiles import (
     INPUTS,
     SQUARE,
@@ -212,62 +213,48 @@ def bind(e: Encoding) -> Encode | None:
     """Bind one read that makes both operands of matrices of one shape; None where there is none."""
     assert e.row is not None
     assert e.col is not None
-    pair = _pair(e.row.text, e.col.text, e.device.index or 0, *_ops(e.exact))
+    pair = pair_of(e.row.text, e.col.text, e.exact, e.device)
     return pair.bind(e) if pair is not None else None
 
 
 quantize = unbound(bind)
 
 
-def _ops(exact: tuple[bool, bool]) -> tuple[str, str]:
-    return "exact_tile" if exact[0] else "tile", "exact_tile" if exact[1] else "tile"
-
-
-def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
-    """The pair that makes both operands, each encoded or in its exact form; None if there is none."""
-    ops = _ops((exact_row, exact_col))
-    try:
-        if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):
-            return None
-    except KernelError:  # nothing but kernels is allowed, and these are not there
+def exact_forms(
+    row: Quantizer, col: Quantizer, shape: tuple[int, int], exact: tuple[bool, bool], device: torch.device
+) -> tuple[Form | None, Form | None] | None:
+    """The form in which each operand of a matrix is made, None of one that is encoded. None: they cannot be made so."""
+    rows, cols = shape
+    if rows % ALIGNED or cols % ALIGNED or rows * cols == 0:
         return None
-    return _pair(row, col, device.index or 0, *ops)
+    if not ((row.whole(cols) or not exact[0]) and (col.whole(rows) or not exact[1])):
+        return None
+    return forms_of(row.text, col.text, *exact, device)
 
 
 @once_when_traced
-def exact_forms(
+def forms_of(
     row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device
 ) -> tuple[Form | None, Form | None] | None:
-    """The form in which each operand is made, None of one that is encoded. None: they cannot be made so."""
-    pair = _making(row, col, exact_row, exact_col, device)
+    """As ``exact_forms``, of matrices whose sizes fit."""
+    pair = pair_of(row, col, (exact_row, exact_col), device)
     return None if pair is None else (pair.row.exact, pair.col.exact)
 
 
-class Pair:
-    """Two sides, and the kernel that is compiled for them."""
+class Pair(NamedTuple):
+    """Two sides, which one kernel is compiled for."""
 
-    def __init__(self, row: TileSide, col: TileSide) -> None:
-        self.row, self.col = row, col
-        self.shape = min(row.shape, col.shape)
-        self.turns = min(row.turns, col.turns)
-        arguments = f"P({row.parameters})({col.parameters})I"
-        self.kernel = tile_kernels("common/pair.cu", "pair", arguments)[self.shape]
-        self.macros = pair_macros(row.compiled, col.compiled)
-        self.bind = registry.cached_few(self._bind)
-        """How matrices of one shape are encoded; None where the reference has to."""
+    row: TileSide
+    col: TileSide
 
-    def _macros_for(self, dtype: torch.dtype, *, stats: bool, whole: bool) -> tuple[str, ...]:
-        """The macros for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
-        return (INPUTS[dtype], *self.macros, *(["LPQ_STATS"] if stats else []), *covering(self.shape, whole))
-
-    def _bind(self, e: Encoding) -> Encode | None:
-        """Bind one read of the tensor, after the reads that find its amaxes, if they are needed."""
-        if 0 in e.shape or e.offset % self.row.aligned or e.offset % self.col.aligned:
+    def bind(self, e: Encoding) -> Encode | None:
+        """Bind one read of the tensor, after the reads that find its amaxes, if they are needed; None where the
+        reference has to encode."""
+        row, col = self
+        if 0 in e.shape or e.offset % row.aligned or e.offset % col.aligned:
             return None
-        assert e.row is not None
-        assert e.col is not None
-        (rows, cols), index = e.shape, e.device.index or 0
-        first, second = bind_sides(e, self.row, self.col)
+        (rows, cols), index, shape = e.shape, e.device.index or 0, min(row.shape, col.shape)
+        first, second = bind_sides(e, row, col)
         assert first is not None
         assert second is not None
         amax_sides = [i for i, bound in enumerate((first, second)) if bound.needs and bound.side.amax]
@@ -278,10 +265,12 @@ class Pair:
         ]
         parts, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if amax_sides else ((), None)
         empty = allocator(e.device, dispatched=e.dispatched)
-        blocks = tiles(rows, cols, self.shape)
-        whole = e.aligned and divides(rows, cols, self.shape)
-        macros = self._macros_for(e.dtype, stats=e.measure or True in e.given, whole=whole)
-        launch = self.kernel.bind(index, macros, -(-blocks // self.turns))
+        blocks = tiles(rows, cols, shape)
+        whole = e.aligned and divides(rows, cols, shape)
+        stats = ["LPQ_STATS"] if e.measure or True in e.given else []
+        macros = INPUTS[e.dtype], *pair_macros(row.compiled, col.compiled), *stats, *covering(shape, whole)
+        kernel = tile_kernels("common/pair.cu", "pair", f"P({row.parameters})({col.parameters})I")[shape]
+        launch = kernel.bind(index, macros, -(-blocks // min(row.turns, col.turns)))
         (_, make, one, no_stats, _), (_, make_beside, other, none_beside, _) = first, second
         tail, zero = (blocks, rows, cols), ZERO.bind(index, (), 1)
 
@@ -305,9 +294,11 @@ class Pair:
         return encode
 
 
-@registry.cached
-def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "tile") -> Pair | None:
-    device = torch.device("cuda", index)
-    first = side_of(registry.quantizer(row), "row", device, row_op)
-    second = side_of(registry.quantizer(col), "col", device, col_op)
+@bound_once
+def pair_of(row: str, col: str, exact: tuple[bool, bool], device: torch.device) -> Pair | None:
+    """The sides that make both operands, each encoded or in its ``exact`` form; None where one is not made so."""
+    first, second = (
+        side_of(registry.quantizer(text), direction, device, "exact_tile" if is_exact else "tile")
+        for text, direction, is_exact in zip((row, col), get_args(Direction), exact, strict=True)
+    )
     return None if isinstance(first, str) or isinstance(second, str) else Pair(first, second)

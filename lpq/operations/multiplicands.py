@@ -9,7 +9,7 @@ from lpq import registry
 from lpq.formats.format import Quantizer, Storage
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.bound import encoding
-from lpq.operations.fused_pair import ALIGNED, exact_forms
+from lpq.operations.fused_pair import exact_forms, forms_of
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.torch_private.dispatch import modes
 
@@ -20,13 +20,9 @@ def multiplicands(
     """Make both operands of ``x``, at least one in its ``exact`` form, without encoding it first; None if that is not
     possible."""
     rows, cols = x.shape
-    if rows % ALIGNED or cols % ALIGNED or x.numel() == 0:
-        return None
-    if not ((row.whole(cols) or not exact[0]) and (col.whole(rows) or not exact[1])):
-        return None
     if seed is None and (row.stochastic or col.stochastic):
         return None
-    forms = exact_forms(row.text, col.text, *exact, x.device)
+    forms = exact_forms(row, col, (rows, cols), exact, x.device)
     if forms is None:
         return None
     texts = row.text, col.text
@@ -56,7 +52,7 @@ def _multiplicands_fake(
     x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
 ) -> list[Tensor]:
     rows, cols = x.shape
-    forms = exact_forms(row, col, exact_row, exact_col, x.device)
+    forms = forms_of(row, col, exact_row, exact_col, x.device)
     assert forms is not None
     out: list[Tensor] = []
     for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):

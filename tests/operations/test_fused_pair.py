@@ -197,7 +197,7 @@ def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.Mo
     register(Acme, name="acme")
     assert chosen("acme", "nvfp4").impl is fused_pair.quantize
     assert chosen("fp8", "acme").impl is fused_pair.quantize
-    pair = fused_pair._pair("acme", "nvfp4", 0)
+    pair = fused_pair.pair_of("acme", "nvfp4", (False, False), GPU)
     x: Tensor = torch.randn(128, 256, dtype=torch.bfloat16)
     assert pair is not None
     got = unbound(pair.bind)(x, [], lpq.quantizer("acme"), lpq.quantizer("nvfp4"), None, 0, False)
