@@ -6,6 +6,7 @@ and what modules keep. What fails in one rank ends all of them.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -18,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -40,6 +42,8 @@ PATIENCE = 600.0
 MOST_THREADS = 96
 """Threads with which a rank is not used again. Each group that a call makes has some, for torch keeps groups: they wake
 up a hundred times a second, and many ranks would do little else."""
+DIES_WITH_ITS_PARENT = 1
+"""``PR_SET_PDEATHSIG`` of prctl(2): the signal that a process gets at the end of the one that forked it."""
 GRACE = 1.0
 """Seconds that ranks have to tell their own errors, once one has told its."""
 IMPORTED = [
@@ -130,6 +134,7 @@ def _stacks(folder: str, rank: int) -> Path:
 def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str, port: int) -> None:
     """Say that this rank is ready, and take calls until whoever makes them is gone."""
     gc.freeze()  # what was imported is left alone: to look through it takes up to a tenth of a rank's time
+    ctypes.CDLL(None).prctl(DIES_WITH_ITS_PARENT, signal.SIGKILL)  # one that is paused would not see the pipe close
     with _stacks(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         if "nccl" in backend:
@@ -182,6 +187,7 @@ class Pool:
             self._calls.append(here)
             self._processes.append(process)
         self._raise(PATIENCE)
+        self._signal(signal.SIGSTOP)
 
     def serves(self) -> bool:
         """Whether its ranks run, and can import what can be imported here."""
@@ -191,10 +197,18 @@ class Pool:
         """Run ``function(rank, *args)`` in all ranks; ``RankError`` if it failed in any, which ends all."""
         hidden = frozenset(plugins.hidden)
         call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd(), self.path, hidden))
+        self._signal(signal.SIGCONT)
         self._send(call)
         self._raise(patience)
+        self._signal(signal.SIGSTOP)
         if self._threads() > MOST_THREADS:
             self.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Pause the ranks until the next call, or wake them: the threads of idle ranks take a tenth of all time."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):  # it is gone, as its answer will say
+                os.kill(process.pid, number)
 
     def _threads(self) -> int:
         """The threads of the first rank, where the system tells."""

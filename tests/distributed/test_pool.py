@@ -53,6 +53,19 @@ def test_ranks_are_started_once(tmp_path: Path) -> None:
     assert not {*_noted(tmp_path, "fresh")} & {*first}
 
 
+def test_ranks_without_a_call_are_paused(pool: Pool) -> None:
+    """Each of their groups has a thread that would wake up a hundred times a second."""
+    pool.run(_group)
+    for one in pool._processes:
+        state, end = Path(f"/proc/{one.pid}/stat"), time.monotonic() + 30
+        while state.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end
+
+
+def _group(rank: int) -> None:
+    dist.new_group([0, 1])
+
+
 def _note_one(rank: int, folder: Path) -> None:
     (folder / f"{rank} of {dist.get_world_size()}").touch()
 
