@@ -12,7 +12,7 @@ from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
 from lpq.cli.output import Json, as_json, print_text
 from lpq.formats.format import Direction, Quantizer
-from lpq.nn.expert_notes import expert_note
+from lpq.nn.layer_notes import expert_note
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
 from lpq.recipes.policy_sources import refuse_rules

@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lpq.nn.name_ranges import first_few
-from lpq.nn.names import plain_name
+from lpq.nn.names import first_few, plain_name
 from lpq.recipes.globs import matching
 from lpq.recipes.rules import LEAVE
 

@@ -1,20 +1,44 @@
 """Converted layers that no pass has called, while it called others; and those whose weight a pass has read past them.
 
 A module may read the weight of a layer and multiply by it itself, as the attention of some models does, and fused code.
-Its products are in high precision then, whatever recipe the layer has.
+Its products are in high precision then, whatever recipe the layer has. The layer takes its weight from its parameters,
+so that what reads the attribute is other code, and the layer's own pass has nothing to do for it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.torch_private.callers import another_pass_reads
 
 UNCALLED = "; no pass has called it so far, while others were called: code that reads its weight multiplies as before"
 """The end of a note in the report."""
 READ = "; a pass has read its weight, too: what code beside the layer multiplies by it is in high precision"
 """The end of another note."""
+
+
+class Weight:
+    """The weight as an attribute of a class of layers. It notes the first such read in the layer's ``passes``; a read
+    that a compiler traces is not noted."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: Any = None) -> Any:
+        if layer is None:
+            return self
+        parameters = layer._parameters
+        if self.name not in parameters:
+            raise AttributeError(self.name)  # so that torch looks elsewhere, and says so
+        passes = vars(layer).get("passes")  # none while the class before the conversion sets it up
+        if not (torch.compiler.is_compiling() or passes is None or passes.read_past) and another_pass_reads(layer):
+            passes.read_past = True
+        return parameters[self.name]
 
 
 def uncalled(model: nn.Module) -> set[str]:

@@ -15,13 +15,12 @@ from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.conversion_plan import BECAME, TAKEN, Change, ConversionPlan, changes_of, check_layers
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
-from lpq.nn.expert_notes import expert_notes
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.fused_blocks import fuse as fuse_blocks
 from lpq.nn.fused_blocks import notes as fusion_notes
+from lpq.nn.layer_notes import expert_notes, parallel_notes
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
-from lpq.nn.parallel_notes import parallel_notes
 from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.nn.siblings import SharedInputs
@@ -150,8 +149,7 @@ def _prepared(model: nn.Module, weights: Weights | None, ranks: int | None) -> t
     """How weights are prepared, and for how many ranks: by this call or, if it leaves them alone, by earlier ones."""
     if weights is not None:
         return weights, ranks
-    records = (module.__dict__.get(RECORD) for module in model.modules())
-    earlier = [r for r in records if isinstance(r, Conversion) and r.weights is not None]
+    earlier = [record for *_, record in recorded(model) if record.weights is not None]
     return (earlier[0].weights, earlier[0].ranks) if earlier else (None, None)
 
 
@@ -240,13 +238,19 @@ def conversions(model: nn.Module) -> dict[str, Conversion]:
 def records(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
     """Every record in a model, with the name of the module that ``convert`` got or, if this was a wrapper that is gone,
     of the module that was in it."""
-    for own, module in model.named_modules():
-        if isinstance(record := module.__dict__.get(RECORD), Conversion):
-            name = plain_name(own)
-            if f".{name}".endswith(f".{record.within}"):
-                yield name.removesuffix(record.within).removesuffix("."), record
-            else:
-                yield name, record.unwrapped()
+    for own, _, record in recorded(model):
+        name = plain_name(own)
+        if f".{name}".endswith(f".{record.within}"):
+            yield name.removesuffix(record.within).removesuffix("."), record
+        else:
+            yield name, record.unwrapped()
+
+
+def recorded(model: nn.Module) -> Iterator[tuple[str, nn.Module, Conversion]]:
+    """Yield every module in a model that has a record, with its name there and the record."""
+    for name, module in model.named_modules():
+        if isinstance(record := vars(module).get(RECORD), Conversion):
+            yield name, module, record
 
 
 def report(model: nn.Module, *, full: bool = False) -> Report:

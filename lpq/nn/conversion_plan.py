@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,20 +12,17 @@ from lpq import registry
 from lpq.nn.coverage import matrices
 from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.functional import why_not_in_groups
-from lpq.nn.fused_experts import adopt as adopt_experts
-from lpq.nn.fused_experts import holds_experts, is_transposed, stacks
+from lpq.nn.fused_experts import FusedExperts, TransposedExperts, holds_experts, is_transposed, stacks
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
 from lpq.nn.plan import Plan, check_names
 from lpq.nn.reports import Entry
 from lpq.nn.stateful_layer import StatefulLayer
-from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
+from lpq.nn.transposed import TransposedLayer, holds_transposed
 from lpq.nn.wanted import Accumulate
 from lpq.operations.inputs import DTYPES
 from lpq.recipes import Policy, Recipe, RecipeError, Schedule, Steps
 from lpq.registry.errors import LpqError
-
-Adopt = Callable[[Any, "Recipe | None"], StatefulLayer]
 
 TAKEN = "lpq_recipe"
 """An attribute of modules that a plugin made: the title of the recipe that each was made for."""
@@ -122,8 +119,8 @@ class Change:
     schedule: Schedule
     new: nn.Module
     """The module in its place; often itself."""
-    adopt: Adopt | None = None
-    """The function that turns it into a layer of lpq, if lpq converts it."""
+    kind: type[StatefulLayer] | None = None
+    """The class of lpq that it gets, if lpq converts it."""
     made_for: Recipe | None = None
     """The recipe for which a plugin made it, if one did."""
     layers: Mapping[str, StatefulLayer] = field(default_factory=dict)
@@ -132,8 +129,8 @@ class Change:
     def apply(self) -> None:
         """Give layers their recipe, whatever made them."""
         recipe, layers = self.schedule.at(0), {**self.layers}
-        if self.adopt is not None:
-            layers[self.name] = self.adopt(self.new, recipe)
+        if self.kind is not None:
+            layers[self.name] = self.kind.adopt(self.new, recipe)
         elif self.made_for is not None and not isinstance(self.new, StatefulLayer):
             vars(self.new)[TAKEN] = self.made_for.title
         for name, layer in layers.items():
@@ -174,11 +171,11 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
     was = type(module)
     new: nn.Module | None = registry.convert_module(module, name, first)
     if new is None:
-        if (adopts := _adopter(module)) is not None:
-            return Change(name, module, schedule, module, adopts), note
+        if (kind := _kind_of(module)) is not None:
+            return Change(name, module, schedule, module, kind), note
         if type(module) is nn.Linear or holds_transposed(module):
-            kind = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
-            return None, f"{kind} whose forward was replaced on the object"
+            which = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
+            return None, f"{which} whose forward was replaced on the object"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
         if TAKEN in vars(module):
@@ -204,12 +201,14 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
     return Change(name, module, schedule, new, made_for=first, layers=layers), note
 
 
-def _adopter(module: nn.Module) -> Adopt | None:
-    """Return the function by which lpq itself converts a module that no plugin converts; None: it stays as it is."""
+def _kind_of(module: nn.Module) -> type[StatefulLayer] | None:
+    """Return the class that lpq itself gives a module that no plugin converts; None: it stays as it is."""
     if "forward" in vars(module):
         return None
     if type(module) is nn.Linear:
-        return Linear.adopt
+        return Linear
     if holds_transposed(module):
-        return adopt
-    return adopt_experts if holds_experts(module) else None
+        return TransposedLayer
+    if holds_experts(module):
+        return TransposedExperts if is_transposed(module) else FusedExperts
+    return None

@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 from lpq.nn.fused_experts import holds_experts
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
-from lpq.nn.name_ranges import first_few, grouped
-from lpq.nn.names import plain_name
+from lpq.nn.names import first_few, grouped, plain_name
 from lpq.nn.transposed import holds_transposed
 from lpq.registry.showing import Readable
 

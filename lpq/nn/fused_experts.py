@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.extended import Extension, extend
+from lpq.nn.called import Weight
+from lpq.nn.extended import Extension
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.halves import activate
 from lpq.nn.plan import LayerBuffer
-from lpq.nn.read_past import Weight
 from lpq.nn.stand_ins import Read, changed
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
@@ -26,7 +26,6 @@ from lpq.torch_private.hooks import has_hooks
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import RowExchange
-    from lpq.recipes import Recipe
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that the interface gives each module; newer ones give ``has_post_expert_norm``, too."""
@@ -109,17 +108,6 @@ def is_transposed(module: Any) -> bool:
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of the experts by name, each ``[experts, …, …]``."""
     return {name: w for name in (*UP, DOWN) if isinstance(w := getattr(module, name, None), nn.Parameter)}
-
-
-def adopt(module: nn.Module, recipe: Recipe | None) -> FusedExperts:
-    """Turn this very module into converted experts: parameters, hooks and references to it stay."""
-    if not isinstance(module, FusedExperts):
-        extend(module, TransposedExperts if is_transposed(module) else FusedExperts)
-        assert isinstance(module, FusedExperts)
-        module.begin()
-    assert isinstance(module, FusedExperts)
-    module.recipe = recipe
-    return module
 
 
 def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -317,12 +317,3 @@ class Linear(Layer, nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.begin()
         self.recipe = recipe
-
-    @classmethod
-    def adopt(cls, module: nn.Linear, recipe: RecipeLike | None) -> Self:
-        """Turn this very ``nn.Linear`` into a ``Linear``: parameters, hooks and references to it stay."""
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module.begin()
-        module.recipe = recipe
-        return module

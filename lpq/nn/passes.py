@@ -39,7 +39,7 @@ class Passes:
         self.traced = traced
         """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
         self.read_past = False
-        """Whether the pass of another module has read a weight of the layer (``lpq/nn/read_past.py``)."""
+        """Whether the pass of another module has read a weight of the layer (``lpq/nn/called.py``)."""
         self.state_counts: list[int] | None = None
         """The write counts of the states that the last forward read (``lpq/nn/recomputed.py``)."""
         self.calls: tuple[object, dict[object, Any]] = (None, {})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lpq.nn.coverage import Coverage
-from lpq.nn.name_ranges import grouped
+from lpq.nn.names import grouped
 from lpq.registry.showing import Readable
 
 

@@ -22,7 +22,7 @@ from lpq.distributed.shardability import (
 )
 from lpq.formats.sections import is_stack
 from lpq.nn.linear import Layer
-from lpq.nn.name_ranges import first_few
+from lpq.nn.names import first_few
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import suggestion

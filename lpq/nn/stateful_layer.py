@@ -15,6 +15,7 @@ from lpq import recipes
 from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
+from lpq.nn.extended import Extension, extend
 from lpq.nn.fresh_states import FreshStates, decide
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
@@ -50,6 +51,18 @@ class StatefulLayer(nn.Module):
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
         self.model, self.passes = ConvertedModel(), Passes()
+
+    @classmethod
+    def adopt(cls, module: nn.Module, recipe: RecipeLike | None) -> Self:
+        """Turn this very module into a layer of this class: parameters, hooks and references to it stay."""
+        if issubclass(cls, Extension):
+            extend(module, cls)
+        else:
+            module.__class__ = cls
+        assert isinstance(module, cls)
+        module.begin()
+        module.recipe = recipe
+        return module
 
     def __getstate__(self) -> dict[str, Any]:
         """Give a copy passes of its own: a shallow copy, too, may get another recipe."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lpq.nn.conversion import RECORD, Conversion, check_length, conversions
+from lpq.nn.conversion import RECORD, Conversion, check_length, conversions, recorded
 from lpq.nn.conversion_plan import check_layers, names_of
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
@@ -35,8 +35,7 @@ def set_step(model: nn.Module, step: int) -> None:
             f"set_step: step {step} is beyond the run, for which lpq.convert has steps={min(lengths)}: convert "
             "with the length of the run, or give it to lpq.replan"
         )
-    layers = [module for module in model.modules() if isinstance(module, StatefulLayer) and module.schedule is not None]
-    recipes = {layer: layer.schedule.at(step) for layer in layers if layer.schedule is not None}
+    recipes = {layer: layer.schedule.at(step) for layer in _scheduled(model) if layer.schedule is not None}
     changes: dict[Stages, bool] = {}
     for layer, recipe in recipes.items():
         if layer.model.stages is not None:
@@ -59,9 +58,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
     conversions(model)
     check_length(steps)
     _take(model, {layer: layer.schedule.replan(steps) for layer in _scheduled(model) if layer.schedule is not None})
-    for module in model.modules():
-        if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
-            continue
+    for _, module, conversion in recorded(model):
         aliases = [alias for of_one in names_of(module).values() for alias in of_one]
         every = [plain_name(f"{conversion.within}.{alias}").strip(".") for alias in aliases]
         report = replace(conversion.report, unreached=conversion.policy.unreached(every, steps))
@@ -81,9 +78,7 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     conversions(model)
     planned: dict[StatefulLayer, Schedule] = {}
     records: dict[nn.Module, Conversion] = {}
-    for module in model.modules():
-        if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
-            continue
+    for _, module, conversion in recorded(model):
         own = [(layer, _planned_name(layer)) for layer in _scheduled(module) if layer not in planned]
         rules = [Rule((name,), recipes[layer], until) for layer, name in own if name is not None and layer in recipes]
         policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))

@@ -6,15 +6,12 @@ They multiply by a transposed view of the weight, which keeps its name, its shap
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from lpq.nn.extended import Extension, extend
+from lpq.nn.extended import Extension
 from lpq.nn.linear import Layer
-
-if TYPE_CHECKING:
-    from lpq.recipes import RecipeLike
 
 CLASSES = (("transformers.pytorch_utils", "Conv1D"),)
 """Classes that compute ``x @ weight + bias``, each as a module and a name in it. They are looked up, not imported."""
@@ -41,12 +38,3 @@ class TransposedLayer(Extension, Layer):
 def holds_transposed(module: nn.Module) -> bool:
     """Whether the module is a linear layer with a weight of ``[in, out]``, of a class that is not lpq's."""
     return any(type(module) is getattr(sys.modules.get(where), name, None) for where, name in CLASSES)
-
-
-def adopt(module: nn.Module, recipe: RecipeLike | None) -> TransposedLayer:
-    """Turn this very module into a layer: parameters, hooks and references to it stay."""
-    extend(module, TransposedLayer)
-    assert isinstance(module, TransposedLayer)
-    module.begin()
-    module.recipe = recipe
-    return module

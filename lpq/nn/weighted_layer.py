@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lpq.distributed.ranks import Ranks
 from lpq.distributed.shard import in_place_of, ordinary
-from lpq.nn.read_past import Weight
+from lpq.nn.called import Weight
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered

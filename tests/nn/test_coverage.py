@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import lpq
 from lpq.nn.advice import nearest
-from lpq.nn.name_ranges import grouped
+from lpq.nn.names import grouped
 
 
 class Experts(nn.Module):

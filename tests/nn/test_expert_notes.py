@@ -7,7 +7,7 @@ from torch import nn
 
 import lpq
 from lpq.nn import GroupedLinear
-from lpq.nn.expert_notes import expert_note
+from lpq.nn.layer_notes import expert_note
 from lpq.operations.group_choice import pays_from
 
 LARGE, SMALL = (14336, 4096), (1408, 2048)
