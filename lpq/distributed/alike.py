@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed import meeting
-from lpq.distributed.converted import converted, is_converted
 from lpq.distributed.ranks import LIMIT, Ranks, digest, sharing, words
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -35,14 +34,25 @@ DIFFER = "the ranks do not have the same model"
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
-class PolicySteps(Protocol):
-    """The steps of a policy, as far as ranks compare them."""
-
-    step: int
+class SharedLayer(Protocol):
+    """A layer, as far as ranks change it together."""
 
     @property
-    def moving(self) -> bool:
-        """Whether a later step may change a recipe."""
+    def title(self) -> str:
+        """The name of the layer in messages."""
+
+    def shared_weight(self) -> Tensor:
+        """The weight, as ranks share it."""
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether it is a layer of ``lpq.nn``, which has a ``model``, ``passes``, a ``schedule`` and a recipe."""
+    return hasattr(type(module), "state_buffers")
+
+
+def converted(root: nn.Module) -> Iterator[Any]:
+    """Yield the layers of ``lpq.nn`` in a module."""
+    return filter(is_converted, root.modules())
 
 
 class Comparison:
@@ -59,7 +69,8 @@ class Comparison:
         """Whether this rank keeps a recipe that it was to change without the others."""
         self.sets: list[Ranks] = []
         """The sets of ranks that share a part of the model."""
-        self._stages: list[PolicySteps] = []
+        self._stages: list[Any] = []
+        """The steps of the policies of its layers."""
         self._about = ""
         self._waited, self._looked = 0.0, 0.0
         """How long this rank has waited in vain, and when it looked last, in seconds."""
@@ -115,14 +126,14 @@ class Comparison:
     def tell(self) -> None:
         """Tell the other ranks, whose recipes may be unchanged, that this rank wants to compare."""
         for ranks in self.sets:
-            ranks.tell(self._about)
+            meeting.tell(ranks.names, self._about)
 
     def is_told(self, now: bool) -> bool:
         """Whether another rank wants to compare; ``now``: look even if this rank has just looked."""
         if not now and monotonic() < self._looked + OFTEN:
             return False
         self._looked = monotonic()
-        return any(ranks.are_told(self._about) for ranks in self.sets)
+        return any(meeting.is_told(ranks.names, self._about) for ranks in self.sets)
 
 
 def check_alike(
@@ -137,7 +148,7 @@ def check_alike(
             by_ranks.setdefault(tuple(ranks.names), (ranks, []))[1].append(text)
     error: RuntimeError | None = None
     for ranks, texts in by_ranks.values():
-        equal = ranks.meet(about, f"{digest(chr(10).join(texts)):x}", seconds, _waiting())
+        equal = meeting.meet(ranks.names, about, f"{digest(chr(10).join(texts)):x}", seconds, _waiting())
         if equal is None and seconds is None:
             raise _in_vain(meeting.limit())
         if equal is None:

@@ -16,7 +16,7 @@ from lpq.distributed.gather_arrivals import Arrivals
 from lpq.distributed.gather_encoder import Buffers, Encoders, ShardsEncoder, Task, Way
 from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
-from lpq.distributed.weight_gather import Copies, Gather, GatheredOperands, copy_pairs
+from lpq.distributed.weight_gather import Copies, Gather, GatheredOperands, Load, copy_pairs
 from lpq.formats.layout import as_bytes
 from lpq.formats.sections import is_stack
 from lpq.operations.binding import on_device
@@ -27,29 +27,22 @@ from lpq.torch_private import cuda, fsdp
 from lpq.torch_private.operators import copy_each
 
 
-class Ordinary:
-    """A weight that is not quantized: FSDP2 gathers it as any parameter."""
+class Ordinary(Load):
+    """A weight that is not quantized: FSDP2 gathers it as any parameter. The whole weight is what arrives."""
 
     def __init__(self, gather: Gather, dtype: torch.dtype) -> None:
-        self.gathers: Sequence[Gather] = (gather,)
+        super().__init__((gather,))
         self._dtype = dtype
-        self.into: list[Tensor] | None = None
-        self.to_free: list[Tensor] = []
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_high(self.gathers[0], self._dtype),)
 
-    def finish(self) -> None:
-        """The whole weight is what arrived."""
 
-
-class _Quantized:
+class _Quantized(Load):
     """Weights with operands that are derived from other operands, once these have arrived."""
 
     def __init__(self, gathers: Sequence[Gather], ways: Sequence[Way]) -> None:
-        self.gathers = gathers
-        self.into: list[Tensor] | None = []
-        self.to_free: list[Tensor] = []
+        super().__init__(gathers)
         self._device = gathers[0].site.device
         self._derived: list[Tensor] = []
         self._unwanted: list[Tensor] = []

@@ -14,7 +14,7 @@ from datetime import timedelta
 from time import monotonic
 
 from lpq.registry.warning import warn
-from lpq.torch_private.distributed import Store, job_store, job_timeout
+from lpq.torch_private.distributed import Store, is_imitated, job_store, job_timeout
 
 PATIENCE = 30.0
 """Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""
@@ -29,6 +29,8 @@ def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, wai
     """Whether all of these ranks brought the same text; None, on all ranks, if not all came within the ``seconds`` of
     one rank. ``seconds=None`` means ``limit``. ``about``: the subject of the meeting. ``waiting``: the warning of a
     rank that waits long."""
+    if is_imitated():
+        return True
     store, place = job_store(), _place(ranks, about)
     end = monotonic() + (limit() if seconds is None else seconds)
     while True:
@@ -57,12 +59,13 @@ def limit() -> float:
 
 def tell(ranks: Sequence[int], about: str) -> None:
     """Tell these ranks to meet."""
-    job_store().set(f"{_place(ranks, about)}/told", "1")
+    if not is_imitated():
+        job_store().set(f"{_place(ranks, about)}/told", "1")
 
 
 def is_told(ranks: Sequence[int], about: str) -> bool:
     """Whether one of these ranks wants to meet, and not all ranks have met since."""
-    return job_store().check([f"{_place(ranks, about)}/told"])
+    return not is_imitated() and job_store().check([f"{_place(ranks, about)}/told"])
 
 
 def _place(ranks: Sequence[int], about: str) -> str:

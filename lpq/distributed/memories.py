@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpq.distributed.alike import converted
 from lpq.distributed.replicas import Replicas
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private import fsdp
@@ -41,8 +42,8 @@ class Memories:
         sharded = fsdp.sites(fsdp.outermost(root), "weight")
         self._layers: list[_Layer] = []
         self._replicas = replicas or Replicas()
-        for module in root.modules():
-            if hasattr(module, "state_buffers") and hasattr(module, "gather") and mine(module):
+        for module in converted(root):
+            if hasattr(module, "gather") and mine(module):
                 weight = sharded[module].param if module in sharded else next(module.parameters(recurse=False), None)
                 if weight is not None:
                     mesh = id(weight.device_mesh) if isinstance(weight, DTensor) else 0

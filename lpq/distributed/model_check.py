@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.distributed import meeting
-from lpq.distributed.alike import REMEDY, Comparison, are_equal
-from lpq.distributed.converted import SharedLayer, converted
+from lpq.distributed.alike import REMEDY, Comparison, SharedLayer, are_equal, converted
 from lpq.distributed.optimizer_steps import Watcher
 from lpq.distributed.ranks import Ranks, digest
 from lpq.distributed.replicas import Replicas
@@ -230,7 +229,8 @@ def _meet(ranks: Ranks, alike: bool, own: str, refused: Exception | None) -> boo
     """Whether all ranks have an equal input that is new to them. If not all come, a rank that refuses its own raises
     soon, and another one after it has waited long."""
     text = f"{digest(f'{alike}, {own}'):x}"
-    equal = ranks.meet("inputs", text, None if refused is None else meeting.SOON, f"{_NEW}: {own}. {REMEDY}")
+    seconds = None if refused is None else meeting.SOON
+    equal = meeting.meet(ranks.names, "inputs", text, seconds, f"{_NEW}: {own}. {REMEDY}")
     if equal is not None:
         return equal
     if refused is not None:

@@ -22,7 +22,7 @@ from lpq.distributed import meeting
 from lpq.registry.errors import LpqError
 from lpq.registry.errors import words as in_words
 from lpq.registry.showing import listed
-from lpq.torch_private.distributed import group_named, is_imitated
+from lpq.torch_private.distributed import group_named
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Ranks:
             f"rank {ranks.names[ranks.rank]} {does} a model that the ranks {listed([*map(str, ranks.names)])} share, "
             "or that process_group names, and another one of them does not: call it on all of them alike"
         )
-        if ranks.size > 1 and not ranks.meet(does, does, None, text):
+        if ranks.size > 1 and not meeting.meet(ranks.names, does, does, None, text):
             raise cls.as_error(LpqError(text))
         return ranks
 
@@ -99,19 +99,6 @@ class Ranks:
         if isinstance(raised, LpqError) and isinstance(raised, cls.error):
             return raised
         return cls.error(message(raised))
-
-    def meet(self, about: str, text: str, seconds: float | None, waiting: str) -> bool | None:
-        """Meet in the job's store (``meeting.meet``), and not in a collective, which would end without a reason."""
-        return is_imitated() or meeting.meet(self.names, about, text, seconds, waiting)
-
-    def tell(self, about: str) -> None:
-        """Tell them to meet."""
-        if not is_imitated():
-            meeting.tell(self.names, about)
-
-    def are_told(self, about: str) -> bool:
-        """Whether a rank wants to meet, and not all ranks have met since."""
-        return not is_imitated() and meeting.is_told(self.names, about)
 
     # ------------------------------------------------------------------------------ objects
 

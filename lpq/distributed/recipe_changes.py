@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from lpq.distributed import meeting
-from lpq.distributed.alike import REMEDY, Comparison
-from lpq.distributed.converted import SharedLayer
+from lpq.distributed.alike import REMEDY, Comparison, SharedLayer
 from lpq.distributed.ranks import Ranks, sharing
 from lpq.registry.warning import warn
 from lpq.torch_private.distributed import is_imitated
@@ -39,7 +38,8 @@ def withhold(layers: Mapping[L, Comparison], changes: Mapping[L, Recipe | None])
     end = monotonic() + (limit := meeting.limit() if sets else 0.0)
     for ranks, own in sets.values():
         again = any(layers[layer].withholds for layer in own)  # the others wait in a collective: no longer than once
-        if ranks.meet("a change of recipes", "", 0.0 if again else end - monotonic(), _WAITING) is not None:
+        seconds = 0.0 if again else end - monotonic()
+        if meeting.meet(ranks.names, "a change of recipes", "", seconds, _WAITING) is not None:
             continue
         if not again:
             others = f", and {len(own) - 1} more" if len(own) > 1 else ""

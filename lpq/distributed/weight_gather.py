@@ -73,17 +73,19 @@ class GatheredModel(Protocol):
         """Measure every weight of the unit that was written to; a collective."""
 
 
-class Load(Protocol):
+class Load:
     """Weights of a unit that send together, in FSDP2's hook of the first weight."""
 
-    gathers: Sequence[Gather]
-    into: list[Tensor] | None
-    """The flat tensors in which the load arrives; None: FSDP2's own."""
-    to_free: list[Tensor]
-    """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
+    def __init__(self, gathers: Sequence[Gather]) -> None:
+        self.gathers = gathers
+        self.into: list[Tensor] | None = None
+        """The flat tensors in which the load arrives; None: FSDP2's own."""
+        self.to_free: list[Tensor] = []
+        """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors to send for these shards, as many as there are in ``into``."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Make the whole weights of what arrived."""

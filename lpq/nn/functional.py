@@ -26,7 +26,7 @@ from lpq.operations.offsets import as_offsets
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds, with_one_turn
 from lpq.operations.states import State
-from lpq.recipes import Recipe, RecipeLike, recipe_sources
+from lpq.recipes import RecipeLike, recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
@@ -67,9 +67,7 @@ def _plan(recipe: RecipeLike) -> Plan:
     return _plan_of(recipes.recipe(recipe))
 
 
-@registry.cached
-def _plan_of(recipe: Recipe) -> Plan:
-    return Plan.of(recipe)
+_plan_of = registry.cached(Plan.of)
 
 
 @once_when_traced

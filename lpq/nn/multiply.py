@@ -22,9 +22,8 @@ from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
 from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
-from lpq.nn.shared_input import EncodedInput
 from lpq.nn.shared_states import EncodedBy
-from lpq.nn.siblings import SharedInputs
+from lpq.nn.siblings import EncodedInput, SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few
 from lpq.nn.traced_step import through_dispatcher
 from lpq.nn.wanted import Accumulate, gradients_needed, is_summed, refuse_part_of, refuse_parts, sum_in_place

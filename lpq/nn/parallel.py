@@ -26,8 +26,8 @@ from lpq.nn.input_checks import check_parallel, check_parallel_input, check_stat
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
 from lpq.nn.parallel_step import SharedOut
-from lpq.nn.shared_input import EncodedInput, LastInput, SharedColumn
 from lpq.nn.shared_states import EncodedBy
+from lpq.nn.siblings import EncodedInput, LastInput, SharedColumn, SharedInputs
 from lpq.nn.step import Shapes, bind_few
 from lpq.operations.binding import on_device
 from lpq.operations.cut import Cut
@@ -40,9 +40,7 @@ from lpq.torch_private.tensors import local_part
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lpq.formats import Quantizer
     from lpq.nn.plan import Plan
-    from lpq.nn.siblings import SharedInputs
     from lpq.nn.weighted_layer import WeightedLayer
 
 _multiply: Any = Multiplication.apply
@@ -281,7 +279,10 @@ def _mesh_pass(
     result = [*whole[:-1], w.shape[0]]
     if not columns:
         sequence, output = _sum(layer, result, bias is not None, rank, ranks)
-        high = sequence is not None and _high(plan.dy, *needs, sequence, result, dtype)
+        high = (
+            sequence is not None
+            and why_high(plan.dy, *needs, sequence, prod(result[:-1]), result[-1], dtype) is not None
+        )
         if sequence is not None:
             result[output.dim] //= ranks  # type: ignore[attr-defined]
     overlap = columns and sequence is not None and layer.layouts is not None and layer.layouts.overlap
@@ -337,11 +338,6 @@ def gathered_rows(
     directions = [(True, False), (False, True)] if dw else [(True, False)]
     reasons = (why_high(plan.x, *one, cut, rows, sizes[-1], dtype) for one in directions)
     return next((reason for reason in reasons if reason is not None), cut)
-
-
-def _high(quantizer: Quantizer, row: bool, col: bool, cut: Cut, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether parts of a tensor are gathered in high precision."""
-    return why_high(quantizer, row, col, cut, prod(shape[:-1]), shape[-1], dtype) is not None
 
 
 def _sum(layer: WeightedLayer, shape: Sequence[int], bias: bool, rank: int, ranks: int) -> tuple[Cut | None, Placement]:

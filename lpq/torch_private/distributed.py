@@ -101,4 +101,4 @@ def job_timeout() -> float:
 
 def is_imitated() -> bool:
     """Whether this process has the ranks to itself: torch's backend ``fake``, for trials, sends nothing."""
-    return dist.get_backend() == "fake"
+    return dist.is_initialized() and dist.get_backend() == "fake"
