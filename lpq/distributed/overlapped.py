@@ -15,7 +15,7 @@ from lpq.distributed.part_gathers import OperandGather
 from lpq.formats import Storage
 from lpq.formats.layout import as_bytes
 from lpq.kernels.table import bound_once
-from lpq.operations.binding import Multiply, Operand, Product, on_device, operand_like
+from lpq.operations.binding import Multiply, Product, on_device, operand_like
 from lpq.operations.bound import bind_writing
 from lpq.operations.cut import Cut
 from lpq.operations.exact_form import operand_of
@@ -31,9 +31,10 @@ def can_overlap(cut: Cut, x: Tensor) -> bool:
     return cut.chunks_per_rank == 1 and x.numel() > 0 and symmetric.serves(x.device)
 
 
-def of_parts(part: Operand, p: Product, cut: Cut, group: str, whole: bool) -> Multiply:
-    """Multiply a left operand of which this rank has ``part``, and whose gather was not begun. If wanted, the buffers
-    of the ``whole`` operand take the place of the part's, in their list."""
+def of_parts(p: Product, size: tuple[int, int], cut: Cut, group: str, whole: bool) -> Multiply:
+    """Multiply a left operand of which this rank has a part of this ``size``, and whose gather was not begun. If
+    wanted, the buffers of the ``whole`` operand take the place of the part's, in their list."""
+    part = p.a._replace(shape=size)
     other, gather, dtype, fast = p.b, OperandGather(part, 0, cut, group), p.dtype, p.fast_accumulate
     texts, shapes, dtypes = (
         (part.quantizer.text, other.quantizer.text),

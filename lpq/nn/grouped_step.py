@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
 from lpq.formats.sections import Sections, why_not_row_by_row
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
-from lpq.nn.step import Shapes, Step, gradient_spec, input_spec, weight_spec
+from lpq.nn.step import Shapes, Step, bind_products, gradient_spec, input_spec, weight_spec
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
-from lpq.operations.binding import Encoded, Multiply, Product
+from lpq.operations.binding import Encoded
 from lpq.operations.encoder import (
     BindEncoder,
     Encoder,
@@ -67,18 +66,13 @@ class Groups(NamedTuple):
         else:
             of_w = in_two_steps(bind, w) if keeps_weight else bind(w)
         of_dy = _of_row_operand(dy, s.watched) if s.arrived else bind(dy)
-        w_row, w_col = operands_of(w) if of_w is None else (of_w.row, of_w.col)
-
-        def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Multiply:
-            bind = group_products.through_operators if s.watched else group_products.bind
-            return bind(Product(a, b, dtype, s.device, fast))
-
-        into_dx = multiply(of_dy.row, w_col, s.x, plan.fast[1]) if needs_dx else None
-        into_dw = multiply(of_dy.col, of_x.col, s.summed, plan.fast[2]) if needs_dw else None
+        known_w = operands_of(w) if of_w is None else (of_w.row, of_w.col)
+        multiply = group_products.through_operators if s.watched else group_products.bind
+        products = bind_products(plan, s, (of_x.row, of_x.col), known_w, (of_dy.row, of_dy.col), multiply)
         reason = why_not_row_by_row(plan.dy)
         told = f"groups of rows are not what dy={plan.dy} makes of all together: {reason}"
         refuses = told if reason is not None else None  # torch 2.11 traces no branch on a text that it formats
-        return Step(of_x, of_w, of_dy, multiply(of_x.row, w_row, s.dtype, plan.fast[0]), into_dx, into_dw, refuses)
+        return Step(of_x, of_w, of_dy, *products, refuses)
 
     def named(self, *, sized: bool) -> tuple[Any, ...]:
         """The class and its values, among which is no size of a pass."""
@@ -116,7 +110,7 @@ def _of_row_operand(spec: EncoderSpec, watched: bool) -> Encoder:
     def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)[0]
 
-    return Encoder(row, col, encode, later)
+    return Encoder(row, col if spec.col else None, encode, later)
 
 
 def row_given(buffers: Sequence[Tensor], offs: Tensor, seeds: Tensor | None) -> Buffers:

@@ -6,6 +6,7 @@ scale is as in one process. A gathered operand travels encoded; a sum over the r
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from lpq.distributed.overlapped import of_parts
@@ -18,8 +19,8 @@ from lpq.distributed.part_gathers import (
 )
 from lpq.nn.encoded_inputs import of_given
 from lpq.nn.plan import Plan
-from lpq.nn.step import BindProduct, Exchange, Shapes, Step, gradient_spec, input_spec, weight_spec
-from lpq.operations.binding import Multiply, Product
+from lpq.nn.step import BindProduct, Exchange, Shapes, Step, bind_products, gradient_spec, input_spec, weight_spec
+from lpq.operations.binding import Multiply
 from lpq.operations.cut import Cut
 from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, bind_encoder, of_delivered, sides_of
 from lpq.operations.part_encoders import PartEncoder, SpanningStats, along, bind_exchange, bind_part, bind_settle
@@ -125,24 +126,16 @@ class SharedOut(NamedTuple):
     def _products(
         self, plan: Plan, shapes: Shapes, x: Encoder, w: Encoder, dy: Encoder, product: BindProduct
     ) -> tuple[Multiply, Multiply | None, Multiply | None]:
-        group, sequence, by_columns = self.group, self.sequence, self.weight.dim == 0
-        dtype, device, fast = shapes.dtype, shapes.device, plan.fast
-        assert x.row is not None
-        assert w.row is not None
-        forward, into_dx, into_dw = Product(x.row, w.row, dtype, device, fast[0]), None, None
+        group, sequence, by_columns, forward = self.group, self.sequence, self.weight.dim == 0, None
         if by_columns and sequence is not None and self.overlaps and not shapes.given:
-            part = x.row._replace(shape=(shapes.rows, shapes.features))
-            multiply = of_parts(part, forward, sequence, group, self.keeps)
-        else:
-            multiply = product(forward)
+            size = shapes.rows, shapes.features
+            forward = partial(of_parts, size=size, cut=sequence, group=group, whole=self.keeps)
+        operands = (x.row, x.col), (w.row, w.col), (dy.row, dy.col)
+        multiply, into_dx, into_dw = bind_products(plan, shapes, *operands, product, forward)
         if not by_columns and self.sums:
             multiply = summed(multiply, sequence, group, finished=True)
-        if dy.row is not None and w.col is not None:
-            into_dx = product(Product(dy.row, w.col, shapes.x, device, fast[1]))
-            if by_columns and self.sums:
-                into_dx = summed(into_dx, sequence, group, finished=False)
-        if dy.col is not None and x.col is not None:
-            into_dw = product(Product(dy.col, x.col, shapes.summed, device, fast[2]))
+        if by_columns and self.sums and into_dx is not None:
+            into_dx = summed(into_dx, sequence, group, finished=False)
         return multiply, into_dx, into_dw
 
 

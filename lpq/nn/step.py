@@ -14,7 +14,7 @@ from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.kernels.table import bound_once
 from lpq.nn.encoded_inputs import of_given, why_no_gradient
 from lpq.nn.plan import Plan
-from lpq.operations.binding import Multiply, Product
+from lpq.operations.binding import Multiply, Operand, Product
 from lpq.operations.bound import bind_product
 from lpq.operations.encoder import (
     BindEncoder,
@@ -30,6 +30,8 @@ from lpq.operations.multiplying import product_through_operators
 from lpq.operations.states import Moving, Remember, bind_remember
 
 BindProduct = Callable[[Product], Multiply]
+Operands = tuple[Operand | None, Operand | None]
+"""The row operand and the column operand of a tensor."""
 
 Exchange = Callable[[Sequence[Tensor], Tensor | None], tuple[Sequence[list[Tensor]], Tensor | None]]
 """``exchange((x, w), seeds)``: the statistics of x and of w, none where none are exchanged, and the seeds that all
@@ -140,7 +142,7 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     """Bind a step by these functions; ``exact``: operands may be made in their exact forms."""
     if shapes.parts is not None:
         return shapes.parts.step(plan, shapes, encoder, product)
-    dtype, device, needs_dx, needs_dw = shapes.dtype, shapes.device, shapes.needs_dx, shapes.needs_dw
+    device, needs_dx, needs_dw = shapes.device, shapes.needs_dx, shapes.needs_dw
     later = shapes.compiled
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     forward = (fprop, False)
@@ -151,16 +153,28 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     w = weight_encoder(plan, shapes, encoder, of_w)
     of_dy = gradient_spec(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
     dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
-    x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
-    w_row, w_col = operands_of(of_w) if w is None else (w.row, w.col)
+    known_x = operands_of(of_x) if x is None else (x.row, x.col)
+    known_w = operands_of(of_w) if w is None else (w.row, w.col)
+    products = bind_products(plan, shapes, known_x, known_w, (dy.row, dy.col), product)
+    return Step(x, w, dy, *products, why_no_gradient(plan))
+
+
+def bind_products(
+    plan: Plan, shapes: Shapes, x: Operands, w: Operands, dy: Operands, product: BindProduct,
+    fprop: BindProduct | None = None,
+) -> tuple[Multiply, Multiply | None, Multiply | None]:  # fmt: skip
+    """Bind fprop, dgrad and wgrad by ``product``, each of the operands that it multiplies. ``fprop``: binds the first
+    otherwise. A gradient is None if it has no operand."""
+    (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = x, w, dy
     assert x_row is not None
     assert w_row is not None
-    multiply, into_dx, into_dw = product(Product(x_row, w_row, dtype, device, plan.fast[0])), None, None
-    if dy.row is not None and w_col is not None:
-        into_dx = product(Product(dy.row, w_col, shapes.x, device, plan.fast[1]))
-    if dy.col is not None and x_col is not None:
-        into_dw = product(Product(dy.col, x_col, shapes.summed, device, plan.fast[2]))
-    return Step(x, w, dy, multiply, into_dx, into_dw, why_no_gradient(plan))
+    device, fast, into_dx, into_dw = shapes.device, plan.fast, None, None
+    multiply = (fprop or product)(Product(x_row, w_row, shapes.dtype, device, fast[0]))
+    if dy_row is not None and w_col is not None:
+        into_dx = product(Product(dy_row, w_col, shapes.x, device, fast[1]))
+    if dy_col is not None and x_col is not None:
+        into_dw = product(Product(dy_col, x_col, shapes.summed, device, fast[2]))
+    return multiply, into_dx, into_dw
 
 
 def input_spec(plan: Plan, shapes: Shapes) -> EncoderSpec:
