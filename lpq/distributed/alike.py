@@ -11,22 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Timer
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lpq.distributed import meeting
 from lpq.distributed.ranks import LIMIT, Ranks, digest, sharing, words
+from lpq.distributed.replicas import Replicas
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.collectives import all_reduce
 from lpq.torch_private.dispatch import modes
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from lpq.distributed.replicas import Replicas
 
 OFTEN = 1.0
 """Seconds between two looks whether another rank has changed a recipe."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq.distributed.ranks import Ranks
 from lpq.formats import Quantizer
@@ -19,9 +19,6 @@ from lpq.kernels.host_to_device import captured
 from lpq.operations.argument_checks import check_seed, signed, state_of
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Span = tuple[int, int]
 """Elements ``[start, stop)`` of a flattened weight."""

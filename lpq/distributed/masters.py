@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq.distributed.master_parts import MasterPart, States, agreed_parts
 from lpq.formats import Quantizer, Storage
@@ -27,9 +27,6 @@ from lpq.operations.reduce_statistics import reduce_max
 from lpq.operations.states import recall, remember
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import overwrite
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["Piece", "Pieces", "cast_master_weights", "finish_gather"]
 NOTHING = torch.iinfo(torch.int32).min

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -19,9 +20,6 @@ from lpq.distributed.replicas import Replicas
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private import fsdp
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class _Layer(NamedTuple):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,14 +23,11 @@ from lpq.distributed.alike import REMEDY, Comparison, SharedLayer, are_equal, co
 from lpq.distributed.optimizer_steps import Watcher
 from lpq.distributed.ranks import Ranks, digest
 from lpq.distributed.replicas import Replicas
+from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private.distributed import active_replica
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
-
     from lpq.distributed.memories import Memories
-    from lpq.operations.reduce_statistics import Reductions
 
 L = TypeVar("L", bound=SharedLayer)
 

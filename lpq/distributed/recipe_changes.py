@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from lpq.distributed import meeting
 from lpq.distributed.alike import REMEDY, Comparison, SharedLayer
 from lpq.distributed.ranks import Ranks, sharing
+from lpq.recipes import Recipe
 from lpq.registry.warning import warn
 from lpq.torch_private.distributed import is_imitated
-
-if TYPE_CHECKING:
-    from lpq.recipes import Recipe
-
 
 L = TypeVar("L", bound=SharedLayer)
 

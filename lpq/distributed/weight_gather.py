@@ -10,10 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq.distributed.alike import Comparison
 from lpq.distributed.gather_encoder import Sides, sides_of
@@ -30,9 +31,6 @@ from lpq.operations.states import Recall, bind_recall
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import autograd, fsdp
 from lpq.torch_private.operators import copy_each
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class GatheredLayer(Protocol):

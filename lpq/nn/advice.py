@@ -5,15 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from lpq.nn.names import first_few, plain_name
+from lpq.nn.reports import Report
+from lpq.recipes import Policy, Schedule
 from lpq.recipes.globs import matching
 from lpq.recipes.rules import LEAVE
-
-if TYPE_CHECKING:
-    from lpq.nn.reports import Report
-    from lpq.recipes import Policy, Schedule
 
 ROUTERS = ("gate", "router")
 """The parts of ``LEAVE`` that a layer of another kind may well have in its name."""

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from lpq.formats import Quantizer
 from lpq.formats.declarations import TURN
+from lpq.nn.encoded_inputs import Buffers
+from lpq.nn.plan import Plan
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.tensor.quantized_tensor import Writes
 from lpq.tensor.traced import operand_tensors
 from lpq.torch_private.memory import storage_number
 from lpq.torch_private.tensors import version_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lpq.formats import Quantizer
-    from lpq.nn.encoded_inputs import Buffers
-    from lpq.nn.plan import Plan
-    from lpq.tensor.quantized_tensor import Writes
 
 
 @dataclass(frozen=True, eq=False)

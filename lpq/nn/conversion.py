@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
 from torch import nn
 
@@ -27,12 +27,10 @@ from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.wanted import Accumulate
+from lpq.recipes import Include, Policy, PolicyLike, Steps
 from lpq.registry.errors import suggestion
 from lpq.registry.warning import warn
 from lpq.torch_private.wrappers import WRAPPED
-
-if TYPE_CHECKING:
-    from lpq.recipes import Include, Policy, PolicyLike, Steps
 
 RECORD = "lpq_conversion"
 BEFORE = "lpq_before"

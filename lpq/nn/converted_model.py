@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from lpq.distributed.alike import Comparison
-    from lpq.distributed.model_check import ModelCheck
+from lpq.distributed.alike import Comparison
+from lpq.distributed.model_check import ModelCheck
+from lpq.nn.fresh_states import FreshStates
+from lpq.nn.siblings import SharedInputs
+from lpq.nn.stages import Stages
+from lpq.nn.wanted import Accumulate
+
+if TYPE_CHECKING:
     from lpq.distributed.model_gathers import Gathering
-    from lpq.nn.fresh_states import FreshStates
-    from lpq.nn.siblings import SharedInputs
-    from lpq.nn.stages import Stages
-    from lpq.nn.wanted import Accumulate
 
 
 @dataclass(eq=False)

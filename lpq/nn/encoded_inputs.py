@@ -8,21 +8,18 @@ gradient of a stored weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lpq import registry
+from lpq.formats.format import Direction, Quantizer
 from lpq.formats.sections import why_not_row_by_row
+from lpq.nn.plan import Plan
 from lpq.operations.binding import Encoded, on_device
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import Encoder, EncoderSpec, operands_of
 from lpq.operations.operators import opaque_when_traced
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Direction, Quantizer
-    from lpq.nn.plan import Plan
-    from lpq.tensor import QuantizedTensor
+from lpq.tensor import QuantizedTensor
 
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
 """The buffers of the row operand and of the column operand."""

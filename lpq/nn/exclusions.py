@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import nn
 
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
+from lpq.recipes import Policy
 from lpq.recipes.globs import matches
 from lpq.recipes.rules import HEAD
-
-if TYPE_CHECKING:
-    from lpq.recipes import Policy
 
 
 def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Policy) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from lpq.nn.fused_experts import DOWN, UP, holds_experts, is_transposed, stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
-
-if TYPE_CHECKING:
-    from lpq.recipes import Recipe
+from lpq.recipes import Recipe
 
 Names = Sequence[tuple[str, ...]]
 """For each expert, the layers whose rows make its matrix, in order."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lpq.nn.multiply import LayerCall
 from lpq.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from lpq.nn.multiply import LayerCall
 
 
 class _NoBackward:

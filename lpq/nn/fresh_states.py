@@ -10,7 +10,7 @@ too, when states are loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -19,11 +19,9 @@ from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.kernels.host_to_device import recording
+from lpq.nn.passes import Passes
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from lpq.nn.passes import Passes
 
 
 class Remembering(Protocol):

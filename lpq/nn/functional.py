@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups, row_given
 from lpq.nn.input_checks import check_transforms, on_two_devices, unfit_dtypes
 from lpq.nn.multiply import LayerCall, Multiplication
+from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.step import Shapes, bind_few
+from lpq.nn.wanted import Accumulate
 from lpq.operations import groups as in_groups
 from lpq.operations.binding import on_device
 from lpq.operations.inputs import DTYPES
@@ -30,10 +32,6 @@ from lpq.recipes import RecipeLike, recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
-
-if TYPE_CHECKING:
-    from lpq.nn.observing import Watch
-    from lpq.nn.wanted import Accumulate
 
 
 def grouped_linear(

@@ -9,11 +9,12 @@ Nothing waits for the device.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lpq.distributed.expert_rows import RowExchange
 from lpq.nn.called import Weight
 from lpq.nn.extended import Extension
 from lpq.nn.grouped_linear import GroupedLayer
@@ -23,9 +24,6 @@ from lpq.nn.stand_ins import Read, changed
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
 from lpq.torch_private.hooks import has_hooks
-
-if TYPE_CHECKING:
-    from lpq.distributed.expert_rows import RowExchange
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that the interface gives each module; newer ones give ``has_post_expert_norm``, too."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lpq import registry
 from lpq.distributed.expert_rows import Dispatch, own_experts, own_numbers
+from lpq.nn.cached_weight import HeldWeight
 from lpq.nn.functional import check_tensors, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation, check_static
 from lpq.nn.linear import Layer
@@ -24,13 +25,9 @@ from lpq.nn.passes import MOST_CALLS
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.offsets import as_offsets
+from lpq.recipes import RecipeLike
 from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from lpq.nn.cached_weight import HeldWeight
-    from lpq.recipes import RecipeLike
-
 
 _outside_graphs = outside_graphs(grouped_linear_of)
 

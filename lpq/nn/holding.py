@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from torch.optim import Optimizer
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.linear import Layer
-
-if TYPE_CHECKING:
-    from lpq.operations.reduce_statistics import Reductions
+from lpq.operations.reduce_statistics import Reductions
 
 
 class _Held(Watcher):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.weighted_layer import WeightedLayer
 from lpq.operations.inputs import DTYPES
 from lpq.operations.operators import ORDINARY
 from lpq.tensor.fsdp_protocol import Gathered
@@ -17,10 +19,6 @@ from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import jit_traces, transforms
 from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import base_of, has_storage, local_part
-
-if TYPE_CHECKING:
-    from lpq.nn.stateful_layer import StatefulLayer
-    from lpq.nn.weighted_layer import WeightedLayer
 
 
 def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:

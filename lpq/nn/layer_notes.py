@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.linear import Layer
 from lpq.operations.cut import Cut
 from lpq.operations.group_choice import pays_from, why_decoded
+from lpq.recipes import Recipe
 from lpq.torch_private import symmetric
-
-if TYPE_CHECKING:
-    from lpq.recipes import Recipe
 
 TOKENS = 2**14
 """Tokens of a sequence in a batch for which bytes are counted; more or fewer change them little."""

@@ -5,6 +5,7 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds, drawn, with_one_turn
+from lpq.recipes import RecipeLike
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
@@ -39,10 +41,7 @@ from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lpq.distributed.weight_gather import Gather
-    from lpq.recipes import RecipeLike
 
 State = dict[str, Tensor]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
+from lpq.formats import Quantizer
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.states import State
@@ -23,7 +24,6 @@ from lpq.tensor.observed import Name, Observed, Observer, operands_of_part
 from lpq.torch_private import autograd
 
 if TYPE_CHECKING:
-    from lpq.formats import Quantizer
     from lpq.nn.parallel_step import SharedOut
 
 O = TypeVar("O", bound=Observer)

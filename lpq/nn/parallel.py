@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from lpq.distributed.model_check import ModelCheck
@@ -26,9 +27,11 @@ from lpq.nn.input_checks import check_parallel, check_parallel_input, check_stat
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
 from lpq.nn.parallel_step import SharedOut
+from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import EncodedInput, LastInput, SharedColumn, SharedInputs
 from lpq.nn.step import Shapes, bind_few
+from lpq.nn.weighted_layer import WeightedLayer
 from lpq.operations.binding import on_device
 from lpq.operations.cut import Cut
 from lpq.operations.inputs import as_matrix
@@ -36,12 +39,6 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from lpq.nn.plan import Plan
-    from lpq.nn.weighted_layer import WeightedLayer
 
 _multiply: Any = Multiplication.apply
 

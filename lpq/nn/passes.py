@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lpq import registry
+from lpq.nn.cached_weight import HeldWeight
+from lpq.nn.plan import Plan
 from lpq.nn.siblings import StaticValues
-
-if TYPE_CHECKING:
-    from lpq.nn.cached_weight import HeldWeight
-    from lpq.nn.plan import Plan
-    from lpq.recipes import Recipe
-    from lpq.tensor.observed import Observer
+from lpq.recipes import Recipe
+from lpq.tensor.observed import Observer
 
 MOST_CALLS = 16
 """The number of bound calls that a layer keeps, one for each kind of pass."""

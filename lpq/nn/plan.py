@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -13,10 +13,8 @@ from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.operations.derived_operands import made_at_use, rounds_stochastically
 from lpq.operations.states import measures_fresh
+from lpq.recipes import Recipe
 from lpq.recipes.gemms import TENSORS
-
-if TYPE_CHECKING:
-    from lpq.recipes import Recipe
 
 Pair = tuple[Quantizer, Quantizer]
 """The quantizers of the two operands of a product."""

@@ -10,16 +10,14 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from lpq.nn.weighted_layer import WeightedLayer
 from lpq.torch_private import autograd
 from lpq.torch_private.tensors import version_of
-
-if TYPE_CHECKING:
-    from lpq.nn.weighted_layer import WeightedLayer
 
 States = Mapping[str, Mapping[str, Tensor]]
 

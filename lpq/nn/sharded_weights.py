@@ -20,6 +20,7 @@ from lpq.distributed.shardability import (
     why_uncut,
     why_whole,
 )
+from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn.linear import Layer
 from lpq.nn.names import first_few
@@ -31,7 +32,6 @@ from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
-    from lpq.formats import Quantizer
     from lpq.torch_private.fsdp import Site
 
 Weights = Literal["high_precision", "quantized"]

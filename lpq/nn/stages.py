@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,11 +14,9 @@ from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher
 from lpq.kernels.host_to_device import recording
+from lpq.operations.reduce_statistics import Reductions
+from lpq.recipes import Schedule
 from lpq.registry.warning import warn
-
-if TYPE_CHECKING:
-    from lpq.operations.reduce_statistics import Reductions
-    from lpq.recipes import Schedule
 
 
 def last_change(schedules: Iterable[Schedule | None]) -> int | None:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from lpq import recipes
+from lpq.distributed.alike import Comparison
 from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
@@ -19,15 +20,12 @@ from lpq.nn.extended import Extension, extend
 from lpq.nn.fresh_states import FreshStates, decide
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
+from lpq.recipes import Recipe, RecipeLike, Schedule
 from lpq.recipes.gemms import TENSORS
 from lpq.registry.warning import deprecate
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from lpq.distributed.alike import Comparison
-    from lpq.recipes import Recipe, RecipeLike, Schedule
 
 
 class StatefulLayer(nn.Module):
