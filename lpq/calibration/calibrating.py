@@ -17,9 +17,8 @@ from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, coll
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
 from lpq.calibration.parallel import Peers
-from lpq.calibration.reducing import Together, reduce
 from lpq.calibration.saved import SavedStatistics
-from lpq.calibration.statistics import Statistics
+from lpq.calibration.statistics import Statistics, Together, reduce
 from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from lpq.recipes import Recipe
 
 Bar = AbstractContextManager[Callable[[int], None]]
 """A progress bar; the context gives a function that takes the number of samples so far."""
@@ -160,8 +158,8 @@ def calibrate(
         values = frozen_values(statistics, chosen, siblings, unseen)
     freeze(model, chosen, values)
     names, frozen = tuple(target.name for target in chosen), {id(target.layer) for target in chosen}
-    with_recipe = [(plain_name(n), m) for n, m in Model(model).module.named_modules() if _recipe_of(m) is not None]
-    rest = tuple(name for name, layer in with_recipe if id(layer) not in frozen)
+    layers = [(plain_name(n), m) for n, m in Model(model).module.named_modules() if isinstance(m, StatefulLayer)]
+    rest = tuple(name for name, layer in layers if layer.recipe is not None and id(layer) not in frozen)
     return Calibrated(method, so_far.samples, so_far.batches, values, names, searched, rest)
 
 
@@ -175,10 +173,6 @@ def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
             'with an option search or a searched_by, and weights that are not stored quantized. Use method="max"'
         )
     return searched
-
-
-def _recipe_of(module: nn.Module) -> Recipe | None:
-    return module.recipe if isinstance(module, StatefulLayer) else None
 
 
 def _pass(
@@ -208,12 +202,12 @@ def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
     for target in chosen:
         if not target.names("x"):
             continue
-        own.take(tokens(target), torch.zeros((), dtype=torch.int64, device=device), "sum")
+        own.take(tokens(target), torch.zeros((), dtype=torch.int64, device=device))
         if how is MAGNITUDES:
-            own.take(histogram(target), torch.zeros(collecting.BINS, dtype=torch.int64, device=device), "sum")
+            own.take(histogram(target), torch.zeros(collecting.BINS, dtype=torch.int64, device=device))
         else:
             for name in target.names("x"):
-                own.take(name, torch.zeros((), dtype=torch.float32, device=device), "max")
+                own.take(name, torch.zeros((), dtype=torch.float32, device=device))
     return own
 
 
@@ -222,9 +216,9 @@ def _with_weights(statistics: Statistics, chosen: Sequence[Target], ranks: Toget
     own = Statistics()
     for target in chosen:
         for name, value in target.measured_weight():
-            own.take(name, value, "max")
-    for name, statistic in reduce(own, ranks).items():
-        statistics.take(name, statistic.value, statistic.how)
+            own.take(name, value)
+    for name, value in reduce(own, ranks).items():
+        statistics.take(name, value)
     return statistics
 
 

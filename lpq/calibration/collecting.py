@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.parallel import Peers, is_shared_out, sending_nothing
-from lpq.calibration.reducing import Together
-from lpq.calibration.statistics import Statistics
+from lpq.calibration.parallel import Peers, is_shared_out, sending
+from lpq.calibration.statistics import Statistics, Together
 from lpq.calibration.targets import Target
 from lpq.distributed.ranks import difference
 from lpq.nn.eagerly import run_eagerly
@@ -53,7 +52,7 @@ def take_statistics(clipped: Mapping[str, Tensor]) -> Pass:
         if (limit := clipped.get(target.name)) is not None:
             x = torch.minimum(torch.maximum(x, -limit.to(x)), limit.to(x))
         for name, value in target.measured_input(x):
-            statistics.take(name, value, "max")
+            statistics.take(name, value)
 
     return Pass("statistics", take)
 
@@ -65,7 +64,7 @@ def take_magnitudes(statistics: Statistics, target: Target, x: Tensor) -> None:
     """
     bits = x.detach().float().abs().view(torch.int32).reshape(-1)
     bins = (bits.long() + ((1 << KEPT_BITS) - 1)) >> KEPT_BITS
-    statistics.take(histogram(target), torch.bincount(bins, minlength=BINS), "sum")
+    statistics.take(histogram(target), torch.bincount(bins, minlength=BINS))
 
 
 MAGNITUDES = Pass("magnitudes", take_magnitudes)
@@ -81,15 +80,6 @@ class Progress(NamedTuple):
 
     batches: int = 0
     samples: int = 0
-
-
-class RoundPart(NamedTuple):
-    """This rank's part in a round."""
-
-    counted: bool
-    """Whether its batch counts; all ranks of its team have the same one."""
-    leads: bool
-    """Whether it is the rank of its team that takes the statistics which all ranks of the team have."""
 
 
 class _Facts(NamedTuple):
@@ -140,7 +130,9 @@ def collect(
     def run(own: int, turns: int, counted: bool, leads: bool) -> None:
         for turn in range(turns):
             now = counted and turn == own
-            with _taking(model, targets, how, statistics, team, RoundPart(now, now and leads)):
+            seen = [target for target in targets if target.names("x") and _counts(target, team, now, leads)]
+            taking = _Taking(seen, how, statistics)
+            with observing([target.layer for target in seen], taking), sending(model, now):
                 forward(model, last)
 
     while progress.samples < samples:
@@ -189,38 +181,24 @@ class _Taking:
 
     def observe(self, tensor: Observed) -> None:
         """Take the statistics of an input."""
-        if tensor.name == "x":
-            for part in tensor.groups():
-                _take(self._targets[id(part.layer), part.stack, part.group], self._how, self._statistics, part.value)
+        for part in tensor.groups() if tensor.name == "x" else ():
+            x = part.value
+            if rows := x.numel() // max(x.shape[-1], 1):
+                target = self._targets[id(part.layer), part.stack, part.group]
+                self._statistics.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device))
+                self._how.take(self._statistics, target, x)
 
 
-@contextmanager
-def _taking(
-    model: nn.Module, targets: Sequence[Target], how: Pass, statistics: Statistics, team: Peers, part: RoundPart
-) -> Iterator[None]:
-    """Take statistics of the inputs of layers, inside. A layer that is divided over the ranks of a team is multiplied
-    whole on each of them, and one rank takes its input. Experts that are divided over ranks get the rows of all ranks,
-    but no rows of a batch that does not count.
+def _counts(target: Target, team: Peers, counted: bool, leads: bool) -> bool:
+    """Whether this rank takes the input of a layer, in a turn in which its batch is ``counted`` or not.
+
+    A layer that is divided over the ranks of a team is multiplied whole on each of them, and the one that ``leads``
+    takes its input. Experts that are divided over ranks get the rows of all ranks, but no rows of a batch that does not
+    count.
     """
-    with ExitStack() as stack:
-        own = [target for target in targets if target.names("x") and _counts(target, team, part)]
-        stack.enter_context(observing([target.layer for target in own], _Taking(own, how, statistics)))
-        if not part.counted:
-            stack.enter_context(sending_nothing(model))
-        yield
-
-
-def _counts(target: Target, team: Peers, part: RoundPart) -> bool:
     if target.layer in team.layers:
-        return part.leads
-    return part.counted or (target.expert is not None and is_shared_out(target.layer))
-
-
-def _take(target: Target, how: Pass, statistics: Statistics, x: Tensor) -> None:
-    rows = x.numel() // max(x.shape[-1], 1)
-    if rows:
-        statistics.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
-        how.take(statistics, target, x)
+        return counted and leads
+    return counted or (target.expert is not None and is_shared_out(target.layer))
 
 
 def _samples_of(batch: Any) -> int:

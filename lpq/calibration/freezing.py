@@ -52,10 +52,15 @@ def frozen_values(
     values: dict[str, Tensor] = {}
     for target in targets:
         for name in target.names("w"):
-            values[name] = _of_weight(name, statistics[name])
+            value = _finite(name, statistics[name], "the weight has a NaN or an infinity")
+            values[name] = torch.where(value > 0, value, ALL_ZERO)
         if int(statistics[tokens(target)]) if tokens(target) in statistics else 0:
             for name in target.names("x"):
-                values[name] = _of_input(name, statistics[name])
+                values[name] = _finite(
+                    name, statistics[name],
+                    "an input of the layer has a NaN or an infinity. Look at what goes through the model before it is "
+                    "calibrated",
+                )  # fmt: skip
     by_name = {target.name: target for target in targets}
     for names in fused(by_name, groups):
         together = [by_name[name] for name in names]
@@ -65,18 +70,9 @@ def frozen_values(
     return values
 
 
-def _of_weight(name: str, value: Tensor) -> Tensor:
+def _finite(name: str, value: Tensor, otherwise: str) -> Tensor:
     if not bool(value.isfinite()):
-        raise CalibrationError(f"{name} is {value.item()}: the weight has a NaN or an infinity")
-    return torch.where(value > 0, value, ALL_ZERO)
-
-
-def _of_input(name: str, value: Tensor) -> Tensor:
-    if not bool(value.isfinite()):
-        raise CalibrationError(
-            f"{name} is {value.item()}: an input of the layer has a NaN or an infinity. Look at what goes through the "
-            "model before it is calibrated"
-        )
+        raise CalibrationError(f"{name} is {value.item()}: {otherwise}")
     return value
 
 

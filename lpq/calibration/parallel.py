@@ -56,12 +56,12 @@ def is_shared_out(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def sending_nothing(model: nn.Module) -> Iterator[None]:
-    """Inside, send none of this rank's rows to experts that are divided over ranks."""
+def sending(model: nn.Module, rows: bool) -> Iterator[None]:
+    """Inside, send this rank's ``rows`` to experts that are divided over ranks, or none of them."""
     exchanges = [exchange for module in model.modules() if (exchange := exchange_of(module)) is not None]
     try:
         for exchange in exchanges:
-            exchange.sends = False
+            exchange.sends = rows
         yield
     finally:
         for exchange in exchanges:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.reducing import Together, reduce
-from lpq.calibration.statistics import DTYPES, Statistics
+from lpq.calibration.statistics import DTYPES, Statistics, Together, reduce
 from lpq.checkpoint import pickles
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError
@@ -62,22 +61,22 @@ class SavedStatistics:
         entry = self._passes.get(name)
         if entry is None:
             return 0
-        state = entry["statistics"]
-        mine = {key: (statistic.how, statistic.value.shape) for key, statistic in own.items()}
-        theirs = {key: (how, value.shape) for how, values in state.items() for key, value in values.items()}
+        kept = {key: value for values in entry["statistics"].values() for key, value in values.items()}
+        mine, theirs = ({key: (v.dtype, v.shape) for key, v in statistics.items()} for statistics in (own, kept))
         if mine != theirs:
             other = sorted({key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)})
             raise CalibrationError(f"{self._path} was kept of another model: it differs in {other[0]}")
-        if self._ranks.rank:
-            state = {**state, "sum": {key: torch.zeros_like(value) for key, value in state["sum"].items()}}
-        own.load(state, next(own.items())[1].value.device)
+        for key, value in kept.items():
+            if value.dtype != DTYPES["sum"] or self._ranks.rank == 0:
+                own.take(key, value.to(own[key].device))
         return cast("int", entry["batches"])
 
     def keep(self, name: str, own: Statistics, batches: int) -> None:
         """Write the statistics of all ranks, which call this together. The earlier file stays until it is replaced."""
         if self._path is None:
             return
-        state = reduce(own, self._ranks).state_dict()
+        reduced = reduce(own, self._ranks).by_how()
+        state = {how: {key: value.cpu() for key, value in values.items()} for how, values in reduced.items()}
         self._passes[name] = {"statistics": state, "batches": batches}
         self._ranks.first(self._write)
 

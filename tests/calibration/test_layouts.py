@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 import lpq
 from lpq import calibration
-from lpq.calibration import CalibrationError, calibrating, reducing
+from lpq.calibration import CalibrationError, calibrating, statistics
 from lpq.calibration.parallel import Peers
 from lpq.core import QuantizedTensor
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -90,7 +90,7 @@ def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = Fa
 LAYOUTS: dict[str, tuple[Any, Any, Any]] = {
     "fsdp": (
         sharded, lambda rank, ranks: data(BATCHES)[rank::4],
-        (reducing, "reduce_max", lambda values, group: values),
+        (statistics, "reduce_max", lambda values, group: values),
     ),
     "tp": (
         lambda recipe, ranks: parallel(lpq.convert(model(experts=1), recipe), 4 // ranks, ranks, fsdp=ranks == 2),
@@ -159,7 +159,7 @@ def test_without_the_reduction_layouts_differ(rank: int) -> None:
     for reduction, method in (("reduce_max", "max"), ("reduce_sum", "percentile")):
         expected: Any = alone("fp8-current", method)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reducing, reduction, lambda values, group: values)
+            patch.setattr(statistics, reduction, lambda values, group: values)
             net = sharded("fp8-current", 4)
             lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
         found: list[Any] = [None] * 4

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
-from lpq.calibration import collecting, reducing
+from lpq.calibration import collecting, statistics
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.files.safetensors import Reader
@@ -101,7 +101,7 @@ def _experts_over_two_and_shards_of_two(rank: int, recipe: str, folder: str) -> 
     net = laid_out_so()
     assert net.experts.w1.weight.to_local().shape == (1, 64, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducing, "reduce_max", lambda values, group: values)
+        patch.setattr(statistics, "reduce_max", lambda values, group: values)
         lpq.calibrate(net, mine, samples=18)
     assert differs_on_some_rank(net, statics(expected))
     lpq.calibrate(net, mine, samples=18)
@@ -184,7 +184,7 @@ def test_experts_that_are_mixed_up_or_see_more_differ(rank: int) -> None:
     static = statics(expected)
     mixed_up = (GroupedLinear, "own_groups", lambda layer: slice(0, len(local_part(layer.weight))))
     at_once = (collecting, "_turns", lambda told, team: (0, 1))
-    all_rows = (collecting, "sending_nothing", lambda model: nullcontext())
+    all_rows = (collecting, "sending", lambda model, rows: nullcontext())
     everywhere: list[Any] = [None] * 4
     for wrong in (None, mixed_up, at_once, all_rows):
         net = routed("fp8-current", 4, 1, False)

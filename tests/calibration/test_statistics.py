@@ -8,8 +8,7 @@ from ranks import on_ranks
 from torch import Tensor
 
 from lpq.calibration import CalibrationError
-from lpq.calibration.reducing import Together, reduce
-from lpq.calibration.statistics import Statistics
+from lpq.calibration.statistics import Statistics, Together, reduce
 from lpq.observe import collectives
 
 RANKS = 3
@@ -29,8 +28,8 @@ def test_each_statistic_is_reduced_over_all_ranks_in_one_collective_for_each_kin
     for special in (None, float("nan"), float("inf")):
         statistics = Statistics()
         for i in range(4):
-            statistics.take(f"{i}.m", own(rank, special) * (i + 1), "max")
-            statistics.take(f"{i}.s", torch.tensor([1, rank * i]), "sum")
+            statistics.take(f"{i}.m", own(rank, special) * (i + 1))
+            statistics.take(f"{i}.s", torch.tensor([1, rank * i]))
         with collectives() as calls:
             reduced = reduce(statistics, ranks)
         assert [call.bytes for call in calls if call.kind == "all_reduce"] == [24 * 4, 8 * 8]
@@ -43,19 +42,19 @@ def test_each_statistic_is_reduced_over_all_ranks_in_one_collective_for_each_kin
 @on_ranks(RANKS)
 def test_ranks_with_other_statistics_all_raise_and_say_which(rank: int) -> None:
     found = Statistics()
-    found.take("both.x_amax", torch.ones(()), "max")
+    found.take("both.x_amax", torch.ones(()))
     if rank != 2:
-        found.take("down.x_amax", torch.ones(()), "max")
+        found.take("down.x_amax", torch.ones(()))
     with pytest.raises(CalibrationError, match=r"rank 0 has \[down\.x_amax max .*, and rank 2 has \[none\]"):
         reduce(found, Together())
 
 
 def test_one_process_has_its_own() -> None:
     found = Statistics()
-    found.take("m", torch.ones(2), "max")
+    found.take("m", torch.ones(2))
     assert torch.equal(reduce(found, Together())["m"], torch.ones(2))
 
 
 def test_a_statistic_is_a_maximum_or_an_exact_count() -> None:
-    with pytest.raises(TypeError, match=r"a sum is of torch\.int64"):
-        Statistics().take("mean", torch.ones(()), "sum")
+    with pytest.raises(TypeError, match=r"mean: a statistic is of one of .*, and this is torch\.float64"):
+        Statistics().take("mean", torch.ones((), dtype=torch.float64))
