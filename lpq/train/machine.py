@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import lpq
+from lpq.bench import machine
 from lpq.bench.native import capability
 from lpq.torch_private.operators import has_fast_bf16
 from lpq.train.errors import TrainError, TrainOptionError
@@ -89,25 +87,10 @@ def baseline_on(device: torch.device) -> str:
     return "bf16" if fast_bf16(device) else "fp32"
 
 
-def described(device: torch.device) -> dict[str, str | int | None]:
+def described(device: torch.device) -> dict[str, Any]:
     """The machine and the versions with which a result was made."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lpq": lpq.__version__,
-    }
-
-
-def _processor() -> str:
-    """The processor's name, where the system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    everything = machine.record("", device)
+    return {name: everything[name] for name in ("device", "processor", "cores", "python", "torch", "lpq")}
 
 
 def multiplies_fp8(device: torch.device) -> bool:
