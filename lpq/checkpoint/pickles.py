@@ -19,7 +19,7 @@ from lpq.registry.errors import LpqError
 
 UNREADABLE = "it is damaged, or torch.save did not write it"
 CHANGED = "it is damaged or was changed since it was saved"
-ALL = slice(None)
+ALL, NOTHING = slice(None), slice(0)
 PUTS, GETS = ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
 TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
 NONE = (0, 0)
@@ -33,8 +33,7 @@ def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
         raise CheckpointError("it is a directory")
     try:
         with path.open("rb") as file:
-            check_archive(file, path.stat().st_size)
-            _check_sums(file, share)
+            check_archive(file, path.stat().st_size, share)
             file.seek(0)
             return torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
@@ -48,8 +47,9 @@ def load(path: Path, *, share: slice = ALL, mmap: bool = False) -> Any:
         ) from None  # a traceback would show torch's advice
 
 
-def check_archive(file: IO[bytes] | RawIOBase, size: int) -> None:
-    """Refuse a file of this size whose content takes more memory or time than its bytes account for."""
+def check_archive(file: IO[bytes] | RawIOBase, size: int, share: slice = NOTHING) -> None:
+    """Refuse a file of this size whose content takes more memory or time than its bytes account for. Compare the
+    checksums of the records in ``share``; one of 0 is none: ``torch.serialization.set_crc32_options(False)``."""
     try:
         archive = zipfile.ZipFile(cast("IO[bytes]", file))
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
@@ -59,10 +59,15 @@ def check_archive(file: IO[bytes] | RawIOBase, size: int) -> None:
     expect(stored, "it has records that are compressed, which torch.save does not write")
     expect(sum(record.file_size for record in records) <= size, "its records overlap")
     try:
+        for record in records[share]:
+            if record.CRC:
+                with archive.open(record) as content:
+                    while content.read(1 << 24):
+                        pass
         for record in records:
             if record.filename.endswith("data.pkl"):
-                if not record.CRC:  # it was saved without checksums, as the option of torch below has it
-                    del record.CRC
+                if not record.CRC:
+                    del record.CRC  # or reading would compare it
                 _check_tuples(archive.read(record))
     except CheckpointError:
         raise
@@ -93,16 +98,3 @@ def _check_tuples(program: bytes) -> None:
                 stack.append(nesting)
             else:
                 stack += [NONE] * len(op.stack_after)
-
-
-def _check_sums(file: IO[bytes], share: slice) -> None:
-    """Compare checksums. One of 0 is none: ``torch.serialization.set_crc32_options(False)``."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for record in archive.infolist()[share]:
-                if record.CRC:
-                    with archive.open(record) as content:
-                        while content.read(1 << 24):
-                            pass
-    except Exception as error:  # a damaged archive raises many
-        raise CheckpointError(f"{CHANGED} ({type(error).__name__})") from error
