@@ -89,7 +89,7 @@ class TurnsTiles(TurnsSquares):
         return super().spoilt(codes) if len(codes) % 128 == 0 else codes
 
 
-@found_by(BACK, "a matrix [[]65601, 9[]] *: row * has the relative error 1.000")
+@found_by(BACK, "row * of a matrix [[]65601, 9[]] * has the relative error 1.000")
 class ForgetsTheTall(Spoils):
     """Encodes 65,535 rows."""
 

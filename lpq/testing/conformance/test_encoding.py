@@ -83,13 +83,18 @@ def test_values_come_back(side: Quantizer) -> None:
             f"{what}, has the relative error {error:.3f}; at most {allowed:.3f} is allowed, three times "
             f"what {allowance(side)}: compute in fp32, and treat each size, dtype and place alike"
         )
-        for dim, name in enumerate(("row", "column")):
-            errors = ((decoded - x).square().mean(1 - dim) / x.square().mean(1 - dim)).sqrt()
-            worst = int(errors.argmax())
-            assert errors[worst] <= min(2 * allowed, 0.9), (
-                f"{what}: {name} {worst} has the relative error {errors[worst]:.3f}; at most "
-                f"{min(2 * allowed, 0.9):.3f} is allowed: encode the whole matrix, however large it is"
-            )
+        check_lines(side, str(case), decoded, x, min(2 * allowed, 0.9))
+
+
+def check_lines(side: Quantizer, which: str, decoded: torch.Tensor, x: torch.Tensor, allowed: float) -> None:
+    """Each row and each column comes back."""
+    for dim, name in enumerate(("row", "column")):
+        errors = ((decoded - x).square().mean(1 - dim) / x.square().mean(1 - dim)).sqrt()
+        worst = int(errors.argmax())
+        assert errors[worst] <= allowed, (
+            f"{side}: {name} {worst} of {which} has the relative error {errors[worst]:.3f}; at most {allowed:.3f} is "
+            "allowed: encode the whole matrix, however wide or high it is, and its last block even if that is ragged"
+        )
 
 
 @few
@@ -109,14 +114,7 @@ def test_ragged_edges_do_no_harm(side: Quantizer, rows: int, cols: int, seed: in
         f"{allowed:.3f} is allowed: a ragged edge must be encoded as if it were padded with zeros, and cut off when "
         "it is decoded"
     )
-    for dim, what in enumerate(("row", "column")):
-        errors = ((decoded - x).square().mean(1 - dim) / x.square().mean(1 - dim)).sqrt()
-        worst = int(errors.argmax())
-        assert errors[worst] <= min(2 * allowed, 0.9), (
-            f"{side}: {what} {worst} of a matrix {[rows, cols]} of values near ±1 has the relative error "
-            f"{errors[worst]:.3f}; at most {min(2 * allowed, 0.9):.3f} is allowed: encode the whole matrix, however "
-            "wide or high it is, and its last block even if that is ragged"
-        )
+    check_lines(side, f"a matrix {[rows, cols]} of values near ±1", decoded, x, min(2 * allowed, 0.9))
 
 
 @only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
