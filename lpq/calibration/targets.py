@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lpq import registry
 from lpq.calibration.errors import CalibrationError
@@ -77,23 +75,21 @@ class Target:
         return self._measured("x", as_matrix(x), x.dtype)
 
     def measured_weight(self) -> Iterator[tuple[str, Tensor]]:
-        """The statistics of this rank's part of the weight, by name. Where its shards cut blocks it is gathered."""
+        """The statistics of the weight, by name. It is gathered, unless it is an expert's, which is on one rank."""
         if self.weight is None or not (names := self.names("w")):
             return
-        matrix = _matrix(self.weight, self.layer, self.w) if self.expert is None else self._own_matrix(self.expert)
+        matrix = whole(self.weight) if self.expert is None else self._own_matrix(self.expert)
         if matrix is not None:
+            matrix = as_matrix(matrix.t() if self.layer.transposed else matrix)
             yield from self._measured("w", matrix, self.dtype or self.weight.dtype)
         else:  # another rank has it
             yield from ((name, torch.zeros((), device=local_part(self.weight).device)) for name in names)
 
     def _own_matrix(self, expert: int) -> Tensor | None:
-        """The matrix of an expert, ``[out, in]``; None if this rank does not hold it."""
+        """The matrix of an expert; None if this rank does not hold it."""
         assert self.weight is not None
         first, last, _ = chunk(self.weight)[0].indices(len(self.weight))
-        if not first <= expert < last:
-            return None
-        matrix = plain(local_part(self.weight.detach()))[expert - first]
-        return matrix.t() if self.layer.transposed else matrix
+        return plain(local_part(self.weight.detach()))[expert - first] if first <= expert < last else None
 
     def places(self) -> dict[str, Tensor]:
         """The static values of the layer by the names of statistics, to write to."""
@@ -215,30 +211,3 @@ def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Reci
         gemms[first.gemm] = replace(recipe.gemm(first.gemm), a=a, b=b)
     other = replace(recipe, name=None, **gemms)
     return recipe if other == recipe else other
-
-
-def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
-    """This rank's part of a weight as a matrix, or the whole weight where parts have statistics of their own."""
-    if isinstance(weight, DTensor) and (layer.transposed or _is_cut(weight, quantizer)):
-        matrix = whole(weight)
-    else:
-        matrix = plain(local_part(weight.detach()))
-    return as_matrix(matrix.t() if layer.transposed else matrix)
-
-
-def _is_cut(weight: DTensor, quantizer: Quantizer) -> bool:
-    """Whether shards cut the parts in which an operand is measured; the answer is the same on all ranks."""
-    ranks = [1, 1]  # over which its rows, and its columns, are divided
-    for placement, size in zip(weight.placements, weight.device_mesh.shape, strict=True):
-        if isinstance(placement, Replicate) or size == 1:
-            continue
-        if not isinstance(placement, Shard) or placement.dim > 1:
-            return True
-        ranks[placement.dim] *= size
-    for cut, size in enumerate(ranks):
-        each = math.ceil(weight.shape[cut] / size)
-        for side, dim in ((quantizer.side("row"), cut), (quantizer.side("col"), 1 - cut)) if size > 1 else ():
-            units = [buffer.unit(dim) for buffer in side.layout]
-            if side.why_no_parts(dim) is not None or any(unit is not None and each % unit for unit in units):
-                return True
-    return False
