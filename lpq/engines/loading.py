@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from lpq.engines.reading import Files, Quantized
 from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
-from lpq.nn.expert_stacks import ExpertStack, renamed
+from lpq.nn.expert_stacks import ExpertStack, Names, renamed
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import decode, remember
@@ -170,45 +170,39 @@ class _Job:
     def _judge_tensor(self, name: str, other: str, tensor: Tensor) -> set[str] | None:
         """The tensors of the files that one of the model gets, which may be called ``other`` there; None if there are
         none."""
-        if (own := self._judge_experts(name, tensor)) is not None:
-            return own
         layer = name.removesuffix(".weight")
+        if (stack := self.stacks.get(name)) is not None:
+            names = stack.names
+            return self._judge_quantized(name, tensor, names, lambda read: operand_of(names, read))
         if name.endswith(".weight") and layer in self.layers:
-            self._judge_layer(self.layers[layer], name, tensor)
-            return {f"{layer}.{part.name}" for part in self.layers[layer].parts}
+            return self._judge_quantized(name, tensor, [(layer,)], lambda read: read(layer))
+        if (stack := self.stacks.get(f"{name.removesuffix('bias')}weight")) is not None and name.endswith("bias"):
+            return self._judge_biases(name, tensor, [f"{layer}.bias" for layer in stack.layers])
         stored = name if name in self.files.tensors else other
         if stored not in self.files.tensors:
             return None
         self._judge_plain(stored, tensor, name)
         return {stored}
 
-    def _judge_experts(self, name: str, tensor: Tensor) -> set[str] | None:
-        """The tensors that a stack of experts, or their biases, gets; None if it is neither."""
-        if (one := self.stacks.get(name)) is not None:
-            _, rows, cols = tensor.shape
-            each = rows // len(one.names[0])
-            for layer in one.layers:
-                self.files.check_headers(self.layers[layer], each, cols)
-            names, dtype = one.names, tensor.dtype
-            self.operands[name] = lambda: operand_of(
-                names, lambda layer: self._operand(self.layers[layer], name, dtype, each, cols)
-            )
-            return {f"{layer}.{part.name}" for layer in one.layers for part in self.layers[layer].parts}
-        one = self.stacks.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
-        if one is None:
-            return None
-        biases = [f"{layer}.bias" for layer in one.layers]
+    def _judge_quantized(
+        self, name: str, weight: Tensor, names: Names, operand: Callable[[Callable[[str], Storage]], Storage]
+    ) -> set[str]:
+        """``names``: of the layers of each expert, or of the one layer. ``operand`` makes the operand of theirs."""
+        *_, rows, cols = weight.shape
+        each, dtype = rows // len(names[0]), weight.dtype
+        entries = [self.layers[layer] for layers in names for layer in layers]
+        for entry in entries:
+            self.files.check_headers(entry, each, cols)
+        self.operands[name] = lambda: operand(lambda one: self._operand(self.layers[one], name, dtype, each, cols))
+        return {f"{entry.name}.{part.name}" for entry in entries for part in entry.parts}
+
+    def _judge_biases(self, name: str, tensor: Tensor, biases: Sequence[str]) -> set[str]:
+        """``biases``: of the experts."""
         if absent := [bias for bias in biases if bias not in self.files.tensors]:
             raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(absent)}")
         for number, (bias, row) in enumerate(zip(biases, local_part(tensor), strict=True)):
             self._judge_plain(bias, row, name, number)
         return {*biases}
-
-    def _judge_layer(self, entry: Quantized, name: str, weight: Tensor) -> None:
-        rows, cols = weight.shape
-        dtype = weight.dtype
-        self.files.check_headers(entry, rows, cols)
-        self.operands[name] = lambda: self._operand(entry, name, dtype, rows, cols)
 
     def _operand(self, entry: Quantized, name: str, dtype: torch.dtype, rows: int, cols: int) -> Storage:
         """The row operand of a layer, of this many rows of the weight of this name."""
