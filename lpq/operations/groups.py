@@ -98,17 +98,10 @@ def _bind(spec: EncoderSpec, watched: bool, dispatched: bool) -> tuple[tuple[boo
         return (False, False), by_itself
     run, exact = kernels
 
-    def encode(x: Tensor, statistics: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
-        if spec.given and not statistics:
-            return by_itself(x, (), seeds, *offs)
-        of_row, of_col, amaxes = run(x, offs[0] if offs else None, statistics, seeds)
-        if row is not None:
-            of_row += offs
-        if col is not None:
-            of_col += offs
-        return of_row, of_col, (amaxes[0],) if spec.measures and amaxes[0] is not None else ()
+    def encode(x: Tensor, amaxes: Stats, seeds: Tensor | None, *offs: Tensor) -> Encoded:
+        return run(x, amaxes, seeds, *offs) if amaxes else by_itself(x, (), seeds, *offs)
 
-    return exact, encode
+    return exact, encode if spec.given else run
 
 
 def _of_groups(spec: EncoderSpec, watched: bool) -> Encode:

@@ -21,7 +21,7 @@ from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes
 from lpq.kernels.table import bound_once
 from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
-from lpq.operations.binding import Encoding
+from lpq.operations.binding import Encoded, Encoding
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import ALIGNED, NOTHING, Job, Struct, TileSide, pair_macros, side_of
 from lpq.operations.states import State, recall, recalls
@@ -36,8 +36,8 @@ SectionedOperands = tuple[list[Tensor], list[Tensor], Amaxes]
 """The buffers of the row operand and of the column operand, and the amaxes by which they were encoded."""
 Encode = Callable[..., SectionedOperands]
 """``encode(x, offs, seeds, given)``."""
-Run = Callable[[Tensor, Tensor | None, Any, Tensor | None], SectionedOperands]
-"""``run(x, offs, known, seeds)`` for any tensor; ``known`` is a state, or amaxes of sections."""
+Run = Callable[..., Encoded]
+"""``run(x, known, seeds, *offs)`` for any tensor; ``known`` is a state, or amaxes of sections."""
 DECODED = Form()
 """The form of an operand that exists decoded only."""
 
@@ -68,12 +68,18 @@ def bind_any(quantizer: Quantizer, e: Encoding, state: bool) -> tuple[Run, tuple
         assert encode_anywhere is not None
         return encode_anywhere
 
-    def run(x: Tensor, offs: Tensor | None, stats: Any, seeds: Tensor | None) -> SectionedOperands:
+    def run(x: Tensor, known: Any, seeds: Tensor | None, *offs: Tensor) -> Encoded:
         x = x if x.is_contiguous() else x.contiguous()
         how = misaligned() if x.data_ptr() % ALIGNED_BYTES else encode
-        if not is_given:
-            return how(x, offs, seeds)
-        return how(x, offs, seeds, given_of(quantizer, e.row, e.col, stats) if state else (stats[0], stats[0]))
+        amaxes: Amaxes = (None, None)
+        if is_given:
+            amaxes = given_of(quantizer, e.row, e.col, known) if state else (known[0], known[0])
+        of_row, of_col, (measured, _) = how(x, offs[0] if offs else None, seeds, amaxes)
+        if e.row is not None:
+            of_row += offs
+        if e.col is not None:
+            of_col += offs
+        return of_row, of_col, (measured,) if e.measure and measured is not None else ()
 
     return run, e.exact
 
