@@ -18,6 +18,7 @@ from lpq import registry
 from lpq.formats.format import Storage
 from lpq.kernels import KernelError, choose, cublaslt
 from lpq.kernels.products import bind_product_with_alpha, product, scaled_product
+from lpq.kernels.table import optional
 from lpq.operations.binding import Multiply, Operand, Product, unbound_product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
@@ -87,13 +88,8 @@ def why_not(a: Quantizer, b: Quantizer) -> str | None:
         return f"{a} and {b} are stored in different bases, and what undoing a rotation gives is not exact in bf16"
     device = torch.device("cuda", torch.cuda.current_device())
     for quantizer in (a, b):
-        try:
-            choice = choose("exact", (quantizer.text,), device)
-        except KernelError as error:
-            return str(error)
-        if choice.impl is None:
-            reasons = "; ".join(reason for _, reason in choice.rejected)
-            return f"{quantizer} has no exact form in bf16: {reasons or 'its plugin names none'}"
+        if isinstance(reason := optional("exact", quantizer, device), str):
+            return f"{quantizer} has no exact form in bf16: {reason}"
     return None
 
 

@@ -27,6 +27,7 @@ from lpq.registry.specs import INT64_COUNTS
 
 BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
+NO_KERNEL = "its plugin names none"
 NVIDIA_ONLY = "is for NVIDIA's GPUs, and this torch is built for AMD's (ROCm)"
 
 
@@ -69,6 +70,15 @@ def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
     if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
         index = torch.cuda.current_device()
     return _choose(op, operands, device.type, index, kernels_allowed())
+
+
+def optional(op: str, quantizer: Any, device: torch.device) -> Callable[..., Any] | str:
+    """Return the kernel for an operation that a format need not have, or the reason why there is none."""
+    try:
+        choice = choose(op, (quantizer.text,), device)
+    except KernelError as error:
+        return str(error)
+    return choice.impl or "; ".join(reason for _, reason in choice.rejected) or NO_KERNEL
 
 
 P = ParamSpec("P")

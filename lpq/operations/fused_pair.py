@@ -18,11 +18,10 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer
-from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import Allocate, allocator
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import Find, SectionedMatrix
-from lpq.kernels.table import bound_once
+from lpq.kernels.table import NO_KERNEL, bound_once, optional
 from lpq.kernels.tiles import (
     INPUTS,
     SQUARE,
@@ -189,15 +188,11 @@ def bind_sides(e: Encoding, row: TileSide | None, col: TileSide | None) -> tuple
 
 def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op: str = "tile") -> TileSide | str:
     """Describe how an operand is made tile by tile, or why it is not."""
-    try:
-        choice = choose(op, (quantizer.text,), device)
-    except KernelError as error:
-        return str(error)
-    side: TileSide | None = choice.impl(quantizer, direction) if choice.impl is not None else None
-    if side is None:
-        reasons = "; ".join(reason for _, reason in choice.rejected)
-        return f"{quantizer} has no {direction} operand tile by tile: {reasons or 'its plugin names none'}"
-    return side
+    impl = optional(op, quantizer, device)
+    side: TileSide | str | None = impl if isinstance(impl, str) else impl(quantizer, direction)
+    if isinstance(side, TileSide):
+        return side
+    return f"{quantizer} has no {direction} operand tile by tile: {side or NO_KERNEL}"
 
 
 def why_not(row: Quantizer, col: Quantizer) -> str | None:

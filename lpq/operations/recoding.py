@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.kernels import KernelError, choose
-from lpq.kernels.table import bound_once
+from lpq.kernels.table import bound_once, optional
 from lpq.kernels.tiles import INPUTS, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.fused_pair import Job, TileSide, side_of
@@ -48,13 +47,10 @@ def bind_recode(row: Operand, col: Quantizer, device: torch.device) -> Recode | 
     is_matrix = len(row.shape) == 2 and row.sections is None and row.form is None
     if device.type != "cuda" or not is_matrix or 0 in row.shape:
         return None
-    try:
-        choice = choose("reader", (row.quantizer.text,), device)
-    except KernelError:
+    impl, side = optional("reader", row.quantizer, device), side_of(col, "col", device)
+    if isinstance(impl, str) or isinstance(side, str):
         return None
-    reader: CodeReader | None = choice.impl(row.quantizer) if choice.impl is not None else None
-    side = side_of(col, "col", device)
-    return None if reader is None or isinstance(side, str) else bind_sides(reader, side, row, col, device)
+    return bind_sides(impl(row.quantizer), side, row, col, device)
 
 
 def bind_sides(reader: CodeReader, side: TileSide, row: Operand, col: Quantizer, device: torch.device) -> Recode | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lpq.formats.format import Quantizer
-from lpq.kernels import KernelError, choose
+from lpq.kernels.table import optional
 
 
 class StoredTile(NamedTuple):
@@ -28,9 +28,6 @@ class StoredTile(NamedTuple):
 
 def stored_tile(quantizer: Quantizer, device: torch.device) -> StoredTile | None:
     """The functions of a row operand on this device; None where there are none."""
-    try:
-        choice = choose("stored_tile", (quantizer.text,), device)
-    except KernelError:
-        return None
-    tile: StoredTile | None = choice.impl(quantizer) if choice.impl is not None else None
+    impl = optional("stored_tile", quantizer, device)
+    tile: StoredTile | None = None if isinstance(impl, str) else impl(quantizer)
     return tile

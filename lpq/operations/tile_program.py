@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lpq.formats.format import Direction, Quantizer
-from lpq.kernels import KernelError, choose
+from lpq.kernels.table import NO_KERNEL, optional
 
 
 class TileProgram(NamedTuple):
@@ -39,12 +39,8 @@ def tile_program(
     quantizer: Quantizer, direction: Direction, dtype: torch.dtype, device: torch.device
 ) -> TileProgram | str:
     """The functions for an operand of a matrix in this dtype, or why there are none."""
-    try:
-        choice = choose("tile_program", (quantizer.text,), device)
-    except KernelError as error:
-        return str(error)
-    found: TileProgram | None = choice.impl(quantizer, direction, dtype) if choice.impl is not None else None
-    if found is None:
-        reasons = "; ".join(reason for _, reason in choice.rejected)
-        return f"{quantizer} has no {direction} operand tile by tile in Triton: {reasons or 'its plugin names none'}"
-    return found
+    impl = optional("tile_program", quantizer, device)
+    program: TileProgram | str | None = impl if isinstance(impl, str) else impl(quantizer, direction, dtype)
+    if isinstance(program, TileProgram):
+        return program
+    return f"{quantizer} has no {direction} operand tile by tile in Triton: {program or NO_KERNEL}"
