@@ -137,17 +137,6 @@ def pointer(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None else 0
 
 
-def zeros(x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """One or two tensors of zeros (fp32), beside a matrix, for a kernel that finds largest magnitudes there and follows
-    without a gap."""
-    out = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    first, second = out[0], out[-1]
-    counts = first.numel(), second.numel()
-    blocks = -(-max(counts) // ZERO.threads)
-    ZERO.launch(x.get_device(), (), blocks, first.data_ptr(), counts[0], second.data_ptr(), counts[1])
-    return out
-
-
 def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest magnitudes (fp32) of pieces of a contiguous matrix, rounded to ``dtype``; the
     largest of them is the amax of the whole."""

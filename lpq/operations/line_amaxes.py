@@ -13,8 +13,9 @@ from torch import Tensor
 from lpq.formats.format import Direction, Quantizer
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_zeros
-from lpq.kernels.tiles import TALL, ZERO, covering, divides, is_whole, pointer, reading, tile_kernels, tiles, zeros
-from lpq.operations.binding import Encoding
+from lpq.kernels.table import bound_once
+from lpq.kernels.tiles import TALL, ZERO, covering, divides, reading, tile_kernels, tiles
+from lpq.operations.binding import ALIGNED, Encoding, on_device
 
 LINES = tile_kernels("common/lines.cu", "amax", "PPP")[TALL]
 LINES_IN_SECTIONS = tile_kernels("common/lines.cu", "amax", f"PPP{SECTIONS}")[TALL]
@@ -41,16 +42,15 @@ def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
     return find
 
 
+_bind_few = bound_once(bind_amaxes_of_lines)
+
+
 def measure_lines(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
     """The amaxes of the rows of the wanted operands."""
-    rows, cols = x.shape
-    amaxes = zeros(x, *((size, 1) for side, size in ((row, rows), (col, cols)) if side is not None))
-    of_rows, of_cols = amaxes[0] if row is not None else None, amaxes[-1] if col is not None else None
-    LINES.launch(
-        x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
-        tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
-    )  # fmt: skip
-    return amaxes
+    (rows, cols), at = x.shape, x.data_ptr()
+    e = Encoding(row, col, (rows, cols), x.dtype, dtype, x.device, aligned=at % ALIGNED == 0, dispatched=True)
+    with on_device(x.device):
+        return _bind_few(e)(at)
 
 
 def find_in_sections(sections: SectionedMatrix, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:

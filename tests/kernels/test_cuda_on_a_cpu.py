@@ -22,6 +22,7 @@ from lpq.kernels import KernelError, cuda, host_to_device, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator
 from lpq.operations.binding import Encoding
+from lpq.operations.line_amaxes import measure_lines
 
 
 class Driver:
@@ -257,15 +258,20 @@ def test_as_many_blocks_look_for_an_amax_as_the_gpu_runs_at_once(
         blocks.clear()
 
 
-def test_zeros_for_two_operands_are_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amaxes_of_two_operands_are_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever keeps the statistics of one operand keeps nothing of the other; one launch zeroes both."""
     launches: list[tuple[float, ...]] = []
-    monkeypatch.setattr(CudaKernel, "launch", lambda self, device, macros, *arguments: launches.append(arguments))
-    first, second = tiles.zeros(torch.empty(2, 2), (2000, 1), (5, 1))
+
+    def bind(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int) -> Any:
+        return lambda *arguments: launches.append((blocks, *arguments))
+
+    monkeypatch.setattr(CudaKernel, "bind", bind)
+    x, side = torch.empty(2000, 5), registry.quantizer("fp8(scaling=row)")
+    first, second = measure_lines(x, side, side, torch.float32)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-    assert launches == [(2, first.data_ptr(), 2000, second.data_ptr(), 5)]
-    (alone,) = tiles.zeros(torch.empty(2, 2), ())
-    assert launches[1] == (1, alone.data_ptr(), 1, alone.data_ptr(), 1)
+    assert launches[0] == (2, first.data_ptr(), 2000, second.data_ptr(), 5)
+    (alone,) = measure_lines(x, None, side, torch.float32)
+    assert launches[2] == (1, alone.data_ptr(), 5, alone.data_ptr(), 5)
 
 
 def test_a_gpu_is_asked_once_how_many_it_has(gpus: list[int]) -> None:
