@@ -13,7 +13,7 @@ from lpq.formats.blocks import traced_amax
 from lpq.formats.format import Quantizer
 from lpq.operations.format_calls import measured_again_by, measured_by
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
-from lpq.operations.sides import declared, measures_again, quantizer_of, serving, shared, text_of
+from lpq.operations.sides import declared, measured, measures_again, quantizer_of, serving, text_of
 from lpq.torch_private.compiling import is_exporting, surely
 
 
@@ -32,29 +32,26 @@ def measure(
 def measure_again(x: Tensor, row: Quantizer | None, col: Quantizer | None, stats: Sequence[Tensor]) -> list[Tensor]:
     """Measure the statistics of round 2 with the reduced ones of round 1; return all, in the order of ``declared``. The
     format's own code runs, also where a compiler or a mode watches."""
-    count = len(row.stats) if row is not None else 0
-    first = _again_side(row, x, stats[:count]) if row is not None else []
-    return first if col is None or shared(row, col) else first + _again_side(col, x.t(), stats[count:])
-
-
-def _again_side(side: Quantizer, x: Tensor, stats: Sequence[Tensor]) -> list[Tensor]:
-    if x.numel() == 0 or not measures_again(side, None):
-        return list(stats)
-    return measured_again_by(side, x, {s.name: t for s, t in zip(side.stats, stats, strict=True) if s.round == 1})
+    out: list[Tensor] = []
+    for side, dim in measured(row, col):
+        own = stats[len(out) : len(out) + len(side.stats)]
+        if x.numel() and measures_again(side, None):
+            first = {s.name: t for s, t in zip(side.stats, own, strict=True) if s.round == 1}
+            own = measured_again_by(side, x.t() if dim else x, first)
+        out += own
+    return out
 
 
 def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
     """The statistics of ``x`` for these operands, in the order of ``declared``."""
-    measured = _measure_side(row, x) if row is not None else []
-    if col is None or shared(row, col):
-        return measured
-    return measured + _measure_side(col, x.t())
-
-
-def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
-    if x.numel() == 0:
-        return [s.zeros(x.shape[0], x.shape[1], x.device) for s in side.stats]
-    return measured_by(side, x) if side.stats else []
+    out: list[Tensor] = []
+    for side, dim in measured(row, col):
+        own = x.t() if dim else x
+        if x.numel() == 0:
+            out += [s.zeros(own.shape[0], own.shape[1], x.device) for s in side.stats]
+        elif side.stats:
+            out += measured_by(side, own)
+    return out
 
 
 def traced_stats(
@@ -80,8 +77,8 @@ def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: to
     if choice.impl is None:
         return unaliased(measure_reference(x.to(dtype), row, col), ())
     impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
-    measured: list[Tensor] = impl(x, row, col)
-    return measured
+    stats: list[Tensor] = impl(x, row, col)
+    return stats
 
 
 def bind_measure(

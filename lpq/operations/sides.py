@@ -25,12 +25,15 @@ def shared(row: Quantizer | None, col: Quantizer | None) -> bool:
     return row is not None and (row is col or row == col) and row.transposable
 
 
+def measured(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Quantizer, int]]:
+    """The sides that have statistics of their own, in order, and which of their dimensions is the tensor's first."""
+    sides = [(side, dim) for dim, side in enumerate((row, col)) if side is not None]
+    return sides[:1] if shared(row, col) else sides
+
+
 def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, int]]:
     """The statistics that these operands need, in order, and which of their dimensions is the tensor's first."""
-    first = [(stat, 0) for stat in row.stats] if row is not None else []
-    if shared(row, col) or col is None:
-        return first
-    return first + [(stat, 1) for stat in col.stats]
+    return [(stat, dim) for side, dim in measured(row, col) for stat in side.stats]
 
 
 def measures_again(row: Quantizer | None, col: Quantizer | None) -> bool:
