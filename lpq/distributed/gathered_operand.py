@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import as_bytes, row_major
-from lpq.formats.sections import is_stack, transposed
+from lpq.formats.sections import is_stack
 from lpq.operations.derived_operands import Derived
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
@@ -88,7 +88,7 @@ def sent_bytes(buffers: Iterable[tuple[GatheredOperand, Tensor]]) -> list[Tensor
     pieces = []
     for whole, buffer in buffers:
         if whole.turned:
-            buffer = transposed(buffer)
+            buffer = buffer.mT
         if not buffer.is_contiguous() or buffer.numel() == 1:  # strides of one element may be unusual
             buffer = row_major(buffer)
         pieces.append(buffer.view(-1).view(torch.uint8))

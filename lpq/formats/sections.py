@@ -105,11 +105,6 @@ def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:
     return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
 
 
-def transposed(matrix: Tensor) -> Tensor:
-    """A matrix, or each of a stack, transposed: a view."""
-    return matrix.transpose(-2, -1)
-
-
 # ---------------------------------------------------------------------------------------------- joining
 
 

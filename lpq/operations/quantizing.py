@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.sections import is_stack, transposed
+from lpq.formats.sections import is_stack
 from lpq.operations.binding import on_device
 from lpq.operations.bound import NEITHER, encoding
 from lpq.operations.format_calls import encoded_by
@@ -107,9 +107,9 @@ def _with_plain(
     if plain_row is not None:
         of_row = [_plain(plain_row, x)]
     if plain_row is not None and shared(plain_row, plain_col):
-        of_col = [transposed(of_row[0])]  # one cast serves both
+        of_col = [of_row[0].mT]  # one cast serves both
     elif plain_col is not None:
-        of_col = [transposed(_plain(plain_col, x))]
+        of_col = [_plain(plain_col, x).mT]
     return of_row, of_col, measured
 
 
@@ -129,8 +129,11 @@ def quantize_tensors(
         with torch.autocast(x.device.type, enabled=False):
             return quantize_tensors(x, stats, row, col, seed, offset, measure, layouts, across, dtype)
     dtype = dtype or x.dtype
-    if across or x.dim() != 2:
-        return _unusual(x, stats, row, col, seed, offset, measure, across, dtype)
+    if x.dim() != 2:
+        return _of_stack(x, stats, row, col, seed, offset, dtype)
+    if across:  # kernels draw random bits from the first column on
+        x, sides = x.to(dtype), (quantizer_of(row), quantizer_of(col))
+        return quantize_reference(x, stats, *sides, seed, offset, measure, across)
     if stats:
         stats = [s if s is None or s.is_contiguous() else s.contiguous() for s in stats]
         flags = tuple([s is not None for s in stats])
@@ -141,24 +144,19 @@ def quantize_tensors(
     return [*of_row, *of_col, *measured]
 
 
-def _unusual(
-    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
-    across: int, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    """Encode a matrix that does not begin at the first column, from which kernels draw random bits; or a stack: its
-    buffers are the buffers of its matrices, stacked."""
-    sides = quantizer_of(row), quantizer_of(col)
-    if is_stack(x.shape):
-        seeds = [None] * x.shape[0] if seed is None else seed.unbind()
-        of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
-        each = [
-            quantize_tensors(matrix, own, row, col, s, offset, False, dtype=dtype)
-            for matrix, own, s in zip(x, of_each, seeds, strict=True)
-        ]
-        return [torch.stack(buffers) for buffers in zip(*each, strict=True)] if each else _fresh(x, *sides)
-    if any(side is not None and side.stochastic for side in sides):
-        return quantize_reference(x.to(dtype), stats, *sides, seed, offset, measure, across)
-    return quantize_tensors(x, stats, row, col, seed, offset, measure, dtype=dtype)
+def _of_stack(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """The buffers of a stack are the buffers of its matrices, stacked."""
+    seeds = [None] * x.shape[0] if seed is None else seed.unbind()
+    of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
+    each = [
+        quantize_tensors(matrix, own, row, col, s, offset, False, dtype=dtype)
+        for matrix, own, s in zip(x, of_each, seeds, strict=True)
+    ]
+    if not each:
+        return _fresh(x, quantizer_of(row), quantizer_of(col))
+    return [torch.stack(buffers) for buffers in zip(*each, strict=True)]
 
 
 def _quantize_fake(
