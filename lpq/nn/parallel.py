@@ -29,7 +29,7 @@ from lpq.nn.observing import watch
 from lpq.nn.parallel_step import SharedOut
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy
-from lpq.nn.siblings import EncodedInput, LastInput, SharedColumn, SharedInputs
+from lpq.nn.siblings import EncodedInput, LastInput, SharedColumn
 from lpq.nn.step import Shapes, bind_few
 from lpq.nn.weighted_layer import WeightedLayer
 from lpq.operations.binding import on_device
@@ -75,8 +75,6 @@ class Siblings(NamedTuple):
     others: LayerCall
     how: tuple[object, ...]
     """The properties on which the operands depend, beside the values of a static state."""
-    static: bool
-    """Whether there is a static state."""
 
 
 class MeshPass(NamedTuple):
@@ -106,10 +104,9 @@ def multiply_parts(
     each pass. ``within``: as for ``Layer.forward``."""
     _compare_ranks(layer, input, weight, within is not None)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
-    needs = grad and input.requires_grad, grad and weight.requires_grad
-    if torch.compiler.is_compiling():
+    needs, compiling = (grad and input.requires_grad, grad and weight.requires_grad), torch.compiler.is_compiling()
+    if compiling:
         layer.note_pass(traced=True, shared=True)
-        over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, layer.model.inputs)
     else:
         try:
             key = (
@@ -124,11 +121,12 @@ def multiply_parts(
             raise
         passes = layer.passes.bound_calls()
         over = passes.get(key)
-        if over is None:
-            over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, layer.model.inputs)
+    if over is not None:
+        x, found_by = _laid_out(over.mesh, input, over.source, over.target)
+    else:
+        over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs)
+        if not compiling:
             passes[key] = over
-        else:
-            x, found_by = _laid_out(over.mesh, input, over.source, over.target)
     if within is not None and over.call.step is None:
         return None
     sequence, group, by_columns = over.parts.sequence, over.parts.group, over.parts.weight.dim == 0
@@ -141,7 +139,7 @@ def multiply_parts(
         siblings = None
     if siblings is not None:
         stream = cuda.current_stream(x.get_device()) if x.is_cuda else 0
-        static = layer.passes.static_input.read(layer.states()["x"]) if siblings.static else ()
+        static = layer.passes.static_input.read(layer.states()["x"]) if "x" in plan.remembered else ()
         how = *siblings.how, *static, x.requires_grad, stream
         shared, call = siblings.inputs.find(found_by, how, id(layer)), siblings.others
         first = shared is None
@@ -226,7 +224,7 @@ def _laid_out(mesh: DeviceMesh, input: Tensor, source: Placement, target: Placem
 
 def _mesh_pass(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, w: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, needs: tuple[bool, bool], inputs: SharedInputs | None,
+    dtype: torch.dtype, needs: tuple[bool, bool],
 ) -> tuple[MeshPass, Tensor, Tensor]:  # fmt: skip
     """Decide how passes of this kind go; return this rank's part of the input and the tensor that siblings find as
     well. The decision follows from sizes and placements, so all ranks decide alike."""
@@ -300,15 +298,14 @@ def _mesh_pass(
             step = bind_few(plan, shapes) if bypasses else None
         return LayerCall(plan, shapes, step, layer=id(layer), title=title, shape=shape)
 
-    siblings = None
+    siblings, inputs = None, layer.model.inputs
     ordinary = produced or (type(x) in ORDINARY and not x.is_meta)
     if columns and plan.shares and inputs is not None and ordinary and not compiling:
         if inputs.whole is None:
             inputs.whole = LastInput()
         first = shapes._replace(parts=parts._replace(sums=False, keeps=True))
         calls = call(first), call(first._replace(given=True))
-        static = "x" in plan.remembered
-        siblings = Siblings(inputs.whole, *calls, (group, plan.x, dw, sequence), static)
+        siblings = Siblings(inputs.whole, *calls, (group, plan.x, dw, sequence))
     over = MeshPass(mesh, source, into, tuple(whole), parts, output, tuple(result), call(shapes), siblings)
     return over, x, found_by
 

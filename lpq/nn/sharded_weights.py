@@ -66,11 +66,11 @@ def check_weights(
         weight = sharded.get(module, module.weight)
         if any(quantizers) and hasattr(weight, "device_mesh"):
             _check_order(name, module)
-        if weights is not None and any(quantizers) and hasattr(weight, "device_mesh"):
-            raise ValueError(
-                f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor parallelism "
-                "shards it, before parallelize_module, or without weights="
-            )
+            if weights is not None:
+                raise ValueError(
+                    f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor "
+                    "parallelism shards it, before parallelize_module, or without weights="
+                )
         stored = _stored(weight)
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
