@@ -59,9 +59,7 @@ def adopt(
 def release(module: EncodingNorm) -> None:
     """Make an adopted norm what it was, and have another one encode nothing."""
     if isinstance(module, AdoptedNorm):
-        restore(module)
-        for name in ("lpq_norm", "lpq_reads", "_calls", "consumers", "places", "serves_others"):
-            module.__dict__.pop(name, None)
+        restore(module, "lpq_norm", "lpq_reads", "_calls", "consumers", "places", "serves_others")
     else:
         module.consumers, module.places, module.serves_others = (), (), False
 

@@ -55,10 +55,12 @@ def check_extended(module: Any) -> None:
         )
 
 
-def restore(module: Any) -> None:
-    """Give a module that was extended its class before."""
+def restore(module: Any, *own: str) -> None:
+    """Give a module that was extended its class before, and take the attributes with these names away."""
     check_extended(module)
     module.__class__ = module.lpq_bases[1]
+    for name in own:
+        vars(module).pop(name, None)
 
 
 def fresh(kind: Any, base: Any) -> Any:

@@ -164,9 +164,7 @@ def unfuse(model: Model) -> Model:
 
 
 def _release(block: FusedBlock) -> None:
-    restore(block)
-    del block.__dict__["lpq_parts"]
-    block.__dict__.pop("lpq_unfit", None)
+    restore(block, "lpq_parts", "lpq_unfit")
 
 
 def find_parts(module: nn.Module) -> BlockParts | str | None:

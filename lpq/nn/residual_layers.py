@@ -145,9 +145,7 @@ def extend_residual(layer: nn.Module) -> None:
 
 def release_residual(layer: ResidualLayer) -> None:
     """Make a layer what it was."""
-    restore(layer)
-    for name in ("lpq_parts", "lpq_several", "lpq_either", "lpq_calls"):
-        del layer.__dict__[name]
+    restore(layer, "lpq_parts", "lpq_several", "lpq_either", "lpq_calls")
 
 
 def who_adds(model: nn.Module) -> dict[int, str]:

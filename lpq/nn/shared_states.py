@@ -29,17 +29,17 @@ from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
 
-def shared_state(layers: Sequence[StatefulLayer], tensor: str = "x") -> State | None:
-    """The state of ``tensor`` that these layers have in common, and share from now on; None if their recipes remember
-    nothing of it. Layers whose states differ are refused.
+def shared_state(layers: Sequence[StatefulLayer]) -> State | None:
+    """The state of inputs that these layers have in common, and share from now on; None if their recipes remember
+    nothing of them. Layers whose states differ are refused.
 
     A producer calls it in each pass. The values are compared, and a GPU waited for, where the layers do not share them
     yet."""
     first = layers[0]
-    state = {m.key: getattr(first, m.name) for m in first.state_buffers() if m.tensor == tensor}
+    state = {m.key: getattr(first, m.name) for m in first.state_buffers() if m.tensor == "x"}
     for layer in layers[1:]:
-        if not _has(layer, tensor, state):
-            _lend(first, layer, tensor)
+        if not _has(layer, state):
+            _lend(first, layer)
     return state or None
 
 
@@ -67,7 +67,7 @@ class EncodedBy:
     def own(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
         """Return the state by which ``x`` was encoded, if the layer has that very state."""
         by = x.encoded_by if not x.writes.count else None
-        return by if isinstance(by, cls) and by.over is None and _has(layer, "x", by.state) else None
+        return by if isinstance(by, cls) and by.over is None and _has(layer, by.state) else None
 
     @classmethod
     def over_ranks(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
@@ -75,7 +75,7 @@ class EncodedBy:
         by = x.encoded_by if not x.writes.count else None
         if not isinstance(by, cls) or by.over is None or layer not in by.layers:
             return None
-        return by if not by.state or _has(layer, "x", by.state) else None
+        return by if not by.state or _has(layer, by.state) else None
 
     def take(self, layer: StatefulLayer) -> None:
         """Note that this layer has got the input, and that its backward will ask for ``move``."""
@@ -106,17 +106,16 @@ def local_state(state: State) -> State:
     return {key: local_part(memory) for key, memory in state.items()}
 
 
-def _has(layer: StatefulLayer, tensor: str, state: State) -> bool:
+def _has(layer: StatefulLayer, state: State) -> bool:
     """Whether these very buffers are the layer's."""
-    return all(map(is_, map(layer._buffers.get, map(f"{tensor}_".__add__, state)), state.values()))
+    return all(map(is_, map(layer._buffers.get, map("x_".__add__, state)), state.values()))
 
 
-def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:
-    """Have a layer share the first one's state of a tensor, if it is equal."""
-    theirs, mine = ([m for m in each.state_buffers() if m.tensor == tensor] for each in (first, layer))
-    plans = first.passes.plan, layer.passes.plan
-    one, other = (getattr(plan, tensor, None) for plan in plans)
-    why = f"one has {tensor}={one}, and the other {tensor}={other}" if one != other or theirs != mine else ""
+def _lend(first: StatefulLayer, layer: StatefulLayer) -> None:
+    """Have a layer share the first one's state of inputs, if it is equal."""
+    theirs, mine = ([m for m in each.state_buffers() if m.tensor == "x"] for each in (first, layer))
+    one, other = (each.passes.plan and each.passes.plan.x for each in (first, layer))
+    why = f"one has x={one}, and the other x={other}" if one != other or theirs != mine else ""
     for memory in mine if not why else ():
         a, b = (local_part(getattr(each, memory.name)) for each in (first, layer))
         if a.device != b.device or not torch.equal(a.view(torch.int32), b.view(torch.int32)):
@@ -125,7 +124,7 @@ def _lend(first: StatefulLayer, layer: StatefulLayer, tensor: str) -> None:
                 f"{memory.name}.copy_, or do not fuse them"
             )
     if why:
-        raise ValueError(f"{first.title} and {layer.title} cannot share their states of {tensor}: {why}")
+        raise ValueError(f"{first.title} and {layer.title} cannot share their states of x: {why}")
     for memory in mine:
         setattr(layer, memory.name, getattr(first, memory.name))
     layer.passes.borrowed = (*layer.passes.borrowed, *(memory.name for memory in mine))
