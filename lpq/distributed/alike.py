@@ -92,18 +92,15 @@ class Comparison:
         sets = check_alike(around, replicas, self._about, seconds)
         if sets is None:
             self.alike = was
-            self._wait_on(seconds or 0.0)
+            self._waited += seconds or 0.0
+            if self._waited > meeting.limit():
+                raise _in_vain(self._waited)
             return
         self.sets, self.began, self.withholds, self._waited = sets, True, False, 0.0
         stages = {id(sets): sets for layer in converted(around) if (sets := layer.model.stages) is not None}
         self._stages = [*stages.values()]
         self.moving = bool(self.sets) and any(sets.moving for sets in self._stages)
         self.alike = True
-
-    def _wait_on(self, seconds: float) -> None:
-        self._waited += seconds
-        if self._waited > meeting.limit():
-            raise _in_vain(self._waited)
 
     @property
     def relied_on(self) -> bool:

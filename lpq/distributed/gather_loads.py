@@ -54,7 +54,7 @@ class _Quantized(Load):
             self._all += large
             if col is not None and way.col and not way.sends_col:
                 self._derived += col.large
-                columns.append(col.derived_from(sides.quantizer, row))
+                columns.append(Derived(sides.quantizer, row.operand, col.targets))
             if way.sends_row and not way.row:
                 self._unwanted += row.large
         with on_device(self._device):
@@ -194,7 +194,7 @@ class EncodedLoad(_Quantized):
                 pieces = [nn.functional.pad(t, (0, n - len(t))) for t, n in zip(pieces, self._sizes, strict=True)]
             if self._arrivals.flat:
                 return (torch.cat(pieces),)
-        return tuple(pieces) or (_nothing(self._device),)
+        return tuple(pieces) or (torch.empty(0, dtype=torch.uint8, device=self._device),)
 
     def _operands_of(self, i: int, shard: Tensor) -> tuple[Buffers, Buffers]:
         """The buffers of a shard that is stored quantized."""
@@ -246,7 +246,3 @@ def _read_on_this_stream(tensors: Sequence[Tensor]) -> None:
     stream = torch.cuda.current_stream(on_gpu[0].device) if on_gpu else None  # which takes the host 10 µs
     for tensor in on_gpu:
         tensor.record_stream(stream)  # type: ignore[arg-type]
-
-
-def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)

@@ -19,7 +19,6 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import as_bytes, row_major
 from lpq.formats.sections import is_stack
-from lpq.operations.derived_operands import Derived
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
 
@@ -77,10 +76,6 @@ class GatheredOperand:
         for whole, parts in zip(self.large, arrived, strict=True):
             if whole.numel():
                 yield _by_rank(as_bytes(whole.data), self.lines(whole), parts)
-
-    def derived_from(self, quantizer: Quantizer, row: GatheredOperand) -> Derived:
-        """This column operand, which follows from the row operand of the weight."""
-        return Derived(quantizer, row.operand, self.targets)
 
 
 def sent_bytes(buffers: Iterable[tuple[GatheredOperand, Tensor]]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import EncodedInput, SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few
 from lpq.nn.traced_step import through_dispatcher
-from lpq.nn.wanted import Accumulate, gradients_needed, is_summed, refuse_part_of, refuse_parts, sum_in_place
+from lpq.nn.wanted import Accumulate, computes, gradients_needed, refuse_part_of, refuse_parts, sum_in_place
 from lpq.operations.binding import on_device
 from lpq.operations.encoder import KnownStats
 from lpq.operations.group_products import sum_rows
@@ -238,7 +238,7 @@ class Multiplication(torch.autograd.Function):
         if moves:
             needs_dx = ctx.needs_input_grad[0]  # states take the statistics of all operands
         sum_so_far = None
-        if needs_dw and call.accumulate is not None and is_summed(ctx.next_functions[1][0]):
+        if needs_dw and call.accumulate is not None and computes(ctx.next_functions[1][0], returned=False):
             sum_so_far = sum_in_place(ctx.weight, call.accumulate)
         summed = shapes.weight if sum_so_far is None else sum_so_far.dtype
         if shapes.needs_dx != needs_dx or shapes.needs_dw != needs_dw or shapes.summed is not summed:

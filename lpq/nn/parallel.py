@@ -265,7 +265,8 @@ def _mesh_pass(
             f"{layer.title}: its input is encoded already, and it is sharded, by {source}: whether that was by "
             "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
         )
-    into = source if source == into or (not columns and _is_last(source, input.dim())) else into
+    of_features = isinstance(source, Shard) and source.dim % input.dim() == last
+    into = source if source == into or (not columns and of_features) else into
     x, found_by = _laid_out(mesh, input, source, into)
     check_parallel_input(layer, x, 1 if columns else ranks)
     whole = [*x.shape]
@@ -308,10 +309,6 @@ def _mesh_pass(
         siblings = Siblings(inputs.whole, *calls, (group, plan.x, dw, sequence))
     over = MeshPass(mesh, source, into, tuple(whole), parts, output, tuple(result), call(shapes), siblings)
     return over, x, found_by
-
-
-def _is_last(placement: Placement, dims: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim % dims == dims - 1
 
 
 def _sequence(shape: Sequence[int], dim: int, rank: int, ranks: int) -> Cut:

@@ -56,7 +56,11 @@ def check_weights(
     schedules: Mapping[str, Schedule],
 ) -> None:  # fmt: skip
     """Refuse weights of these modules of a model that cannot be prepared, or are stored otherwise already."""
-    layers = {name: cast("Layer", m) for name, m in modules.items() if type(m) is nn.Linear or _is_layer(m)}
+    layers = {
+        name: cast("Layer", module)
+        for name, module in modules.items()
+        if type(module) is nn.Linear or (isinstance(module, Layer) and not module.transposed)
+    }
     sharded = _sharded(model, layers.values(), weights)
     for name, module in layers.items():
         schedule = schedules[name]
@@ -204,7 +208,8 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
         elif site is not None:  # the layer itself may have the gathered weight at present
             yield name, _note(layer, site.param, site.group.size(), site)
         elif sharded and not hasattr(layer.weight, "device_mesh"):
-            yield name, _note_unsharded(layer)
+            why = "fully_shard ignores it, or got no module that it is in"
+            yield name, f"{_form(layer.weight)}, whole on every rank and not gathered: {why}"
         else:
             yield name, _note(layer, layer.weight, ranks or 1, None)
 
@@ -212,12 +217,6 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
 def _form(weight: Tensor) -> str:
     stored = _stored(weight)
     return "in high precision" if stored is None else f"stored as {stored}"
-
-
-def _note_unsharded(layer: Layer) -> str:
-    """Return the note on a weight that FSDP2 does not shard, though it shards others of the model."""
-    form = _form(layer.weight)
-    return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
 
 
 def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
@@ -255,11 +254,6 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
         elif operands > count and ranks > 1:
             how += f"; in high precision{when}, for its operands would be {operands / (2 * rows * cols):.2f}"
     return how
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Whether it is a layer of lpq whose weight may be stored quantized."""
-    return isinstance(module, Layer) and not module.transposed
 
 
 def _is_computed(layer: Layer) -> bool:

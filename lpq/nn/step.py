@@ -150,7 +150,10 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     of_x = input_spec(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
     x = None if shapes.given else _encoder(encoder, of_x, plan.keeps_input)
     of_w = weight_spec(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=draws)
-    w = weight_encoder(plan, shapes, encoder, of_w)
+    if shapes.encoded:
+        w = of_delivered(encoder, of_w) if plan.w_at_use else None
+    else:
+        w = _encoder(encoder, of_w, plan.keeps_weight)
     of_dy = gradient_spec(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
     dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
     known_x = operands_of(of_x) if x is None else (x.row, x.col)
@@ -188,13 +191,6 @@ def weight_spec(plan: Plan, shapes: Shapes) -> EncoderSpec:
     matrix, needs_dx = (shapes.outputs, shapes.features), shapes.needs_dx
     spec = EncoderSpec(plan.w, matrix, shapes.weight, shapes.device, True, needs_dx, at_hand=True)
     return _by_state(spec, "w", plan, shapes)
-
-
-def weight_encoder(plan: Plan, shapes: Shapes, encoder: BindEncoder, spec: EncoderSpec) -> Encoder | None:
-    """The encoder of the weight of a layer; None: it is encoded already, and has all operands that are wanted."""
-    if not shapes.encoded:
-        return _encoder(encoder, spec, plan.keeps_weight)
-    return of_delivered(encoder, spec) if plan.w_at_use else None
 
 
 def gradient_spec(plan: Plan, shapes: Shapes) -> EncoderSpec:

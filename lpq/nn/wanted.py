@@ -50,11 +50,6 @@ def computes(node: Any, returned: bool = True) -> bool:
         raise
 
 
-def is_summed(node: Any) -> bool:
-    """Whether this backward adds the gradient of the weight itself, in place of autograd's node."""
-    return computes(node, returned=False)
-
-
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
     """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet."""
     if where == "grad":
