@@ -12,7 +12,7 @@ from lpq.formats.layout import check_there
 from lpq.formats.sections import is_stack, joined, matrices
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
-from lpq.operations.format_calls import decoded_by
+from lpq.operations.format_calls import decode_reference as decode_reference
 from lpq.operations.operators import can_call_directly, define, unaliased
 
 
@@ -32,11 +32,6 @@ def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
         "Tensor",
         torch.ops.lpq.decode(operand.tensors(), operand.quantizer.text, operand.shape, operand.dtype, dtype),
     )
-
-
-def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Return the matrix that the operand stands for, rounded once to ``dtype``."""
-    return decoded_by(operand).to(dtype)
 
 
 def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:

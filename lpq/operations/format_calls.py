@@ -90,8 +90,8 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
     return storage
 
 
-def transposed_by(operand: Storage) -> Storage:
-    """The operand of the transposed matrix, as the format's ``Storage.transposed`` makes it."""
+def transpose_reference(operand: Storage) -> Storage:
+    """The operand of the transposed matrix."""
     quantizer, (rows, cols), first = operand.quantizer, operand.shape, operand.tensors()[0]
     storage = operand.transposed()
     if not isinstance(storage, Storage):
@@ -102,13 +102,13 @@ def transposed_by(operand: Storage) -> Storage:
     return storage
 
 
-def decoded_by(operand: Storage) -> Tensor:
-    """The matrix in fp32, as the format's ``Storage.decode`` makes it."""
+def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Return the matrix that the operand stands for, rounded once to ``dtype``."""
     quantizer, first = operand.quantizer, operand.tensors()[0]
     values = operand.decode()
     if _is_unchecked(quantizer, "decode", first):
         _check(quantizer, "decode", first, _unfit_matrix(operand, values))
-    return values
+    return values.to(dtype)
 
 
 def _is_unchecked(quantizer: Quantizer, method: str, x: Tensor) -> bool:

@@ -101,14 +101,10 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
 
 
 @once_when_traced
+@registry.cached
 def layout_hash(*texts: str) -> str:
     """A hash of the layouts and statistics that the formats of these quantizers declare. An operator takes the hash and
     ignores it: a compiler that keeps programs on disk thus never runs a program compiled for other declarations."""
-    return _layout_hash(texts)
-
-
-@registry.cached
-def _layout_hash(texts: tuple[str, ...]) -> str:
     sides: list[Quantizer] = [registry.quantizer(text) for text in texts if text]
     return f"{crc32(repr([(side.layout, side.stats) for side in sides]).encode()):08x}"
 

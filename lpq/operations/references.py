@@ -10,11 +10,10 @@ from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.random_bits import RandomBits
-from lpq.operations.format_calls import encoded_by
+from lpq.operations.format_calls import encoded_by, transpose_reference
 from lpq.operations.measuring import measure_reference
 from lpq.operations.operators import unaliased
 from lpq.operations.sides import shared
-from lpq.operations.transposing import transpose_reference
 
 
 def quantize_reference(

@@ -10,7 +10,7 @@ from lpq.formats.layout import check_there
 from lpq.formats.sections import along, is_stack, matrices, stacked
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
-from lpq.operations.format_calls import transposed_by
+from lpq.operations.format_calls import transpose_reference as transpose_reference
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.sides import quantizer_of
 
@@ -30,11 +30,6 @@ def transpose(operand: Storage) -> Storage:
     text = quantizer.text
     out = torch.ops.lpq.transpose(operand.tensors(), text, operand.shape, operand.dtype, layout_hash(text))
     return quantizer.storage.wrap(out, quantizer, shape, operand.dtype)
-
-
-def transpose_reference(operand: Storage) -> Storage:
-    """The operand of the transposed matrix."""
-    return transposed_by(operand)
 
 
 def _plain_transposed(stack: Storage) -> Storage:
