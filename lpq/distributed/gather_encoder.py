@@ -15,8 +15,8 @@ from lpq.formats import Quantizer
 from lpq.formats.layout import Stat
 from lpq.formats.sections import is_stack
 from lpq.kernels.table import bound_once
-from lpq.operations.binding import Encoding, on_device
-from lpq.operations.bound import Run, bind_run
+from lpq.operations.binding import Encoding, Run, on_device
+from lpq.operations.bound import bind_run
 from lpq.operations.derived_operands import derives_col, made_at_use
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.quantizing import quantized

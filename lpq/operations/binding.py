@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from lpq.formats.sections import Sections, piece
 from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import bound_once
 from lpq.operations.exact_form import Form, Multiplicand
+from lpq.operations.format_calls import transpose_reference
+from lpq.operations.inputs import as_matrix
 from lpq.operations.references import gemm_reference, quantize_reference
-from lpq.operations.transposing import transpose_reference
 from lpq.torch_private import cuda
 
 OUT_ALIGNED = 256
@@ -67,6 +69,8 @@ Encoded = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 Encode = Callable[[Tensor, int, Sequence[Tensor | None], Tensor | None], Encoded]
 """``encode(x, at, stats, seed)``: ``at`` is the address of ``x``; ``stats`` are contiguous, and None where they are not
 given. The device is the current one."""
+Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
+"""``run(x, stats, seed)`` of any matrix; otherwise as ``Encode``."""
 
 
 class Operand(NamedTuple):
@@ -158,9 +162,54 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
+    """Make a call of a kernel that binds nothing."""
+    row, col, offset, measure = e.row, e.col, e.offset, e.measure
+    at = len(row.layout) if row is not None else 0
+    end = at + (len(col.layout) if col is not None else 0)
+
+    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        out = impl(as_matrix(x), stats, row, col, seed, offset, measure)
+        return out[:at], out[at:end], out[end:]
+
+    return run
+
+
+def by_reference(e: Encoding) -> Run:
+    """Make an encoding by the formats' own code."""
+    return rounded(partial(called, quantize_reference), e)
+
+
+def rounded(make: Callable[[Encoding], Run], e: Encoding) -> Run:
+    """Make an encoding that reads matrices in the dtype which they are rounded to; others are rounded before."""
+    run, dtype = make(e._replace(held=e.dtype)), e.dtype
+    return run if e.held is dtype else lambda x, stats, seed: run(x.to(dtype), stats, seed)
+
+
+def aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
+    """Bind an encoding to aligned matrices. A matrix that is not contiguous is copied first; a misaligned one is
+    encoded by another function, which is bound when the first comes."""
+    encode = bind(e) if 0 not in e.shape else None
+    if encode is None:
+        return by_reference(e)
+    misaligned = cache(lambda: bind(e._replace(aligned=False)))
+
+    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        at = x.data_ptr()
+        if x.is_contiguous() and not at % ALIGNED:
+            return encode(x, at, stats, seed)
+        x = x.contiguous()
+        at = x.data_ptr()
+        how = encode if at % ALIGNED == 0 else misaligned()
+        assert how is not None
+        return how(x, at, stats, seed)
+
+    return run
+
+
 def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
     """Make the ``impl`` of a ``quantize`` that binds. The bound functions of the last few shapes are kept."""
-    bound = bound_once(bind)
+    bound = bound_once(partial(aligned, bind))
 
     def quantize(
         x: Tensor,
@@ -173,19 +222,12 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """Encode as the reference does."""
-        x, dtype = x.contiguous(), dtype or x.dtype
-        at = x.data_ptr()
         flags = tuple(s is not None for s in stats)
-        encode = None
-        if x.numel():
-            e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, flags if True in flags else ())
-            e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, apart=True, dispatched=True)
-            encode = bound(e)
-        if encode is None:
-            return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
+        e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype or x.dtype, x.device, measure=measure)
+        e = e._replace(given=flags if True in flags else (), offset=offset, apart=True, dispatched=True)
         with on_device(x.device):
             stats = [None if s is None else s.contiguous() for s in stats]
-            of_row, of_col, measured = encode(x, at, stats, seed)
+            of_row, of_col, measured = bound(e)(x, stats, seed)
         return [*of_row, *of_col, *measured]
 
     return quantize

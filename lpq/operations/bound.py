@@ -5,7 +5,7 @@ PyTorch's dispatcher.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -15,16 +15,24 @@ from torch import Tensor
 from lpq.kernels import choose
 from lpq.kernels.table import bound_once
 from lpq.operations import fused_pair
-from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Operand, Product
+from lpq.operations.binding import (
+    OUT_ALIGNED,
+    Encoded,
+    Encoding,
+    Multiply,
+    Operand,
+    Product,
+    Run,
+    aligned,
+    by_reference,
+    called,
+    rounded,
+)
 from lpq.operations.exact_form import form_of
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.inputs import as_matrix
-from lpq.operations.references import gemm_reference, plain_gemm, quantize_reference
+from lpq.operations.references import gemm_reference, plain_gemm
 from lpq.operations.sides import quantizer_of, serving, shared
-
-Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
-"""``run(x, stats, seed)``."""
-
 
 # ---------------------------------------------------------------------------------------------- what encodes
 
@@ -33,9 +41,9 @@ def bind_run(e: Encoding) -> Run:
     """Choose and bind one kernel for both operands, one for each, or the reference."""
     row, col = e.row, e.col
     if e.exact != (False, False):
-        return _aligned(fused_pair.bind, e)
+        return aligned(fused_pair.bind, e)
     if (row is not None and row.plain) or (col is not None and col.plain):
-        return _rounded(_with_plain, e)
+        return rounded(_with_plain, e)
     if row is None and col is None:
         return lambda x, stats, seed: ((), (), ())
     choice = serving("quantize", row, col, e.device)
@@ -43,53 +51,9 @@ def bind_run(e: Encoding) -> Run:
         return _one_at_a_time(e)
     if choice.bind is None:
         impl = choice.impl if choice.impl is None or e.held is e.dtype else choice.rounding(e.dtype)
-        return _reference(e) if impl is None else _called(impl, e)
+        return by_reference(e) if impl is None else called(impl, e)
     reads = e.held is e.dtype or (e.held is torch.float32 and choice.kernel is not None and choice.kernel.rounds)
-    return _aligned(choice.bind, e) if reads else _rounded(partial(_aligned, choice.bind), e)
-
-
-def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
-    """Make a call of a kernel that binds nothing."""
-    row, col, offset, measure = e.row, e.col, e.offset, e.measure
-    at = len(row.layout) if row is not None else 0
-    end = at + (len(col.layout) if col is not None else 0)
-
-    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
-        out = impl(as_matrix(x), stats, row, col, seed, offset, measure)
-        return out[:at], out[at:end], out[end:]
-
-    return run
-
-
-def _reference(e: Encoding) -> Run:
-    return _rounded(partial(_called, quantize_reference), e)
-
-
-def _rounded(make: Callable[[Encoding], Run], e: Encoding) -> Run:
-    """Make an encoding that reads matrices in the dtype which they are rounded to; others are rounded before."""
-    run, dtype = make(e._replace(held=e.dtype)), e.dtype
-    return run if e.held is dtype else lambda x, stats, seed: run(x.to(dtype), stats, seed)
-
-
-def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
-    """Bind an encoding to aligned matrices. A matrix that is not contiguous is copied first; a misaligned one is
-    encoded by another function, which is bound when the first comes."""
-    encode = bind(e) if 0 not in e.shape else None
-    if encode is None:
-        return _reference(e)
-    misaligned = cache(lambda: bind(e._replace(aligned=False)))
-
-    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
-        at = x.data_ptr()
-        if x.is_contiguous() and not at % ALIGNED:
-            return encode(x, at, stats, seed)
-        x = x.contiguous()
-        at = x.data_ptr()
-        how = encode if at % ALIGNED == 0 else misaligned()
-        assert how is not None
-        return how(x, at, stats, seed)
-
-    return run
+    return aligned(choice.bind, e) if reads else rounded(partial(aligned, choice.bind), e)
 
 
 def _one_at_a_time(e: Encoding) -> Run:

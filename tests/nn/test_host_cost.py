@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import lpq
 from lpq.formats.format import Storage
 from lpq.kernels import tiles
-from lpq.operations import bound, sides
+from lpq.operations import binding, bound, sides
 from lpq.registry import refresh
 
 SIZE = 128
@@ -116,8 +116,8 @@ def test_what_is_added_is_noticed(idle_kernels: None, monkeypatch: pytest.Monkey
     after = cost(layer)
     assert after[1] > before[1]
     assert after[2] > before[2]
-    as_matrix = bound.as_matrix
-    monkeypatch.setattr(bound, "as_matrix", lambda x: (as_matrix(x), as_matrix(x))[1])
+    as_matrix = binding.as_matrix
+    monkeypatch.setattr(binding, "as_matrix", lambda x: (as_matrix(x), as_matrix(x))[1])
     assert cost(layer)[3] == after[3] + 4
 
 
