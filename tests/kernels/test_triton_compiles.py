@@ -16,7 +16,8 @@ from tile_sides import choose_triton
 
 import lpq
 from lpq import registry
-from lpq.operations import norm_programs, produced_programs, tile_program
+from lpq.kernels import table
+from lpq.operations import norm_programs, produced_programs
 from lpq.operations.binding import Encoding
 from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.references import quantize_reference
@@ -141,7 +142,7 @@ def test_sources_compile_too(
 ) -> None:  # fmt: skip
     """Products are fused with sums, and numbers are flushed, only where CUDA's own functions do so."""
     _, found = compiled
-    monkeypatch.setattr(tile_program, "choose", choose_triton)
+    monkeypatch.setattr(table, "choose", choose_triton)
     shape, dtype, cpu = (256, 384), torch.bfloat16, torch.device("cpu")
     quantizer = lpq.quantizer(text)
     e = Encoding(quantizer.side("row"), quantizer.side("col"), shape, dtype, dtype, cpu, measure=True)
