@@ -7,7 +7,7 @@ no format has code for the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from lpq.operations.binding import Encoding
 from lpq.operations.produced_tiles import (
     Produced,
     Run,
+    SourceOutput,
     Values,
     aligned,
     n_values_of_halves,
     not_here,
     sizes_of_inputs,
+    source_output,
     unfit,
 )
 from lpq.operations.sides import shared
@@ -40,16 +42,6 @@ SPEC = KernelSpec.triton("produce", "lpq.operations.produced_programs:bind")
 """All sources have kernels of this kind, behind the kernels of ``produced_tiles.SPEC``."""
 
 
-class ProgramOutput(NamedTuple):
-    """How a program encodes one output; a side is None where that operand is not wanted."""
-
-    e: Encoding
-    row: TileProgram | None
-    col: TileProgram | None
-    recall: Recall | None = None
-    """As ``TiledOutput.recall``."""
-
-
 def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no program computes a source's matrices of this kind; None: one does."""
     if source.program is None:
@@ -57,22 +49,11 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
     return not_here(SPEC, dtype, device) or ("there are no elements" if 0 in shape else None)
 
 
-def operands(e: Encoding, recall: Recall | None = None) -> ProgramOutput | str:
+def operands(e: Encoding, recall: Recall | None = None) -> SourceOutput | str:
     """Describe how a program encodes one output, or why it does not."""
     if True in e.exact:
         return "programs in Triton make no exact forms"
-    sides: list[TileProgram | None] = []
-    for quantizer, direction in ((e.row, "row"), (e.col, "col")):
-        if quantizer is None:
-            sides.append(None)
-            continue
-        program = tile_program(quantizer, cast("Direction", direction), e.dtype, e.device)
-        if isinstance(program, str):
-            return program
-        if e.offset % program.aligned:
-            return f"{quantizer} is not encoded from row {e.offset} of a tensor on"
-        sides.append(program)
-    return ProgramOutput(e, sides[0], sides[1], recall)
+    return source_output(e, recall, lambda quantizer, direction: tile_program(quantizer, direction, e.dtype, e.device))
 
 
 NO_SIDE = (None, None, None, (None,), (None,), (None,))
@@ -162,7 +143,7 @@ def _bind_side(e: Encoding, direction: Direction, program: TileProgram | None) -
     )
 
 
-def _tile(outputs: Sequence[ProgramOutput | None]) -> tuple[int, int]:
+def _tile(outputs: Sequence[SourceOutput | None]) -> tuple[int, int]:
     """The rows and columns of a tile that has whole blocks of each operand."""
     high = wide = LEAST
     for output in outputs:
@@ -175,7 +156,7 @@ def _tile(outputs: Sequence[ProgramOutput | None]) -> tuple[int, int]:
 
 def bind(
     source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
-    outputs: Sequence[ProgramOutput | None], values: Sequence[bool],
+    outputs: Sequence[SourceOutput | None], values: Sequence[bool],
 ) -> Run:  # fmt: skip
     """As ``produced_tiles.bind``."""
     from lpq.kernels.triton.produce import SourceInputs, produce

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lpq.formats.format import Direction, Quantizer
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import Allocate, Fresh, allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
@@ -36,9 +37,6 @@ from lpq.operations.source import Source
 from lpq.operations.states import Recall
 from lpq.registry import KernelSpec
 
-if TYPE_CHECKING:
-    from lpq.formats.format import Direction
-
 PIECE = 8
 """The elements that a thread reads at once: lines are multiples of it."""
 SEARCHES = 4
@@ -49,12 +47,13 @@ SPEC = KernelSpec.cuda("produce", "lpq.operations.produced_tiles:bind")
 """All sources have kernels of this kind, where they may run."""
 
 
-class TiledOutput(NamedTuple):
+class SourceOutput(NamedTuple):
     """How a kernel encodes one output; a side is None where that operand is not wanted."""
 
     e: Encoding
-    row: TileSide | None
-    col: TileSide | None
+    row: Any
+    col: Any
+    """Each a ``TileSide``, or a ``TileProgram`` in Triton."""
     recall: Recall | None = None
     """Finds the statistics that it is given in all that is known; None: they are all that is known."""
 
@@ -94,31 +93,36 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
     return None
 
 
-def operands(e: Encoding, recall: Recall | None = None) -> TiledOutput | str:
+def operands(e: Encoding, recall: Recall | None = None) -> SourceOutput | str:
     """Describe how a kernel encodes one output, or why it does not."""
-    both = shared(e.row, e.col)
-    count = len(e.row.stats) if e.row is not None else 0
-    flags = e.given or (False,) * (count + (len(e.col.stats) if e.col is not None else 0))
-    sides: list[TileSide | None] = []
-    for quantizer, direction, exact, first in ((e.row, "row", e.exact[0], 0), (e.col, "col", e.exact[1], count)):
-        if quantizer is None:
-            sides.append(None)
-            continue
-        side = side_of(quantizer, cast("Direction", direction), e.device, "exact_tile" if exact else "tile")
+
+    def describe(quantizer: Quantizer, direction: Direction) -> TileSide | str:
+        is_col = direction == "col"
+        side = side_of(quantizer, direction, e.device, "exact_tile" if e.exact[is_col] else "tile")
+        if isinstance(side, str) or side.find is None or side.lines:
+            return side
+        follows = is_col and shared(e.row, e.col)
+        first = len(e.row.stats) if is_col and not follows and e.row is not None else 0
+        if side.needs(bool(e.given) and e.given[first], e.measure and not follows):
+            return f"{quantizer} needs statistics before the first element, and has no side that finds them"
+        return side
+
+    return source_output(e, recall, describe)
+
+
+def source_output(
+    e: Encoding, recall: Recall | None, describe: Callable[[Quantizer, Direction], Any]
+) -> SourceOutput | str:
+    """Describe an output by what ``describe`` returns of its operands; a text is the reason why one is not encoded."""
+    sides: list[Any] = []
+    for quantizer, direction in zip((e.row, e.col), get_args(Direction), strict=True):
+        side = None if quantizer is None else describe(quantizer, direction)
         if isinstance(side, str):
             return side
-        if e.offset % side.aligned:
+        if side is not None and e.offset % side.aligned:
             return f"{quantizer} is not encoded from row {e.offset} of a tensor on"
-        follows = both and direction == "col"
-        at = 0 if follows else first
-        if (
-            side.find is not None
-            and not side.lines
-            and side.needs(bool(flags) and flags[at], e.measure and not follows)
-        ):
-            return f"{quantizer} needs statistics before the first element, and has no side that finds them"
         sides.append(side)
-    return TiledOutput(e, sides[0], sides[1], recall)
+    return SourceOutput(e, sides[0], sides[1], recall)
 
 
 NOTHING_MADE = Made((), (), (0,))
@@ -243,7 +247,7 @@ def _lines(bound: BoundSide | None, count: int) -> tuple[Struct, Fresh] | None:
 
 def bind(
     source: Source, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
-    outputs: Sequence[TiledOutput | None], values: Sequence[bool],
+    outputs: Sequence[SourceOutput | None], values: Sequence[bool],
 ) -> Run:  # fmt: skip
     """Bind one run that computes matrices and encodes them, after one that finds statistics, if any are needed.
     ``values``: which outputs are returned themselves, too."""

@@ -22,10 +22,11 @@ from torch import Tensor
 import lpq
 from lpq.core import Buffer, Quantizer, Storage
 from lpq.formats.format import Direction
+from lpq.kernels import table
 from lpq.operations import measure_reference, produced_programs, tile_program
 from lpq.operations.binding import Encoding
 from lpq.operations.encoder import EncoderSpec
-from lpq.operations.produced_programs import ProgramOutput
+from lpq.operations.produced_tiles import SourceOutput
 from lpq.operations.producer import Output, bind_producer
 from lpq.operations.references import quantize_reference
 from lpq.operations.source import ACTIVATIONS, Between, Source
@@ -60,7 +61,7 @@ def of_torch(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_program, "choose", choose_triton)
+    monkeypatch.setattr(table, "choose", choose_triton)
     functions = {name: of_torch(getattr(torch, name)) for name in ("exp", "erf", "tanh", "rsqrt")}
     for module in (sources, norms):
         monkeypatch.setattr(module, "libdevice", SimpleNamespace(**functions))
@@ -122,13 +123,13 @@ def check(
     sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
     inputs = [numbers(*sizes[kind]) for kind in source.inputs]
     seeds = [torch.tensor(SEED + i) for i in range(source.outputs)]
-    outputs, known = list[ProgramOutput](), list[Any]()
+    outputs, known = list[SourceOutput](), list[Any]()
     for format, (of_row, of_col), x in zip(formats, sides, source.compute(*inputs), strict=False):
         quantizer = lpq.quantizer(format) if isinstance(format, str) else format
         row, col = quantizer.side("row") if of_row else None, quantizer.side("col") if of_col else None
         stats = [2 * stat for stat in measure_reference(x, row, col)] if given else []
         e = Encoding(row, col, shape, dtype, dtype, CPU, (given,) * len(stats), measure, offset)
-        outputs.append(ProgramOutput(e, program(row, "row", dtype), program(col, "col", dtype)))
+        outputs.append(SourceOutput(e, program(row, "row", dtype), program(col, "col", dtype)))
         known.append(stats)
     run = produced_programs.bind(source, shape, dtype, CPU, outputs, [True] * source.outputs)
     with Poisoned():

@@ -33,7 +33,7 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.operations import produced_tiles, sectioned
 from lpq.operations.binding import Encoding, Operand, unbound
 from lpq.operations.fused_pair import Pair
-from lpq.operations.produced_tiles import TiledOutput
+from lpq.operations.produced_tiles import SourceOutput
 from lpq.operations.recoding import bind_sides
 from lpq.operations.several_sides import bind_side
 from lpq.operations.source import ACTIVATIONS
@@ -244,7 +244,7 @@ def call_producers() -> None:
         sides = formats[i].side("row"), formats[i - 1].side("col")
         e = Encoding(*sides, shape, dtype, dtype, torch.device("cpu"), measure=bool(i % 2), dispatched=True)
         first, second = side_of(sides[0], "row"), side_of(sides[1], "col")
-        outputs = [TiledOutput(e, first, second), TiledOutput(e._replace(row=None), None, second), None]
+        outputs = [SourceOutput(e, first, second), SourceOutput(e._replace(row=None), None, second), None]
         run = produced_tiles.bind(source, shape, dtype, e.device, outputs[: source.outputs], [True] * source.outputs)
         run(
             [torch.zeros(shape, dtype=dtype)] * len(source.inputs),

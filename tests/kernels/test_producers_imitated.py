@@ -18,7 +18,7 @@ from lpq.operations.binding import Encoding
 from lpq.operations.cut import Cut
 from lpq.operations.encoder import EncoderSpec, KnownStats, bind_encoder
 from lpq.operations.part_encoders import SpanningStats, bind_part
-from lpq.operations.produced_tiles import TiledOutput
+from lpq.operations.produced_tiles import SourceOutput
 from lpq.operations.producer import Output
 from lpq.operations.references import quantize_reference
 from lpq.operations.source import ACTIVATIONS, Source
@@ -41,12 +41,12 @@ def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch
     sizes = {"matrix": shape, "row": shape[:1], "col": shape[1:]}
     inputs = [numbers(*sizes[k], dtype=torch.float32 if k == "row" else dtype) for k in source.inputs]
     seeds = [torch.tensor(SEED + i) for i in range(source.outputs)]
-    outputs: list[TiledOutput | None] = []
+    outputs: list[SourceOutput | None] = []
     for i, text in enumerate(texts):
         quantizer = lpq.quantizer(text)
         row, col = quantizer.side("row") if i != 2 else None, quantizer.side("col")
         e = Encoding(row, col, shape, dtype, dtype, CPU, measure=measure, dispatched=True)
-        outputs.append(TiledOutput(e, side_of(row, "row"), side_of(col, "col")))
+        outputs.append(SourceOutput(e, side_of(row, "row"), side_of(col, "col")))
     run = produced_tiles.bind(source, shape, dtype, CPU, outputs, [True] * source.outputs)
     with Poisoned():
         made = run(inputs, [()] * source.outputs, seeds)
