@@ -80,6 +80,40 @@ def test_the_blocks_of_transformer_engine(results: dict[str, dict[str, Any]]) ->
     assert [*said(page, "brings lpq to # to # times the speed of these blocks")] == ratios["compiled"]
 
 
+def test_fused_blocks_with_the_positions_of_liger(results: dict[str, dict[str, Any]]) -> None:
+    recorded, reading = results["llama-liger-positions-recorded"], "tokens_per_second"
+    current, delayed = (
+        ratio(recorded, reading, f"lpq fp8-{how}, fused, recorded", "bf16, compiled") for how in ("current", "delayed")
+    )
+    page = "docs/performance.md"
+    assert said(page, "blocks train # times (`fp8-current`) and # times (`fp8-delayed`)") == (current, delayed)
+    assert said("README.md", "as a CUDA graph # times, by `fp8-delayed` # times") == (current, delayed)
+
+
+def test_several_gpus(results: dict[str, dict[str, Any]]) -> None:
+    four, wide = results["llama-4-recorded"], results["llama-4-8x4096-14336-2x4096-recorded"]
+    page, reading = "docs/performance.md", "tokens_per_second"
+    compiled = ratio(four, reading, "lpq fp8-current, recorded, compiled", "bf16, recorded, compiled")
+    alone = ratio(four, reading, "lpq fp8-current, recorded", "bf16, recorded")
+    sentence = "`fp8-current` trains # times as fast as bf16; recorded alone, # times"
+    assert said(page, sentence) == (compiled, alone)
+    assert said(page, "`fp8-current` trains # times as fast as compiled bf16 without a recording") == (
+        ratio(wide, reading, "lpq fp8-current, compiled", "bf16, compiled"),
+    )
+
+
+def test_layouts_of_four_gpus(results: dict[str, dict[str, Any]]) -> None:
+    assert (
+        "but where a compiler makes a CUDA graph of each block under tensor parallelism" in PAGES["docs/performance.md"]
+    )
+    rows = results["layouts-4-8x4096"]["results"]
+    times = {(row["layout"], tables.name(row)): row["ms"] for row in rows if row["compiled"]}
+    faster = {
+        layout for layout, _ in times if times[layout, "lpq fp8-current, compiled"] < times[layout, "bf16, compiled"]
+    }
+    assert faster == {"FSDP 4", "FSDP 4, CUDA graphs", "TP 4", "TP 4, overlapped"}
+
+
 def test_the_range_of_single_layers(results: dict[str, dict[str, Any]]) -> None:
     wide: list[float] = []
     narrow: dict[str, float] = {}
