@@ -31,9 +31,9 @@ def refuse_record(team: Team) -> None:
 
 
 class Recorded:
-    """Passes that leave gradients in a model's parameters. What they return is overwritten by the next call.
+    """Passes that leave gradients in a model's parameters. The next call overwrites the tensors that a call returns.
 
-    They are recorded once they are warm, and anew when layers have got other recipes. All batches have the same shape.
+    The passes are recorded once they are warm, and anew when layers have got other recipes. All batches have one shape.
     """
 
     def __init__(self, passes: Passes, model: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
 STEPS = 20
-"""So many that some are replayed after the last change of recipes, at step 17."""
+"""Enough that some are replayed after the last change of recipes, at step 17."""
 RECIPES = ["fp8-current", "fp8-delayed", "nvfp4", "nvfp4-late-switch", "nvfp4-pretrain", "nvfp4-last-blocks"]
 
 
