@@ -23,7 +23,6 @@ from lpq.operations.binding import Multiply, Operand, Product, unbound_product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
 from lpq.operations.references import gemm_reference
-from lpq.torch_private.compiling import once_when_traced
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
@@ -70,16 +69,13 @@ def in_its_basis(operand: S, exact: Callable[[S], Exact]) -> Exact | None:
 
 def multiplied_exactly(pair: tuple[Quantizer, Quantizer] | None, device: torch.device) -> bool:
     """Whether operands of these two quantizers are multiplied by way of their exact forms."""
-    return pair is not None and _multiplied_exactly(pair[0].text, pair[1].text, device)
-
-
-@once_when_traced
-def _multiplied_exactly(a: str, b: str, device: torch.device) -> bool:
+    if pair is None:
+        return False
     try:
-        kernel = choose("gemm", (a, b), device).kernel
-        return kernel is not None and registry.ANY in kernel.formats
+        kernel = choose("gemm", (pair[0].text, pair[1].text), device).kernel
     except KernelError:  # the product will report it
         return False
+    return kernel is not None and registry.ANY in kernel.formats
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:

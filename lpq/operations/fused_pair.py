@@ -36,7 +36,6 @@ from lpq.kernels.tiles import (
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
 from lpq.operations.exact_form import Form
 from lpq.operations.sides import shared
-from lpq.torch_private.compiling import once_when_traced
 
 ALIGNED = 16
 """Rows and columns of a matrix are multiples of this where exact forms of it are made."""
@@ -224,15 +223,7 @@ def exact_forms(
         return None
     if not ((row.whole(cols) or not exact[0]) and (col.whole(rows) or not exact[1])):
         return None
-    return forms_of(row.text, col.text, *exact, device)
-
-
-@once_when_traced
-def forms_of(
-    row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device
-) -> tuple[Form | None, Form | None] | None:
-    """As ``exact_forms``, of matrices whose sizes fit."""
-    pair = pair_of(row, col, (exact_row, exact_col), device)
+    pair = pair_of(row.text, col.text, exact, device)
     return None if pair is None else (pair.row.exact, pair.col.exact)
 
 

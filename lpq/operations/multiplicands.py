@@ -9,7 +9,7 @@ from lpq import registry
 from lpq.formats.format import Quantizer, Storage
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.bound import encoding
-from lpq.operations.fused_pair import exact_forms, forms_of
+from lpq.operations.fused_pair import exact_forms, pair_of
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.torch_private.dispatch import modes
 
@@ -52,16 +52,16 @@ def _multiplicands_fake(
     x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
 ) -> list[Tensor]:
     rows, cols = x.shape
-    forms = forms_of(row, col, exact_row, exact_col, x.device)
-    assert forms is not None
+    pair = pair_of(row, col, (exact_row, exact_col), x.device)
+    assert pair is not None
     out: list[Tensor] = []
-    for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
-        if form is None:
+    for side, text, shape in zip(pair, (row, col), ((rows, cols), (cols, rows)), strict=True):
+        if side.exact is None:
             quantizer: Quantizer = registry.quantizer(text)
             out += quantizer.storage.fresh(quantizer, shape, x).tensors()
         else:
             out += [x.new_empty(shape, dtype=torch.bfloat16)]
-            out += [x.new_empty((), dtype=torch.float32)] if form.factor else []
+            out += [x.new_empty((), dtype=torch.float32)] if side.exact.factor else []
     return out
 
 
