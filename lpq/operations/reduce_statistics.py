@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -27,15 +27,6 @@ def spans(declared: Declared) -> bool:
     """Whether one element of the statistic covers data of several ranks."""
     stat, dim = declared
     return stat.block[dim] is None
-
-
-def reduce_stats(
-    measured: Iterable[tuple[Sequence[Declared], list[Tensor]]], group: ProcessGroup | str, number: int = 1
-) -> None:
-    """Reduce the statistics of a round whose elements span ranks, of several tensors; the lists are changed in
-    place."""
-    pairs = list(measured)
-    bind_reduction([needed for needed, _ in pairs], group, number)([stats for _, stats in pairs], None)
 
 
 def bind_reduction(

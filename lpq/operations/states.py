@@ -13,7 +13,7 @@ from lpq.kernels import choose
 from lpq.kernels.table import bound_once
 from lpq.operations.format_calls import lacking
 from lpq.operations.operators import ORDINARY, can_call_directly
-from lpq.operations.reduce_statistics import reduce_stats
+from lpq.operations.reduce_statistics import bind_reduction
 from lpq.operations.sides import declared
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def remember(
     if group is not None and moves(quantizer, *sides):
         apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too
         along = declared(sides[0], None) + declared(None, sides[1]) if apart else declared(*sides)
-        reduce_stats([(along[: len(measured)], measured)], group)  # none of a column operand that remembers none
+        along = along[: len(measured)]  # none of a column operand that remembers none
+        bind_reduction([along], group, 1)([measured], None)
     tensors = (*state.values(), *measured)
     direct = tensors and can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors))
     moving = (Moving("", quantizer, row, col),)

@@ -20,7 +20,7 @@ from lpq.formats.blocks import block_amax
 from lpq.formats.format import Direction
 from lpq.formats.layout import DIMENSIONS
 from lpq.operations.measuring import measure_again, measure_reference
-from lpq.operations.reduce_statistics import reduce_stats
+from lpq.operations.reduce_statistics import bind_reduction
 from lpq.operations.sides import measures_again
 from lpq.testing.expect import one_nan, same, same_decoded, same_operand
 from lpq.testing.operands import DIRECTIONS, SEED, encode, normal, sides, unit
@@ -134,11 +134,11 @@ def _encoded(side: Quantizer, dim: int, x: Tensor, begin: int, group: Rank | Non
     along = [(stat, dim) for stat in side.stats]
     stats = measure_reference(x, side, None)
     if group is not None:
-        reduce_stats([(along, stats)], group)
+        bind_reduction([along], group, 1)([stats], None)
     if measures_again(side, None):
         stats = measure_again(x, side, None, stats)
         if group is not None:
-            reduce_stats([(along, stats)], group, 2)
+            bind_reduction([along], group, 2)([stats], None)
     by_name = stats_by_name(side, stats)
     offset = (begin, 0) if dim == 0 else (0, begin)
     return by_name, encode(side, x, by_name, direction=DIRECTIONS[dim], offset=offset)
