@@ -47,18 +47,6 @@ class _Part:
         group = cast("ProcessGroup", self.target.amax_group)
         return group if group.size() > 1 else None
 
-    def measure(self, group: ProcessGroup, reductions: Reductions) -> None:
-        """Measure the value. The reductions combine its statistics over all ranks of the group."""
-        check_shard(self.row, self.col, self.value.shape[0])
-        self.stats = operations.measure(self.value, self.row, self.col)
-        reductions.add_stats(self.declared, self.stats, group, 1)
-
-    def measure_again(self, group: ProcessGroup, reductions: Reductions) -> None:
-        """Measure the statistics of a second round, if there are any, likewise."""
-        if measures_again(self.row, self.col):
-            self.stats = measure_again(self.value, self.row, self.col, self.stats)
-            reductions.add_stats(self.declared, self.stats, group, 2)
-
     def encode(self) -> tuple[Storage | None, Storage | None]:
         row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
         return row, col
@@ -114,14 +102,18 @@ def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
 
 
 def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
-    """Measure the parts whose statistics ranks share, and reduce these."""
+    """Measure the parts whose statistics ranks share, and reduce these: of both rounds, if there are two."""
     pairs = [(part, group) for part in parts if (group := part.shared_with()) is not None]
     for part, group in pairs:
-        part.measure(group, reductions)
+        check_shard(part.row, part.col, part.value.shape[0])
+        part.stats = operations.measure(part.value, part.row, part.col)
+        reductions.add_stats(part.declared, part.stats, group, 1)
     reductions.run()
     second = Reductions()
     for part, group in pairs:
-        part.measure_again(group, second)
+        if measures_again(part.row, part.col):
+            part.stats = measure_again(part.value, part.row, part.col, part.stats)
+            second.add_stats(part.declared, part.stats, group, 2)
     second.run()
 
 
