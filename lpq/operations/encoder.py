@@ -30,7 +30,7 @@ from lpq.operations.multiplicands import multiplicands
 from lpq.operations.quantizing import quantized
 from lpq.operations.recoding import Recode, bind_recode
 from lpq.operations.sectioned import same_amaxes
-from lpq.operations.sides import declared, shared
+from lpq.operations.sides import declared, draws, shared
 from lpq.operations.states import Recall, bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
@@ -128,7 +128,7 @@ def bind_encoder(spec: EncoderSpec) -> Encoder:
             recode = bind_recode(first.row, spec.quantizer.side("col"), spec.device)
         return made_of_row(first, bind_encoder(second_of(spec)), spec, recode)
     (row, col), forms = sides_of(spec), _forms(spec)
-    if spec.across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
+    if spec.across and draws(row, col):
         return through_operators(spec)  # kernels begin at the first column
     e = encoding_of(spec)
     run = bind_run(e)

@@ -11,6 +11,7 @@ from lpq.operations.binding import Operand, on_device
 from lpq.operations.bound import encoding
 from lpq.operations.fused_pair import exact_forms, pair_of
 from lpq.operations.operators import can_call_directly, define, layout_hash
+from lpq.operations.sides import draws
 from lpq.torch_private.dispatch import modes
 
 
@@ -20,7 +21,7 @@ def multiplicands(
     """Make both operands of ``x``, at least one in its ``exact`` form, without encoding it first; None if that is not
     possible."""
     rows, cols = x.shape
-    if seed is None and (row.stochastic or col.stochastic):
+    if seed is None and draws(row, col):
         return None
     forms = exact_forms(row, col, (rows, cols), exact, x.device)
     if forms is None:

@@ -31,7 +31,7 @@ from lpq.operations.encoder import (
 from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure_again
 from lpq.operations.reduce_statistics import Declared, bind_reduction, spans
-from lpq.operations.sides import declared, measures_again
+from lpq.operations.sides import declared, draws, measures_again
 from lpq.operations.states import bind_recall, moves, recalls
 
 Seeds = Tensor | None
@@ -138,7 +138,7 @@ def part_spec(spec: EncoderSpec, cut: Cut, *, early: bool = False) -> PartSpec:
     measures = spec.measures or (spec.remembers and moves(quantizer, row, col))
     apart = any(spans(one) and not is_recalled for one, is_recalled in zip(needed, recalled, strict=True))
     if measures and not apart:  # encoding measures on the way, if it does so once for the part
-        apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and _draws(row, col))
+        apart = early or measures_again(row, col) or (cut.chunks_per_rank > 1 and draws(row, col))
     is_given = (True,) * len(needed) if apart else recalled if True in recalled else ()
     spec = spec._replace(remembers=False, measures=measures and not apart, given=is_given, apart=apart)
     return PartSpec(spec, needed, apart, measures)
@@ -188,7 +188,7 @@ def along(cut: Cut | None, row: Quantizer | None, col: Quantizer | None) -> list
 def placed(spec: EncoderSpec, cut: Cut) -> EncoderSpec | None:
     """The same encoding, which draws random bits, if it does, by the place of the part in the whole; None if chunks of
     the part have places of their own."""
-    if not _draws(*sides_of(spec)):
+    if not draws(*sides_of(spec)):
         return spec
     if cut.dim == 1:
         return spec._replace(across=cut.place(0))
@@ -216,10 +216,6 @@ def _placed(bind: BindEncoder, spec: EncoderSpec, cut: Cut) -> Encoder:
         return _joined(rows, 0), _joined(cols, 1), ()
 
     return whole._replace(encode=encode)
-
-
-def _draws(row: Quantizer | None, col: Quantizer | None) -> bool:
-    return any(side is not None and side.stochastic for side in (row, col))
 
 
 def _joined(parts: Sequence[Storage | None], dim: int) -> Sequence[Tensor]:

@@ -26,7 +26,7 @@ from lpq.operations.encoder import (
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import bind_exchange, bind_part, part_spec, placed
 from lpq.operations.produced_tiles import Produced, Run, Values, n_values_of_halves
-from lpq.operations.sides import shared
+from lpq.operations.sides import draws, shared
 from lpq.operations.source import Source
 from lpq.operations.states import Recall
 
@@ -252,7 +252,7 @@ def _tiles(spec: EncoderSpec, kernels: Kernels) -> Any:
         return MADE_OF_ROW
     if spec.sections is not None:
         return "its rows are encoded in sections"
-    if spec.across and any(side is not None and side.stochastic for side in (row, col)):
+    if spec.across and draws(row, col):
         return "kernels draw random bits from the first column on"
     if shared(row, col) and row is not None and row.stochastic:
         return "both operands have the same random bits"

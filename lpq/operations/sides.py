@@ -36,6 +36,11 @@ def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, i
     return [(stat, dim) for side, dim in measured(row, col) for stat in side.stats]
 
 
+def draws(*sides: Quantizer | None) -> bool:
+    """Whether one of these operands is rounded with random bits."""
+    return any(side is not None and side.stochastic for side in sides)
+
+
 def measures_again(row: Quantizer | None, col: Quantizer | None) -> bool:
     """Whether these operands need statistics of a second round."""
     return any(stat.round == 2 for side in (row, col) if side is not None for stat in side.stats)
