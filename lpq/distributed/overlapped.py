@@ -15,10 +15,9 @@ from lpq.distributed.part_gathers import OperandGather
 from lpq.formats import Storage
 from lpq.formats.layout import as_bytes
 from lpq.kernels.table import bound_once
-from lpq.operations.binding import Multiply, Product, on_device, operand_like
+from lpq.operations.binding import Multiply, Product, on_device, operand_like, operand_of
 from lpq.operations.bound import bind_writing
 from lpq.operations.cut import Cut
-from lpq.operations.exact_form import operand_of
 from lpq.operations.operators import can_call_directly, define
 from lpq.torch_private import symmetric
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from lpq import registry
 from lpq.formats.format import Quantizer, Storage
+from lpq.formats.layout import check_there
 from lpq.formats.sections import Sections, piece
 from lpq.kernels.launch_table import TableLaunch
 from lpq.kernels.table import bound_once
-from lpq.operations.exact_form import Form, Multiplicand
+from lpq.operations.exact_form import Form, Multiplicand, form_of
 from lpq.operations.format_calls import transpose_reference
 from lpq.operations.inputs import as_matrix
 from lpq.operations.references import gemm_reference, quantize_reference
@@ -91,6 +93,12 @@ class Operand(NamedTuple):
     """The dimension along which groups lie, if there are groups."""
     tensors: Sequence[Tensor] = ()
     """The buffers of rows in groups, where a function is given the operand with them."""
+
+    @classmethod
+    def of_text(cls, text: str, count: int, shape: Sequence[int], dtype: torch.dtype) -> Operand:
+        """The operand of ``count`` tensors that an operator gets described by ``Storage.text``."""
+        form, name = form_of(text, count)
+        return cls(registry.quantizer(name), tuple(shape), dtype, form)
 
     def over(self, tensors: Sequence[Tensor]) -> Storage:
         """The operand that has these buffers."""
@@ -231,6 +239,12 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         return [*of_row, *of_col, *measured]
 
     return quantize
+
+
+def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
+    """The operand of these tensors, as an operator gets it."""
+    check_there(tensors[0])
+    return Operand.of_text(text, len(tensors), shape, dtype).over(tensors)
 
 
 def operand_like(storage: Storage) -> Operand:

@@ -28,7 +28,6 @@ from lpq.operations.binding import (
     called,
     rounded,
 )
-from lpq.operations.exact_form import form_of
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.inputs import as_matrix
 from lpq.operations.references import gemm_reference, plain_gemm
@@ -147,9 +146,4 @@ def product(
     a: OperandKey, b: OperandKey, dtype: torch.dtype, device: torch.device, fast: bool, dispatched: bool
 ) -> Multiply:
     """A product of these operands, bound."""
-    return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast, dispatched))
-
-
-def _operand(text: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Operand:
-    form, name = form_of(text, count)
-    return Operand(quantizer_of(name), (shape[0], shape[1]), dtype, form)
+    return bind_product(Product(Operand.of_text(*a), Operand.of_text(*b), dtype, device, fast, dispatched))

@@ -11,7 +11,7 @@ from lpq.formats.format import Storage
 from lpq.formats.layout import check_there
 from lpq.formats.sections import is_stack, joined, matrices
 from lpq.kernels import choose
-from lpq.operations.exact_form import operand_of
+from lpq.operations.binding import operand_of
 from lpq.operations.format_calls import decode_reference as decode_reference
 from lpq.operations.operators import can_call_directly, define, unaliased
 

@@ -8,9 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.formats.format import Quantizer, Storage
-from lpq.formats.layout import check_there
 
 
 class Form(NamedTuple):
@@ -73,17 +71,6 @@ class Multiplicand(Storage):
     def decode_rotated(self) -> Tensor:
         decoded = self.form.matrix.float() * self.form.constant
         return decoded if self.form.factor is None else decoded * self.form.factor
-
-
-def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
-    """The operand of these tensors, as an operator gets it described by ``Storage.text``."""
-    check_there(tensors[0])
-    form, name = form_of(text, len(tensors))
-    quantizer: Quantizer = registry.quantizer(name)
-    if form is not None:
-        rows, cols = shape
-        return Multiplicand.over(tensors, form.constant, quantizer, (rows, cols), dtype)
-    return quantizer.storage.wrap(tensors, quantizer, tuple(shape), dtype)
 
 
 def form_of(text: str, count: int) -> tuple[Form | None, str]:

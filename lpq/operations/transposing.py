@@ -9,7 +9,7 @@ from lpq.formats.format import Storage
 from lpq.formats.layout import check_there
 from lpq.formats.sections import along, is_stack, matrices, stacked
 from lpq.kernels import choose
-from lpq.operations.exact_form import operand_of
+from lpq.operations.binding import operand_of
 from lpq.operations.format_calls import transpose_reference as transpose_reference
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.sides import quantizer_of

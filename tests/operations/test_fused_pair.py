@@ -23,9 +23,9 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.nn.step import Shapes, bind
 from lpq.nn.traced_step import through_dispatcher
 from lpq.operations import fused_pair, produced_tiles
-from lpq.operations.binding import unbound
+from lpq.operations.binding import operand_of, unbound
 from lpq.operations.encoder import EncoderSpec
-from lpq.operations.exact_form import Exact, Multiplicand, operand_of
+from lpq.operations.exact_form import Exact, Multiplicand
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq.operations.multiplicands import multiplicands
 from lpq.operations.norms import NormKind, norm_source
