@@ -102,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for result in _measure(part, options, before):  # what ends this run early leaves what was found before
                     if first:
                         whole = stored.save(options.out, stem, record, result)
+        except contenders.NobodyError as error:
+            print(f"benchmarks: {error}", file=sys.stderr)
+            return 2
         except (stored.StoredError, rows.OtherSetting) as error:
             print(f"benchmarks: --resume of {stem}: {error}", file=sys.stderr)
             return 2

@@ -51,6 +51,10 @@ KINDS = {
 """Which of lpq's recipes does the same arithmetic as another library's."""
 
 
+class NobodyError(LookupError):
+    """A name that no contender has."""
+
+
 def installed(library: str) -> str | None:
     """The version of a library, or None."""
     return version(PEERS[library]) if importlib.util.find_spec(PEERS[library]) is not None else None
@@ -102,7 +106,11 @@ def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:
 
 def chosen(everyone: list[Contender], only: Sequence[str] | None, leave_out: Sequence[str] = ()) -> list[Contender]:
     """Those whose name begins with one of ``only`` and has nothing of ``leave_out`` in it; and bf16, to which all are
-    compared."""
+    compared. It is an error if nobody has such a name, but for a library that is not installed."""
+    for name in only or ():
+        absent = any(name.startswith(library) and installed(library) is None for library in PEERS)
+        if not absent and not any(c.name.startswith(name) for c in everyone):
+            raise NobodyError(f"--only {name!r} is nobody's name: there are {', '.join(c.name for c in everyone)}")
     wanted = [c for c in everyone if only is None or c.name.startswith(tuple(only))]
     kept = [c for c in wanted if not any(text in c.name for text in leave_out)]
     return [c for c in everyone if c.name == BASELINE or c in kept]

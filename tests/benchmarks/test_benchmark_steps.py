@@ -244,6 +244,17 @@ def test_only_some_take_part_and_bf16_always() -> None:
     assert names == ["bf16", "lpq nvfp4", "lpq nvfp4, compiled"]
 
 
+def test_a_name_that_nobody_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = of_layers(("fp8-current",))
+    with pytest.raises(contenders.NobodyError, match=r"--only 'lpq fp8-curent' is nobody's name: there are bf16, "):
+        contenders.chosen(everyone, ["bf16", "lpq fp8-curent"])
+    monkeypatch.setattr(contenders, "installed", lambda library: None)
+    assert [c.name for c in contenders.chosen(everyone, ["torchao tensorwise"])] == ["bf16"]
+    monkeypatch.setattr(contenders, "installed", lambda library: "1.0")
+    with pytest.raises(contenders.NobodyError, match="torchao tensorwise"):
+        contenders.chosen([c for c in everyone if c.library != "torchao"], ["torchao tensorwise"])
+
+
 def test_grouped_layers_are_handed_on_one_by_one() -> None:
     def clock(steps: dict[str, Step], effort: Effort) -> dict[str, Timing]:
         for step in steps.values():
