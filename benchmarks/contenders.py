@@ -15,7 +15,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor, nn
 
-from benchmarks import transformer_engine
+from benchmarks import liger, transformer_engine
 from lpq.bench.contenders import BASELINE, Contender, by_recipes, plain
 
 RECIPES = (
@@ -38,7 +38,7 @@ FUSED = ", fused"
 """Ends the recipe of a model whose blocks are fused."""
 RECORDED = ", recorded"
 """Ends the recipe of a model whose whole step is recorded in a CUDA graph."""
-PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
+PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine", "Liger": "liger_kernel"}
 """Other libraries, and what one imports of them."""
 KINDS = {
     ("torchao", "tensorwise"): "fp8-current",
@@ -85,7 +85,7 @@ def of_models(
         one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
     ]
     made = [*plain(compiled), *sorted(others, key=lambda one: one.compiled)]
-    made += _blocks_of_transformer_engine() if fused and not sharded else ()
+    made += [*_liger(), *_blocks_of_transformer_engine()] if fused and not sharded else []
     for ending in ("", FUSED)[: 1 + fused]:
         lpq_ = partial(by_recipes, recipes, compiled and not ending, fuse=bool(ending))
         made += _ending(f"{ending}{GATHERED_IN_BF16 if sharded else ''}", lpq_())
@@ -151,6 +151,11 @@ def _blocks_of_transformer_engine() -> Iterator[Contender]:
     for name in (None, "current", "delayed"):
         convert = partial(transformer_engine.with_own_blocks, name=name)
         yield Contender("TransformerEngine", f"{name or 'bf16'}, its own blocks", False, convert)
+
+
+def _liger() -> Iterator[Contender]:
+    if installed("Liger") is not None:
+        yield Contender("Liger", "bf16, its norms and SwiGLU", False, liger.with_own_norms)
 
 
 def compile_afresh() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks, spawn
 from torch import nn
+from transformers import LlamaConfig, LlamaModel
 
 import lpq
-from benchmarks import after_step, contenders, group_choice, grouped, huggingface, parallel, profiles, stack
+from benchmarks import after_step, contenders, group_choice, grouped, huggingface, liger, parallel, profiles, stack
 from benchmarks.contenders import of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
@@ -327,3 +331,28 @@ def _pair(rank: int) -> None:
 
 def test_a_pair_of_layers_gathers_the_operands_of_its_sequence() -> None:
     spawn(_pair, 2, fresh=True)
+
+
+def test_kernels_of_liger_are_put_into_one_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def patch_norm(module: nn.Module) -> None:
+        vars(module)["forward"] = lambda x: x + 1
+
+    def bind(module: nn.Module, name: str, function: Callable[..., object]) -> None:
+        vars(module)[name] = MethodType(function, module)
+
+    class LigerSwiGLUMLP:
+        def forward(self, x: object) -> object:
+            return "the activation of Liger"
+
+    patches = SimpleNamespace(_patch_rms_norm_module=patch_norm, _bind_method_to_module=bind)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patches)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.swiglu", SimpleNamespace(LigerSwiGLUMLP=LigerSwiGLUMLP))
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    patched, other = liger.with_own_norms(LlamaModel(config)), LlamaModel(config)
+    layers = patched.layers[0], other.layers[0]
+    assert ["forward" in vars(layer.mlp) for layer in layers] == [True, False]
+    assert ["forward" in vars(layer.input_layernorm) for layer in layers] == [True, False]
+    assert "forward" not in vars(layers[0].self_attn)
+    assert layers[0].mlp(torch.zeros(1)) == "the activation of Liger"
