@@ -1,5 +1,7 @@
-"""Liger's norms and SwiGLU in the modules of one model: ``apply_liger_kernel_to_llama`` would change the classes of all, and
-other contenders are measured in the same process."""
+"""Liger's norms and SwiGLU in the modules of one model.
+
+``apply_liger_kernel_to_llama`` would change the classes of all, and other contenders are measured in the same process.
+"""
 
 from __future__ import annotations
 
