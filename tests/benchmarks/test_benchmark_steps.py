@@ -17,7 +17,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 import lpq
-from benchmarks import after_step, contenders, group_choice, grouped, huggingface, liger, parallel, profiles, stack
+from benchmarks import (
+    after_step,
+    contenders,
+    group_choice,
+    grouped,
+    huggingface,
+    liger,
+    parallel,
+    profiles,
+    sources,
+    stack,
+)
 from benchmarks.contenders import of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
@@ -356,3 +367,17 @@ def test_kernels_of_liger_are_put_into_one_model_alone(monkeypatch: pytest.Monke
     assert ["forward" in vars(layer.input_layernorm) for layer in layers] == [True, False]
     assert "forward" not in vars(layers[0].self_attn)
     assert layers[0].mlp(torch.zeros(1)) == "the activation of Liger"
+
+
+@pytest.mark.parametrize("name", sources.SOURCES)
+@pytest.mark.parametrize("recipe", sources.FORMATS)
+@pytest.mark.parametrize("which", sources.SIDES)
+def test_a_source_is_encoded_as_its_row_says(name: str, recipe: str, which: str) -> None:
+    source, shape = sources.SOURCES[name], (16, 32)
+    producer, states = sources.bound(source, sources.FORMATS[recipe], sources.SIDES[which], shape, CPU)
+    made = producer.produce(sources.inputs_of(source, shape, CPU), states, [None] * source.outputs)
+    both = which == "both"
+    several = source.outputs > 1
+    expected = [(True, both)] * (source.outputs - several) + [(not both, both)] * several
+    assert [(bool(one.row), bool(one.col)) for one in made] == expected
+    assert [bool(state) for state in states] == [recipe == "fp8-delayed"] * source.outputs
