@@ -13,7 +13,7 @@ import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
 from ranks import on_ranks
-from sharded import whole
+from sharded import W8, whole
 from support.modes import Watched
 from support.small_models import Gated
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lpq.operations import reduce_statistics
 
 NAN = float("nan")
 LAST = parallel.TOKENS - 1
+HYBRID = W8.format("hybrid(row=nvfp4, col=mxfp8, col_source=row)")
 SPOILED = {"x": (1, LAST, 5), "dy": (1, LAST, 5), "left": (parallel.INNER - 1, 2), "down": (3, parallel.INNER - 1)}
 """Where the last rank has a NaN: in its tokens, if the sequence is shared out, or in its part of a weight."""
 
@@ -68,8 +69,9 @@ def alone_on_each_rank(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "turn"),
-    [("fp8-current", False), ("fp8-current", True), ("fp8-delayed", True), ("fp8-row", False), ("nvfp4", True)],
-)
+    [("fp8-current", False), ("fp8-current", True), ("fp8-delayed", True), ("fp8-row", False), ("nvfp4", True),
+     ("mxfp8", False), (HYBRID, True)],
+)  # fmt: skip
 @on_ranks(2)
 def test_a_mode_around_backward_and_parts_of_it_change_nothing(rank: int, recipe: str, turn: bool) -> None:
     """Each backward of each recipe, with a sequence that is shared out and without for every other recipe."""
@@ -122,8 +124,10 @@ def spoiled_elsewhere(recipe: str, sequence: bool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "sequence"), [("fp8-current", False), ("fp8-delayed", True), ("fp8-row", True), ("nvfp4", True)]
-)
+    ("recipe", "sequence"),
+    [("fp8-current", False), ("fp8-delayed", True), ("fp8-row", True), ("nvfp4", True), ("mxfp8", False),
+     (HYBRID, True)],
+)  # fmt: skip
 @on_ranks(2)
 def test_a_nan_on_one_rank_reaches_what_it_reaches_in_one_process(rank: int, recipe: str, sequence: bool) -> None:
     assert spoiled_elsewhere(recipe, sequence) == []
@@ -140,7 +144,7 @@ def test_a_nan_that_one_rank_keeps_to_itself_is_noticed(rank: int) -> None:
 @pytest.mark.parametrize(
     ("recipe", "bias", "dispatch"),
     [("fp8-current", True, "high_precision"), ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", False, "high_precision"),
-     (experts.MX, False, "encoded")],
+     (experts.MX, False, "encoded"), ("mxfp8", True, "high_precision"), (experts.ROWS, False, "encoded")],
 )  # fmt: skip
 @on_ranks(2)
 def test_experts_with_a_mode_around_backward_and_a_nan_on_one_rank(

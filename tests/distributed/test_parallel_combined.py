@@ -74,6 +74,13 @@ def test_compiled(rank: int) -> None:
     assert order[-4:] == ["gemm", "reduce_scatter_tensor", "gemm", "wait_tensor"], order
 
 
+@on_ranks(2)
+def test_compiled_by_rows(rank: int) -> None:
+    """It reduces the statistics of x and w, and sums y over the ranks."""
+    for recipe in ("fp8-current", "mxfp8"):
+        compiled(rank, tp.RowwiseParallel(output_layouts=Shard(1)), recipe, backend="aot_eager")
+
+
 @pytest.mark.starts
 def test_a_compiler_gathers_once_what_layers_share() -> None:
     """Also where its statistics span ranks."""

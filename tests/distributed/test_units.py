@@ -33,7 +33,7 @@ GATHERED = {
     "plain": "x=mxfp8(), w=identity(dtype=bfloat16), dy=mxfp8()",
 }  # fmt: skip
 """The recipe of each layer whose weight is gathered from high precision, in the order in which FSDP2 asks them."""
-FEW: dict[str, Any] = {"names": ["tensor", "rows", "delayed", "sixteen"], "stored": False}
+FEW: dict[str, Any] = {"names": ["tensor", "rows", "delayed", "blocks", "sixteen", "both"], "stored": False}
 
 
 class Mixed(nn.Module):
