@@ -153,7 +153,7 @@ def main() -> None:
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
     for name, curves in found.items():
-        print(plot.draw_compared(curves, CHARTS / f"evidence-{name}.svg"))
+        print(plot.draw(curves, CHARTS / f"evidence-{name}.svg"))
 
 
 if __name__ == "__main__":

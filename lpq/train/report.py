@@ -110,9 +110,10 @@ def close(summary: Summary, console: Console, *, on_cpu: bool) -> Summary:
     title = "what ran the products of the last step"
     tables.table(title, ("product", "operands", "kernel", "layers"), served, console)
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
-    curves = [Curve(o.title, o.losses) for o in summary.outcomes]
-    baseline, other = (curves[i] if len(curves) > i else None for i in (1, 2))
-    plotted = draw(curves[:1], baseline, summary.directory / runs.PLOT, other)
+    recipe, *others = summary.outcomes
+    curves = [Curve(recipe.title, 0, recipe.losses)]
+    curves += [Curve(others[0].title, seed, o.losses, baseline=True) for seed, o in enumerate(others)]
+    plotted = draw(curves, summary.directory / runs.PLOT)
     where = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
     console.print(where, markup=False)  # to rich a name in brackets is a style
     titles = [o.title for o in summary.outcomes]

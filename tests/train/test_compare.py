@@ -21,7 +21,7 @@ from training import shown
 from lpq.train import Stopped, TrainError, beside, compare, data, gaps, trainings
 from lpq.train.compare_config import CompareConfig, count, training
 from lpq.train.machine import baseline_on
-from lpq.train.plot import draw_compared
+from lpq.train.plot import draw
 from lpq.train.trainer import Trainer
 from lpq.train.trainings import Training
 
@@ -321,7 +321,7 @@ def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_comma
     figure = (tmp_path / "compare.svg").read_text()
     assert "gap to bf16 of the same seed (%)" in figure
     assert "mean of 2 seeds" in figure
-    draw_compared(trainings.read_all(tmp_path), tmp_path / "again.svg")
+    draw(trainings.read_all(tmp_path), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == figure
     assert json.loads((tmp_path / "bf16-seed0.json").read_text())["held_out"] == [[100, 1.0]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from training import MakeConfig, shown
 from lpq.bench import measured
 from lpq.train import loop, plot, run, runs
 from lpq.train.conclusion import beside_seeds, conclusion
-from lpq.train.plot import Curve, distance
+from lpq.train.plot import Curve
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / measured.LLAMA
 
@@ -104,23 +105,16 @@ def test_what_a_seed_changes_is_a_band_in_the_plot(tmp_path: Path, monkeypatch: 
     made: list[Any] = []
     original = figures.Figure.savefig
     monkeypatch.setattr(figures.Figure, "savefig", lambda self, *a, **k: (original(self, *a, **k), made.append(self)))
-    baseline, other = Curve("bf16", [2.0] * 100), Curve("bf16, seed 1", [2.1] * 100)
-    for band in (other, None):
-        assert plot.draw([Curve("mxfp8", [2.01] * 100)], baseline, tmp_path / "loss.png", band) == "loss.png"
-    with_band, without = (figure.axes[1] for figure in made)
+    recipe = Curve("mxfp8", 0, [2.01] * 100)
+    baseline, other = (Curve("bf16", seed, [2.0 + 0.1 * seed] * 100, baseline=True) for seed in (0, 1))
+    for curves in ([recipe, baseline, other], [recipe, baseline], [recipe]):
+        assert plot.draw(curves, tmp_path / "loss.png") == "loss.png"
+    with_band, without = (figure.axes[1] for figure in made[:2])
     (filled,) = with_band.collections
-    assert (filled.get_datalim(with_band.transData).y0, filled.get_datalim(with_band.transData).y1) == pytest.approx(
-        (-5, 5)
-    )
+    ends = (filled.get_datalim(with_band.transData).y0, filled.get_datalim(with_band.transData).y1)
+    spread = 100 * stdev((2.0, 2.1)) / 2.05
+    assert ends == pytest.approx((-spread, spread))
     assert not without.collections
-    assert with_band.get_ylim()[1] > 5 > without.get_ylim()[1]
-    assert "its distance from bf16, seed 1" in made[0].legends[0].get_texts()[-1].get_text()
-
-
-def test_a_distance_is_of_means_at_the_steps_that_they_have() -> None:
-    noisy = Curve("bf16", [2.0 + (-1) ** i for i in range(200)])
-    other = Curve("bf16, seed 1", [2.0 - (-1) ** i for i in range(200)])
-    steps, distances = distance(other, noisy)
-    assert max(distances) < 25  # single steps differ by 200 %
-    assert (steps[0], steps[-1]) == (10, 191)
-    assert len(steps) == len(distances)
+    assert with_band.get_ylim()[1] > spread > without.get_ylim()[1]
+    assert "its standard deviation over seeds" in made[0].legends[0].get_texts()[0].get_text()
+    assert len(made[2].axes) == 1, "without a baseline there is no gap"

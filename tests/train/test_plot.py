@@ -30,15 +30,16 @@ def test_many_long_labels_stand_in_the_picture(tmp_path: Path, monkeypatch: pyte
     titles = [
         f"x=nvfp4(block=16x16, rht=true), w=mxfp8(dtype=e4m3), dy=fp8(scaling=block), wgrad=${i}$" for i in range(9)
     ]
-    curves = [Curve(title, [2 + 1 / (i + step) for step in range(1, 40)]) for i, title in enumerate(titles)]
-    assert draw(curves, Curve("bf16", [2 + 1 / step for step in range(1, 40)]), tmp_path / "loss.png") == "loss.png"
+    curves = [Curve(title, 0, [2 + 1 / (i + step) for step in range(1, 40)]) for i, title in enumerate(titles)]
+    curves.append(Curve("bf16", 0, [2 + 1 / step for step in range(1, 40)], baseline=True))
+    assert draw(curves, tmp_path / "loss.png") == "loss.png"
     (figure,) = made
     losses, gaps = figure.axes
     shown = [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
-    assert shown == [*titles, "bf16"]
+    assert shown == ["bf16, mean of 1 seed", *titles]
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.x1
     assert box.y0 >= losses.get_window_extent().y1  # no curve lies under a label
     assert losses.get_window_extent().height > gaps.get_window_extent().height > 100
-    assert gaps.get_ylabel() == "gap to bf16 (%)"
+    assert gaps.get_ylabel() == "gap to bf16 of the same seed (%)"

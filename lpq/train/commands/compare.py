@@ -142,7 +142,7 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
         print_text(beside.MEANING.format(other))
         tables.append(beside.markdown(curves, other))
     (out / TABLE).write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw_compared(curves, out / FIGURE)}")
+    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw(curves, out / FIGURE)}")
 
 
 def _signature() -> inspect.Signature:
