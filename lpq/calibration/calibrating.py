@@ -129,12 +129,8 @@ def calibrate(
                 'method="percentile" cuts scales of inputs, and here no input has a scale of a whole tensor. Use '
                 'method="max", for the scales of weights'
             )
-        return (
-            chosen,
-            _searched(chosen, search),
-            Peers(model),
-            place(state, "state") if state is not None else None,
-        )
+        file = place(state, "state") if state is not None else None
+        return chosen, _searched(chosen, search), Peers(model), file
 
     chosen, searched, team, file = ranks.each(prepare)
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1

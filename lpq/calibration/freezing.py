@@ -81,7 +81,7 @@ def _share(values: dict[str, Tensor], together: Sequence[Target], tensor: str) -
     alike: dict[tuple[str, ...], list[Target]] = {}
     for target in together:
         own = (name.removeprefix(f"{target.name}.") for name in target.names(tensor))
-        alike.setdefault((getattr(target, tensor).text, *own), []).append(target)
+        alike.setdefault((getattr(target.recipe, tensor).text, *own), []).append(target)
     for (_, *leaves), same in alike.items():
         for leaf in leaves:
             names = [name for target in same if (name := f"{target.name}.{leaf}") in values]
@@ -100,7 +100,7 @@ def _fill_unseen(
     others = [target for target in targets if target not in without and target.names("x")]
     of = {name: [*names] for names in together for name in names}
     for target in without:
-        alike = [t for t in others if t.x.text == target.x.text]
+        alike = [t for t in others if t.recipe.x.text == target.recipe.x.text]
         same = [t for t in alike if t.name in of.get(target.name, ())]
         for place in (LAST_NUMBER, NUMBER):  # other experts of that block, or else of any
             same = same or [t for t in alike if place.sub("*", t.name) == place.sub("*", target.name)]

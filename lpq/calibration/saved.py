@@ -15,7 +15,6 @@ from lpq.checkpoint import pickles
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.files.claim import whole_file
-from lpq.files.disk import place
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 
@@ -26,10 +25,9 @@ CHANGED = "it was changed"
 class SavedStatistics:
     """A file with the statistics of all ranks together. Where there is none yet, nothing was collected."""
 
-    def __init__(self, path: str | Path | None, settings: Mapping[str, Any], ranks: Together) -> None:
-        self._path, self._ranks = place(path, "state") if path is not None else None, ranks
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], ranks: Together) -> None:
+        self._path, self._settings, self._ranks = path, dict(settings), ranks
         self._passes: dict[str, dict[str, Any]] = {}
-        self._settings = dict(settings)
         if self._path is not None:
             self._passes = ranks.first(self._read)
 

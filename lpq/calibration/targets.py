@@ -50,21 +50,11 @@ class Target:
     expert: int | None = None
     """The number of the expert in a stack of the layer; None: the whole layer."""
 
-    @property
-    def x(self) -> Quantizer:
-        """The static quantizer of the input."""
-        return self.recipe.x
-
-    @property
-    def w(self) -> Quantizer:
-        """The static quantizer of the weight."""
-        return self.recipe.w
-
     def names(self, tensor: str) -> list[str]:
         """The names of the static statistics of the input, ``x``, or of the weight, ``w``."""
         keys = [
             prefix + buffer.name
-            for prefix, branch in getattr(self, tensor).state_branches().items()
+            for prefix, branch in getattr(self.recipe, tensor).state_branches().items()
             if branch.static
             for buffer in branch.state
         ]
@@ -98,7 +88,7 @@ class Target:
         return values if self.expert is None else {name: value[self.expert] for name, value in values.items()}
 
     def _measured(self, tensor: str, x: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        quantizer: Quantizer = getattr(self, tensor)
+        quantizer: Quantizer = getattr(self.recipe, tensor)
         for prefix, branch in quantizer.state_branches().items():
             if not (branch.static and branch.state):
                 continue
@@ -184,9 +174,8 @@ def _dynamic(recipe: Recipe) -> Recipe:
 
 def searches(target: Target, search: str) -> bool:
     """Whether scales of its weight are searched, as by its recipe or from now on."""
-    return target.weight is not None and (
-        target.w.side("row").searched_by(search) or target.w.side("col").searched_by(search)
-    )
+    w = target.recipe.w
+    return target.weight is not None and (w.side("row").searched_by(search) or w.side("col").searched_by(search))
 
 
 def _static(recipe: Recipe, search: str | None, *, weights: bool) -> Recipe:

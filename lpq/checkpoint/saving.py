@@ -170,7 +170,7 @@ def _prepare(
             combined = torch.stack([memories[name] for memories in every]).amax(0)
             content.state["model"][name.removeprefix(PREFIX)] = combined
     where = resolved(target)
-    claim = ranks.each(lambda: _begin(where, step) if ranks.rank == 0 else None)
+    claim = ranks.each(lambda: _claimed(where, step) if ranks.rank == 0 else None)
     return content.state, CheckpointWriter(where, content.small, keep, claim)
 
 
@@ -197,20 +197,14 @@ def _collected(
     return _Content(state, small, shapes, view.meshes(replicas=ranks.many), kinds, description, memories)
 
 
-def _begin(target: Path, step: int | None) -> Claim:
-    """Take the right to write the checkpoint."""
-    _check_place(target, step)
-    return Claim.take(target)
-
-
-def _check_place(target: Path, step: int | None) -> None:
-    """Make sure that the checkpoint replaces nothing, or another checkpoint."""
+def _claimed(target: Path, step: int | None) -> Claim:
+    """Take the right to write the checkpoint. It replaces nothing, or another checkpoint."""
     if target.name.endswith(PARTIAL):
         raise CheckpointError(f"{target} has the name of an unfinished one, which load refuses: give another name")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, and a checkpoint is a directory: give another path")
     if not target.exists() or not any(target.iterdir()):
-        return
+        return Claim.take(target)
     if not is_ours(target):
         remedy = "give step= to save one in it, or another directory" if step is None else "give another directory"
         raise CheckpointError(f"{target} is there, and is no checkpoint that could be replaced: {remedy}")
@@ -222,6 +216,7 @@ def _check_place(target: Path, step: int | None) -> None:
             f"{target} is the current directory, and the checkpoint in it would be replaced as a whole: give step=, or "
             "save from another directory"
         )
+    return Claim.take(target)
 
 
 def _check_talk(model: Model, ranks: CheckpointRanks) -> None:
