@@ -9,11 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import ItemsView
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 from lpq.checkpoint.errors import CheckpointError, expect, tensor_name
-from lpq.torch_private.checkpoints import METADATA, STORAGE_INFO
 
 OPCODES = {
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
@@ -73,70 +71,41 @@ class _Unpickler(pickle._Unpickler):
 
 def _set(reader: Any, code: int, keys: slice) -> None:
     """Set items whose keys are texts or records: the hash of a nested tuple may take for ever."""
-    _like(all(type(key) is str or isinstance(key, Record) for key in reader.stack[keys]), "the name of a tensor")
+    so = all(type(key) is str or isinstance(key, Record) for key in reader.stack[keys])
+    expect(so, "the name of a tensor is not as an index has it")
     pickle._Unpickler.dispatch[code](reader)
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """The data of an ``index.json``, which must be judged as one, from these bytes."""
-    whole = _state(_Unpickler(io.BytesIO(raw)).load(), f"{METADATA}.Metadata", "state_dict_metadata", "storage_data")
+    """The data of an ``index.json``, which must be judged as one, from these bytes. Any error is of a pickle of
+    something else."""
+    whole = _Unpickler(io.BytesIO(raw)).load().state
     places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-    for key, value in _entries(whole["storage_data"]):
-        index = _state(key, f"{METADATA}.MetadataIndex", "fqn")
-        place = _state(value, STORAGE_INFO, "relative_path", "offset", "length")
-        name, at = index["fqn"], index.get("offset")
-        _like(type(name) is str, "the name of a tensor")
+    for key, value in whole["storage_data"].items():
+        name, at, place = key.state["fqn"], key.state.get("offset"), value.state
+        expect(type(name) is str, "the name of a tensor is not as an index has it")
         if place.get("transform_descriptors"):
             raise CheckpointError("it has files that are compressed, and lpq.checkpoint.save writes none")
         where = name, tuple(_size(at)) if at is not None else ()
         expect(where not in places, f"it has a piece of {tensor_name(name)} twice")
         places[where] = {"file": place["relative_path"], "begin": place["offset"], "bytes": place["length"]}
-    return {"tensors": {name: _tensor(name, entry, places) for name, entry in _entries(whole["state_dict_metadata"])}}
+    return {
+        "tensors": {name: _tensor(name, entry.state, places) for name, entry in whole["state_dict_metadata"].items()}
+    }
 
 
-def _tensor(name: Any, entry: Any, places: dict[tuple[str, tuple[int, ...]], dict[str, Any]]) -> dict[str, Any]:
-    _like(type(name) is str, "the name of a tensor")
-    if _is(entry, f"{METADATA}.BytesStorageMetadata"):
-        raise CheckpointError(f"{tensor_name(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
-    fields = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
-    _like(type(fields["chunks"]) is list, f"the pieces of {tensor_name(name)}")
-    chunks = [_state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes") for piece in fields["chunks"]]
+def _tensor(
+    name: str, fields: dict[str, Any], places: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+) -> dict[str, Any]:
+    chunks = [piece.state for piece in fields["chunks"]]
     pieces = [{"at": _size(chunk["offsets"]), "shape": _size(chunk["sizes"])} for chunk in chunks]
     pieces = [{**piece, **places.get((name, (*piece["at"],)), {})} for piece in pieces if 0 not in piece["shape"]]
     expect(all("file" in piece for piece in pieces), f"a piece of {tensor_name(name)} is not in its files")
-    return {"dtype": _dtype(fields["properties"]), "shape": _size(fields["size"]), "pieces": pieces}
+    dtype: str = fields["properties"].state[0].name
+    return {"dtype": dtype.removeprefix("torch."), "shape": _size(fields["size"]), "pieces": pieces}
 
 
-def _like(so: bool, what: str) -> None:
-    expect(so, f"{what} is not as an index has it")
-
-
-def _is(value: Any, name: str) -> TypeGuard[Record]:
-    return isinstance(value, Record) and value.name == name
-
-
-def _state(value: Any, name: str, *keys: str) -> dict[str, Any]:
-    """The fields of a record of this name, which must include the wanted ones."""
-    state = value.state if _is(value, name) and not value.args else None
-    so = type(state) is dict and state.keys() >= {*keys}
-    expect(so, f"it has something else where an index has a {name.rpartition('.')[2]}")
-    return state or {}
-
-
-def _entries(value: Any) -> ItemsView[Any, Any]:
-    _like(type(value) is dict, "a table")
-    items: ItemsView[Any, Any] = value.items()
-    return items
-
-
-def _size(value: Any) -> list[int]:
-    numbers = ((*value.args, ())[0] if len(value.args) < 2 else None) if _is(value, "torch.Size") else None
-    _like(type(numbers) is tuple and all(type(number) is int for number in numbers), "a size")
-    return [*(numbers or ())]
-
-
-def _dtype(properties: Any) -> str:
-    state = properties.state if _is(properties, f"{METADATA}.TensorProperties") else None
-    record = state[0] if type(state) is tuple and state else None
-    _like(isinstance(record, type) and issubclass(record, Record), "a dtype")
-    return str(getattr(record, "name", "")).removeprefix("torch.")
+def _size(value: Record) -> list[int]:
+    (numbers,) = value.args or ((),)
+    expect(all(type(number) is int for number in numbers), "a size is not as an index has it")
+    return [*numbers]
