@@ -31,18 +31,22 @@ class SavedCheckpoint:
     def __init__(self, path: Path, ranks: CheckpointRanks) -> None:
         """All ranks call it, and find the same one."""
         checkpoint = find(path, ranks)
-        self._description = read(checkpoint)[0].description
-        self._description.require(self._description.formats)
+        self._description = description = read(checkpoint)[0].description
+        description.require(description.formats)
         self._reader = CheckpointReader(checkpoint.path, checkpoint.sizes)
-        self._saved = self._reader.saved()
+        saved = self._reader.saved().items()
+        # From here on a name has no prefix: the model has it, too.
+        self._saved = {name.removeprefix(PREFIX): kind for name, kind in saved if name.startswith(PREFIX)}
+        self._quantized = {name.removeprefix(PREFIX): entry for name, entry in description.quantized.items()}
+        self._states = [name.removeprefix(PREFIX) for name in description.memories]
+        self._recipes = {name: _recipe(text) for name, text in description.recipes.items()}
         self.stacks = self._read_stacks()
 
     def entries(self, dtype: torch.dtype | None) -> list[FileEntry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
-        description = self._description
         entries: list[FileEntry] = []
         for name in self._names():
-            quantized = description.quantized.get(name)
+            quantized = self._quantized.get(name)
             if quantized is not None:
                 if "row" not in quantized["operands"]:
                     raise CheckpointError(
@@ -54,9 +58,8 @@ class SavedCheckpoint:
             else:
                 shape, own, stored = self._shape(name), self._saved[name].dtype, None
             file_dtype = dtype if dtype is not None and own.is_floating_point else own
-            gather, own_name = partial(self._gather, name, stored), name.removeprefix(PREFIX)
-            entry = FileEntry(own_name, shape, file_dtype, gather, self._layer(name), stored)
-            plain = entry if entry.layer is not None else replace(entry, name=self._in_files(own_name))
+            entry = FileEntry(name, shape, file_dtype, partial(self._gather, name, stored), self._layer(name), stored)
+            plain = entry if entry.layer is not None else replace(entry, name=self._description.renamed.get(name, name))
             entries += split(replace(entry, layer=None), self.stacks, {}) or [plain]
         return entries
 
@@ -69,9 +72,6 @@ class SavedCheckpoint:
                     f"its lpq.json has {tensor_name(name)} as {list(shape)}, and its {buffer.name} is "
                     f"{list(kind[0])}, not {list(grid)}: do not trust it"
                 )
-
-    def _in_files(self, name: str) -> str:
-        return self._description.renamed.get(name, name)
 
     def _read_stacks(self) -> Stacks:
         """Return the stacks of the model that was saved."""
@@ -86,20 +86,20 @@ class SavedCheckpoint:
             layer, _, leaf = name.rpartition(".")
             patterns = () if name in description.tied else entry["layers"] or ()
             memories = self._memories(layer, "" if leaf == "weight" else f"{leaf}_")
-            shape = self._shape(f"{PREFIX}{name}")
+            shape = self._shape(name)
             names = numbered(patterns, shape[0] if shape else 0)
             stacks[name] = Stack(names, _recipe(entry["recipe"]), memories)
         return stacks
 
     def _may_be_stack(self, name: str) -> bool:
-        layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-        recorded = leaf == "weight" and layer in self._description.recipes
+        layer, _, leaf = name.rpartition(".")
+        recorded = leaf == "weight" and layer in self._recipes
         return len(self._shape(name)) == 3 and (recorded or leaf in (*UP, DOWN))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of the model; empty if there is no such tensor."""
-        if name in self._description.quantized:
-            return tuple(self._description.quantized[name]["shape"])
+        if name in self._quantized:
+            return tuple(self._quantized[name]["shape"])
         return tuple(self._saved[name].shape) if name in self._saved else ()
 
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
@@ -108,48 +108,35 @@ class SavedCheckpoint:
         yield from left_modules(self.stacks)
         aliases, tied = self._description.aliases, self._description.tied
         for name, (shape, _) in self._saved.items():
-            own = name.removeprefix(PREFIX)
-            if own in aliases and aliases[own] not in tied:
+            if name in aliases and aliases[name] not in tied:
                 continue  # of a layer in two places
-            layer, _, leaf = own.rpartition(".")
-            if name.startswith(PREFIX) and leaf == "weight" and len(shape) == 2 and layer not in quantized:
-                yield self._in_files(f"{layer}.weight").removesuffix(".weight")
+            layer, _, leaf = name.rpartition(".")
+            if leaf == "weight" and len(shape) == 2 and layer not in quantized:
+                yield self._description.renamed.get(name, name).removesuffix(".weight")
 
     def _names(self) -> list[str]:
-        description = self._description
-        parts = {f"{name}.{d}." for name, entry in description.quantized.items() for d in entry["operands"]}
-        plain = [
-            name
-            for name in self._saved
-            if name.startswith(PREFIX)
-            and name not in description.memories
-            and name.removeprefix(PREFIX) not in description.aliases
-            and not any(name.startswith(p) for p in parts)
-        ]
-        stored = [name for name in description.quantized if name.removeprefix(PREFIX) not in description.aliases]
-        return sorted([*plain, *stored])
+        parts = tuple(f"{name}.{d}." for name, entry in self._quantized.items() for d in entry["operands"])
+        plain = {name for name in self._saved if not name.startswith(parts)} - {*self._states}
+        return sorted((plain | self._quantized.keys()) - self._description.aliases.keys())
 
     def shared_layers(self) -> list[str]:
         """As ``lpq.engines.models.shared_layers``."""
-        description = self._description
-        quantized = [name for name, text in description.recipes.items() if is_quantized(_recipe(text))]
-        first = {name: description.aliases.get(f"{name}.weight", f"{name}.weight") for name in quantized}
-        return [name for name in sorted(quantized) if first[name] in description.tied]
+        aliases, tied = self._description.aliases, self._description.tied
+        quantized = sorted(name for name, recipe in self._recipes.items() if is_quantized(recipe))
+        return [name for name in quantized if aliases.get(f"{name}.weight", f"{name}.weight") in tied]
 
     def _layer(self, name: str) -> Multiplied | None:
-        layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-        recipe = _recipe(self._description.recipes.get(layer)) if leaf == "weight" else None
-        if recipe is None or name.removeprefix(PREFIX) in self._description.tied:
-            return None
-        if recipe.w.side("row").plain and name not in self._description.quantized:
+        layer, _, leaf = name.rpartition(".")
+        recipe = self._recipes.get(layer) if leaf == "weight" and name not in self._description.tied else None
+        if recipe is None or not (name in self._quantized or is_quantized(recipe)):
             return None
         return Multiplied.by(recipe, layer, self._memories(layer))
 
     def _memories(self, layer: str, begin: str = "") -> dict[str, dict[str, Tensor]]:
         """The states of a layer; the names of states of one of several stacks begin with the name of the stack."""
         states: dict[str, dict[str, Tensor]] = {}
-        for buffer in self._description.memories:
-            owner, _, own = buffer.removeprefix(PREFIX).rpartition(".")
+        for buffer in self._states:
+            owner, _, own = buffer.rpartition(".")
             if owner == layer and own.startswith(begin):
                 tensor, _, key = own.removeprefix(begin).partition("_")
                 states.setdefault(tensor, {})[key] = self._read([buffer])[buffer]
@@ -165,9 +152,10 @@ class SavedCheckpoint:
         """These tensors."""
         if absent := [tensor_name(name) for name in names if name not in self._saved]:
             raise CheckpointError(f"it lacks {absent[0]}")
-        tensors = {name: torch.empty(self._saved[name].shape, dtype=self._saved[name].dtype) for name in names}
+        kinds = [self._saved[name] for name in names]
+        tensors = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in zip(names, kinds, strict=True)}
         with quiet():
-            dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+            dcp.load({"model": tensors}, storage_reader=self._reader, no_dist=True)
         return tensors
 
 
