@@ -21,8 +21,10 @@ from benchmarks import environment
 from benchmarks.grouped import Data
 from benchmarks.shapes import GROUPED, Experts
 from lpq.bench.timing import Effort, Step, Timing, on_gpu
+from lpq.core import Storage
 from lpq.operations import group_choice
-from lpq.operations.group_products import multiply_groups
+from lpq.operations.binding import Operand, Product, operand_like
+from lpq.operations.group_products import bind
 from lpq.operations.groups import encode_groups
 
 ROWS = (128, 512, 1024, 2048, 4096)
@@ -84,7 +86,7 @@ def _in_bf16(data: Data) -> dict[str, Step]:
 
 
 def _of_codes(data: Data) -> dict[str, Step]:
-    how, offs, bf16 = lpq.quantizer(FORMAT), data.offs, torch.bfloat16
+    how, offs = lpq.quantizer(FORMAT), data.offs
     w = how.quantize(data.w.detach(), stack=True)
     x_row, x_col = encode_groups(how, data.x.detach(), offs, row=True, col=True)
     dy_row, dy_col = encode_groups(how, data.dy, offs, row=True, col=True)
@@ -92,11 +94,18 @@ def _of_codes(data: Data) -> dict[str, Step]:
     assert x_col is not None
     assert dy_row is not None
     assert dy_col is not None
-    return {
-        "fprop": lambda: multiply_groups(x_row, w.row, offs, None, bf16, False),
-        "dgrad": lambda: multiply_groups(dy_row, w.col, offs, None, bf16, False),
-        "wgrad": lambda: multiply_groups(dy_col, x_col, offs, None, bf16, False),
-    }
+
+    def product(a: Operand, b: Operand | Storage) -> Step:
+        if isinstance(b, Storage):
+            other, right = operand_like(b), b.tensors()
+        else:
+            other, right = b._replace(tensors=()), [*b.tensors, offs]
+        multiply = bind(Product(a._replace(tensors=()), other, torch.bfloat16, offs.device))
+        return lambda: multiply([*a.tensors, offs], right, None)
+
+    assert w.row is not None
+    assert w.col is not None
+    return {"fprop": product(x_row, w.row), "dgrad": product(dy_row, w.col), "wgrad": product(dy_col, x_col)}
 
 
 def main() -> int:

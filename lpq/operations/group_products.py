@@ -86,29 +86,6 @@ def _by_kernel(p: Product) -> Run | None:
 _bound = bound_once(bind)
 
 
-def multiply_groups(
-    a: Operand, b: Storage | Operand, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
-) -> Tensor:
-    """Multiply the rows of each group by its matrix of a stack, or the columns of each group of two operands."""
-    p = _product(a, b, offs, dtype, fast_accumulate)
-    return _run(p, a.tensors, b.tensors if isinstance(b, Operand) else b.tensors(), offs, bias)
-
-
-def _run(p: Product, a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, bias: Tensor | None) -> Tensor:
-    multiply: Multiply = _bound(p)
-    with on_device(p.device):
-        return multiply([*a, offs], [*b, offs] if p.a.dim else b, bias)
-
-
-def _product(a: Operand, b: Storage | Operand, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Product:
-    """Describe the product of these operands."""
-    how = groups_of(offs)
-    left, right = (
-        o._replace(sections=how, tensors=()) if isinstance(o, Operand) else operand_like(o) for o in (a, b)
-    )  # fmt: skip
-    return Product(left, right, dtype, offs.device, fast_accumulate, dispatched=True)
-
-
 def groups_of(offs: Tensor) -> Sections:
     """The groups that end at these rows."""
     return Sections(len(offs), False, groups.at_once(offs, offs))
@@ -127,7 +104,11 @@ def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | Non
     def grouped_gemm(a: Operand, b: Storage | Operand, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
         """Multiply the rows of each group of ``a`` by its matrix of the stack ``b``, or the columns of each group of
         both. Return None where the kernel does not take such sizes."""
-        run: Run | None = bound(_product(a, b, offs, torch.bfloat16, fast_accumulate))
+        how = groups_of(offs)
+        left, right = (
+            o._replace(sections=how, tensors=()) if isinstance(o, Operand) else operand_like(o) for o in (a, b)
+        )  # fmt: skip
+        run: Run | None = bound(Product(left, right, torch.bfloat16, offs.device, fast_accumulate, dispatched=True))
         if run is None:
             return None
         return run([*a.tensors, offs], [*b.tensors, offs] if isinstance(b, Operand) else b.tensors())
@@ -165,7 +146,9 @@ def _multiply(
     stack, how = is_stack(shape_b), groups_of(offs)
     left = Operand(registry.quantizer(qa), tuple(shape_a), dtype_a, None, how, 0 if stack else 1)
     right = Operand(registry.quantizer(qb), tuple(shape_b), dtype_b, None, None if stack else how, left.dim)
-    return _run(Product(left, right, dtype, offs.device, fast_accumulate, dispatched=True), a, b, offs, bias)
+    multiply: Multiply = _bound(Product(left, right, dtype, offs.device, fast_accumulate, dispatched=True))
+    with on_device(offs.device):
+        return multiply([*a, offs], b if stack else [*b, offs], bias)
 
 
 def _multiply_fake(
