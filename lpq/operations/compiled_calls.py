@@ -6,8 +6,6 @@ layer calls eight. The device is the current one, as Inductor makes it for the c
 
 from __future__ import annotations
 
-from functools import cache
-
 from lpq.operations.multiplicands import multiplicand_tensors
 from lpq.operations.multiplying import gemm_tensors
 from lpq.operations.quantizing import quantize_tensors
@@ -21,10 +19,5 @@ quantize, multiplicands, gemm, draw_seeds = quantize_tensors, multiplicand_tenso
 @once_when_traced
 def spare_the_dispatcher() -> None:
     """Have compiled code call these functions in place of the operators."""
-    _spare()
-
-
-@cache
-def _spare() -> None:
     for name in ("quantize", "multiplicands", "gemm", "draw_seeds"):
         call_in_place_of(f"lpq::{name}", __name__, name)
