@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def is_seed(seed: object) -> bool:
-    """Whether this is a seed, or None: kernels read 64 bits, and would round with the bits of any other tensor."""
-    if isinstance(seed, Tensor):
-        return seed.dim() == 0 and seed.dtype in INTEGERS
-    return seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
-
-
 def check_seed(seed: object) -> None:
-    """Refuse all but a seed."""
-    if not is_seed(seed):
+    """Refuse all but a seed, or None: kernels read 64 bits, and would round with the bits of any other tensor."""
+    if isinstance(seed, Tensor):
+        fits = seed.dim() == 0 and seed.dtype in INTEGERS
+    else:
+        fits = seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
+    if not fits:
         what = f"{seed.dtype} of shape {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
         raise TypeError(f"the seed is {what}: pass an int, or a 0-dimensional tensor of integers")
     if isinstance(seed, int) and not -(1 << 63) <= seed < 1 << 64:
