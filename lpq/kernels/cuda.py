@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import struct
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -272,18 +274,8 @@ def _check(what: str, source: Path, letters: str, threads: int, shared: int) -> 
 
 def _places(arguments: str) -> tuple[int, ...]:
     """Where each parameter begins among the packed arguments, in bytes; a struct is one parameter."""
-    places, inside, at = [], False, 0
-    for letter in arguments:
-        if letter == ")":
-            inside = False
-        elif letter == "(":
-            places.append(at)
-            inside = True
-        else:
-            if not inside:
-                places.append(at)
-            at += 8
-    return tuple(places)
+    sizes = [8 * len(fields or letter) for fields, letter in re.findall(r"\((\w+)\)|(\w)", arguments)]
+    return tuple(accumulate(sizes, initial=0))[:-1]
 
 
 @registry.cached
