@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -216,8 +217,5 @@ def bounds(offs: Sequence[int]) -> list[tuple[int, int]]:
 
 def starts(offs: Sequence[int], unit: int) -> list[int]:
     """Where each group begins in an operand in which they are padded to multiples of ``unit``."""
-    begins, at = [], 0
-    for start, stop in bounds(offs):
-        begins.append(at)
-        at += -(-(stop - start) // unit) * unit
-    return begins
+    sizes = [-(-(stop - start) // unit) * unit for start, stop in bounds(offs)]
+    return list(accumulate(sizes, initial=0))[:-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -42,11 +43,8 @@ def bind_table(
 ) -> TableLaunch:
     """``lines``: for each matrix the numbers that the kernel reads, of 8 bytes each, and how many blocks of threads it
     takes."""
-    table: list[tuple[int, ...]] = []
-    first = 0
-    for numbers, blocks in lines:
-        table.append((*numbers, first))
-        first += blocks
+    *firsts, total = accumulate((blocks for _, blocks in lines), initial=0)
+    table = [(*numbers, first) for (numbers, _), first in zip(lines, firsts, strict=True)]
     there = on_device(table, torch.int64, device)
-    launch = kernel.bind(device.index or 0, macros, first)
+    launch = kernel.bind(device.index or 0, macros, total)
     return TableLaunch(partial(launch, there.data_ptr(), len(table)), there)
