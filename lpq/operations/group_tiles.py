@@ -169,14 +169,13 @@ def why_not_multiplied(rows: int, cols: int) -> str | None:
     return None
 
 
-def multiply_rows(a: Operand, b: Storage, offs: Tensor) -> Tensor:
+def multiply_rows(a: Operand, b: Storage, offs: Tensor, *, rotated: bool) -> Tensor:
     """Multiply the rows of each group by its matrix, in bf16; ordinary matrices in the dtype that they have in
-    common."""
+    common. ``rotated``: both are multiplied in the basis in which they are stored."""
     if a.quantizer.plain and b.quantizer.plain:
         common = torch.promote_types(a.tensors[0].dtype, b.tensors()[0].dtype)
         left, right = dense(a, offs, common, rotated=False), decode(b, common)
     else:
-        rotated = a.quantizer.basis == b.quantizer.basis and a.quantizer.basis is not None
         left, right = dense(a, offs, torch.bfloat16, rotated=rotated), _stack_in_bf16(b, rotated)
     return grouped_mm(left, right.transpose(-2, -1), offs=offs)
 
@@ -221,7 +220,25 @@ def bind_product(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor]], T
         return lambda left, right: grouped_mm(first(left), second(right).t(), offs=ends(left[-1]))
     if a.form is not None and b.form is not None:
         return lambda left, right: grouped_mm(left[0], right[0].transpose(-2, -1), offs=left[-1])
-    return lambda left, right: multiply_rows(a.grouped(left), b.over(right), left[-1])
+    rotated = a.quantizer.basis == b.quantizer.basis and a.quantizer.basis is not None
+    rows = None if rotated else _bind_rows(a, p.device)
+    if rows is None:
+        return lambda left, right: multiply_rows(a.grouped(left), b.over(right), left[-1], rotated=rotated)
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        stack = _stack_in_bf16(b.over(right), rotated=False)
+        return grouped_mm(rows(left), stack.transpose(-2, -1), offs=left[-1])
+
+    return multiply
+
+
+def _bind_rows(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """Bind the decoded values, in bf16, of a row operand whose rows are decoded where they lie, as ``dense`` does; None
+    if they are decoded in tiles, or need no decoding."""
+    side = a.quantizer
+    if a.form is not None or side.plain or spans(side, 0) or unit(side, 0) != 1:
+        return None
+    return _bind_whole(a, (a.shape[0], a.shape[1]), device)
 
 
 def _bind_lines(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor] | None:
@@ -232,7 +249,12 @@ def _bind_lines(a: Operand, device: torch.device) -> Callable[[Sequence[Tensor]]
         return itemgetter(0)
     if side.plain or spans(side, 1) or side.rotation is not None or sections is None:
         return None
-    shape = a.shape[0], capacity(a.shape[1], sections.number, unit(side, 1))
+    return _bind_whole(a, (a.shape[0], capacity(a.shape[1], sections.number, unit(side, 1))), device)
+
+
+def _bind_whole(a: Operand, shape: tuple[int, int], device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Bind the decoded values, in bf16, of an operand in groups that is decoded as one matrix of this shape."""
+    side = a.quantizer
     impl = choose("decode", (side.text,), device).impl
     decoded: Callable[[Storage, torch.dtype], Tensor] = decode if impl is None else impl
     return lambda tensors: decoded(side.storage.wrap(tensors[:-1], side, shape, a.dtype), torch.bfloat16)

@@ -53,8 +53,8 @@ BY_KERNELS = {
     "nvfp4": Cost(39, 17, 17, 59),
 }
 OF_CODES = {
-    # Column operands are made of codes. These are decoded in one launch, by functions that are not bound.
-    "mxfp8-one-copy": Cost(51, 23, 21, 219),
+    # Column operands are made of codes. These are decoded in one launch, by functions of which some are not bound.
+    "mxfp8-one-copy": Cost(51, 23, 21, 187),
     "nvfp4-eden": Cost(145, 39, 29, 174),
 }
 RAGGED = 2880
@@ -125,8 +125,10 @@ def test_what_a_rotation_leaves_over_is_rotated_for_all_groups_at_once(groups: i
 
 
 def test_by_kernels_a_grouped_layer_takes_at_most_twice_the_calls_of_a_plain_one() -> None:
-    """Both numbers are held by other tests."""
-    assert [recipe for recipe, cost in BY_KERNELS.items() if cost.calls > 2 * LAUNCHES[recipe, HOPPER][-1]] == []
+    """Both numbers are held by other tests. Features that MS-EDEN cannot rotate together are the exception, as
+    ``OF_RAGGED`` says."""
+    kernels = BY_KERNELS | OF_CODES
+    assert [recipe for recipe, cost in kernels.items() if cost.calls > 2 * LAUNCHES[recipe, HOPPER][-1]] == []
 
 
 @pytest.mark.parametrize("recipe", [*BY_KERNELS, *OF_CODES, "x=fp8(scaling=row), w=mxfp8, dy=mxfp8"])
