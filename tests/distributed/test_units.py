@@ -6,6 +6,7 @@ That a unit of one kind is as if its weights were gathered in high precision is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import lpq
+from lpq.distributed import gather_loads
 from lpq.distributed.gather_unit import Unit
 from lpq.nn import GroupedLinear
 from lpq.optim import MasterWeights
@@ -243,6 +245,54 @@ def test_a_caught_error(rank: int) -> None:
                 p.mul_(2.0)
         found.append(trained(net))
     assert equal(*found, nan=True)
+
+
+@on_ranks(2)
+def test_a_unit_travels_as_one_tensor_and_its_other_weights_send_none(rank: int) -> None:
+    """FSDP2 pairs what a parameter sends with what it receives, one to one."""
+    sent: list[tuple[Tensor, ...]] = []
+
+    def begin(self: Unit, *args: Any) -> Any:
+        sent.append(usual(self, *args))
+        assert self.begun is not None
+        assert [*self.begun] == self.gathers[:1], "one weight sends for all"
+        return sent[-1]
+
+    usual, net = Unit.begin_all, built(True, **FEW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "begin_all", begin)
+        net(batch(0)).square().sum().backward()
+    assert [len(tensors) for tensors in sent] == [1, 1], "forward and backward"
+    assert all(tensors[0].dim() == 1 and tensors[0].dtype == torch.uint8 for tensors in sent)
+
+
+@on_ranks(2)
+def test_what_stays_is_kept_once_for_each_stream(rank: int) -> None:
+    """At fixed addresses; memory that was allocated anew is kept for each gather."""
+    net, kept = built(True, **FEW), []
+    net(batch(0))
+    unit: Any = net.layers["tensor"].gather.unit
+    load: Any = next(iter(unit._plans.values())).loads[unit.gathers[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather_loads, "_read_on_this_stream", kept.append)
+        for anew, expected in ((False, 2), (True, 4)):
+            load._anew = anew
+            kept.clear()
+            for stream in (1, 1, 2, 1):
+                patch.setattr(gather_loads.cuda, "current_stream", lambda device, stream=stream: stream)
+                load._keep([])
+            assert len(kept) == expected
+
+
+@on_ranks(2)
+def test_views_and_copies_of_a_shard_have_no_hook(rank: int) -> None:
+    """The hook is an attribute of the shard, and would gather the shard for them."""
+    net = built(True, **FEW)
+    net(batch(0))
+    shard = net.layers["rows"].weight._local_tensor
+    assert "fsdp_pre_all_gather" in vars(shard)
+    for other in (shard.detach(), shard[:1], shard.clone(), copy.deepcopy(shard.detach())):
+        assert "fsdp_pre_all_gather" not in vars(other)
 
 
 @on_ranks(2)
