@@ -57,8 +57,9 @@ OF_CODES = {
     "mxfp8-one-copy": Cost(51, 23, 21, 187),
     "nvfp4-eden": Cost(145, 39, 29, 174),
 }
-RAGGED = 2880
-"""The features of GPT-OSS's experts: no multiple of the 128 columns that MS-EDEN rotates together."""
+RAGGED = 320
+"""Features that are no multiple of the 128 columns that MS-EDEN rotates together, as the 2880 of GPT-OSS's experts.
+The numbers are the same with those, where what is left over takes seconds to rotate."""
 OF_RAGGED = Cost(2120, 164, 26, 1049)
 """By ``nvfp4-eden``: the last columns of dy and of the weight are rotated by torch's operations."""
 BY_REFERENCE = {
