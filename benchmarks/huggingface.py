@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import recomputing
 from benchmarks.contenders import training_step
-from benchmarks.profiles import functions, spent
+from benchmarks.profiles import by_kind, functions, spent
 from benchmarks.rows import Row, Task, one_by_one
 from benchmarks.shapes import Decoder
 from benchmarks.stack import Failed, begun, gathered_in, meeting, timed, together
@@ -65,9 +65,9 @@ def measure(
     before: Row | None = None,
 ) -> Iterator[Row]:
     """Tokens a second of each contender, the times of host and GPU, and the most memory that was allocated; before and
-    after each, so far. ``checkpointing``: how layers run again in backward. ``profile``: print where the host's time
-    goes, too. ``liger``: all have Liger's rotary positions and its loss, or the positions alone. Its loss waits for the
-    GPU, so a step with it cannot be recorded."""
+    after each, so far. ``checkpointing``: how layers run again in backward. ``profile``: print where the time of host
+    and GPU goes, too. ``liger``: all have Liger's rotary positions and its loss, or the positions alone. Its loss waits
+    for the GPU, so a step with it cannot be recorded."""
     if liger:
         kind = "mixtral" if shape.experts else "llama"
         apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")
@@ -102,6 +102,7 @@ def _of(
             host, gpu = (launching(step, few) * 1e3, spent(step)) if on_gpu else (None, None)
             gathered = gathered_in(step, contender) if peers is not None else None
             found = functions(step, steps=PROFILED, warm=1, order="tottime") if profile else ""
+            found += by_kind(step) if profile and on_gpu else ""
         peak = None if contender.recorded else peak  # a graph has its memory, which is not allocated anew
         speed = shape.tokens / timing.median
         result |= {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}

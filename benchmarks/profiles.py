@@ -8,6 +8,7 @@ import json
 import pstats
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,20 @@ from lpq.bench.layers import LayerSize, inputs, layer_of, step
 from lpq.bench.timing import Step
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+KINDS = {
+    "grouped products": ("grouped",),
+    "products": ("gemm", "nvjet", "xmma", "cutlass", "cublas"),
+    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn"),
+    "AdamW": ("adam", "multi_tensor"),
+    "rotary positions": ("rope",),
+    "loss": ("softmax", "nll", "cross_entropy"),
+    "encoding and activations": ("produce", "quantize", "amax", "pair", "zero", "scale", "remember", "history"),
+    "norms": ("norm",),
+    "additions": ("functor_add",),
+    "other compiled code": ("triton_",),
+    "copies": ("memcpy", "memset", "copy", "gather", "index", "scatter", "cat"),
+}
+"""Parts of the names of kernels, by what they do in a step of training: the first that fits."""
 
 
 def show(everyone: Iterable[Contender], shape: LayerSize, device: torch.device, on_host: bool) -> None:
@@ -124,6 +139,27 @@ def _traced(step: Step, steps: int) -> list[dict[str, object]]:
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return [e for e in events if e.get("cat") in ON_GPU]
+
+
+def by_kind(step: Step, steps: int = 4) -> str:
+    """The GPU's time of a step by the kind of kernel, and the kernels that take most of it."""
+    for _ in range(3):
+        step()
+    return kinds_of(_traced(step, steps), steps)
+
+
+def kinds_of(events: list[dict[str, object]], steps: int, lines: int = 20) -> str:
+    """The same, of a trace in microseconds."""
+    kinds, names = Counter[str](), Counter[str]()
+    for event in events:
+        name, took = str(event["name"]), float(event["dur"]) / steps / 1e3  # type: ignore[arg-type]
+        small = name.lower()
+        kind = next((kind for kind, words in KINDS.items() if any(word in small for word in words)), "other")
+        kinds[kind] += took  # type: ignore[assignment]
+        names[name[:110]] += took  # type: ignore[assignment]
+    total = ", ".join(f"{kind} {took:.1f}" for kind, took in kinds.most_common())
+    listed = "\n".join(f"  {took:8.2f} ms  {name}" for name, took in names.most_common(lines))
+    return f"  the GPU's {sum(kinds.values()):.1f} ms of a step: {total}\n{listed}"
 
 
 def kernels_of(events: list[dict[str, object]], steps: int) -> list[Kernel]:

@@ -269,6 +269,16 @@ def test_a_trace_becomes_the_kernels_of_the_median_step() -> None:
         profiles.kernels_of(events[:5], steps=3)
 
 
+def test_the_time_of_a_gpu_by_kinds_of_kernels() -> None:
+    events: list[dict[str, object]] = [
+        {"name": name, "dur": took}
+        for name, took in (("nvjet_tst_128", 4000), ("nvjet_tst_128", 2000), ("produce", 1000), ("unknown", 500))
+    ]
+    first, *rest = profiles.kinds_of(events, steps=2, lines=2).splitlines()
+    assert first == "  the GPU's 3.8 ms of a step: products 3.0, encoding and activations 0.5, other 0.2"
+    assert rest == ["      3.00 ms  nvjet_tst_128", "      0.50 ms  produce"]
+
+
 @pytest.mark.starts
 def test_profiles_of_kernels_are_of_compiled_layers_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
