@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import costly
+import failing
 import pytest
 import torch
 from commit import commit
@@ -44,6 +45,7 @@ def take_turns_on_gpus() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Hide what is installed now and is not lpq; before collection, which asks for all formats."""
     take_turns_on_gpus()
+    failing.pytest_configure(config)
     hide(third_parties())
     config.add_cleanup(lambda: hide(()))
     registry.refresh()
