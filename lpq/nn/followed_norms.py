@@ -17,6 +17,7 @@ from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.norms import Place
+from lpq.nn.shared_states import why_states_differ
 from lpq.nn.stand_ins import Trial, aside
 from lpq.torch_private.pytree import tree_leaves
 from lpq.torch_private.tensors import local_part
@@ -74,7 +75,10 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
         written = any(id(y) in uses.written for y in outputs)
         if places:
-            by_norm[name] = Followers(places, others) if once and not written and len(outputs) == 1 else AGAIN
+            layers = [parent.get_submodule(own) for parent, own in places]
+            differ = why_states_differ([m for m in layers if isinstance(m, Layer) and m.passes.plan is not None])
+            clean = once and not written and len(outputs) == 1
+            by_norm[name] = (differ or Followers(places, others)) if clean else AGAIN
         else:
             by_norm[name] = ELSE
     return by_norm

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
+from lpq.nn.plan import LayerBuffer
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import remember
 from lpq.operations.cut import Cut
@@ -111,20 +112,52 @@ def _has(layer: StatefulLayer, state: State) -> bool:
     return all(map(is_, map(layer._buffers.get, map("x_".__add__, state)), state.values()))
 
 
+def why_states_differ(layers: Sequence[StatefulLayer]) -> str | None:
+    """Why layers of one recipe for inputs cannot share the states that they have of these; None if they can. A GPU is
+    waited for."""
+    for layer in layers[1:]:
+        first = layers[0]
+        if _alike(first, layer) and (name := _differing(first, layer)) is not None:
+            return f"{name} of {first.title} and {layer.title} differ, as if they had not got the same inputs"
+    return None
+
+
+def _states(layer: StatefulLayer) -> list[LayerBuffer]:
+    return [memory for memory in layer.state_buffers() if memory.tensor == "x"]
+
+
+def _planned(layer: StatefulLayer) -> Quantizer | None:
+    return layer.passes.plan.x if layer.passes.plan is not None else None
+
+
+def _alike(first: StatefulLayer, layer: StatefulLayer) -> bool:
+    """Whether both have the same kind of states of inputs."""
+    return _planned(first) == _planned(layer) and _states(first) == _states(layer)
+
+
+def _differing(first: StatefulLayer, layer: StatefulLayer) -> str | None:
+    """A state of inputs whose values differ. Values that are still to come are equal."""
+    for memory in reversed(_states(layer)):
+        a, b = (local_part(getattr(each, memory.name)) for each in (first, layer))
+        to_come = a.is_meta and b.is_meta
+        if not to_come and (a.device != b.device or not torch.equal(a.view(torch.int32), b.view(torch.int32))):
+            return memory.name
+    return None
+
+
 def _lend(first: StatefulLayer, layer: StatefulLayer) -> None:
     """Have a layer share the first one's state of inputs, if it is equal."""
-    theirs, mine = ([m for m in each.state_buffers() if m.tensor == "x"] for each in (first, layer))
-    one, other = (each.passes.plan and each.passes.plan.x for each in (first, layer))
-    why = f"one has x={one}, and the other x={other}" if one != other or theirs != mine else ""
-    for memory in mine if not why else ():
-        a, b = (local_part(getattr(each, memory.name)) for each in (first, layer))
-        if a.device != b.device or not torch.equal(a.view(torch.int32), b.view(torch.int32)):
-            why = (
-                f"{memory.name} differs, as if they had not got the same inputs: fill it with equal values, by "
-                f"{memory.name}.copy_, or do not fuse them"
-            )
+    why = ""
+    if not _alike(first, layer):
+        why = f"one has x={_planned(first)}, and the other x={_planned(layer)}"
+    elif (name := _differing(first, layer)) is not None:
+        why = (
+            f"{name} differs, as if they had not got the same inputs: fill it with equal values, by {name}.copy_, or "
+            "do not fuse them"
+        )
     if why:
         raise ValueError(f"{first.title} and {layer.title} cannot share their states of x: {why}")
-    for memory in mine:
-        setattr(layer, memory.name, getattr(first, memory.name))
-    layer.passes.borrowed = (*layer.passes.borrowed, *(memory.name for memory in mine))
+    names = [memory.name for memory in _states(layer)]
+    for name in names:
+        setattr(layer, name, getattr(first, name))
+    layer.passes.borrowed = (*layer.passes.borrowed, *names)

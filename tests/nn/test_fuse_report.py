@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from support.comparing import equal_states
 from support.small_models import LlamaMlp, Normed
 from torch import Tensor, nn
 
@@ -67,6 +69,25 @@ def test_a_block_with_an_adapter_is_named() -> None:
     assert notes.keys() == {"0.mlp", "1.norm"}  # the other norm serves the new layer as it served the adapter
     assert all("call lpq.fuse again" in note for note in notes.values())
     assert not apart(lpq.fuse(nets[0]))
+
+
+def test_a_norm_before_layers_with_different_histories_stays_apart_until_they_are_equal() -> None:
+    net: Any = lpq.convert(nn.Sequential(Normed(), Normed()), "fp8-delayed")
+    gate, up = net[0].mlp.gate_proj, net[0].mlp.up_proj
+    up.x_amax.fill_(3.0)
+    alone, x = copy.deepcopy(net), torch.randn(32, 64)
+    ((name, note),) = apart(lpq.fuse(net)).items()
+    assert name == "0.norm"
+    assert note.startswith("x_amax of layer 0.mlp.gate_proj, ")
+    assert "layer 0.mlp.up_proj" in note
+    assert note.endswith("differ, as if they had not got the same inputs")
+    for one in (net, alone):
+        one(x).sum().backward()
+    assert equal_states(net.state_dict(), alone.state_dict())
+    for memory in up.state_buffers():
+        if memory.tensor == "x":
+            getattr(up, memory.name).copy_(getattr(gate, memory.name))
+    assert not apart(lpq.fuse(net))
 
 
 @pytest.mark.parametrize("other", [Attention(), nn.ModuleList(nn.Linear(64, 64) for _ in range(3))], ids=["a", "l"])
