@@ -8,10 +8,11 @@ import json
 import pstats
 import statistics
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -148,18 +149,24 @@ def by_kind(step: Step, steps: int = 4) -> str:
     return kinds_of(_traced(step, steps), steps)
 
 
-def kinds_of(events: list[dict[str, object]], steps: int, lines: int = 20) -> str:
+def kinds_of(events: Iterable[dict[str, Any]], steps: int, lines: int = 20) -> str:
     """The same, of a trace in microseconds."""
-    kinds, names = Counter[str](), Counter[str]()
+    kinds: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
     for event in events:
-        name, took = str(event["name"]), float(event["dur"]) / steps / 1e3  # type: ignore[arg-type]
+        name, took = str(event["name"]), event["dur"] / steps / 1e3
         small = name.lower()
         kind = next((kind for kind, words in KINDS.items() if any(word in small for word in words)), "other")
-        kinds[kind] += took  # type: ignore[assignment]
-        names[name[:110]] += took  # type: ignore[assignment]
-    total = ", ".join(f"{kind} {took:.1f}" for kind, took in kinds.most_common())
-    listed = "\n".join(f"  {took:8.2f} ms  {name}" for name, took in names.most_common(lines))
+        kinds[kind] += took
+        names[name[:110]] += took
+    total = ", ".join(f"{kind} {took:.1f}" for kind, took in _most(kinds))
+    listed = "\n".join(f"  {took:8.2f} ms  {name}" for name, took in _most(names)[:lines])
     return f"  the GPU's {sum(kinds.values()):.1f} ms of a step: {total}\n{listed}"
+
+
+def _most(seconds: dict[str, float]) -> list[tuple[str, float]]:
+    """The entries, the longest first."""
+    return sorted(seconds.items(), key=lambda entry: -entry[1])
 
 
 def kernels_of(events: list[dict[str, object]], steps: int) -> list[Kernel]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,11 +87,11 @@ def rows(shape: tuple[int, int]) -> Iterator[tuple[str, ...]]:
                     yield name, recipe, which, why
                     continue
 
-                def run(i: int, by: Producer = producer, states: Any = states, sets: Any = sets) -> Any:
+                def run(by: Producer, i: int, states: Any = states, sets: Any = sets) -> Any:
                     return by.produce(sets[i % COPIES], states, [None] * len(states))
 
-                written = sum(t.nbytes for one in run(0) for t in (*one.row, *one.col))
-                took, plain = (seconds(lambda i, by=by: run(i, by), busy.clone) for by in (producer, apart))  # type: ignore[misc]
+                written = sum(t.nbytes for one in run(producer, 0) for t in (*one.row, *one.col))
+                took, plain = (seconds(partial(run, by), busy.clone) for by in (producer, apart))
                 reads = 1 + (recipe in TWICE)
                 shares = [f"{(n * read + written) / took / speed:.2f}" for n in (1, reads)]
                 yield name, recipe, which, f"{1e6 * took:.1f}", shares[0], shares[1], f"{1e6 * plain:.1f}"

@@ -34,3 +34,13 @@ def test_a_copy_without_a_repository_is_told(tmp_path: Path, monkeypatch: pytest
     assert commit(copy) == "unknown"
     monkeypatch.setenv("LPQ_COMMIT", "abc123")
     assert commit(copy) == "abc123"
+
+
+def test_no_link_is_kept() -> None:
+    """It would name a place of one machine, as a link to an environment does."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("a copy without a repository")
+    kept = git(root, "ls-files", "--stage").splitlines()
+    assert any(line.startswith("100644") for line in kept)
+    assert [line for line in kept if line.startswith("120000")] == []

@@ -8,6 +8,7 @@ filled in backward. The unit gathers (``gather_unit.py``): FSDP2 gathers all wei
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -71,7 +72,7 @@ class GatheredModel(Protocol):
         """Measure every weight of the unit that was written to; a collective."""
 
 
-class Load:
+class Load(ABC):
     """Weights of a unit that send together, in FSDP2's hook of the first weight."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
@@ -81,12 +82,12 @@ class Load:
         self.to_free: list[Tensor] = []
         """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
 
+    @abstractmethod
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors to send for these shards, as many as there are in ``into``."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
-        """Make the whole weights of what arrived."""
+    def finish(self) -> None:  # noqa: B027
+        """Make the whole weights of what arrived; by default it is the whole weight."""
 
 
 class GatheringUnit(Protocol):

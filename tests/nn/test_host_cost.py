@@ -138,7 +138,7 @@ LAUNCHES = {
     ("mxfp8", HOPPER): (5, 13, 8, 31),
     ("mxfp4", HOPPER): (15, 14, 8, 33),
     ("nvfp4", HOPPER): (12, 31, 14, 41),
-    ("mxfp8-one-copy", HOPPER): (11, 24, 18, 101),  # its column operands are made of codes, as those of nvfp4-eden
+    ("mxfp8-one-copy", HOPPER): (11, 24, 18, 101),  # column operands are made of codes, as by nvfp4-eden
     ("nvfp4-eden", HOPPER): (24, 39, 22, 90),
     ("mxfp8", BLACKWELL): (92, 21, 6, 50),
     ("nvfp4", BLACKWELL): (158, 41, 9, 61),
