@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lpq.engines.patterns import read_pattern
+from lpq.engines.patterns import read_patterns
 from lpq.registry import Described, Group, Inputs, Layout, LayoutError, Scheme
 from lpq.registry.showing import brief
 
@@ -108,7 +108,7 @@ def _matcher(patterns: Sequence[Any]) -> Callable[[str], bool]:
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise LayoutError(f"config.json: {brief(patterns)} are no names or patterns of layers")
     names = {*patterns}
-    expressions = [read_pattern(text.removeprefix(REGEX)) for text in patterns if text.startswith(REGEX)]
+    expressions = read_patterns(text.removeprefix(REGEX) for text in patterns if text.startswith(REGEX))
     return lambda layer: layer in names or any(expression.match(layer) for expression in expressions)
 
 

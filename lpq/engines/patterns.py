@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
@@ -17,21 +18,28 @@ LONGEST = 1000
 NAME = 100
 """The characters of a long name of a layer: a repeat can end behind each of them."""
 WAYS = 10**9
-"""The most ways of a pattern, as four ``.*`` and ten alternatives have them. They take a name some seconds at worst."""
+"""The most ways of the patterns of a list, as four ``.*`` and ten alternatives have them. A name takes some seconds at
+worst."""
 CHARACTERS = ("ANY", "LITERAL", "NOT_LITERAL", "IN")
 """The parts of a pattern that match one character, as ``re`` calls them."""
 
 
-def read_pattern(text: str) -> re.Pattern[str]:
-    """Return a pattern that can be matched in little time."""
-    try:
-        if len(text) > LONGEST:
-            raise LayoutError(f"it has {len(text)} characters, and the most are {LONGEST}")
-        if _ways(_parser.parse(text)) > WAYS:
-            raise LayoutError("there are too many ways to match it, which would take long")
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError, LayoutError) as error:
-        raise LayoutError(f"config.json: {brief(text)} is no pattern of layers that lpq reads: {error}") from error
+def read_patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
+    """Return the patterns of a list, all of which together can be matched in little time."""
+    patterns, left = [], WAYS
+    for text in texts:
+        try:
+            if len(text) > LONGEST:
+                raise LayoutError(f"it has {len(text)} characters, and the most are {LONGEST}")
+            ways = _ways(_parser.parse(text))
+            if ways > left:
+                among = "" if left == WAYS else ", with the patterns before it"
+                raise LayoutError(f"there are too many ways to match it{among}, which would take long")
+            patterns.append(re.compile(text))
+        except (re.error, RecursionError, OverflowError, LayoutError) as error:
+            raise LayoutError(f"config.json: {brief(text)} is no pattern of layers that lpq reads: {error}") from error
+        left -= ways
+    return patterns
 
 
 def _ways(tree: Any) -> int:
