@@ -7,7 +7,10 @@
 typedef LPQ_READER Reader;
 typedef LPQ_COL ColSide;
 
-extern "C" __global__ void __launch_bounds__(THREADS, fitting<ColSide::NEEDS>) recode(
+// A reader holds no line of the input beside its codes, so fewer registers suffice than the side needs in a pair.
+constexpr int NEEDED = ColSide::NEEDS < 80 ? ColSide::NEEDS : 80;
+
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDED>) recode(
     const Reader reader, const ColSide::Parameters of_col, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();

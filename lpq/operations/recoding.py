@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq.kernels.table import bound_once, optional
-from lpq.kernels.tiles import INPUTS, covering, divides, tile_kernels, tiles
+from lpq.kernels.tiles import INPUTS, SQUARE, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.fused_pair import Job, TileSide, side_of
 
@@ -61,13 +61,14 @@ def bind_sides(reader: CodeReader, side: TileSide, row: Operand, col: Quantizer,
         return None
     rows, cols = row.shape
     make, none = side.bind(Job((cols, rows), torch.float32, device)), (None,) * len(col.stats)
-    kernel = tile_kernels("common/recode.cu", "recode", f"({reader.parameters})({side.parameters})")[side.shape]
+    shape = min(side.shape, SQUARE)  # codes are small: more blocks at a time read faster than tall tiles
+    kernel = tile_kernels("common/recode.cu", "recode", f"({reader.parameters})({side.parameters})")[shape]
     macros = (
         INPUTS[torch.float32], f"LPQ_READER={reader.struct}", f'LPQ_READER_HEADER="{reader.header}"',
         f"LPQ_COL={side.struct}", f'LPQ_COL_HEADER="{side.header}"',
-        *covering(side.shape, divides(rows, cols, side.shape)),
+        *covering(shape, divides(rows, cols, shape)),
     )  # fmt: skip
-    launch, fields = kernel.bind(device.index or 0, macros, tiles(rows, cols, side.shape)), reader.fields
+    launch, fields = kernel.bind(device.index or 0, macros, tiles(rows, cols, shape)), reader.fields
 
     def recode(buffers: Sequence[Tensor]) -> Sequence[Tensor]:
         codes, *scales = buffers
