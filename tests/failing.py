@@ -1,4 +1,4 @@
-"""A run of tests names each test as soon as it has failed.
+"""A run of tests names each test as soon as it has failed, and says why.
 
 pytest does so at its end, which a run that is cut off does not reach, as on a machine that is lent for some minutes.
 """
@@ -21,6 +21,9 @@ class Failing:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
             terminal.write(f"\n{report.when} failed: {report.nodeid}\n")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            if crash is not None:
+                terminal.write(f"{crash.path}:{crash.lineno}: {crash.message}\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:

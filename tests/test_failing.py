@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ def broken():
     raise RuntimeError
 
 def test_good(): pass
-def test_bad(): assert False
+def test_bad(): assert 1 > 2, "one is less"
 def test_worse(broken): pass
 def test_last(): os._exit(9)
 """
@@ -37,4 +38,5 @@ def test_what_failed_is_named_though_the_run_is_cut_off(tmp_path: Path, workers:
     )  # fmt: skip
     named = [line for line in done.stdout.splitlines() if " failed: " in line]
     assert named[:2] == ["call failed: test_some.py::test_bad", "setup failed: test_some.py::test_worse"]
+    assert re.search(r"test_some.py:\d+: AssertionError: one is less$", done.stdout, re.MULTILINE)
     assert "passed" not in done.stdout or workers  # without a worker nobody is left to sum up
