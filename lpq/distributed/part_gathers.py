@@ -125,7 +125,7 @@ def gathering(
 
     finish, start = (None, None) if of_col is None else (later, None if at_once else begin_column)
     waits = arrive if begin and of_row is not None and (spec.row or at_once) else None
-    return part._replace(encoder=Encoder(row, col, encode, finish, derived, start, waits))
+    return part._replace(encoder=Encoder(row, col, encode, finish, derived, start, waits, taken=own.taken))
 
 
 def bind_gathered_high(bind: BindEncoder, spec: EncoderSpec, cut: Cut, group: str) -> Encoder:

@@ -35,14 +35,14 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
     """
     if not by_own and "x" in plan.remembered:
         raise ValueError(
-            f"{title}: the input is encoded already, and its recipe, with x={plan.x}, remembers statistics of inputs "
-            "across steps, which did not encode it: pass the tensor before it is encoded"
+            f"{title}: the input is encoded already, and its recipe, with x={plan.x.text}, remembers statistics of "
+            "inputs across steps, which did not encode it: pass the tensor before it is encoded"
         )
     basis = plan.x.side("col").basis
     if needs_dw and basis is not None and basis.drawn:
         raise ValueError(
-            f"{title}: the input is encoded already, and its recipe, with x={plan.x}, rotates inputs by signs that "
-            "each pass draws for its gradients, too: pass the tensor before it is encoded"
+            f"{title}: the input is encoded already, and its recipe, with x={plan.x.text}, rotates inputs by signs "
+            "that each pass draws for its gradients, too: pass the tensor before it is encoded"
         )
     text = plan.x.text
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
@@ -84,13 +84,17 @@ def why_no_gradient(plan: Plan) -> str | None:
 
 
 def of_given(spec: EncoderSpec) -> Encoder:
-    """The encoder of tensors that are encoded already, with the operands that are wanted."""
+    """The encoder of tensors that are encoded already, with the operands that are wanted. It is given such a tensor, or
+    the buffers of its operands."""
 
-    def encode(given: QuantizedTensor, known: object, seed: object) -> Encoded:
+    def encode(given: QuantizedTensor | Buffers, known: object, seed: object) -> Encoded:
+        if isinstance(given, tuple):
+            return *given, ()
         row, col = (() if operand is None else operand.tensors() for operand in given.stored)
         return row, col, ()
 
-    return Encoder(*operands_of(spec), encode)
+    wanted: dict[Direction, bool] = {"row": spec.row, "col": spec.col}
+    return Encoder(*operands_of(spec), encode, taken=tuple(side for side in wanted if wanted[side]))
 
 
 def gradient_given(
@@ -100,15 +104,13 @@ def gradient_given(
     ``quantizer`` makes them. ``why_not``: why the layer takes no such gradient. ``title`` names the layer; a compiled
     one has no name here.
     """
-    row, col = encoder.row is not None, encoder.col is not None and encoder.later is None
-    directions: list[Direction | None] = ["row" if row else None, "col" if col else None]
-    if why_not is None and any(side is not None and not _is_alike(dy, side, quantizer) for side in directions):
+    if why_not is None and not all(_is_alike(dy, side, quantizer) for side in encoder.taken):
         why_not = f"its recipe encodes gradients as {quantizer}"
     if why_not is None:
         try:
             with on_device(dy.device):
-                of_row, of_col = (None if side is None else dy.operand(side) for side in directions)
-            return dy.with_operands(of_row, of_col, dy.shape, dy.dtype)
+                operands = {side: dy.operand(side) for side in encoder.taken}
+            return dy.with_operands(operands.get("row"), operands.get("col"), dy.shape, dy.dtype)
         except ValueError as error:
             why_not = str(error)
     raise TypeError(

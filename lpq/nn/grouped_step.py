@@ -110,7 +110,7 @@ def _of_row_operand(spec: EncoderSpec, watched: bool) -> Encoder:
     def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)[0]
 
-    return Encoder(row, col if spec.col else None, encode, later)
+    return Encoder(row, col if spec.col else None, encode, later, taken=("row",))
 
 
 def row_given(buffers: Sequence[Tensor], offs: Tensor, seeds: Tensor | None) -> Buffers:

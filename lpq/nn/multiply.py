@@ -145,6 +145,8 @@ class Multiplication(torch.autograd.Function):
         values, operands = x if call.values is None else call.values, pair if shared is None else shared.operands
         if source is not None:
             values = source
+        if pair is not None and shapes.taken:  # of a part, which the encoder may have to gather
+            values, operands = pair, None if shared is None else operands
         if step.exchange is not None:
             stats, seeds = step.exchange((values, weight), seeds)
             of_x, of_w = [KnownStats(s, k) if s else k for s, k in zip(stats, (of_x, of_w), strict=True)]

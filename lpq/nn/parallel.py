@@ -26,7 +26,7 @@ from lpq.nn.encoded_inputs import describe_encoding, input_buffers
 from lpq.nn.input_checks import check_parallel, check_parallel_input, check_static
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
-from lpq.nn.parallel_step import SharedOut
+from lpq.nn.parallel_step import SharedOut, why_not_by_itself
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy
 from lpq.nn.siblings import EncodedInput, LastInput, SharedColumn
@@ -111,7 +111,8 @@ def multiply_parts(
         try:
             key = (
                 input.shape, input.dtype, input.layout, input.device, type(input), getattr(input, "placements", None),
-                weight.shape, weight.placements, weight.device_mesh, type(w), w.dtype, w.device, bias is None, dtype,
+                weight.shape, weight.placements, weight.device_mesh, type(w), w.dtype, w.device,
+                None if bias is None else bias.requires_grad, dtype,
                 needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
                 can_bypass_dispatcher(local), layer.passes.fresh, within,
                 None if type(local) in ORDINARY else _over(layer, local),
@@ -247,7 +248,7 @@ def _mesh_pass(
         "its input": None if columns else cut.why_not(plan.x, True, dw),
     }
     _refuse_cut_blocks(layer, ranks, by)
-    sequence, high = None, False
+    sequence, rows, high = None, None, False
     output: Placement = Shard(last)
     if columns:
         sizes = [*input.shape]
@@ -259,14 +260,21 @@ def _mesh_pass(
         into: Placement = Replicate() if sequence is None else source
     else:
         into = Shard(last)
-    produced = columns and encoded_over == (group, sequence) and source.is_replicate() == (sequence is None)
-    if encoded and not (produced or (columns and source.is_replicate() and encoded_over is None)):
-        raise ValueError(
-            f"{layer.title}: its input is encoded already, and it is sharded, by {source}: whether that was by "
-            "the statistics of all ranks cannot be told. Pass the tensor before it is encoded"
-        )
     of_features = isinstance(source, Shard) and source.dim % input.dim() == last
     into = source if source == into or (not columns and of_features) else into
+    whole_here = columns and source.is_replicate()
+    taken = columns and encoded_over == (group, sequence) and whole_here == (sequence is None)
+    if encoded and not (taken or (whole_here and encoded_over is None)):
+        why: str | None = f"it lies over the ranks as {source}, and the layer multiplies {into}"
+        if isinstance(rows, str):
+            why = f"its parts are gathered in high precision: {rows}"
+        elif into is source and encoded_over is None:
+            why = why_not_by_itself(plan.x, sequence if columns else cut, row=True, col=dw)
+        if why is not None:
+            raise ValueError(
+                f"{layer.title}: its input is encoded already, and {why}. Pass the tensor before it is encoded"
+            )
+        taken = True
     x, found_by = _laid_out(mesh, input, source, into)
     check_parallel_input(layer, x, 1 if columns else ranks)
     whole = [*x.shape]
@@ -287,10 +295,11 @@ def _mesh_pass(
     ordinary_part = x.buffers[0] if isinstance(x, QuantizedTensor) else x
     gathered = isinstance(w, QuantizedTensor)
     bypasses = can_bypass_dispatcher(ordinary_part) and (gathered or type(w) in ORDINARY)
-    parts = SharedOut(group, cut, sequence, high, columns or not output.is_partial(), overlaps)
+    sums, adds_bias = columns or not output.is_partial(), not columns and bias is not None and bias.requires_grad
+    parts = SharedOut(group, cut, sequence, high, sums, overlaps, adds_bias=adds_bias)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded and not produced, torch.compiler.is_dynamo_compiling(), produced, fresh=layer.passes.fresh, parts=parts,
+        encoded and not taken, torch.compiler.is_dynamo_compiling(), taken, fresh=layer.passes.fresh, parts=parts,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 
@@ -300,7 +309,7 @@ def _mesh_pass(
         return LayerCall(plan, shapes, step, layer=id(layer), title=title, shape=shape)
 
     siblings, inputs = None, layer.model.inputs
-    ordinary = produced or (type(x) in ORDINARY and not x.is_meta)
+    ordinary = taken or (type(x) in ORDINARY and not x.is_meta)
     if columns and plan.shares and inputs is not None and ordinary and not compiling:
         if inputs.whole is None:
             inputs.whole = LastInput()

@@ -17,16 +17,17 @@ from lpq.distributed.part_gathers import (
     sent_part,
     summed,
 )
-from lpq.nn.encoded_inputs import of_given
+from lpq.formats.format import Quantizer
+from lpq.nn.encoded_inputs import SUMMED, of_given, why_no_gradient
 from lpq.nn.plan import Plan
 from lpq.nn.step import BindProduct, Exchange, Shapes, Step, bind_products, gradient_spec, input_spec, weight_spec
 from lpq.operations.binding import Multiply
 from lpq.operations.cut import Cut
+from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, bind_encoder, of_delivered, sides_of
 from lpq.operations.part_encoders import PartEncoder, SpanningStats, along, bind_exchange, bind_part, bind_settle
+from lpq.operations.reduce_statistics import spans
 from lpq.operations.states import moves
-
-SHARED_OUT = "tensor parallelism shards the layer: whether it was encoded by statistics of all ranks cannot be told"
 
 
 class SharedOut(NamedTuple):
@@ -46,6 +47,8 @@ class SharedOut(NamedTuple):
     """Whether an input that is gathered is multiplied as its parts arrive."""
     keeps: bool = False
     """Whether its whole row operand is kept nevertheless, for siblings."""
+    adds_bias: bool = False
+    """Whether a bias that trains is added to the sum, so that the gradient of the result is summed as well."""
 
     def cut_of(self, tensor: str) -> Cut | None:
         """How ``x``, ``w`` or ``dy`` is divided over ranks; None: each has the whole."""
@@ -55,23 +58,15 @@ class SharedOut(NamedTuple):
 
     def step(self, plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProduct) -> Step:
         """Bind a step by these functions."""
-        group, cut, sequence, by_columns = self.group, self.weight, self.sequence, self.weight.dim == 0
-        x, dy = input_spec(plan, shapes), self.gradient(plan, shapes)
-        gathers = sequence is not None and by_columns
+        group, sequence, by_columns = self.group, self.sequence, self.weight.dim == 0
+        x = input_spec(plan, shapes)
         if shapes.taken:
             of_x = _produced(x, self.cut_of("x"))
         else:
-            of_x = bind_part(encoder, sent_part(x) if gathers else x, self.cut_of("x"), group)
-        if sequence is not None and by_columns:
+            of_x = bind_part(encoder, sent_part(x) if by_columns and sequence else x, self.cut_of("x"), group)
+        if by_columns and sequence is not None:
             of_x = gathering(of_x, encoder, x, sequence, group, at_once=False, begin=not self.overlaps)
-        of_w = self._weight(plan, shapes, encoder)
-        if by_columns:
-            of_dy = bind_part(encoder, dy, cut._replace(dim=1), group).alone(group)
-        elif sequence is None or self.high:
-            of_dy = PartEncoder(encoder(dy) if sequence is None else bind_gathered_high(encoder, dy, sequence, group))
-        else:
-            of_dy = bind_part(encoder, sent_part(dy), sequence, group)
-            of_dy = gathering(of_dy, encoder, dy, sequence, group, at_once=True).alone(group)
+        of_w, of_dy = self._weight(plan, shapes, encoder), self._gradient(plan, shapes, encoder)
         if shapes.compiled:
             # A compiler merges collectives of layers that are given the same input, and so all that follows from them.
             of_x = of_x.alone(group)
@@ -80,7 +75,7 @@ class SharedOut(NamedTuple):
         w_given = shapes.encoded and not plan.w_at_use
         encoders = of_x.encoder, None if w_given else of_w.encoder, of_dy.encoder
         return Step(
-            *encoders, forward, into_dx, into_dw, SHARED_OUT, exchange,
+            *encoders, forward, into_dx, into_dw, self._refuses(plan, shapes), exchange,
             bind_settle((of_x, of_w, of_dy), group) if plan.moving else None,
             finish_dx=finish_sum if by_columns and self.sums else None,
         )  # fmt: skip
@@ -90,7 +85,7 @@ class SharedOut(NamedTuple):
         cut = self.sequence
         if cut is not None and not sized:
             cut = cut._replace(size=1, chunks_per_rank=2 if cut.chunks_per_rank > 1 else 1)
-        rest = self.high, self.sums, self.overlaps, self.keeps
+        rest = self.high, self.sums, self.overlaps, self.keeps, self.adds_bias
         return "lpq.nn.parallel_step:shared_out", self.group, self.weight[:], None if cut is None else cut[:], *rest
 
     def gradient(self, plan: Plan, shapes: Shapes) -> EncoderSpec:
@@ -118,6 +113,30 @@ class SharedOut(NamedTuple):
             of_delivered(lambda part: bind_part(encoder, part, cut, group, early=True).alone(group).encoder, spec)
         )
 
+    def _gradient(self, plan: Plan, shapes: Shapes, encoder: BindEncoder) -> PartEncoder:
+        spec, sequence, group = self.gradient(plan, shapes), self.sequence, self.group
+        if self.high:
+            assert sequence is not None
+            return PartEncoder(bind_gathered_high(encoder, spec, sequence, group))
+        gathered = sequence if self.weight.dim == 1 else None
+        part = spec if gathered is None else sent_part(spec)
+        if shapes.arrived:
+            of_part = PartEncoder(of_given(part))
+        else:
+            of_part = bind_part(encoder, part, self.cut_of("dy"), group)
+        if gathered is not None:
+            of_part = gathering(of_part, encoder, spec, gathered, group, at_once=True)
+        return of_part.alone(group)
+
+    def _refuses(self, plan: Plan, shapes: Shapes) -> str | None:
+        """Why the gradient of the result may not arrive encoded; None: it may, this rank's part by itself."""
+        if self.adds_bias:
+            return SUMMED
+        if self.high:
+            return "the ranks' parts of it are gathered before they are encoded"
+        sides = {"row": shapes.needs_dx, "col": shapes.needs_dw}
+        return why_no_gradient(plan) or why_not_by_itself(plan.dy, self.cut_of("dy"), **sides)
+
     def _exchange(self, plan: Plan, *statistics: SpanningStats | None) -> Exchange | None:
         """Bind what reduces the statistics of x and w; None if there are neither statistics nor seeds."""
         reduces = any(one is not None for one in statistics) or plan.stochastic
@@ -142,6 +161,24 @@ class SharedOut(NamedTuple):
 def shared_out(group: str, weight: tuple[int, ...], sequence: tuple[int, ...] | None, *rest: bool) -> SharedOut:
     """Make it of plain values."""
     return SharedOut(group, Cut(*weight), None if sequence is None else Cut(*sequence), *rest)
+
+
+def why_not_by_itself(quantizer: Quantizer, cut: Cut | None, *, row: bool, col: bool) -> str | None:
+    """Why a rank's part of a tensor may not have been encoded by itself into these operands, so that a layer does not
+    take it; None if it may: it is the same part of the encoded whole, or there is no cut."""
+    if cut is None:
+        return None
+    if rounds_stochastically(quantizer):
+        return f"{quantizer.text} rounds with random bits, by the place of each rank's part"
+    row = row or quantizer.col_source == "row"
+    of_row, of_col = quantizer.side("row") if row else None, quantizer.side("col") if col else None
+    for declared in along(cut, of_row, of_col):
+        if spans(declared):
+            return (
+                f"{declared[0].name} of {quantizer.text} is of the parts of all ranks together: whether it was reduced "
+                "over these ranks cannot be told"
+            )
+    return None
 
 
 def _produced(spec: EncoderSpec, cut: Cut | None) -> PartEncoder:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Quantizer, Storage
+from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.formats.layout import for_dtype
 from lpq.formats.sections import Sections
 from lpq.operations.binding import Encoded, Encoding, Operand
@@ -63,6 +63,8 @@ class Encoder(NamedTuple):
     """Measures a matrix for ``encode``, where that is given all statistics."""
     values: Callable[[Any], Tensor] | None = None
     """Makes the matrix of what ``encode`` is given, for ``measure``, where a source computes it; None: it is given."""
+    taken: tuple[Direction, ...] = ()
+    """The operands that ``encode`` takes of a tensor that is encoded already; none: it encodes."""
 
     def storages(self, row: Sequence[Tensor], col: Sequence[Tensor]) -> tuple[Storage | None, Storage | None]:
         """The operands over these buffers; None for an operand that it does not make."""

@@ -85,27 +85,77 @@ def test_a_compiled_layer_takes_it(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_layer_refuses_parts_and_gradients(rank: int) -> None:
+def test_a_part_is_taken_however_it_comes_to_the_layer(rank: int) -> None:
+    """As a DTensor, in a mode, and by layers that share it."""
     mesh = mesh_of()
-    rows, columns = torch.randn(32, 64), torch.randn(64, 32)
-    q = lpq.quantizer("mxfp8")
-    for style, part, placement in (
-        (tp.ColwiseParallel(input_layouts=Shard(0)), rows, Shard(0)),
-        (tp.RowwiseParallel(), columns, Shard(1)),
+    torch.manual_seed(1)
+    rows, columns = torch.randn(64, 64), torch.randn(64, 64).chunk(2, 1)[rank].contiguous()
+    styles = (tp.ColwiseParallel(input_layouts=Shard(0)), rows, Shard(0)), (tp.RowwiseParallel(), columns, Shard(1))
+    for style, part, placement in styles:
+        module = layer("mxfp8", style, mesh)
+        q, expected = module.recipe.x, step(module, part)
+        assert equal(step(module, DTensor.from_local(q.quantize(part), mesh, [placement], run_check=False)), expected)
+        with Watched():
+            assert equal(step(module, q.quantize(part)), expected)
+        with pytest.raises(ValueError, match=r"layer 0, .*: the row operand of the input is encoded as mxfp8\(dtype="):
+            module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(part))
+    pair = nn.ModuleDict({name: nn.Linear(64, 128, bias=False) for name in ("left", "right")})
+    plan = {name: tp.ColwiseParallel(input_layouts=Shard(0)) for name in pair}
+    pair = parallelize_module(lpq.convert(pair, "mxfp8"), mesh, plan)
+    found = []
+    for x in (rows, lpq.quantizer("mxfp8").quantize(rows)):
+        pair.zero_grad()
+        x = x.detach().requires_grad_()
+        sum(module(x) * (1 + i) for i, module in enumerate(pair.values())).sum().backward()
+        found.append([x.grad, *(p.grad.to_local() for p in pair.parameters())])
+    assert equal(*found)
+
+
+@on_ranks(2)
+def test_a_layer_says_why_it_takes_a_part_not(rank: int) -> None:
+    """Where parts are no parts of the encoded whole, or the layer would have to lay them out otherwise."""
+    mesh, q = mesh_of(), lpq.quantizer("mxfp8")
+    cut = r"gathered in high precision: shards of 16 rows cut the blocks of 32 of mxfp8\. Pass the tensor before it"
+    for style, part, words in (
+        (tp.ColwiseParallel(input_layouts=Shard(0)), torch.ones(16, 64), cut),
+        (tp.ColwiseParallel(input_layouts=Shard(1)), torch.ones(64, 32), r"as S\(1\), and the layer multiplies R\."),
+        (tp.RowwiseParallel(input_layouts=Replicate()), torch.ones(64, 64), r"as R, and the layer multiplies S\(1\)\."),
     ):
         module = layer("mxfp8", style, mesh)
-        for given in (q.quantize(part), DTensor.from_local(q.quantize(part), mesh, [placement], run_check=False)):
-            for mode in (torch.enable_grad(), Watched()):
-                words = r"layer 0, .*: its input is encoded already, and it is sharded, by .* Pass the tensor"
-                with mode:
-                    module(part)  # of the same kind, but for the encoding
-                    with pytest.raises(ValueError, match=words):
-                        module(given)
-        for output in (None, Replicate(), Shard(0)) if placement == Shard(1) else (None,):
-            style = style if output is None else tp.RowwiseParallel(output_layouts=output)
-            module = layer("mxfp8", style, mesh)
-            y = module(part)
-            y.register_hook(q.quantize)
-            with pytest.raises(TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and tensor parallelism shards"):
+        for mode in (torch.enable_grad(), Watched()):
+            with mode:
+                module(part)  # of the same kind, but for the encoding
+                with pytest.raises(ValueError, match=f"layer 0, .*: its input is encoded already, and .*{words}"):
+                    module(q.quantize(part))
+    module = layer("mxfp8", tp.RowwiseParallel(output_layouts=Shard(0)), mesh)
+    y = module(torch.ones(32, 32))
+    y.register_hook(q.quantize)
+    with pytest.raises(
+        TypeError, match=r"layer 0, .* arrived encoded as mxfp8, and the ranks' parts of it are gathered"
+    ):
+        y.sum().backward()
+    assert module.weight.grad is None
+
+
+@on_ranks(2)
+def test_a_bias_that_trains_refuses_a_gradient(rank: int) -> None:
+    """It is added to the sum over the ranks, or to this rank's columns."""
+    mesh, q = mesh_of(), lpq.quantizer("mxfp8")
+    for style, features in ((tp.RowwiseParallel(), 32), (tp.ColwiseParallel(), 64)):
+        net = lpq.convert(nn.Sequential(nn.Linear(64, 128)), "mxfp8")
+        module = parallelize_module(net, mesh, {"0": style})[0]
+        x = torch.randn(64, features)
+        for trains in (True, False):
+            module.bias.requires_grad_(trains)
+            module.zero_grad()
+            module(x).sum().backward()
+            expected, module.weight.grad = module.weight.grad.to_local(), None
+            y = module(x)
+            y.register_hook(lambda dy: q.quantize(dy.contiguous()))
+            if trains:
+                with pytest.raises(TypeError, match=r"layer 0, .*the gradient of its bias is a sum in high precision"):
+                    y.sum().backward()
+                assert module.weight.grad is None
+            else:
                 y.sum().backward()
-            assert module.weight.grad is None
+                assert torch.equal(module.weight.grad.to_local(), expected)
