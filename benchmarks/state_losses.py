@@ -13,10 +13,8 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,12 +23,10 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.evidence import CURVES, LIBRARIES
 from benchmarks.states import FORMATS, others, stored
+from benchmarks.trained import nothing, settings, trained
 from lpq.tensor import QuantizedTensor
-from lpq.train import data, trainings
-from lpq.train.compare import DIGITS
-from lpq.train.compare_config import training
-from lpq.train.machine import described, fixed_sums, pick_device
-from lpq.train.team import Team
+from lpq.train import trainings
+from lpq.train.machine import pick_device
 from lpq.train.trainer import Trainer
 from lpq.train.trainings import Training
 
@@ -81,35 +77,22 @@ def train(
     title: str, make: Callable[..., Optimizer], size: str, device: torch.device, seed: int, tokens: str | None = None
 ) -> Training:
     """Train the model of a size once."""
-    config = replace(training(size, tokens, {"device": str(device), "threads": 1}), seed=seed)
-    text = data.load(config.data, config.seq, config.text)
-    with fixed_sums(device, config.threads), torch.compiler.set_stance("default" if config.compile else "force_eager"):
-        trainer = Trainer(config, text, None, Team(device), probes=False)
+    config = settings(size, tokens, device, seed)
+
+    def exchange(trainer: Trainer) -> None:
         groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in trainer.optimizer.param_groups]
         trainer.optimizer = make(groups, lr=config.lr, betas=(0.9, 0.95))
         if "torchao" in title:
             trainer.optimizer.register_step_pre_hook(tensor_rates)
-        held_out, seconds = [], []
-        while trainer.step < config.steps:
-            seconds.append(trainer.advance()["seconds"])
-            if trainer.step % config.validate_every == 0 or trainer.step == config.steps:
-                held_out.append((trainer.step, round(trainer.held_out_loss(), DIGITS)))
+
+    command = "python -m benchmarks.state_losses" + (f" --size {size}" if size != "toy" else "")
+    trainer, found = trained(title, config, None, command, exchange, nothing)
     weights = sum(p.numel() for p in trainer.model.parameters())
-    beside = {name: version(name) for name in LIBRARIES if name in title}
-    return Training(
-        title=title,
-        seed=seed,
+    return replace(
+        found,
         policy="" if title == EXACT else title,
-        settings={**trainings.shared(config), "bytes_a_weight": round(state_bytes(trainer.optimizer) / weights, 3)},
-        source=text.source,
-        text=text.digest,
-        losses=[round(loss, DIGITS) for loss in trainer.losses],
-        held_out=held_out,
-        diverged=None,
-        step_seconds=median(seconds),
-        machine=described(device) | beside,
-        command="python -m benchmarks.state_losses" + (f" --size {size}" if size != "toy" else ""),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings={**found.settings, "bytes_a_weight": round(state_bytes(trainer.optimizer) / weights, 3)},
+        machine={**found.machine, **{name: version(name) for name in LIBRARIES if name in title}},
     )
 
 
