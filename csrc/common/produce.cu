@@ -4,6 +4,9 @@
 // The inputs of a tile go to shared memory, each thread's to places that no other one touches. It computes the outputs and
 // writes them over the inputs. Then the sides of one output after the other run as in pair.cu: they have registers for
 // themselves, and what the threads of a block share for them lies where the output did that they have taken from there.
+//
+// With LPQ_ROUNDED inputs are in fp32, and so are the outputs until they are encoded, which rounds them to elements. Inputs
+// would take twice the shared memory: a thread reads them when it computes with them.
 #include "both.cuh"
 #include "nothing.cuh"
 #include "sources.cuh"
@@ -28,6 +31,8 @@ typedef LPQ_SOURCE Computed;
 constexpr int MATRICES = Computed::MATRICES, OUTPUTS = Computed::OUTPUTS, OF_ROW = Computed::OF_ROW, OF_COL = Computed::OF_COL;
 constexpr int STAGED = MATRICES > OUTPUTS ? MATRICES : OUTPUTS;
 constexpr int HALVES_MADE = OUTPUTS > Computed::HALVES ? Computed::HALVES : 0;
+constexpr bool HIGH = sources::HELD_HIGH;
+constexpr int PIECES = sizeof(Source) / sizeof(Element);  // of 16 bytes, in which 8 numbers of an input lie
 
 struct Inputs {
     const void* of[MATRICES + OF_ROW + OF_COL];
@@ -50,25 +55,37 @@ struct Elements {
     __device__ __forceinline__ Elements(const Inputs& in, const Tile& t) : in(in), t(t) {
 #pragma unroll
         for (int k = 0; k < OF_COL; ++k) {
-            u32 words[WORDS] = {};
-            if (WHOLE || t.wide)
-                load_words((const Element*)in.of[MATRICES + OF_ROW + k] + t.col, words);
+            u32 words[PIECES * WORDS] = {};
+            if (WHOLE || t.wide) read((const Source*)in.of[MATRICES + OF_ROW + k] + t.col, words);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) of_col[k][j] = value(words, j);
+            for (int j = 0; j < 8; ++j) of_col[k][j] = number(words, j);
         }
     }
 
     __device__ __forceinline__ bool inside(int i) const { return WHOLE || (i < t.high && t.wide); }
 
-    __device__ __forceinline__ const Element* at(int k, int i) const {
-        return (const Element*)in.of[k] + place(i, k < Computed::HALVES);
+    __device__ __forceinline__ const Source* at(int k, int i) const {
+        return (const Source*)in.of[k] + place(i, k < Computed::HALVES);
+    }
+
+    // 8 numbers as the inputs hold them, and one of these.
+    static __device__ __forceinline__ void read(const Source* from, u32 (&words)[PIECES * WORDS]) {
+#pragma unroll
+        for (int k = 0; k < PIECES * WORDS; k += 4)
+            load_16_bytes((const u32*)from + k, words[k], words[k + 1], words[k + 2], words[k + 3]);
+    }
+    static __device__ __forceinline__ float number(const u32 (&words)[PIECES * WORDS], int j) {
+        return HIGH ? __uint_as_float(words[j % (PIECES * WORDS)]) : value(words, j);
     }
 
     // The place of a thread's row in a matrix, or in half of one.
     __device__ __forceinline__ i64 place(int i, bool half) const { return (t.row + i) * (half ? 2 * t.cols : t.cols) + t.col; }
 
-    // The words of row i of each input matrix become the words of row i of each output. Outside of the matrix they are zero.
-    __device__ __forceinline__ void compute(int i, u32 (&w)[STAGED][WORDS]) const {
+    // Make the words of row i of each output of those of each input matrix, and the numbers before they are rounded to
+    // elements. Outside of the matrix the words are zero.
+    __device__ __forceinline__ void compute(
+        int i, const u32 (&inputs)[MATRICES][PIECES * WORDS], u32 (&w)[OUTPUTS][WORDS], float (&made)[OUTPUTS][8]
+    ) const {
         float of_row[OF_ROW ? OF_ROW : 1];
 #pragma unroll
         for (int k = 0; k < OF_ROW; ++k)
@@ -80,13 +97,16 @@ struct Elements {
             for (int half = 0; half < 2; ++half) {
                 float x[MATRICES], of[OF_COL ? OF_COL : 1];
 #pragma unroll
-                for (int k = 0; k < MATRICES; ++k) x[k] = value(w[k], 2 * j + half);
+                for (int k = 0; k < MATRICES; ++k) x[k] = number(inputs[k], 2 * j + half);
 #pragma unroll
                 for (int k = 0; k < OF_COL; ++k) of[k] = of_col[k][2 * j + half];
                 Computed::compute(x, of_row, of, y[half]);
             }
 #pragma unroll
-            for (int k = 0; k < OUTPUTS; ++k) w[k][j] = inside(i) ? rounded(y[0][k], y[1][k]) : 0;
+            for (int k = 0; k < OUTPUTS; ++k) {
+                w[k][j] = inside(i) ? rounded(y[0][k], y[1][k]) : 0;
+                made[k][2 * j] = y[0][k], made[k][2 * j + 1] = y[1][k];
+            }
         }
     }
 };
@@ -170,26 +190,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE ? AT_ONCE : 1) pro
     for (int k = 0; k < MATRICES; ++k)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-            if (elements.inside(i))
+            if (!HIGH && elements.inside(i))
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                                  (u32)__cvta_generic_to_shared(&lines[k][i][threadIdx.x])),
                              "l"(elements.at(k, i)) : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll 2
     for (int i = 0; i < ROWS; ++i) {
-        u32 w[STAGED][WORDS] = {};
+        u32 x[MATRICES][PIECES * WORDS] = {}, w[OUTPUTS][WORDS];
+        float made[OUTPUTS][8];
 #pragma unroll
         for (int k = 0; k < MATRICES; ++k) {
-            const uint4 v = lines[k][i][threadIdx.x];
-            w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+            if (HIGH) {
+                if (elements.inside(i)) Elements::read(elements.at(k, i), x[k]);
+            } else {
+                const uint4 v = lines[k][i][threadIdx.x];
+                x[k][0] = v.x, x[k][1] = v.y, x[k][2] = v.z, x[k][3] = v.w;
+            }
         }
-        elements.compute(i, w);
+        elements.compute(i, x, w, made);
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
             const uint4 v = make_uint4(w[k][0], w[k][1], w[k][2], w[k][3]);
             lines[k][i][threadIdx.x] = v;
-            if (out.value(k) && elements.inside(i))
-                stream((Element*)out.value(k) + elements.place(i, k < HALVES_MADE), v);
+            if (!out.value(k) || !elements.inside(i)) continue;
+            Source* const to = (Source*)out.value(k) + elements.place(i, k < HALVES_MADE);
+            if (HIGH) {
+#pragma unroll
+                for (int j = 0; j < 8; j += 4)
+                    stream(to + j, make_uint4(__float_as_uint(made[k][j]), __float_as_uint(made[k][j + 1]),
+                                              __float_as_uint(made[k][j + 2]), __float_as_uint(made[k][j + 3])));
+            } else {
+                stream(to, v);
+            }
         }
     }
     encode_outputs(t, out, lines, beyond);
@@ -208,11 +241,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) amaxes(
         const Elements elements(in, t);
 #pragma unroll 2
         for (int i = 0; i < ROWS; ++i) {
-            u32 w[STAGED][WORDS] = {};
+            u32 x[MATRICES][PIECES * WORDS] = {}, w[OUTPUTS][WORDS];
+            float made[OUTPUTS][8];
 #pragma unroll
             for (int k = 0; k < MATRICES; ++k)
-                if (elements.inside(i)) load_words(elements.at(k, i), w[k]);
-            elements.compute(i, w);
+                if (elements.inside(i)) Elements::read(elements.at(k, i), x[k]);
+            elements.compute(i, x, w, made);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k)
 #pragma unroll

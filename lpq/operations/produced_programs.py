@@ -46,7 +46,7 @@ def why_not(source: Source, shape: tuple[int, int], dtype: torch.dtype, device: 
     """Why no program computes a source's matrices of this kind; None: one does."""
     if source.program is None:
         return f"{source.name} has no kernel in Triton"
-    return not_here(SPEC, dtype, device) or ("there are no elements" if 0 in shape else None)
+    return not_here(SPEC, source, dtype, device) or ("there are no elements" if 0 in shape else None)
 
 
 def operands(e: Encoding, recall: Recall | None = None) -> SourceOutput | str:
@@ -180,7 +180,7 @@ def bind(
             measured = NO_SIDE if row is None else row.measure(of_row), NO_SIDE if col is None else col.measure(of_col)
             arguments.append((None, *measured, None, 0))
         if searches:
-            produce(program, inputs, arguments, tile)
+            produce(program, inputs, arguments, dtype, tile)
         return found
 
     def run(tensors: Sequence[Tensor], known: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
@@ -189,7 +189,8 @@ def bind(
                 raise unfit(source, i, x, count, held)
         tensors = aligned(*tensors)
         inputs = SourceInputs([x.view(shape) for x in tensors[:matrices]], tensors[matrices:columns], tensors[columns:])
-        like, out, arguments = inputs.matrices[0], list[Produced](), list[tuple[Any, ...]]()
+        out, arguments = list[Produced](), list[tuple[Any, ...]]()
+        like = tensors[0].new_empty((), dtype=dtype)
         for (row, col), output, (of_row, of_col), is_wanted, stats, seed in zip(
             sides, outputs, find(inputs), values, known, seeds, strict=True
         ):
@@ -197,11 +198,11 @@ def bind(
             given = (stats if recall is None else recall(None, stats, None)) or ()
             first = NOTHING if row is None else row.encode(given, of_row, like)
             second = NOTHING if col is None else col.encode(given, of_col, like)
-            value = like.new_empty(shape) if is_wanted else None
+            value = torch.empty_like(inputs.matrices[0]) if is_wanted else None
             offset = 0 if output is None else output.e.offset
             arguments.append((value, first.arguments, second.arguments, seed, offset))
             out.append(Produced(first.buffers, second.buffers, (*first.measured, *second.measured), value))
-        produce(program, inputs, arguments, tile)
+        produce(program, inputs, arguments, dtype, tile)
         return out
 
     return run
@@ -219,7 +220,7 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
         y = halves.new_empty((rows, n_values * cols))
         outputs = [(value, NO_SIDE, NO_SIDE, None, 0) for value in (*y.chunk(n_values, dim=1), *unwanted)]
         matrices = [*halves.contiguous().chunk(2, dim=1), *(x.contiguous() for x in others)]
-        produce(program, SourceInputs(matrices, (), ()), outputs, (LEAST, LEAST), halves=True)
+        produce(program, SourceInputs(matrices, (), ()), outputs, dtype, (LEAST, LEAST), halves=True)
         return y
 
     return run

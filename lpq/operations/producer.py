@@ -70,7 +70,7 @@ class Output(NamedTuple):
     spec: EncoderSpec | None
     """How it is encoded; None: it is not."""
     value: bool = False
-    """Whether the matrix itself is returned, too, for a consumer in high precision."""
+    """Whether the matrix itself is returned, too, for a consumer in high precision, as the source makes it."""
     cut: Cut | None = None
     """How ranks divide the whole matrix, of which this output is one part; None: it is the whole."""
 
@@ -146,17 +146,24 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
 
 
 def _values(source: Source, outputs: Sequence[Output]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Bind the computation of the matrices themselves, by the instructions by which they are encoded."""
+    """Bind the computation of the matrices that are encoded, by the instructions by which they are."""
     shape, dtype, device = _kind(outputs)
     kernels = kernels_of(source, shape, dtype, device)
     if isinstance(kernels, str):
-        kinds = source.inputs
-        return lambda inputs: [
-            *source.compute(*(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, kinds, strict=True)))
-        ]
-    run = kernels.bind(source, shape, dtype, device, [None] * len(outputs), [o.spec is not None for o in outputs])
-    none: list[None] = [None] * len(outputs)
-    return lambda inputs: [output.value for output in run(inputs, none, none)]  # type: ignore[misc]
+
+        def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            return source.compute(
+                *(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, source.inputs, strict=True))
+            )
+
+    else:
+        run = kernels.bind(source, shape, dtype, device, [None] * len(outputs), [o.spec is not None for o in outputs])
+        none: list[None] = [None] * len(outputs)
+
+        def compute(inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            return [output.value for output in run(inputs, none, none)]
+
+    return lambda inputs: [x if x is None else x.to(dtype) for x in compute(inputs)]  # type: ignore[misc]
 
 
 def _kind(outputs: Sequence[Output]) -> tuple[tuple[int, int], torch.dtype, torch.device]:
@@ -192,7 +199,8 @@ def _bound(source: Source, outputs: Sequence[Output], encoders: Sequence[Encoder
         for i, encoder in others:
             value = results[i].value
             assert value is not None
-            results[i] = Produced(*encoder.encode(value, stats[i], seeds[i]), value if outputs[i].value else None)
+            encoded = encoder.encode(value.to(dtype), stats[i], seeds[i])
+            results[i] = Produced(*encoded, value if outputs[i].value else None)
         return results
 
     return Producer(operands, produce, reasons)
@@ -213,7 +221,9 @@ def _composed(
         for x, output, encoder, own, seed in zip(
             source.compute(*matrices), outputs, encoders, stats, seeds, strict=True
         ):
-            encoded = ((), (), ()) if encoder is None else encoder.encode(x, own, seed)
+            encoded: Encoded = (), (), ()
+            if encoder is not None and output.spec is not None:
+                encoded = encoder.encode(x.to(output.spec.dtype), own, seed)
             results.append(Produced(*encoded, x if output.value else None))
         return results
 

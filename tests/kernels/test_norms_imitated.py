@@ -18,8 +18,10 @@ LAYER = NormKind(1e-5, centers=True)
 
 
 @pytest.mark.parametrize(("norm", "biased"), [*((norm, False) for norm in RMS), (LAYER, False), (LAYER, True)])
-def test_elements_and_operands(norm: NormKind, biased: bool) -> None:
-    check(norm_source(norm, biased), ["hybrid(row=mxfp8, col=fp8)"], (37, 136), torch.bfloat16)
+@pytest.mark.parametrize("held", [None, torch.float32], ids=["", "of fp32"])
+def test_elements_and_operands(norm: NormKind, biased: bool, held: torch.dtype | None) -> None:
+    source = norm_source(norm, biased)._replace(held=held)
+    check(source, ["hybrid(row=mxfp8, col=fp8)"], (37, 136), torch.bfloat16)
 
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])

@@ -6,7 +6,7 @@ a product with a sum where PyTorch's own operators do so. Exponentials are libde
 
 The functions that ``Source.program`` names take three tiles in fp32, two columns with a number for each row, and two
 rows with one for each column, of which a source has the first ones; the dtype of the matrices; and a function or
-options. They return a tile of each output, which is rounded to the dtype afterwards.
+options. They return a tile of each output, which is rounded afterwards.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -28,7 +28,7 @@ KAPPA_THRICE = tl.constexpr(0.13414499163627625)
 
 @triton.jit
 def nearest(x, DTYPE: tl.constexpr):
-    """The nearest number that an element can be, in fp32."""
+    """The nearest number that a matrix of this dtype can hold, in fp32."""
     return widen(narrow(x, DTYPE))
 
 
@@ -74,7 +74,10 @@ def gelu_new(x, dy, DTYPE: tl.constexpr, GRADIENT: tl.constexpr):
     half = nearest(0.5 * x, DTYPE)
     above = nearest(1.0 + tanh, DTYPE)
     if GRADIENT:
-        below = nearest(1.0 - nearest(tanh * tanh, DTYPE), DTYPE)
+        if tl.float32 == DTYPE:
+            below = tl.fma(-tanh, tanh, tl.full(x.shape, 1.0, tl.float32))
+        else:
+            below = nearest(1.0 - nearest(tanh * tanh, DTYPE), DTYPE)
         inner = nearest(nearest(nearest(dy * half, DTYPE) * below, DTYPE) * BETA, DTYPE)
         of_cube = nearest(nearest(inner * KAPPA, DTYPE) * nearest(3.0 * square, DTYPE), DTYPE)
         y = nearest(inner + of_cube, DTYPE) + nearest(nearest(dy * above, DTYPE) * 0.5, DTYPE)
