@@ -51,6 +51,8 @@ class Route(NamedTuple):
     rows: int
     """How many rows the caller gave, those behind the last expert's included."""
     group: str
+    title: str
+    """The name of the module in messages."""
 
 
 class RowExchange:
@@ -94,8 +96,8 @@ class RowExchange:
         order = expert.argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        self._call = call = Route(order, back, to_ranks, from_ranks, len(rows), group.group_name)
-        arrivals: Tensor = _exchange(rows[: sum(to_ranks)], call, True, lines, None)
+        self._call = call = Route(order, back, to_ranks, from_ranks, len(rows), group.group_name, title)
+        arrivals: Tensor = _exchange(rows, call, True, lines, None)
         return arrivals, inbound.sum(0).cumsum(0, dtype=torch.int32)
 
     def _prepare(self, rows: Tensor, ends: Tensor | Sequence[int]) -> tuple[Tensor, Lines | None, Exception | None]:
@@ -109,8 +111,14 @@ class RowExchange:
             offsets = as_offsets(title, ends, experts, rows).to(torch.int64)
             if not self.sends:
                 offsets = torch.zeros_like(offsets)
-            encodes = self._how == "encoded"
-            lines = _lines(rows.detach(), encoded_rows(title, self._module)) if encodes else None
+            lines = None
+            if self._how == "encoded":
+                lines = _lines(rows.detach(), encoded_rows(title, self._module), title)
+            elif isinstance(rows, QuantizedTensor):
+                raise ValueError(
+                    f"{title}: its rows are encoded already, as {rows.quantizer}, and travel in high precision: pass "
+                    "them before they are encoded, or share the experts out by ExpertParallel(dispatch='encoded')"
+                )
         except Exception as error:
             return torch.full((experts,), WRONG, device=rows.device), None, error
         counts = offsets.diff(prepend=offsets.new_zeros(1))
@@ -128,8 +136,7 @@ class RowExchange:
         if quantizer is not None and why_not_row_by_row(quantizer) is not None:
             quantizer = None
         y: Tensor = _exchange(results, call, False, None, quantizer)
-        behind = call.rows - len(y)
-        return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
+        return y
 
 
 def exchange_of(module: nn.Module) -> RowExchange | None:
@@ -152,7 +159,13 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.to_experts:
             return _returned(gradient, ctx.call), None, None, None, None
-        lines = None if ctx.quantizer is None else _lines_or_nothing(gradient, ctx.quantizer, ctx.call.group)
+        if ctx.quantizer is None and isinstance(gradient, QuantizedTensor):
+            raise TypeError(
+                f"{ctx.call.title}: the gradient of its results, {list(gradient.shape)}, arrived encoded as "
+                f"{gradient.quantizer}, and travels in high precision. Return the gradient as it was before, or "
+                "gradient.dequantize(), from the backward that encoded it"
+            )
+        lines = None if ctx.quantizer is None else _lines_or_nothing(gradient, ctx.quantizer, ctx.call)
         return _arrived(gradient, ctx.call, lines), None, None, None, None
 
 
@@ -160,13 +173,18 @@ _exchange: Any = _Exchange.apply
 
 
 def _returned(rows: Tensor, call: Route) -> Tensor:
-    return all_to_all(rows[call.back], call.to_ranks, call.from_ranks, call.group)
+    """Send each row back to its caller; return these, and zeros where a row went to no expert."""
+    here = all_to_all(rows[call.back], call.to_ranks, call.from_ranks, call.group)
+    behind = call.rows - len(here)
+    return torch.cat([here, here.new_zeros(behind, *here.shape[1:])]) if behind else here
 
 
 def _arrived(rows: Tensor, call: Route, lines: Lines | None) -> Tensor:
+    """The rows of all ranks for the experts of this rank."""
+    count = sum(call.to_ranks)
     if lines is None:
-        return all_to_all(rows, call.from_ranks, call.to_ranks, call.group)[call.order]
-    lines_here = all_to_all(lines.bytes[: len(rows)], call.from_ranks, call.to_ranks, call.group)[call.order]
+        return all_to_all(rows[:count], call.from_ranks, call.to_ranks, call.group)[call.order]
+    lines_here = all_to_all(lines.bytes[:count], call.from_ranks, call.to_ranks, call.group)[call.order]
     shape, side = (len(lines_here), rows.shape[1]), lines.operand.quantizer
     row = side.storage.wrap([*_pieces(lines_here, lines.operand.tensors())], side, shape, rows.dtype)
     return QuantizedTensor(row, None, lines.quantizer, shape, rows.dtype)
@@ -181,7 +199,15 @@ class Lines(NamedTuple):
     """Return one line for each row: the bytes of the row in all buffers, beside each other."""
 
 
-def _lines(rows: Tensor, quantizer: Quantizer) -> Lines:
+def _lines(rows: Tensor, quantizer: Quantizer, title: str) -> Lines:
+    """Encode rows; those that are encoded already stay as they are."""
+    if isinstance(rows, QuantizedTensor):
+        if rows.quantizer.side("row") != quantizer.side("row"):
+            raise ValueError(
+                f"{title}: rows, {list(rows.shape)}, are encoded already, as {rows.quantizer}, and its recipe encodes "
+                f"them as {quantizer}: hand them on before they are encoded"
+            )
+        return _in_lines(quantizer, rows.operand("row"))
     operand = encode_operands(quantizer, rows, row=True, col=False).row
     assert operand is not None
     return _in_lines(quantizer, operand)
@@ -192,24 +218,24 @@ def _in_lines(quantizer: Quantizer, operand: Storage) -> Lines:
     return Lines(quantizer, operand, lines)
 
 
-def _lines_or_nothing(gradient: Tensor, quantizer: Quantizer, group: str) -> Lines:
+def _lines_or_nothing(gradient: Tensor, quantizer: Quantizer, call: Route) -> Lines:
     """The lines of a gradient. Where a rank cannot encode it, lines of nothing travel, so that no rank waits for it,
     and at the end of backward, where the host would wait anyway, all ranks raise."""
     error: Exception | None = None
     try:
-        lines = _lines(gradient, quantizer)
+        lines = _lines(gradient, quantizer, call.title)
     except Exception as raised:
         error, side, (rows, features) = raised, quantizer.side("row"), gradient.shape
         empty = side.storage.empty(side, (rows, features), gradient.dtype, gradient.device)
         lines = _in_lines(quantizer, empty)
         lines.bytes.zero_()
     mine = torch.full((1,), int(error is not None), dtype=torch.int32, device=gradient.device)
-    failed = begin_all_reduce(mine, "max", group)
+    failed = begin_all_reduce(mine, "max", call.group)
 
     def check() -> None:
         if arrived([failed])[0].item():
             what = " encode the gradients of the results of experts"
-            raise_on_all(error, [Ranks(group_named(group))], "", what)
+            raise_on_all(error, [Ranks(group_named(call.group))], "", what)
 
     at_the_end_of_backward(check)
     return lines

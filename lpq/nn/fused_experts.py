@@ -23,6 +23,7 @@ from lpq.nn.plan import LayerBuffer
 from lpq.nn.stand_ins import Read, changed
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
+from lpq.tensor import QuantizedTensor
 from lpq.torch_private.hooks import has_hooks
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -113,6 +114,11 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
     An index of no expert adds nothing: transformers' expert parallelism has it for experts of other ranks.
     """
+    if isinstance(hidden_states, QuantizedTensor) and experts.recipe is not None:
+        raise ValueError(
+            f"{experts.title}: its tokens are encoded already, as {hidden_states.quantizer}, and it encodes the rows "
+            "of each expert, which it sorts first: pass the tokens before they are encoded"
+        )
     tokens, chosen = top_k_index.shape
     index, order = top_k_index.reshape(-1).sort(stable=True)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

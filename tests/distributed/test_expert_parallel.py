@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,40 @@ def test_compiled_it_computes_the_same(rank: int) -> None:
         assert x.grad is not None
         made.append([y, x.grad, *(local_part(p.grad) for p in model.parameters())])
     assert equal(*made)
+
+
+@on_ranks(2)
+def test_what_is_encoded_already_travels_as_it_is(rank: int) -> None:
+    """Rows, and gradients of results, that are encoded as the recipe has them. All others are refused."""
+    mesh, (own, gradient, offs), other = mesh_of(), rows(rank), lpq.quantizer("mxfp8(dtype=e5m2)")
+
+    def made(model: Any, x: Any = None, dy: Any = None, scale: float = 1.0) -> list[Any]:
+        model.zero_grad()
+        given = (own if x is None else x.quantize(scale * own)).detach().requires_grad_()
+        y = model(given, offs)
+        if dy is not None:
+            y.register_hook(dy.quantize)
+        y.backward(scale * gradient)
+        return [y.detach(), given.grad, *(local_part(p.grad) for p in model.parameters())]
+
+    model: Any = parallelize_module(Experts(MX, bias=False), mesh, ExpertParallel(dispatch="encoded"))
+    x, dy = model.up.recipe.x, model.down.recipe.dy
+    expected = made(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lpq.core.PrecisionWarning)  # nothing is decoded
+        for given in ((x, None), (None, dy), (x, dy)):
+            assert equal(made(model, *given), expected)
+    assert not equal(made(model, x, dy, scale=-3.0), expected)
+    alone = parallelize_module(Experts(MX, bias=False), mesh, ExpertParallel())
+    otherwise = r"rows, .*, are encoded already, as mxfp8\(dtype=e5m2\), and its recipe encodes them as hybrid"
+    for refusing, given, words in (
+        (model, (other, None), otherwise),
+        (model, (None, other), otherwise),
+        (alone, (x, None), "its rows are encoded already, .*, and travel in high precision: pass them before"),
+        (alone, (None, dy), "the gradient of its results, .*, and travels in high precision. Return the gradient as"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"Experts: {words}"):
+            made(refusing, *given)
 
 
 @on_ranks(4)

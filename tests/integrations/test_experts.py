@@ -111,6 +111,23 @@ def test_they_are_separate_layers_to_the_bit(model: str, recipe: str) -> None:
     assert not torch.equal(experts(x, index, weights), y)
 
 
+@pytest.mark.parametrize("model", ["Mixtral", "Llama4"])
+def test_tokens_that_are_encoded_already(model: str) -> None:
+    """They are refused where they are sorted first. Rows that lie expert by expert are a grouped layer's input."""
+    experts = experts_of(lpq.convert(made(model), "mxfp8-one-copy"))[0]
+    x = torch.randn(8, HIDDEN, dtype=torch.bfloat16)
+    encoded = experts.recipe.x.quantize(x)
+    if model == "Llama4":
+        assert torch.equal(experts(encoded), experts(x))
+        return
+    route = torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
+    with pytest.raises(ValueError, match=r"experts, MixtralExperts: its tokens are encoded already, as hybrid.*: pass"):
+        experts(encoded, *route)
+    experts.recipe = None
+    with pytest.warns(lpq.core.PrecisionWarning):
+        assert torch.equal(experts(encoded, *route), experts(encoded.dequantize(), *route))
+
+
 def test_tokens_of_experts_that_are_elsewhere_add_nothing() -> None:
     """As expert parallelism of transformers marks them: by the index behind the last."""
     experts = experts_of(lpq.convert(made("Mixtral"), "mxfp8"))[0]
