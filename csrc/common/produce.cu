@@ -31,7 +31,7 @@ typedef LPQ_SOURCE Computed;
 constexpr int MATRICES = Computed::MATRICES, OUTPUTS = Computed::OUTPUTS, OF_ROW = Computed::OF_ROW, OF_COL = Computed::OF_COL;
 constexpr int STAGED = MATRICES > OUTPUTS ? MATRICES : OUTPUTS;
 constexpr int HALVES_MADE = OUTPUTS > Computed::HALVES ? Computed::HALVES : 0;
-constexpr bool HIGH = sources::HELD_HIGH;
+constexpr bool HIGH = sizeof(Source) > sizeof(Element);   // whether inputs and outputs are fp32, and elements are not
 constexpr int PIECES = sizeof(Source) / sizeof(Element);  // of 16 bytes, in which 8 numbers of an input lie
 
 struct Inputs {
@@ -42,7 +42,17 @@ struct Parts {
 };
 
 // The elements of a tile, 8 of a row in each piece.
-typedef uint4 Lines[ROWS][THREADS];
+typedef uint4 Lines[ROWS][WORDS / 4][THREADS];
+typedef const uint4 (&Line)[WORDS / 4][THREADS];
+
+// This thread's piece of a line.
+__device__ __forceinline__ void take(Line line, u32* words) {
+#pragma unroll
+    for (int k = 0; k < WORDS; k += 4) {
+        const uint4 v = line[k / 4][threadIdx.x];
+        words[k] = v.x, words[k + 1] = v.y, words[k + 2] = v.z, words[k + 3] = v.w;
+    }
+}
 
 // ------------------------------------------------------------------------------------------ elements
 
@@ -91,23 +101,22 @@ struct Elements {
         for (int k = 0; k < OF_ROW; ++k)
             of_row[k] = inside(i) ? ((const float*)in.of[MATRICES + k])[t.row + i] : 0.0f;
 #pragma unroll
-        for (int j = 0; j < WORDS; ++j) {
-            float y[2][OUTPUTS];
+        for (int j = 0; j < 8; ++j) {
+            float x[MATRICES], of[OF_COL ? OF_COL : 1], y[OUTPUTS];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x[MATRICES], of[OF_COL ? OF_COL : 1];
+            for (int k = 0; k < MATRICES; ++k) x[k] = number(inputs[k], j);
 #pragma unroll
-                for (int k = 0; k < MATRICES; ++k) x[k] = number(inputs[k], 2 * j + half);
+            for (int k = 0; k < OF_COL; ++k) of[k] = of_col[k][j];
+            Computed::compute(x, of_row, of, y);
 #pragma unroll
-                for (int k = 0; k < OF_COL; ++k) of[k] = of_col[k][2 * j + half];
-                Computed::compute(x, of_row, of, y[half]);
-            }
-#pragma unroll
-            for (int k = 0; k < OUTPUTS; ++k) {
-                w[k][j] = inside(i) ? rounded(y[0][k], y[1][k]) : 0;
-                made[k][2 * j] = y[0][k], made[k][2 * j + 1] = y[1][k];
-            }
+            for (int k = 0; k < OUTPUTS; ++k) made[k][j] = y[k];
         }
+#pragma unroll
+        for (int k = 0; k < OUTPUTS; ++k)
+#pragma unroll
+            for (int j = 0; j < WORDS; ++j)
+                w[k][j] = !inside(i) ? 0 : PER_WORD == 1 ? __float_as_uint(made[k][j])
+                                                        : rounded(made[k][2 * j % 8], made[k][(2 * j + 1) % 8]);
     }
 };
 
@@ -154,10 +163,7 @@ template <class S>
 __device__ __forceinline__ void encode_output(const Tile& t, const typename S::Parameters& p, Lines& lines, void* beyond) {
     u32 w[ROWS][WORDS];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const uint4 v = lines[i][threadIdx.x];
-        w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
-    }
+    for (int i = 0; i < ROWS; ++i) take(lines[i], w[i]);
     __syncthreads();
     typename S::Shared& shared = *(typename S::Shared*)(S::BEYOND ? beyond : (void*)lines);
     typename S::Row row(p.row, shared.row, t);
@@ -190,10 +196,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE ? AT_ONCE : 1) pro
     for (int k = 0; k < MATRICES; ++k)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-            if (!HIGH && elements.inside(i))
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                                 (u32)__cvta_generic_to_shared(&lines[k][i][threadIdx.x])),
-                             "l"(elements.at(k, i)) : "memory");
+#pragma unroll
+            for (int j = 0; j < WORDS / 4; ++j)
+                if (!HIGH && elements.inside(i))
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                                     (u32)__cvta_generic_to_shared(&lines[k][i][j][threadIdx.x])),
+                                 "l"((const uint4*)elements.at(k, i) + j) : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll 2
     for (int i = 0; i < ROWS; ++i) {
@@ -201,28 +209,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE ? AT_ONCE : 1) pro
         float made[OUTPUTS][8];
 #pragma unroll
         for (int k = 0; k < MATRICES; ++k) {
-            if (HIGH) {
-                if (elements.inside(i)) Elements::read(elements.at(k, i), x[k]);
-            } else {
-                const uint4 v = lines[k][i][threadIdx.x];
-                x[k][0] = v.x, x[k][1] = v.y, x[k][2] = v.z, x[k][3] = v.w;
-            }
+            if (!HIGH)
+                take(lines[k][i], x[k]);
+            else if (elements.inside(i))
+                Elements::read(elements.at(k, i), x[k]);
         }
         elements.compute(i, x, w, made);
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
-            const uint4 v = make_uint4(w[k][0], w[k][1], w[k][2], w[k][3]);
-            lines[k][i][threadIdx.x] = v;
+            for (int j = 0; j < WORDS; j += 4)
+                lines[k][i][j / 4][threadIdx.x] = make_uint4(w[k][j], w[k][j + 1], w[k][j + 2], w[k][j + 3]);
             if (!out.value(k) || !elements.inside(i)) continue;
-            Source* const to = (Source*)out.value(k) + elements.place(i, k < HALVES_MADE);
-            if (HIGH) {
+            uint4* const to = (uint4*)((Source*)out.value(k) + elements.place(i, k < HALVES_MADE));
 #pragma unroll
-                for (int j = 0; j < 8; j += 4)
-                    stream(to + j, make_uint4(__float_as_uint(made[k][j]), __float_as_uint(made[k][j + 1]),
-                                              __float_as_uint(made[k][j + 2]), __float_as_uint(made[k][j + 3])));
-            } else {
-                stream(to, v);
-            }
+            for (int j = 0; j < PIECES * WORDS; j += 4)
+                stream(to + j / 4, make_uint4(HIGH ? __float_as_uint(made[k][j % 8]) : w[k][j % WORDS],
+                                              HIGH ? __float_as_uint(made[k][j % 8 + 1]) : w[k][j % WORDS + 1],
+                                              HIGH ? __float_as_uint(made[k][j % 8 + 2]) : w[k][j % WORDS + 2],
+                                              HIGH ? __float_as_uint(made[k][j % 8 + 3]) : w[k][j % WORDS + 3]));
         }
     }
     encode_outputs(t, out, lines, beyond);

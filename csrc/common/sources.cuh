@@ -15,8 +15,6 @@
 #pragma once
 #include "tile.cuh"
 
-static_assert(PER_WORD == 2, "sources are computed for 16-bit floats");
-
 template <int MATRICES_, int OUTPUTS_, int OF_ROW_ = 0, int OF_COL_ = 0>
 struct Computing {
     static constexpr int MATRICES = MATRICES_, OUTPUTS = OUTPUTS_, OF_ROW = OF_ROW_, OF_COL = OF_COL_, HALVES = 0;
@@ -24,7 +22,7 @@ struct Computing {
 
 namespace sources {
 
-constexpr bool HELD_HIGH = sizeof(Source) > sizeof(Element);  // whether matrices are in fp32
+constexpr bool HELD_HIGH = sizeof(Source) == 4;  // whether matrices are in fp32
 
 // The nearest number that a matrix can hold.
 __device__ __forceinline__ float nearest(float x) { return HELD_HIGH ? x : element_value(rounded(x, 0.0f)); }

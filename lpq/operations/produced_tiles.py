@@ -80,8 +80,8 @@ def not_here(spec: KernelSpec, source: Source, dtype: torch.dtype, device: torch
     """Why kernels of one kind compute no elements of a source in this dtype here."""
     if (why := lacking(spec, device)) is not None:
         return f"the kernel of sources in {spec.backend} {why}"
-    if dtype.itemsize != 2:
-        return f"kernels compute elements in bfloat16 and float16, and not in {dtype}"
+    if dtype is torch.float32 and (source.outputs > 1 or source.inputs.count("matrix") > 1):
+        return f"kernels compute elements in bfloat16 and float16 of several matrices, and not in {dtype}"
     if source.holds(dtype) not in (dtype, torch.float32):
         return f"kernels compute elements in {dtype} of {dtype} and float32, and not of {source.held}"
     return None
@@ -137,10 +137,10 @@ AMAX = Struct(csrc() / "common/amax.cuh", "Amax")
 
 @cache
 def _kernel(name: str, arguments: str, shape: Shape, staged: int) -> CudaKernel:
-    """A kernel of a source whose blocks of threads share so many tiles of 16-bit elements."""
+    """A kernel of a source whose blocks of threads share tiles of elements, so many bytes for each place in a tile."""
     elements = shape.tall * shape.wide
     return CudaKernel(
-        "common/produce.cu", name, arguments, threads=elements // 64, shared=2 * elements * staged, waits=True
+        "common/produce.cu", name, arguments, threads=elements // 64, shared=elements * staged, waits=True
     )
 
 
@@ -170,7 +170,7 @@ class _Kernels(NamedTuple):
         )  # fmt: skip
         arguments = f"({'P' * len(source.inputs)})({outputs})Iqq"
         staged = max(source.inputs.count("matrix"), source.outputs) if name == "produce" else 0
-        return _kernel(name, arguments, tile, staged).bind(self.device, macros, blocks)
+        return _kernel(name, arguments, tile, staged * self.dtype.itemsize).bind(self.device, macros, blocks)
 
     @property
     def tail(self) -> tuple[int, int, int]:

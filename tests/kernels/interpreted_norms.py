@@ -53,6 +53,12 @@ def test_elements_and_operands(norm: NormKind, biased: bool, dtype: torch.dtype)
         check(norm_source(norm, biased)._replace(held=held), ["hybrid(row=mxfp8, col=fp8)"], (37, 72), dtype)
 
 
+@pytest.mark.parametrize(("norm", "biased"), EVERY)
+def test_elements_in_fp32(norm: NormKind, biased: bool) -> None:
+    """They are encoded without being rounded before, as layers encode inputs in fp32."""
+    check(norm_source(norm, biased), ["hybrid(row=nvfp4, col=fp8)"], (37, 72), torch.float32, measure=True)
+
+
 @pytest.mark.parametrize("text", SERVED)
 def test_formats(text: str) -> None:
     """Both operands, of several tiles, which are ragged."""

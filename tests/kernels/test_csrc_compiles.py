@@ -239,8 +239,10 @@ def call_producers() -> None:
     """
     dtypes, sizes = itertools.cycle(DTYPES[:2]), itertools.cycle((SHAPES[0], (250, 384)))
     formats = [registry.quantizer(name) for name in TILED]
-    for source, i in itertools.product(ACTIVATIONS["silu"].gated, range(len(formats))):
+    silu = ACTIVATIONS["silu"]
+    for source, i in itertools.product((*silu.gated, silu.alone.product), range(len(formats))):
         dtype, shape = next(dtypes), next(sizes)
+        dtype = torch.float32 if source is silu.alone.product else dtype
         sides = formats[i].side("row"), formats[i - 1].side("col")
         e = Encoding(*sides, shape, dtype, dtype, torch.device("cpu"), measure=bool(i % 2), dispatched=True)
         source = source._replace(held=torch.float32 if i % 3 == 1 else None)

@@ -24,6 +24,14 @@ def test_elements_and_operands(norm: NormKind, biased: bool, held: torch.dtype |
     check(source, ["hybrid(row=mxfp8, col=fp8)"], (37, 136), torch.bfloat16)
 
 
+@pytest.mark.parametrize(("norm", "biased"), [(RMS[1], False), (LAYER, True)], ids=["rms", "layer"])
+@pytest.mark.parametrize("text", ["hybrid(row=mxfp8, col=fp8)", "nvfp4", "fp8(scaling=row)", "fp8(scaling=block)"])
+def test_elements_in_fp32(norm: NormKind, biased: bool, text: str) -> None:
+    """They are encoded without being rounded before, as layers encode inputs in fp32."""
+    for shape in ((37, 136), (128, 128)):
+        check(norm_source(norm, biased), [text], shape, torch.float32, measure=shape[0] == 37)
+
+
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
 @DTYPES
 def test_rows(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:

@@ -113,7 +113,9 @@ def test_where_no_cuda_kernel_runs_triton_computes(
     assert "of torch.float16 and float32, and not of torch.bfloat16" in kernels_of(
         in_bf16, asked[1], torch.float16, gpu
     )
-    assert "and not in torch.float32" in kernels_of(in_fp32, asked[1], torch.float32, gpu)
+    assert "of several matrices, and not in torch.float32" in kernels_of(in_fp32, asked[1], torch.float32, gpu)
+    alone = ACTIVATIONS["silu"].alone.product
+    assert kernels_of(alone, asked[1], torch.float32, gpu) is kernels_of(alone, *asked[1:])
     if without == "allowed":
         assert kernels_of(*asked) is produced_tiles
         assert norm_kernels_of(*norm) is norm_kernels
