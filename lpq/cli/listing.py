@@ -6,6 +6,7 @@ nothing imports torch but to try recipes that other distributions bring, or to o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -24,6 +25,8 @@ Full = Annotated[bool, typer.Option("--full", help="Name the recipes and kernels
 For = Annotated[str, typer.Option("--for", metavar="GPU", help="Order them by what they gain on a GPU, as h100.")]
 TOKENS, WIDTH = 8192, 4096
 """The size of the linear layer for which recipes are ordered."""
+BLOCKS, PARTS, STEPS = 32, ("attention", "mlp"), 100
+"""The model for which policies are ordered: its blocks, the layer of that size in each, and the steps of its run."""
 
 
 def formats(json: Json = False) -> None:
@@ -56,16 +59,17 @@ def recipes(gpu: For = "", json: Json = False) -> None:
     """List the named recipes, and the policies that come with lpq. `lpq explain NAME` shows what a recipe does.
 
     A recipe that cannot be built is listed with the reason. The exit status is 0 all the same.
-    With --for the recipe to begin with comes first, and then those that are predicted to save most time. `lpq advise`
-    predicts it for a model.
+    With --for the recipe to begin with comes first, and then those that are predicted to save most time, as policies
+    are ordered, too. `lpq advise` predicts it for a model.
     """
     plugins = registry.plugins()
     pairs = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
     # lpq's own can be built if its plugins are in order: the tests check that, and trying them takes a second
     wrong = broken_recipes(plugins if any(p.error if p.builtin else p.recipes for p in plugins) else ())
     names = [s.name for _, s in pairs if s.name not in wrong]
-    gains, first, remark = predicted_gains(names, gpu) if gpu else ({}, (), None)
+    gains, first, remark = predicted_gains(names, policies(), gpu) if gpu else ({}, (), None)
     pairs.sort(key=lambda pair: (pair[1].name not in first[:1], -gains.get(pair[1].name, 0)))
+    own_policies = sorted(policies().items(), key=lambda item: -gains.get(item[0], 0))
     if json:
         own = {"plugin": None, "distribution": "lpq", "version": lpq.__version__}
         rows = [
@@ -75,7 +79,7 @@ def recipes(gpu: For = "", json: Json = False) -> None:
             )
             for p, s in pairs
         ]  # fmt: skip
-        as_json([*rows, *(entry(name, "policy", about, own) for name, about in policies().items())])
+        as_json([*rows, *(entry(name, "policy", about, own, gain=gains.get(name)) for name, about in own_policies)])
     else:
         table(
             "Recipes",
@@ -83,7 +87,7 @@ def recipes(gpu: For = "", json: Json = False) -> None:
             (
                 (
                     s.name,
-                    f"{gains[s.name]:.2f}" if s.name in gains else None,
+                    figure(gains.get(s.name)),
                     f"{p.distribution} {p.version}",
                     s.summary,
                     " ".join(s.aliases),
@@ -94,7 +98,10 @@ def recipes(gpu: For = "", json: Json = False) -> None:
         )
         if remark is not None:
             print_text(remark)
-        table("Policies", ("name", "summary"), policies().items())
+        of_policies = [(name, figure(gains.get(name)), about) for name, about in own_policies]
+        table("Policies", ("name", "gain", "summary"), of_policies)
+        if remark is not None:
+            print_text(OF_POLICIES)
     print_broken(plugins)
 
 
@@ -122,9 +129,21 @@ def plugins(full: Full = False, json: Json = False) -> None:
     print_broken(every)
 
 
-def predicted_gains(names: Iterable[str], gpu: str) -> tuple[dict[str, float], tuple[str, ...], str]:
-    """How many times as fast as bf16 a linear layer is predicted to be by each recipe; the recipes to begin with; and
-    words on these numbers."""
+OF_POLICIES = (
+    f"gain of a policy: of a model with {BLOCKS} blocks, each with such a layer in its attention and in its MLP, over "
+    "all steps of a run."
+)
+
+
+def figure(gain: float | None) -> str | None:
+    return None if gain is None else f"{gain:.2f}"
+
+
+def predicted_gains(
+    names: Iterable[str], policies: Iterable[str], gpu: str
+) -> tuple[dict[str, float], tuple[str, ...], str]:
+    """How many times as fast as bf16 a linear layer is predicted to be by each recipe, and the layers of a model by
+    each policy; the recipes to begin with; and words on these numbers."""
     from lpq.bench.gpus import predicted  # with torch, which a list without an order does without
     from lpq.bench.layers import LayerSize
     from lpq.bench.native import to_begin_with
@@ -134,6 +153,12 @@ def predicted_gains(names: Iterable[str], gpu: str) -> tuple[dict[str, float], t
     size = LayerSize(TOKENS, WIDTH, WIDTH)
     plain = predicted(card, size, None)
     gains = {name: plain / predicted(card, size, lpq.recipe(name)) for name in names}
+    layers = [f"blocks.{number}.{part}" for number in range(BLOCKS) for part in PARTS]
+    for name in policies:
+        placed = lpq.policy(name).placed(layers)
+        schedules = [placed.schedule(layer, STEPS) for layer in layers]
+        held = Counter(schedule.at(step) for schedule in schedules for step in range(STEPS))
+        gains[name] = held.total() * plain / sum(n * predicted(card, size, recipe) for recipe, n in held.items())
     words = (
         f"gain: how many times as fast as bf16 a layer of {WIDTH} inputs and outputs is predicted to be for {TOKENS} "
         f"tokens. {provenance(card)} Compare the loss by `lpq compare` before you choose codes of 4 bits."

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lpq import registry
+from lpq.cli.listing import predicted_gains
 from lpq.registry import shipped
 
 BROKEN = "import a_library_that_is_not_there\n"
@@ -50,17 +51,27 @@ def test_everything_is_listed_as_a_table_and_as_json(command: str, lpq: Callable
 def test_recipes_are_ordered_for_a_gpu(gpu: str, second: str, lpq: Callable) -> None:
     """The recipe to begin with, then others by the numbers of ``lpq advise``; the same are listed as without."""
     listed, plain = (json.loads(lpq("recipes", *more, "--json").out) for more in (("--for", gpu), ()))
-    gains = [entry["gain"] for entry in listed if entry["kind"] == "recipe"]
+    gains, of_policies = ([entry["gain"] for entry in listed if entry["kind"] == kind] for kind in ("recipe", "policy"))
     assert gains[1:] == sorted(gains[1:], reverse=True)
     assert listed[0]["name"] == "fp8-current"
     assert listed[1]["name"].startswith(second)
     assert gains[1] > gains[0] > 1 > gains[-1]
+    assert of_policies == sorted(of_policies, reverse=True)
     assert {entry["name"] for entry in listed} == {entry["name"] for entry in plain}
     assert all(entry["gain"] is None for entry in plain)
     ended = lpq("recipes", "--for", gpu)
     assert f"{gains[0]:.2f}" in ended.out.splitlines()[4]
     assert "is predicted to be" in ended.out
+    assert "gain of a policy" in ended.out
     assert "is predicted to be" not in lpq("recipes").out
+
+
+def test_a_policy_gains_what_its_layers_gain_over_a_run() -> None:
+    """Of 32 blocks, 30 are in FP8 and two are not; of the steps of the late switch, 82 % have forward in NVFP4."""
+    half = "fprop=bf16, dgrad=nvfp4, wgrad=nvfp4"
+    gains, *_ = predicted_gains(["fp8-current", "nvfp4", half], ["fp8-current-edges-bf16", "nvfp4-late-switch"], "b200")
+    assert 1 / gains["fp8-current-edges-bf16"] == pytest.approx(30 / 32 / gains["fp8-current"] + 2 / 32)
+    assert 1 / gains["nvfp4-late-switch"] == pytest.approx(0.82 / gains["nvfp4"] + 0.18 / gains[half])
 
 
 def test_a_gpu_that_nobody_knows_orders_nothing(lpq: Callable) -> None:
