@@ -17,6 +17,7 @@ from support import small_models
 from support.comparing import equal
 from test_tensor_parallel import held_groups
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -124,6 +125,11 @@ ROWS = "x=hybrid(row=fp8(scaling=row), col=nvfp4, col_source=row), w=fp8(scaling
 PLAIN = (
     "x=hybrid(row=mxfp8, col=identity, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col=identity, col_source=row)"
 )
+FAMILIES = [
+    ("fp8-current", "high_precision"), ("mxfp8", "high_precision"),
+    ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", "high_precision"), (MX, "encoded"), (ROWS, "encoded"),
+]  # fmt: skip
+"""A recipe of each kind, and how its rows are dispatched: with a mode around backward, a NaN and a compiler."""
 HIGH = 4 * WIDTH
 ENCODED = [
     (2, MX, False, WIDTH + WIDTH // 32, WIDTH + WIDTH // 32), (2, MX, True, WIDTH + WIDTH // 32, HIGH),
@@ -229,23 +235,26 @@ def test_experts_and_fsdp(rank: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "dispatch"), FAMILIES)
 @on_ranks(2)
-def test_compiled_it_computes_the_same(rank: int) -> None:
+def test_compiled_it_computes_the_same(rank: int, recipe: str, dispatch: Any) -> None:
     """Graphs break where the host waits for how many rows go where. One stack on one rank: each takes a compiler
     seconds, and the other rank does the same collectives."""
     mesh = mesh_of()
     own, gradient, offs = rows(rank)
     made = []
     for compiled in (False, True):
+        counters.clear()
         torch.manual_seed(0)
-        stack = nn.ModuleDict({"up": GroupedLinear(EXPERTS, WIDTH, WIDTH, bias=False, recipe=MX)})
+        stack = nn.ModuleDict({"up": GroupedLinear(EXPERTS, WIDTH, WIDTH, bias=False, recipe=recipe)})
         stack.forward = stack["up"].forward  # type: ignore[assignment]
-        model: Any = parallelize_module(stack, mesh, ExpertParallel(dispatch="encoded"))
+        model: Any = parallelize_module(stack, mesh, ExpertParallel(dispatch=dispatch))
         x = own.clone().requires_grad_()
         y = (torch.compile(model, backend="aot_eager") if compiled and rank == 0 else model)(x, offs)
         y.backward(gradient)
         assert x.grad is not None
         made.append([y, x.grad, *(local_part(p.grad) for p in model.parameters())])
+        assert (counters["stats"]["unique_graphs"] > 0) == (compiled and rank == 0)
     assert equal(*made)
 
 

@@ -1,7 +1,10 @@
 """Weights and experts that ranks share out: a dispatch mode around backward, backward in parts, and a NaN on one rank.
 
 In a mode backward calls operators of the dispatcher, and asked for some gradients it makes fewer products: it must
-reduce over the ranks all the same. A NaN on one rank reaches what it reaches in one process.
+reduce over the ranks all the same. A NaN on one rank reaches what it reaches in one process. A recipe of each kind is
+tried in a mode, with a NaN and compiled. Compiled are tensor parallelism in ``test_parallel_combined``, and experts in
+``test_expert_parallel``. FSDP2 has all three in ``test_units``, and a NaN in stored weights in
+``test_quantized_weights``.
 """
 
 from __future__ import annotations
@@ -141,16 +144,11 @@ def test_a_nan_that_one_rank_keeps_to_itself_is_noticed(rank: int) -> None:
     assert {where for where, _ in wrong} == {*SPOILED}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "bias", "dispatch"),
-    [("fp8-current", True, "high_precision"), ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", False, "high_precision"),
-     (experts.MX, False, "encoded"), ("mxfp8", True, "high_precision"), (experts.ROWS, False, "encoded")],
-)  # fmt: skip
+@pytest.mark.parametrize(("recipe", "dispatch"), experts.FAMILIES)
 @on_ranks(2)
-def test_experts_with_a_mode_around_backward_and_a_nan_on_one_rank(
-    rank: int, recipe: str, bias: bool, dispatch: str
-) -> None:
-    rows = experts.rows
+def test_experts_with_a_mode_around_backward_and_a_nan_on_one_rank(rank: int, recipe: str, dispatch: str) -> None:
+    """With biases in the recipes that have a format's own name."""
+    rows, bias = experts.rows, "=" not in recipe
 
     def spoiled_rows(of: int) -> tuple[Tensor, Tensor, Tensor]:
         x, dy, ends = rows(of)

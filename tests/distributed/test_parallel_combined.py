@@ -16,6 +16,7 @@ from sharded import whole
 from support.comparing import equal
 from support.small_models import Gated, Siblings
 from support.small_models import gated_plan as plan
+from test_modes_and_nan import HYBRID
 from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, agree, data, joined, model, run
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -75,10 +76,12 @@ def test_compiled(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_compiled_by_rows(rank: int) -> None:
-    """It reduces the statistics of x and w, and sums y over the ranks."""
-    for recipe in ("fp8-current", "mxfp8"):
-        compiled(rank, tp.RowwiseParallel(output_layouts=Shard(1)), recipe, backend="aot_eager")
+def test_compiled_of_each_kind(rank: int) -> None:
+    """A layer whose weight is divided by rows reduces the statistics of x and w, and sums y over the ranks."""
+    rows, columns = tp.RowwiseParallel(output_layouts=Shard(1)), tp.ColwiseParallel(input_layouts=Shard(1))
+    for style, recipes in ((rows, ("fp8-current", "fp8-row", "mxfp8")), (columns, ("fp8-delayed", "nvfp4", HYBRID))):
+        for recipe in recipes:
+            compiled(rank, style, recipe, backend="aot_eager")
 
 
 @pytest.mark.starts

@@ -120,7 +120,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         ["EncodedLoad 1"] * 3 + ["Ordinary 1"] + ["EncodedLoad 1"] * 6,
     ),
-    "compiled": ({"compiled": True, "names": ["tensor", "delayed"]}, ["EncodedLoad 4"]),
+    "compiled": ({"compiled": True, "names": FEW["names"]}, ["EncodedLoad 8"]),
 }
 """Options, and the loads of each plan. The weight without a recipe travels as it is, and a weight whose operands
 together have more bytes than the weight in bf16 travels in high precision; where shards are offloaded, FSDP2 moves each
