@@ -138,20 +138,49 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
     return any(results)
 
 
-def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
-    """Check that a kernel for several operands gives for each the result of the reference."""
+def compare_encodings(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
+    """Check that a kernel that encodes several matrices in one launch gives each the operand of the reference, of
+    elements that it rounds to each dtype."""
+    matrices = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes) if all(shape)]
+    placed = on(device, matrices)
+    where, sizes = placed[0].device, [(len(x), x.shape[1]) for x in matrices]
+    for dtype in DTYPES:
+        bound = registry.resolve(there(kernel.several, "a kernel for several"))(row, sizes, dtype, where)
+        if bound is None:
+            continue
+        rounded = [x.to(dtype) for x in matrices]
+        stats = [operations.measure_reference(x, row, None) for x in rounded]
+        expected = [
+            operations.quantize_reference(x, known, row, None, None, 0, False)
+            for x, known in zip(rounded, stats, strict=True)
+        ]
+        out = _to_be_written(expected, where)
+        with on_device(where):
+            bound(placed, on(device, stats), out).run()
+        for made, reference, size in zip(out, expected, sizes, strict=True):
+            what = f"{kernel.several} on {row}, the matrix of {list(size)} among several, rounded to {dtype}"
+            same_outputs(made, [t.contiguous() for t in reference], what)
+
+
+def compare_transposes(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
+    """Check that a kernel that transposes several operands in one launch gives for each the result of the reference."""
     here = [fresh(encode(row, normal(*shape))) for shape in shapes if all(shape)]
     expected = [operations.transpose_reference(operand).map(torch.Tensor.contiguous) for operand in here]
     rows = [on(device, operand) for operand in here]
-    with Poisoned():  # type: ignore[no-untyped-call]
-        out = [operand.map(lambda t: torch.empty_like(t, device=device)) for operand in expected]
     where = rows[0].device
+    out = _to_be_written([operand.tensors() for operand in expected], where)
     bound = registry.resolve(there(kernel.several, "a kernel for several"))(tuple(map(operand_like, rows)), where)
     with on_device(where):
-        bound([operand.tensors() for operand in rows], [operand.tensors() for operand in out])
-    for operand, reference in zip(out, expected, strict=True):
+        bound([operand.tensors() for operand in rows], out)
+    for made, reference in zip(out, expected, strict=True):
         what = f"{kernel.several} on {row}, the operand of {list(reference.shape[::-1])} among several"
-        same_outputs(operand.tensors(), reference.tensors(), what)
+        same_outputs(made, reference.tensors(), what)
+
+
+def _to_be_written(expected: Sequence[Sequence[Tensor]], device: torch.device) -> list[list[Tensor]]:
+    """Memory for such buffers, full of a pattern."""
+    with Poisoned():  # type: ignore[no-untyped-call]
+        return [[torch.empty(t.shape, dtype=t.dtype, device=device) for t in buffers] for buffers in expected]
 
 
 def compare_rounded(

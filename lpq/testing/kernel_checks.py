@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +52,8 @@ class KernelCheck:
     compare: Compare = comparing.compare_calls
     views: Callable[[KernelSpec, Quantizer | None, Quantizer | None, str], bool] | None = None
     """The comparison on views of larger operands; None: the operation takes no operands."""
+    several: Callable[[KernelSpec, Quantizer, Sequence[tuple[int, int]], str], None] | None = None
+    """The comparison of a launch for several matrices; None: the operation has none."""
     sums: bool = False
     """Whether results are compared up to the order of sums, or of products, and not on numbers of all sizes: where sums
     of these overflow depends on their order."""
@@ -61,9 +63,9 @@ class KernelCheck:
 
 CHECKS = {
     "measure": KernelCheck(_of_matrix),
-    "quantize": KernelCheck(_of_matrix),
+    "quantize": KernelCheck(_of_matrix, several=comparing.compare_encodings),
     "decode": KernelCheck(_of_row, views=comparing.compare_views),
-    "transpose": KernelCheck(_of_row, views=comparing.compare_views),
+    "transpose": KernelCheck(_of_row, views=comparing.compare_views, several=comparing.compare_transposes),
     "gemm": KernelCheck(_of_product, views=comparing.compare_views, sums=True),
     "exact": KernelCheck(
         _of_each, comparing.compare_exact, comparing.compare_exact_of_views, sums=True,
@@ -122,3 +124,10 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
     """The checks with operands that are views of larger ones, if the operation takes operands."""
     views = check_of(kernel).views
     return views is not None and views(kernel, row, col, device)
+
+
+def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
+    """Compare a kernel's launch for several matrices with the reference of each."""
+    there(check_of(kernel).several, f"the check of one launch for several matrices by {kernel.op}")(
+        kernel, row, shapes, device
+    )

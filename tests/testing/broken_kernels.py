@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import Quantizer, Storage
+from lpq.kernels.launch_table import TableLaunch
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Exact
 from lpq.operations.measuring import measure_reference
@@ -151,6 +152,39 @@ def seeded_quantize(x: Tensor, stats: Any, row: Any, col: Any, seed: Any, *rest:
     """Right where there is a seed, which it does not need."""
     seed.data_ptr()
     return quantize_reference(x, stats, row, col, seed, *rest)
+
+
+class RightSeveral:
+    """Encodes several matrices, each by the reference."""
+
+    skipped = 0
+    """Matrices at the end that are not written."""
+    rounds = True
+
+    def __call__(self, side: Quantizer, shapes: Any, dtype: torch.dtype, device: torch.device, /) -> Any:
+        def at(values: Any, stats: Any, buffers: Any) -> TableLaunch:
+            def run() -> None:
+                for x, known, into in [*zip(values, stats, buffers, strict=True)][: len(values) - self.skipped]:
+                    rounded = x.to(dtype) if self.rounds else x
+                    for to, made in zip(
+                        into, quantize_reference(rounded, known, side, None, None, 0, False), strict=True
+                    ):
+                        to.copy_(made)
+
+            return TableLaunch(run, torch.empty(0))
+
+        return at
+
+
+class ForgetfulSeveral(RightSeveral):
+    skipped = 1
+
+
+class PreciseSeveral(RightSeveral):
+    rounds = False
+
+
+right_several, forgetful_several, precise_several = RightSeveral(), ForgetfulSeveral(), PreciseSeveral()
 
 
 def rounding_quantize(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -160,6 +160,19 @@ def test_a_kernel_that_rounds_measures_what_it_rounded() -> None:
     assert_says(said, "rounded to torch.bfloat16, its statistics asked for, output * differ")
 
 
+def test_one_launch_for_several_matrices_is_compared_for_each() -> None:
+    def said(name: str) -> str:
+        return said_of(cpu_kernel("right_quantize", "quantize", several=f"broken_kernels:{name}_several"))
+
+    assert said("right") == ""
+    assert_says(
+        said("forgetful"), "the matrix of [[]1, 1[]] among several, rounded to torch.bfloat16, output 0: * differ"
+    )
+    assert_says(
+        said("precise"), "the matrix of [[]256, 512[]] among several, rounded to torch.bfloat16, output * differ"
+    )
+
+
 IDLE: dict[str, tuple[type, str, str]] = {
     "exact": (broken.Int8, "idle_exact", "it has no exact form of any operand that it was given"),
     "exact_tile": (broken.Int8, "idle_tile", "nothing was made by it of any matrix, though it accepts these operands"),

@@ -17,8 +17,8 @@ from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
 from lpq.registry.operations import TABLE
 from lpq.testing.calls import SHAPES, SIZES, matrices
-from lpq.testing.comparing import compare_rounded, compare_several
-from lpq.testing.kernel_checks import CHECKS, check_of, compare, compare_views, pairs
+from lpq.testing.comparing import compare_rounded
+from lpq.testing.kernel_checks import CHECKS, check_of, compare, compare_several, compare_views, pairs
 from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import DTYPES
