@@ -30,6 +30,8 @@ RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
 LAYER = NormKind(1e-5, centers=True)
 EVERY = [*((norm, False) for norm in RMS), (LAYER, False), (LAYER, True)]
 ROWS, IN, OUT = (2, 512), 1024, 768
+LONGEST = norm_kernels.PIECE * max(norm_kernels.NORM_GRADIENTS)
+"""The bytes of a row from which a CUDA kernel computes gradients; longer ones are left to torch."""
 
 
 @pytest.fixture
@@ -153,6 +155,9 @@ def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype, beside: Nor
         x, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
         weight = torch.randn(shape[1], device="cuda").to(dtype)
         compute = beside.bind_gradients(norm, shape, dtype, x.device)
+        if shape[1] * dtype.itemsize > LONGEST and beside is norm_kernels:  # left to torch
+            assert compute is None
+            continue
         assert compute is not None
         found = compute(dy, x, weight, norm.rows(x)[0], True, None)
         expected = norm.gradients(dy, (x, weight), (), (True, True))
