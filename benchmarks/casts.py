@@ -23,6 +23,7 @@ from lpq import operations
 from lpq.bench.contenders import in_words
 from lpq.core import Quantizer, Storage
 from lpq.kernels import choose
+from lpq.operations.derived_operands import derive_col
 from lpq.operations.sides import declared
 
 
@@ -33,7 +34,8 @@ class Case:
     name: str
     quantizer: str
     sides: str
-    """``row``, ``col`` or ``both``; ``transpose``, ``decode``, or ``measure``, for both operands."""
+    """``row``, ``col`` or ``both``; ``transpose``, ``decode``, or ``measure``, for both operands; ``derive``: the
+    column operand of the row operand."""
     target: float
     """The share of the copy speed to reach."""
     reads: int = 1
@@ -48,6 +50,11 @@ class Case:
 
 def encodings(name: str, quantizer: str, **how: Any) -> list[Case]:
     return [Case(name, quantizer, sides, 0.92 if sides == "row" else 0.90, **how) for sides in ("row", "col", "both")]
+
+
+def one_copy(quantizer: str) -> str:
+    """The quantizer whose column operand is made of its row operand."""
+    return f"hybrid(row={quantizer}, col={quantizer}, col_source=row)"
 
 
 CASES = [
@@ -91,6 +98,8 @@ CASES = [
     Case("fp8 current", "fp8", "transpose", 0.85),
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "transpose", 0.85),
     Case("nvfp4 16x16", "nvfp4(block=16x16)", "transpose", 0.85),
+    Case("mxfp8", one_copy("mxfp8"), "derive", 0.90),
+    Case("fp8 block 1x128", one_copy("fp8(scaling=block)"), "derive", 0.90),
     Case("mxfp8", "mxfp8", "decode", 0.85),
     Case("mxfp4", "mxfp4", "decode", 0.85),
     Case("mxfp4 RHT", "mxfp4(rht=true)", "decode", 0.85),
@@ -107,16 +116,18 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
     seed = torch.tensor(1, device=x.device)
     row = quantizer.side("row") if case.sides != "col" else None
     col = quantizer.side("col") if case.sides in ("col", "both", "measure") else None
-    if case.sides in ("transpose", "decode"):
+    if case.sides in ("transpose", "decode", "derive"):
         if quantizer.rotation is not None:  # which only column operands have
             row, col = None, quantizer.side("col")
         pairs = [operations.quantize(x, None, row, col, seed)[:2] for x in inputs]
         encoded = [operand for pair in pairs for operand in pair if isinstance(operand, Storage)]
-        operation = case.sides
-        texts: tuple[str, ...] = (quantizer.text,)
+        operation = "reader" if case.sides == "derive" else case.sides
+        texts: tuple[str, ...] = (quantizer.side("row").text if case.sides == "derive" else quantizer.text,)
         kept: list[object] = [None] * len(inputs)  # so that a result is not written to where the one before lies
 
         def made(operand: Storage) -> Storage | Tensor:
+            if case.sides == "derive":
+                return derive_col(quantizer, operand)
             return operations.transpose(operand) if case.sides == "transpose" else operations.decode(operand, x.dtype)
 
         def run(i: int) -> object:
