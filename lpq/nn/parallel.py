@@ -263,8 +263,8 @@ def _mesh_pass(
     of_features = isinstance(source, Shard) and source.dim % input.dim() == last
     into = source if source == into or (not columns and of_features) else into
     whole_here = columns and source.is_replicate()
-    taken = columns and encoded_over == (group, sequence) and whole_here == (sequence is None)
-    if encoded and not (taken or (whole_here and encoded_over is None)):
+    over_these = columns and encoded_over == (group, sequence) and whole_here == (sequence is None)
+    if encoded and not (over_these or (whole_here and encoded_over is None)):
         why: str | None = f"it lies over the ranks as {source}, and the layer multiplies {into}"
         if isinstance(rows, str):
             why = f"its parts are gathered in high precision: {rows}"
@@ -274,7 +274,6 @@ def _mesh_pass(
             raise ValueError(
                 f"{layer.title}: its input is encoded already, and {why}. Pass the tensor before it is encoded"
             )
-        taken = True
     x, found_by = _laid_out(mesh, input, source, into)
     check_parallel_input(layer, x, 1 if columns else ranks)
     whole = [*x.shape]
@@ -299,7 +298,7 @@ def _mesh_pass(
     parts = SharedOut(group, cut, sequence, high, sums, overlaps, adds_bias=adds_bias)
     shapes = Shapes(
         prod(x.shape[:-1]), x.shape[-1], w.shape[0], x.dtype, w.dtype, dtype, w.dtype, x.device, dx, dw, gathered,
-        encoded and not taken, torch.compiler.is_dynamo_compiling(), taken, fresh=layer.passes.fresh, parts=parts,
+        compiled=torch.compiler.is_dynamo_compiling(), taken=encoded, fresh=layer.passes.fresh, parts=parts,
     )  # fmt: skip
     title, shape = "" if compiling else layer.title, tuple(result) if len(result) != 2 else None
 
@@ -309,7 +308,7 @@ def _mesh_pass(
         return LayerCall(plan, shapes, step, layer=id(layer), title=title, shape=shape)
 
     siblings, inputs = None, layer.model.inputs
-    ordinary = taken or (type(x) in ORDINARY and not x.is_meta)
+    ordinary = encoded or (type(x) in ORDINARY and not x.is_meta)
     if columns and plan.shares and inputs is not None and ordinary and not compiling:
         if inputs.whole is None:
             inputs.whole = LastInput()

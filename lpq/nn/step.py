@@ -73,7 +73,8 @@ class Shapes(NamedTuple):
     compiled: bool = False
     """Whether a compiler traces this step, and decides which tensors are kept for backward."""
     taken: bool = False
-    """Whether a producer has encoded the part of the input that this rank has, by statistics of all ranks."""
+    """Whether the input, or this rank's part of it, is encoded already: the encoder, which may gather it, is given its
+    operands."""
     watched: bool = False
     """Whether a tracer or a mode watches, so that operators encode and multiply."""
     arrived: bool = False

@@ -86,7 +86,7 @@ def test_a_compiled_layer_takes_it(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_part_is_taken_however_it_comes_to_the_layer(rank: int) -> None:
-    """As a DTensor, in a mode, and by layers that share it."""
+    """As a DTensor, and in a mode."""
     mesh = mesh_of()
     torch.manual_seed(1)
     rows, columns = torch.randn(64, 64), torch.randn(64, 64).chunk(2, 1)[rank].contiguous()
@@ -99,15 +99,23 @@ def test_a_part_is_taken_however_it_comes_to_the_layer(rank: int) -> None:
             assert equal(step(module, q.quantize(part)), expected)
         with pytest.raises(ValueError, match=r"layer 0, .*: the row operand of the input is encoded as mxfp8\(dtype="):
             module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(part))
+
+
+@pytest.mark.parametrize("layout", [Shard(0), Replicate()])
+@on_ranks(2)
+def test_layers_share_it(rank: int, layout: Any) -> None:
+    """The gradients of the input are added before they are summed over the ranks, as without an encoding."""
     pair = nn.ModuleDict({name: nn.Linear(64, 128, bias=False) for name in ("left", "right")})
-    plan = {name: tp.ColwiseParallel(input_layouts=Shard(0)) for name in pair}
-    pair = parallelize_module(lpq.convert(pair, "mxfp8"), mesh, plan)
-    found = []
-    for x in (rows, lpq.quantizer("mxfp8").quantize(rows)):
+    plan = {name: tp.ColwiseParallel(input_layouts=layout) for name in pair}
+    pair = parallelize_module(lpq.convert(pair, "mxfp8"), mesh_of(), plan)
+    torch.manual_seed(1)
+    given, found = torch.randn(64, 64), []
+    for x in (given, lpq.quantizer("mxfp8").quantize(given)):
         pair.zero_grad()
         x = x.detach().requires_grad_()
-        sum(module(x) * (1 + i) for i, module in enumerate(pair.values())).sum().backward()
-        found.append([x.grad, *(p.grad.to_local() for p in pair.parameters())])
+        ys = [module(x) for module in pair.values()]
+        torch.cat(ys, 1).sin().sum().backward()
+        found.append([*ys, x.grad, *(p.grad.to_local() for p in pair.parameters())])
     assert equal(*found)
 
 
