@@ -14,6 +14,7 @@ python -m benchmarks.group_choice                           from how many rows o
 python -m benchmarks.states                                 AdamW with states in formats: time, memory
 python -m benchmarks.state_losses                           their losses beside fp32 states and other libraries
 python -m benchmarks.hot_channels                           losses with a few channels in bf16; needs lpq-hot-channels
+python -m benchmarks.oscillation                            losses with oscillating masters set back to their codes
 python -m benchmarks.after_step                             what an optimizer could save that leaves operands behind
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks llama --fused --layers 6 --hidden 4096 --width 14336 --batch 2 --sequence 4096  as wide as an 8B

@@ -134,10 +134,17 @@ def table(found: Sequence[Training]) -> str:
     return "\n".join([*lines, *(f"{row} {held[title]:.2f} |" for row, title in zip(rows, of, strict=True))])
 
 
+def resets(found: Sequence[Training]) -> str:
+    """Tell which part of the weights was found to oscillate."""
+    shares = [share for t in found for share in t.settings.get("reset", ())]
+    return f"A reset found {100 * min(shares):.1f} to {100 * max(shares):.1f} % of the weights to oscillate."
+
+
 OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "table": table,
     "made": made,
     "closed": closed,
+    "resets": resets,
     "beside-nvfp4": partial(beside.markdown, of="nvfp4"),
     "beside": beside_searched,
     "beside-32": partial(beside_searched, policy="searched-32"),
