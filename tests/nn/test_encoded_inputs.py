@@ -60,6 +60,14 @@ def test_compiled(recipe: str) -> None:
     assert equal(step(module, module.recipe.x.quantize(x), compiled), step(module, x))
 
 
+def test_compiled_code_names_the_quantizer_that_it_refuses() -> None:
+    module = layer("fp8-delayed")
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"layer 0, .* with x=fp8\(scaling=delayed\), remembers statistics"
+    ):
+        step(module, module.recipe.x.quantize(given()), compiled)
+
+
 def test_random_bits_of_the_weight_and_the_gradient_stay() -> None:
     """Those of the input were drawn when it was encoded. A stored weight is no matter."""
     for module in (layer("x=mxfp8, w=mxfp8, dy=nvfp4(stochastic=true)"), layer("mxfp8", weights="quantized")):
