@@ -9,6 +9,7 @@ import pytest
 
 import lpq
 from benchmarks import evidence, widened
+from lpq.registry import shipped
 from lpq.train import gaps
 
 FOUND = evidence.read()
@@ -25,8 +26,8 @@ def test_the_pages_show_the_stored_curves() -> None:
         assert f"assets/evidence-{name}.svg" in page
 
 
-def test_every_recipe_was_trained() -> None:
-    assert {*lpq.registry.recipes()} <= {t.title for found in FOUND.values() for t in found}
+def test_every_recipe_and_every_policy_was_trained() -> None:
+    assert {*lpq.registry.recipes(), *shipped.policies()} <= {t.title for found in FOUND.values() for t in found}
 
 
 @pytest.mark.parametrize("name", FOUND)
