@@ -465,11 +465,13 @@ def test_policies_that_come_with_lpq(name: str) -> None:
         lpq.policy(f"{name[:-2]}{name[-1]}{name[-2]}")
 
 
-def test_nvfp4_rl_leaves_attention_as_it_is() -> None:
-    names = [f"layers.{i}.{part}" for i in range(8) for part in ("self_attn.q_proj", "mlp.experts")]
+@pytest.mark.parametrize("attention", ["self_attn.q_proj", "attention.query"])
+def test_nvfp4_rl_leaves_attention_as_it_is(attention: str) -> None:
+    names = [f"layers.{i}.{part}" for i in range(8) for part in (attention, "mlp.experts")]
     placed = lpq.policy("nvfp4-rl").placed(names)
     found = [name for name in names if placed.schedule(name, 100).at(0) == lpq.recipe("nvfp4-row-fwd-decoded-bwd")]
     assert found == ["layers.2.mlp.experts", "layers.3.mlp.experts"]
+    assert placed.unmatched(names) == (), "a policy that ships warns of no pattern"
 
 
 HIGH = {
