@@ -232,7 +232,7 @@ def _reasons(
     sentences = []
     bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
-        sentences.append(f"{', '.join(bf16)}: this GPU multiplies them in bf16, which saves bytes and no time.")
+        sentences.append(f"{', '.join(bf16)}: lpq multiplies them in bf16 on this GPU, which saves bytes and no time.")
     if line is None:
         sentences.append("Stay in bf16 here: no recipe saves time for these layers.")
     elif skipped:
