@@ -28,13 +28,15 @@ from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_resid
 from lpq.nn.stand_ins import Read, StandIn, Trial, aside, changed, numbers
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.source import ACTIVATIONS
+from lpq.registry.showing import listed
 from lpq.torch_private.hooks import has_hooks
 
 FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
 ONE_FUNCTION = "its layers are one function, with encoded operands between them"
 ENCODES = "it encodes its output, once, for the layers that take it"
-SERVES = f"{ENCODES}, and hands it to others in high precision, from the same run"
+IN_RUNS = "it encodes its output in {} runs, one for each format that layers behind it take"
+SERVES = ", and hands it to others in high precision, from {}"
 ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 HOOKED = "hooks are called with its activation"
@@ -215,16 +217,24 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
         if isinstance(module, FusedBlock):
             kind, note = module.lpq_bases[1].__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
         elif isinstance(module, EncodingNorm | FusedExperts):
-            note = ONE_KERNEL if isinstance(module, FusedExperts) else SERVES if _serves_others(module) else ENCODES
+            note = ONE_KERNEL if isinstance(module, FusedExperts) else _runs(module, name)
             note = "; ".join(filter(None, (note, sums.get(id(module)))))
         note += COMPILED * any(layer.passes.traced for layer in _converted(module))
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
 
 
-def _serves_others(norm: EncodingNorm) -> bool:
-    """Whether something takes the output of a norm in high precision."""
-    return norm.serves_others or any(layer.passes.plan is None for layer in norm.consumers)
+def _runs(norm: EncodingNorm, name: str) -> str:
+    """The runs of a norm of this name, and why there are several."""
+    groups, layers = norm.groups, norm.consumers
+    block, _, _ = name.rpartition(".")
+    note = ENCODES
+    if len(groups) > 1:
+        takers = [[layers[i].qualified_name.removeprefix(f"{block}.") for i in group.at] for group in groups]
+        runs = [f"{group.plan.x} for {listed(names)}" for group, names in zip(groups, takers, strict=True)]
+        note = f"{IN_RUNS.format(len(groups))}: {', and '.join(runs)}"
+    others = norm.serves_others or sum(len(group.at) for group in groups) < len(layers)
+    return note + SERVES.format("the same run" if len(groups) == 1 else "the first of them") * others
 
 
 def _converted(module: nn.Module) -> list[StatefulLayer]:

@@ -31,6 +31,7 @@ from lpq.operations.producer import Output, Producer, bind_producer
 from lpq.operations.sides import shared
 from lpq.operations.source import ACTIVATIONS, Activation
 from lpq.operations.states import moves
+from lpq.tensor.with_value import WithValue
 from lpq.torch_private.autograd import runs_whole
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_of, laid_out_by_own
@@ -76,6 +77,8 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     passes: Passes = down.passes  # type: ignore[assignment]
     bound: BoundMLP | None = passes.calls[1].get(key)
     like = _like(prepared[0], calls, summed) if bound is None else bound.like
+    if isinstance(prepared[0].input, WithValue):  # which the last of them may take in high precision
+        calls = [of.call if of.call.input is not None else of.call._replace(values=of.input) for of in prepared]
     prepared.append(down.forward(like, OF_PRODUCT))
     call = prepared[-1].call
     if bound is None or bound.key_objects[-1] is not call.step:

@@ -88,8 +88,9 @@ class Layer(WeightedLayer):
         buffers = by = None
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
-            by = EncodedBy.own(self, input) if plan.memories and not traced else None
-            buffers = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, input, needs_dw)
+            encoded = input.encoded_as(plan.x) if isinstance(input, WithValue) and input.beside else input
+            by = EncodedBy.own(self, encoded) if plan.memories and not traced else None
+            buffers = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, encoded, needs_dw)
             if buffers is None:
                 if isinstance(input, WithValue):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows

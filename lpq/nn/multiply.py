@@ -159,7 +159,7 @@ class Multiplication(torch.autograd.Function):
         elif inputs is None:
             x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
         else:
-            x_row, x_col, x_stats = inputs.encode(x_encoder, x, of_x, static, layer)
+            x_row, x_col, x_stats = inputs.encode(x_encoder, values, of_x, static, layer)
         if call.encoded_by is not None:
             x_stats = call.encoded_by.measured
         if encoded is None:

@@ -1,12 +1,13 @@
 """Norms that hand the next layers encoded operands: the input of q, k and v, or of gate and up, is encoded once, by the
 norm.
 
-The layers to which a norm hands its output are its ``consumers``. Where all of them encode an input alike, the norm
-returns a quantized tensor, encoded as their recipe encodes it. Other code that takes the output gets it in high
-precision, from the same run. Results and gradients equal the results of the norm and the layers apart to the bit,
-with two exceptions: kernels on a GPU add in an order of their own, and in fp32 autograd gets the gradient of the
-input in one piece. Where the layers encode differently, or a hook or an observer looks at their input, the norm
-computes as its class does, and ``why_not`` says why.
+The layers to which a norm hands its output are its ``consumers``. The norm returns a quantized tensor, encoded as
+their recipes encode it. Layers that encode an input alike are a group, which has one encoding: what rows have in common
+is found once, and the output is computed and encoded once for each group. Other code that takes the output gets it in
+high precision, from the same run, and so does a layer that makes of each input an encoding of its own. Results and
+gradients equal the results of the norm and the layers apart to the bit, with two exceptions: kernels on a GPU add in an
+order of their own, and in fp32 autograd gets the gradient of the input in one piece. Where a hook or an observer looks
+at the input of a layer, the norm computes as its class does, and ``why_not`` says why.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy, local_state, shared_state
 from lpq.nn.stand_ins import Read, changed
-from lpq.operations.binding import on_device
-from lpq.operations.encoder import EncoderSpec, bind_encoder
+from lpq.operations.binding import Operand, on_device
+from lpq.operations.encoder import Encoder, EncoderSpec, Stats, bind_encoder
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.norm_choice import norm_kernels_of
 from lpq.operations.norm_kernels import Gradients
 from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.part_encoders import bind_part
-from lpq.operations.produced_tiles import aligned
-from lpq.operations.producer import Output, bind_producer
+from lpq.operations.produced_tiles import Produced, aligned
+from lpq.operations.producer import Output, Producer, bind_producer, why_apart
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
 from lpq.torch_private.dispatch import autocasts
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
     from lpq.nn.parallel_norms import DividedNorm
 
 Encode = Callable[
-    [Tensor, Tensor | None, Sequence[Tensor], Sequence[Layer]], tuple[QuantizedTensor, Tensor, Sequence[Tensor]]
+    [Tensor, Tensor | None, Sequence[Tensor], Sequence[Sequence[Layer]]],
+    tuple[QuantizedTensor, Tensor, Sequence[Tensor]],
 ]
-"""``encode(x, residual, (weight, bias), layers)``: the output of a norm, encoded for these layers, its input, which is
-``x`` or the sum of both, and what a kernel found of the rows."""
+"""``encode(x, residual, (weight, bias), layers)``: the output of a norm, encoded for the layers of each group, its
+input, which is ``x`` or the sum of both, and what a kernel found of the rows."""
 Place = tuple[nn.Module, str]
 """A module, and the name of its child."""
 MOST_CALLS = 8
@@ -57,6 +59,7 @@ WATCHED = "a compiler, a dispatch mode or a transform watches it, or its input i
 AUTOCAST = "autocast is on"
 NO_WEIGHT = "its weight is no ordinary parameter"
 HOOKED = "a forward hook looks at its output, or is called with a module that gets it"
+SEVERAL = "ranks share out layers that take its output, and not all take it in one encoding: each makes its own"
 MOVED = "a layer that took its output was replaced since: call lpq.fuse again"
 
 
@@ -115,7 +118,7 @@ class EncodingNorm(nn.Module):
         (x,), over = args, bound.over
         weight: Tensor | None = self._parameters["weight"]
         bias: Tensor | None = self._parameters.get("bias")
-        layers, whole = [layer for layer in self.consumers if layer.passes.plan is not None], x
+        layers, whole = [[self.consumers[i] for i in group.at] for group in bound.groups], x
         if over is not None:
             from lpq.nn.parallel_norms import laid_out, local_parts
 
@@ -128,6 +131,11 @@ class EncodingNorm(nn.Module):
         """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm
         encodes it. ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass."""
         return self._call(x, gathered).why_not
+
+    @property
+    def groups(self) -> list[ConsumerGroup]:
+        """The layers that take its output encoded, by what they take."""
+        return groups_of([layer.passes.plan for layer in self.consumers], [True] * len(self.consumers))
 
     @property
     def why_unfit(self) -> str | None:
@@ -144,7 +152,7 @@ class EncodingNorm(nn.Module):
             return _Call(HOOKED)
         if self.lpq_reads and (name := changed(self.lpq_reads)) is not None:
             return _Call(f"its {name} was set since: call lpq.fuse again")
-        trains, plans, own, shared, over = False, [], self._parameters.get("weight"), False, list[object]()
+        trained, plans, own, shared, over = list[bool](), [], self._parameters.get("weight"), False, list[object]()
         if not can_bypass_dispatcher(x if type(x) in ORDINARY else local_part(x)):
             return _Call(AUTOCAST, of_input=True) if autocasts() else _Call(WATCHED)
         for (module, name), layer in zip(self.places, self.consumers, strict=False):
@@ -163,13 +171,14 @@ class EncodingNorm(nn.Module):
                 return _Call(f"{layer.title} has a forward hook, which looks at its input")
             if layer.passes.observers:
                 return _Call(f"{layer.title} has an observer, which is told of its input")
-            trains = trains or weight is None or weight.requires_grad
+            trained.append(weight is None or weight.requires_grad)
             plans.append(layer.passes.plan)
         if own is None or (type(own) not in ORDINARY and self not in gathered and not shared):
             return _Call(NO_WEIGHT)
-        col = trains and torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            trained = [False] * len(trained)
         key = (
-            x.shape, x.dtype, x.device, own.dtype, vars(self).get("eps"), col, adds, kernels_allowed(),
+            x.shape, x.dtype, x.device, own.dtype, vars(self).get("eps"), *trained, adds, kernels_allowed(),
             registry.epoch(), *map(id, plans),
         )  # fmt: skip
         if shared:
@@ -178,28 +187,40 @@ class EncodingNorm(nn.Module):
         if call is None:
             if len(calls) >= MOST_CALLS:
                 calls.clear()
-            call = calls[key] = self._bound(x, plans, col, adds, shared)
+            call = calls[key] = self._bound(x, plans, trained, adds, shared)
         return call
 
-    def _bound(self, x: Tensor, plans: Sequence[Plan | None], col: bool, adds: bool, shared: bool) -> _Call:
-        """Bind the passes of one kind; ``shared``: ranks share out layers."""
-        encoding = [(layer, plan) for layer, plan in zip(self.consumers, plans, strict=True) if plan is not None]
-        unfit = self._why_unfit(x)
-        why_not = unfit or _why_not_alike(encoding)
+    def _bound(
+        self, x: Tensor, plans: Sequence[Plan | None], trained: Sequence[bool], adds: bool, shared: bool
+    ) -> _Call:
+        """Bind the passes of one kind. ``trained``: for each layer whether backward needs the gradient of its weight;
+        ``shared``: ranks share out layers."""
+        groups, unfit = groups_of(plans, trained), self._why_unfit(x)
+        why_not = unfit or (None if groups else self._why_no_group(plans))
         if why_not is not None:
             return _Call(why_not, tuple(plans), of_input=unfit is not None)
-        first, biased = encoding[0][1], self._parameters.get("bias") is not None
-        others = self.serves_others or len(encoding) < len(plans)
+        biased, taken = self._parameters.get("bias") is not None, [i for group in groups for i in group.at]
+        others = self.serves_others or len(taken) < len(plans)
         if not shared:
-            return _Call(None, tuple(plans), bind_norm(self.norm, first, x, col, biased, others, adds))
+            return _Call(None, tuple(plans), bind_norm(self.norm, groups, x, biased, others, adds))
         from lpq.nn.parallel_norms import over_ranks  # which imports torch.distributed
 
-        over = over_ranks(x, self, [layer for layer, _ in encoding], first, col)
+        if len(groups) > 1 or any(plan is not None and i not in taken for i, plan in enumerate(plans)):
+            return _Call(SEVERAL, tuple(plans))
+        (group,) = groups
+        over = over_ranks(x, self, [self.consumers[i] for i in taken], group.plan, group.col)
         if not isinstance(over, str) and over.cut is not None and others:
             over = "ranks have parts of its output, and something other than layers of lpq takes it, too"
         if isinstance(over, str):
             return _Call(over, tuple(plans))
-        return _Call(None, tuple(plans), bind_norm(self.norm, first, local_part(x), col, biased, others, adds, over))
+        return _Call(None, tuple(plans), bind_norm(self.norm, groups, local_part(x), biased, others, adds, over))
+
+    def _why_no_group(self, plans: Sequence[Plan | None]) -> str:
+        """Why no layer with these plans takes an encoded input."""
+        for layer, plan in zip(self.consumers, plans, strict=True):
+            if plan is not None:
+                return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
+        return "the layers that take its output have no recipe"
 
     def _why_unfit(self, x: Tensor) -> str | None:
         """Why no output for such an input is encoded, whatever the layers are."""
@@ -242,10 +263,35 @@ class _Call(NamedTuple):
     """Whether ``why_not`` is about the input or what is around the pass."""
 
 
+class ConsumerGroup(NamedTuple):
+    """The layers behind a norm that take its output in one encoding."""
+
+    plan: Plan
+    """The plan of the first of them."""
+    at: tuple[int, ...]
+    """Their places among the consumers of the norm."""
+    col: bool
+    """Whether backward needs the column operand."""
+
+
+def groups_of(plans: Sequence[Plan | None], trained: Sequence[bool]) -> list[ConsumerGroup]:
+    """The groups of layers with these plans. The others take the output in high precision: they have no recipe, or make
+    of each input an encoding of their own. ``trained``: for each layer whether backward needs the gradient of its
+    weight."""
+    places: dict[str, list[int]] = {}
+    by_text: dict[str, Plan] = {}
+    for i, plan in enumerate(plans):
+        if plan is not None and (plan.shares or ("x" in plan.moving and not plan.draws_for_x)):
+            by_text.setdefault(plan.x.text, plan)
+            places.setdefault(plan.x.text, []).append(i)
+    return [ConsumerGroup(by_text[text], tuple(at), any(trained[i] for i in at)) for text, at in places.items()]
+
+
 class BoundNorm(NamedTuple):
     """A norm of inputs of one shape, with its kernels."""
 
     norm: NormKind
+    groups: Sequence[ConsumerGroup]
     encode: Encode
     gradients: Gradients | None
     """None: ``NormKind.gradients`` computes them."""
@@ -261,8 +307,8 @@ class EncodedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bound: BoundNorm, layers: Sequence[Layer],
-        residual: Tensor | None, with_sum: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, bound: BoundNorm,
+        layers: Sequence[Sequence[Layer]], residual: Tensor | None, with_sum: bool,
     ) -> Any:  # fmt: skip
         columns = (weight,) if bias is None else (weight, bias)
         y, normed, rows = bound.encode(x, residual, columns, layers)
@@ -299,25 +345,47 @@ def _adds(x: Tensor, other: Tensor) -> bool:
     return alike and can_bypass_dispatcher(other)
 
 
+class _Encoding(NamedTuple):
+    """How a norm encodes its output for one group."""
+
+    row: Operand
+    col: Operand | None
+    run: Callable[[Sequence[Tensor], Sequence[Stats], Sequence[Tensor | None]], list[Produced]]
+    """As ``Producer.produce``."""
+    apart: bool
+    """Whether an encoder runs, which is given the output of the norm in place of the inputs of the source."""
+
+
 def bind_norm(
-    norm: NormKind, plan: Plan, like: Tensor, col: bool, biased: bool, others: bool = False, adds: bool = False,
-    over: DividedNorm | None = None,
+    norm: NormKind, groups: Sequence[ConsumerGroup], like: Tensor, biased: bool, others: bool = False,
+    adds: bool = False, over: DividedNorm | None = None,
 ) -> BoundNorm:  # fmt: skip
-    """Bind a norm of inputs like this one, encoded as inputs of layers with this plan; ``col``: with the column
-    operand; ``others``: with the output itself, for others; ``adds``: of sums with a residual. Where no kernel computes
-    and encodes it, an encoder follows the operations of the module."""
-    shape, dtype, device, quantizer = like.shape, like.dtype, like.device, plan.x
-    cols, remembers = shape[-1], "x" in plan.remembered
+    """Bind a norm of inputs like this one, encoded as inputs of the layers of these groups; ``others``: with the output
+    itself, for others; ``adds``: of sums with a residual; ``over``: with one group.
+
+    A kernel computes and encodes the output for one group after the other. An encoder follows the first of these runs
+    for a format that no such kernel encodes, and where there is no kernel at all, the operations of the module."""
+    shape, dtype, device = like.shape, like.dtype, like.device
+    cols = shape[-1]
     matrix = like.numel() // cols if cols else 0, cols
-    spec = EncoderSpec(quantizer, matrix, dtype, device, True, col, remembers)
-    cut, group = (None, "") if over is None else (over.cut, over.group)
-    producer = bind_producer(norm_source(norm, biased), [Output(spec, others, cut)], group)
-    row, side = producer.operands[0]
-    assert row is not None
-    find = add = encoder = gradients = None
-    if producer.why_not[0] is not None:
-        encoder = bind_part(bind_encoder, spec, cut, group).alone(group).encoder
-    else:
+    cut, ranks = (None, "") if over is None else (over.cut, over.group)
+    source = norm_source(norm, biased)
+    apart: list[tuple[ConsumerGroup, _Encoding]] = []
+    produced: list[tuple[ConsumerGroup, Output]] = []
+    for group in groups:
+        spec = EncoderSpec(group.plan.x, matrix, dtype, device, True, group.col, "x" in group.plan.remembered)
+        output = Output(spec, cut=cut)
+        if why_apart(source, output) is None:
+            produced.append((group, output))
+        else:
+            apart.append((group, _encoded_apart(bind_part(bind_encoder, spec, cut, ranks).alone(ranks).encoder)))
+    encodings: list[tuple[ConsumerGroup, _Encoding]] = []
+    for group, output in produced:
+        gives = not encodings and (others or bool(apart))
+        encodings.append((group, _produced(bind_producer(source, [output._replace(value=gives)], ranks))))
+    encodings += apart
+    find = add = gradients = None
+    if produced:
         kernels = norm_kernels_of(norm, matrix, dtype, device)
         assert not isinstance(kernels, str)
         gradients = kernels.bind_gradients(norm, matrix, dtype, device)
@@ -325,41 +393,62 @@ def bind_norm(
             add = kernels.bind_sum_rows(norm, matrix, dtype, device)
         else:
             find = kernels.bind_rows(norm, matrix, dtype, device)
-    named = None if over is None else (group, cut)
+    named = None if over is None else (ranks, cut)
 
     def encode(
-        x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Layer]
+        x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Sequence[Layer]]
     ) -> tuple[QuantizedTensor, Tensor, Sequence[Tensor]]:
-        state = shared = shared_state(layers) if remembers else None
-        if over is not None and state is not None:
-            state = local_state(state)
         rows: Sequence[Tensor] = ()
-        value: Tensor | None
-        if encoder is not None:
+        value: Tensor | None = None
+        if add is not None:
+            assert residual is not None
+            x, rows = add(*aligned(x, residual))
+        elif find is not None:
+            (x,) = aligned(x)
+            rows = find(x)
+        else:
             x = x if residual is None else x + residual
             value = norm.compute(x, *columns)
-            of_row, of_col, measured = encoder.encode(as_matrix(value), state or (), None)
-        else:
-            if add is not None:
-                assert residual is not None
-                x, rows = add(*aligned(x, residual))
+        made: list[Any] = []
+        for (group, encoding), own in zip(encodings, layers, strict=True):
+            state = shared = shared_state(own) if "x" in group.plan.remembered else None
+            if over is not None and state is not None:
+                state = local_state(state)
+            if encoding.apart:
+                assert value is not None
+                ((of_row, of_col, measured, _),) = encoding.run((value,), (state or (),), (None,))
             else:
-                assert find is not None
-                (x,) = aligned(x)
-                rows = find(x)
-            ((of_row, of_col, measured, value),) = producer.produce((x, *rows, *columns), (state or (),), (None,))
-        of_side = None if side is None else side.over(of_col)
-        encoded: Any = WithValue(row.over(of_row), of_side, quantizer, shape, dtype)
+                ((of_row, of_col, measured, given),) = encoding.run((x, *rows, *columns), (state or (),), (None,))
+                value = given if value is None else value
+            of_side = None if encoding.col is None else encoding.col.over(of_col)
+            encoded: Any = WithValue(encoding.row.over(of_row), of_side, group.plan.x, shape, dtype)
+            encoded.operand_cache = group.plan.x, of_row, of_col
+            if state is not None or named is not None:
+                encoded.encoded_by = EncodedBy(own, shared or {}, measured, group.col, named)
+            made.append(encoded)
+        first, *beside = made
         if others and value is not None:
-            encoded.source = value.view(shape)
+            first.source = value.view(shape)
         else:
-            encoded.source = partial(_value_of, norm, x, columns, None if x.is_inference() else version_of(x))
-        encoded.operand_cache = quantizer, of_row, of_col
-        if state is not None or named is not None:
-            encoded.encoded_by = EncodedBy(layers, shared or {}, measured, col, named)
-        return encoded, x, rows
+            first.source = partial(_value_of, norm, x, columns, None if x.is_inference() else version_of(x))
+        first.beside = beside
+        return first, x, rows
 
-    return BoundNorm(norm, encode, gradients, over)
+    return BoundNorm(norm, [group for group, _ in encodings], encode, gradients, over)
+
+
+def _produced(producer: Producer) -> _Encoding:
+    ((row, col),) = producer.operands
+    assert row is not None
+    return _Encoding(row, col, producer.produce, False)
+
+
+def _encoded_apart(encoder: Encoder) -> _Encoding:
+    def run(values: Sequence[Tensor], known: Sequence[Stats], seeds: Sequence[Tensor | None]) -> list[Produced]:
+        return [Produced(*encoder.encode(as_matrix(values[0]), known[0], seeds[0]), None)]
+
+    assert encoder.row is not None
+    return _Encoding(encoder.row, encoder.col, run, True)
 
 
 def _value_of(norm: NormKind, x: Tensor, columns: Sequence[Tensor], version: int | None) -> Tensor:
@@ -372,16 +461,3 @@ def _value_of(norm: NormKind, x: Tensor, columns: Sequence[Tensor], version: int
         )
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), on_device(x.device):
         return norm.compute(x.detach(), *columns)
-
-
-def _why_not_alike(layers: Sequence[tuple[Layer, Plan]]) -> str | None:
-    """Why there is no encoding that all these layers, of which there may be none, take."""
-    if not layers:
-        return "the layers that take its output have no recipe"
-    title, first = layers[0][0].title, layers[0][1]
-    for layer, plan in layers:
-        if not plan.shares and ("x" not in plan.moving or plan.draws_for_x):
-            return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
-        if plan.x != first.x:
-            return f"{layer.title} encodes inputs as {plan.x}, and {title} as {first.x}: each in a run of its own"
-    return None

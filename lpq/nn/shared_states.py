@@ -113,11 +113,11 @@ def _has(layer: StatefulLayer, state: State) -> bool:
 
 
 def why_states_differ(layers: Sequence[StatefulLayer]) -> str | None:
-    """Why layers of one recipe for inputs cannot share the states that they have of these; None if they can. A GPU is
-    waited for."""
-    for layer in layers[1:]:
-        first = layers[0]
-        if _alike(first, layer) and (name := _differing(first, layer)) is not None:
+    """Why layers with the same recipe for inputs, among these, cannot share the states that they have of these; None if
+    they can. A GPU is waited for."""
+    for i, layer in enumerate(layers):
+        first = next((other for other in layers[:i] if _alike(other, layer)), layer)
+        if first is not layer and (name := _differing(first, layer)) is not None:
             return f"{name} of {first.title} and {layer.title} differ, as if they had not got the same inputs"
     return None
 

@@ -75,6 +75,14 @@ class Output(NamedTuple):
     """How ranks divide the whole matrix, of which this output is one part; None: it is the whole."""
 
 
+def why_apart(source: Source, output: Output) -> str | None:
+    """Why the one output of a source is written and encoded in another run; None: one run computes and encodes it."""
+    assert output.spec is not None
+    kernels = kernels_of(source, output.spec.shape, output.spec.dtype, output.spec.device)
+    tiles = kernels if isinstance(kernels, str) else _described(output, kernels)
+    return tiles if isinstance(tiles, str) else None
+
+
 class Producer(NamedTuple):
     """Computes and encodes matrices of one shape."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.tensor.quantized_tensor import QuantizedTensor
 from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.pytree import tree_map
@@ -26,6 +26,12 @@ class WithValue(QuantizedTensor):
     ``DTensor`` takes one of its part."""
 
     source: Value
+    beside: Sequence[QuantizedTensor] = ()
+    """The same tensor in other encodings, for layers that take it so."""
+
+    def encoded_as(self, quantizer: Quantizer) -> QuantizedTensor:
+        """The tensor as this quantizer has encoded it; as it is, if none is."""
+        return next((other for other in self.beside if other.quantizer == quantizer), self)
 
     @property
     def value(self) -> Tensor:
@@ -55,6 +61,7 @@ class WithValue(QuantizedTensor):
             row, col = t.stored
             same = _with_source(t.source, row, col, t)
             same.operand_cache, same.encoded_by, same.writes = t.operand_cache, t.encoded_by, t.writes
+            same.beside = t.beside
             return same
         if schema_of(func).is_mutable and isinstance(args[0], WithValue):
             raise TypeError(

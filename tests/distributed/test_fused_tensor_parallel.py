@@ -87,6 +87,7 @@ def test_a_block_is_its_layers(rank: int, recipe: str) -> None:
         assert equal(fused, apart), (recipe, sequence)
 
 
+TWO = {"rules": [{"match": "mlp.up_proj", "recipe": "fp8-current"}, {"match": "*", "recipe": "mxfp8"}]}
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
@@ -168,6 +169,7 @@ def test_what_is_not_fused_says_why(rank: int) -> None:
         ("norm", "x=nvfp4(), w=mxfp8, dy=identity", styles(own, gathers), None),
         ("norm", "x=identity, w=mxfp8, dy=mxfp8", styles(own, gathers), "makes of each input an encoding of its own"),
         ("norm", "mxfp8", {"mlp.gate_proj": gathers, "mlp.up_proj": tp.ColwiseParallel()}, "in different layouts"),
+        ("norm", TWO, styles(own, gathers), "not all take it in one encoding: each makes its own"),
         ("mlp", "mxfp8", {"mlp.gate_proj": tp.ColwiseParallel()}, "ranks share out some of its weights"),
         ("mlp", "mxfp8", styles(None, tp.ColwiseParallel(output_layouts=Replicate()), None), "otherwise than"),
     ):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.nn.norms import bind_norm
+from lpq.nn.norms import bind_norm, groups_of
 from lpq.operations import norm_kernels, norm_programs
 from lpq.operations.norm_choice import NormKernels, norm_kernels_of
 from lpq.operations.norms import NormKind, norm_source
@@ -117,6 +117,37 @@ def test_beside_the_norm_and_the_layers_apart(kind: type[nn.Module], recipe: str
 
 
 @FAMILIES
+@pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize(
+    "recipes",
+    [("fp8-current", "mxfp8", "bf16"), ("fp8-delayed", "nvfp4", "fp8-delayed"), ("fp8-row", "fp8-block", "skip")],
+)
+def test_layers_of_several_formats_have_a_run_each(kind: type[nn.Module], recipes: tuple[str, ...]) -> None:
+    """All encode what the first run computes."""
+    torch.manual_seed(1)
+    plain: Any = nn.Sequential(Behind(kind, IN, OUT).to("cuda", torch.bfloat16))
+    rules = [{"match": f"*.{name}", "recipe": recipe} for name, recipe in zip("qkv", recipes, strict=True)]
+    lpq.convert(plain, {"rules": rules})
+    fused = lpq.fuse(copy.deepcopy(plain))
+    assert len(lpq.report(fused).fused) == 1
+    for number in range(2):
+        x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16) * (number + 1)
+        for a, b in zip(step(fused, x), step(plain, x), strict=True):
+            assert a.dtype == b.dtype
+            assert float((a.float() - b.float()).norm() / b.float().norm()) < 4e-3
+    fused[0].norm.serves_others = True
+    vars(fused[0].norm)["_calls"].clear()
+    y = fused[0].norm(x)
+    assert type(y) is WithValue
+    assert len(y.beside) == len({*recipes} - {"bf16", "skip"}) - 1
+    for encoded in (y, *y.beside):
+        if "delayed" in encoded.quantizer.text:
+            continue  # by a history
+        for found, wanted in zip(encoded.buffers, encoded.quantizer.quantize(y.value).buffers, strict=True):
+            assert torch.equal(as_bytes(found), as_bytes(wanted))
+
+
+@FAMILIES
 @pytest.mark.parametrize("norm", [*RMS, LAYER], ids=["rms", "rounds", "offset", "layer"])
 @pytest.mark.parametrize("text", ["fp8-current", "mxfp8"])
 def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: NormKind, text: str) -> None:
@@ -124,8 +155,8 @@ def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: No
     x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
     weight = torch.rand(IN, device="cuda").to(torch.bfloat16)
     plan = lpq.convert(nn.Sequential(nn.Linear(8, 8)), text)[0].passes.plan
-    bound = bind_norm(norm, plan, x, True, False)
-    made, _, rows = bound.encode(x, None, (weight,), ())
+    bound = bind_norm(norm, groups_of([plan], [True]), x, False)
+    made, _, rows = bound.encode(x, None, (weight,), [()])
     assert (bound.gradients is None) == norm.centers
     matrix = x.view(-1, IN)
     expected = plan.x.quantize(norm_source(norm).compute(matrix, *rows, weight)[0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.kernels.triton import norms
-from lpq.nn.norms import bind_norm
+from lpq.nn.norms import bind_norm, groups_of
 from lpq.operations import norm_programs, produced_programs
 from lpq.operations.norm_programs import bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
@@ -203,8 +203,8 @@ def test_a_norm_of_a_sum_by_its_kernels(
     x, residual = torch.randn(2, 3, 12, 64).bfloat16()
     columns = torch.rand(2, 64).bfloat16()[: 1 + biased]
     plan = lpq.convert(nn.Sequential(nn.Linear(8, 8)), text)[0].passes.plan
-    bound = bind_norm(norm, plan, x, True, biased, others=True, adds=True)
-    made, total, rows = bound.encode(x, residual, (*columns,), ())
+    bound = bind_norm(norm, groups_of([plan], [True]), x, biased, others=True, adds=True)
+    made, total, rows = bound.encode(x, residual, (*columns,), [()])
     assert torch.equal(total, x + residual)
     matrix = total.view(36, 64)
     for a, b in zip(rows, bind_rows(norm, (36, 64), torch.bfloat16, CPU)(matrix), strict=True):
@@ -214,3 +214,31 @@ def test_a_norm_of_a_sum_by_its_kernels(
     expect_bytes(made.buffers, whole.buffers, text)
     assert torch.equal(made.value, expected.view(x.shape))  # type: ignore[attr-defined]
     assert (bound.gradients is None) == norm.centers
+
+
+MADE_OF_ROW = "x=hybrid(row=mxfp8, col=fp8, col_source=row), w=mxfp8, dy=fp8"
+
+
+@pytest.mark.parametrize(
+    "texts", [("mxfp8", "nvfp4"), (MADE_OF_ROW, "mxfp8", "fp8-current")], ids=["both", "one apart"]
+)
+@pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
+def test_rows_are_found_once_for_all_groups(
+    norm: NormKind, texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder is given what the first run computes, where the kernel of elements does not encode its format."""
+    monkeypatch.setattr(produced_programs, "not_here", lambda *what: None)
+    found, rows_of = [], norm_programs._rows
+    monkeypatch.setattr(norm_programs, "_rows", lambda *args: found.append(1) or rows_of(*args))
+    torch.manual_seed(2)
+    x, weight = torch.randn(12, 64).bfloat16(), torch.rand(64).bfloat16()
+    plans = [lpq.convert(nn.Sequential(nn.Linear(8, 8)), text)[0].passes.plan for text in texts]
+    bound = bind_norm(norm, groups_of(plans, [True] * len(plans)), x, False)
+    made, _, rows = bound.encode(x, None, (weight,), [()] * len(plans))
+    assert len(found) == 1
+    encodings: list[Any] = [made, *made.beside]  # type: ignore[attr-defined]
+    assert {encoded.quantizer.text for encoded in encodings} == {plan.x.text for plan in plans}
+    (expected,) = norm_source(norm).compute(x, *rows, weight)
+    for encoded in encodings:
+        text = encoded.quantizer.text
+        expect_bytes(encoded.buffers, encoded.quantizer.quantize(expected).buffers, text)

@@ -188,7 +188,7 @@ def test_what_looks_at_the_tensor_gets_an_ordinary_one() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast" in why()
     fused.k.recipe = "nvfp4"
-    assert "layer k, lpq.nn.Linear(64, 96) encodes inputs as nvfp4(rht=true), and layer q" in why()
+    assert norm.why_not(x) is None  # in a run of its own
     fused.k.recipe = None
     assert norm.why_not(x) is None  # it gets the output in high precision
     fused.q.recipe = fused.v.recipe = None
