@@ -106,6 +106,16 @@ def predicted(gpu: Gpu, size: LayerSize, recipe: Recipe | None, host: float | No
     return _joined(on_gpu, gpu.base + gpu.launch * launches if host is None else host)
 
 
+def by_bytes(recipe: Recipe) -> bool:
+    """Whether encoding takes as long as the bytes that it moves. A rotation that is drawn in each pass takes longer,
+    and so do codes that are made of the other operand's; no stored result has them."""
+    tensors = (recipe.x, recipe.w, recipe.dy)
+    sides = [tensor.side(direction) for tensor in tensors for direction in ("row", "col")]
+    drawn = any(side.rotation is not None and side.rotation.drawn for side in sides)
+    of_codes = any(tensor.col_source == "row" and not tensor.side("col").plain for tensor in tensors)
+    return not drawn and not of_codes
+
+
 def _joined(on_gpu: float, on_host: float) -> float:
     return float((on_gpu**TOGETHER + on_host**TOGETHER) ** (1 / TOGETHER))
 

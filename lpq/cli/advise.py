@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -14,12 +14,13 @@ from torch import nn
 
 import lpq
 from lpq import observe
-from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, key_of, predicted
+from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, by_bytes, bytes_of_element, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
+from lpq.recipes import Recipe
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.recipes.rules import LEAVE
 from lpq.registry.errors import OptionError, suggestion
@@ -220,6 +221,14 @@ def provenance(card: Gpu) -> str:
     return f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."
 
 
+def by_bytes_alone(recipes: Mapping[str, Iterable[Recipe]]) -> list[str]:
+    """Sentences on recipes and policies that gain less than is predicted from the bytes that they move."""
+    slower = [name for name, each in recipes.items() if not all(map(by_bytes, each))]
+    if not slower:
+        return []
+    return [f"{', '.join(slower)}: encoding takes longer than its bytes, so the gain is less than predicted."]
+
+
 def _reasons(
     card: Gpu,
     recipes: Sequence[str],
@@ -229,7 +238,7 @@ def _reasons(
     line: str | None,
 ) -> list[str]:
     """Sentences on what gains nothing, what to leave out, and what is not in the table."""
-    sentences = []
+    sentences = by_bytes_alone({text: [lpq.recipe(text)] for text in recipes})
     bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
         sentences.append(f"{', '.join(bf16)}: lpq multiplies them in bf16 on this GPU, which saves bytes and no time.")

@@ -147,23 +147,26 @@ def predicted_gains(
     from lpq.bench.gpus import predicted  # with torch, which a list without an order does without
     from lpq.bench.layers import LayerSize
     from lpq.bench.native import to_begin_with
-    from lpq.cli.advise import gpu_named, provenance
+    from lpq.cli.advise import by_bytes_alone, gpu_named, provenance
 
     card, _ = gpu_named(gpu, "--for")
     size = LayerSize(TOKENS, WIDTH, WIDTH)
     plain = predicted(card, size, None)
-    gains = {name: plain / predicted(card, size, lpq.recipe(name)) for name in names}
+    recipes = {name: {lpq.recipe(name)} for name in names}
+    gains = {name: plain / predicted(card, size, recipe) for name, (recipe,) in recipes.items()}
     layers = [f"blocks.{number}.{part}" for number in range(BLOCKS) for part in PARTS]
     for name in policies:
         placed = lpq.policy(name).placed(layers)
         schedules = [placed.schedule(layer, STEPS) for layer in layers]
         held = Counter(schedule.at(step) for schedule in schedules for step in range(STEPS))
         gains[name] = held.total() * plain / sum(n * predicted(card, size, recipe) for recipe, n in held.items())
+        recipes[name] = {recipe for recipe in held if recipe is not None}
     words = (
         f"gain: how many times as fast as bf16 a layer of {WIDTH} inputs and outputs is predicted to be for {TOKENS} "
-        f"tokens. {provenance(card)} Compare the loss by `lpq compare` before you choose codes of 4 bits."
+        f"tokens. {provenance(card)}"
     )
-    return gains, to_begin_with(card.sm), words
+    last = "Compare the loss by `lpq compare` before you choose codes of 4 bits."
+    return gains, to_begin_with(card.sm), " ".join([words, *by_bytes_alone(recipes), last])
 
 
 def described(plugin: PluginInfo) -> dict[str, Any]:
