@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from lpq.torch_private.hooks import global_hooks, has_hooks, hooks_of, laid_out_
 
 OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
+GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+"""The activation of each ``approximate`` of ``F.gelu``."""
 NO_RECIPE = "has no recipe: give it one"
 
 
@@ -54,6 +56,23 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
         down: The layer that takes the product.
     """
     return mlp(x, (gate, up), down, ACTIVATIONS["silu"])
+
+
+def geglu(
+    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, approximate: Literal["none", "tanh"] = "none"
+) -> Tensor:
+    """Return ``down(gelu(gate(x)) * up(x))``; see ``swiglu``.
+
+    Args:
+        x: The input, with the features of ``gate`` and ``up`` along its last dimension.
+        gate: The layer whose output goes through the GELU.
+        up: The layer whose output is multiplied by that.
+        down: The layer that takes the product.
+        approximate: As of ``F.gelu``: the GELU by erf, or its approximation by tanh.
+    """
+    if approximate not in GELUS:
+        raise ValueError(f"geglu: approximate={approximate!r}: it is one of {', '.join(map(repr, GELUS))}")
+    return mlp(x, (gate, up), down, ACTIVATIONS[GELUS[approximate]])
 
 
 def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:

@@ -43,6 +43,8 @@ class Passes:
         self.calls: tuple[object, dict[object, Any]] = (None, {})
         """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,
         steps, or ways over a mesh."""
+        self.norms: dict[object, Any] = {}
+        """The norms that functions encode by for this layer and others (``lpq/nn/norm_functions.py``)."""
         self.checked = False
         """Whether the static values passed their check."""
         self.static_input = StaticValues()
