@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +18,16 @@ from fuzzed import (
     sides,
     unaligned_offset,
 )
+from support.third_party import row_operand, row_side
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
 from lpq import operations
 from lpq.core import Quantizer, encode_operands
 from lpq.kernels import choose
-from lpq.kernels.fresh import fresh
 from lpq.operations import fused_pair
 from lpq.operations.binding import unbound
-from lpq.operations.fused_pair import Job, Made, Make, TileSide
+from lpq.operations.fused_pair import TileSide
 from lpq.operations.references import quantize_reference
 from lpq.testing.comparing import Poisoned, check_order
 
@@ -178,51 +177,16 @@ def test_tiles_in_turn_of_a_row_operand_that_does_not_wait(first: str, second: s
 
 # ---------------------------------------------------------------------------------------------- a third party's format
 
-THEIRS = """
-#include "bytes.cuh"
-#include "side.cuh"
-
-namespace theirs {
-struct Parameters { u8* data; alignas(8) float factor; };
-
-struct Row : Side {
-    typedef theirs::Parameters Parameters;
-    struct Shared {};
-    const Parameters p;
-    __device__ Row(const Parameters& p, Shared&, const Tile&) : p(p) {}
-    __device__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
-        for (int i = 0; i < ROWS; ++i) {
-            u32 low, high;
-            scale_row<E5M2>(w[i], p.factor, low, high);
-            store_row(t, p.data, i, low, high);
-        }
-    }
-};
-}
-"""
-
 
 def test_a_format_of_a_third_party_is_made_beside_one_of_ours(tmp_path: Path) -> None:
-    """Its struct is all that it needs: here E5M2 with one constant factor."""
-    header = tmp_path / "theirs.cuh"
-    header.write_text(THEIRS)
-
-    def bind(job: Job) -> Make:
-        empty, memory = job.empty, fresh(job.shape, torch.float8_e5m2)
-
-        def make(*given: Any) -> Made:
-            data = empty(*memory)
-            return Made((data,), (), (data.data_ptr(), 0.25))
-
-        return make
-
+    """Its struct is all that it needs."""
     device = torch.device("cuda", 0)
     nvfp4 = lpq.quantizer("nvfp4")
     ours = fused_pair.side_of(nvfp4, "col", device)
     assert isinstance(ours, TileSide)
-    pair = fused_pair.Pair(TileSide(header, "theirs::Row", "Pf", bind), ours)
+    pair = fused_pair.Pair(row_side(tmp_path), ours)
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
     with Poisoned():  # type: ignore[no-untyped-call]
         got = unbound(pair.bind)(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)
     expected = quantize_reference(x, [], None, nvfp4, None, 0, False)
-    assert_same(got, [(x.float() * 0.25).to(torch.float8_e5m2), *expected], "theirs beside nvfp4")
+    assert_same(got, [row_operand(x), *expected], "theirs beside nvfp4")

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from interpreted_sources import CPU, SERVED, _as_on_a_gpu, _patched_once_a_kernel, check, numbers, sources, triton
+from interpreted_sources import (
+    CPU,
+    SERVED,
+    TopsQuantizer,
+    _as_on_a_gpu,
+    _patched_once_a_kernel,
+    check,
+    numbers,
+    sources,
+    triton,
+)
 from support.comparing import expect_bytes
 from torch import Tensor, nn
 
@@ -63,6 +73,12 @@ def test_elements_in_fp32(norm: NormKind, biased: bool) -> None:
 def test_formats(text: str) -> None:
     """Both operands, of several tiles, which are ragged."""
     check(norm_source(RMS[0]), [text], (35, 150), torch.bfloat16, measure=True)
+
+
+@pytest.mark.parametrize(("norm", "biased"), EVERY)
+def test_a_format_of_a_third_party(norm: NormKind, biased: bool) -> None:
+    check(norm_source(norm, biased), [TopsQuantizer()], (37, 72), torch.bfloat16)
+    check(norm_source(norm, biased), [TopsQuantizer()], (9, 150), torch.bfloat16)
 
 
 def test_a_norm_that_forgets_to_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
