@@ -150,11 +150,10 @@ def test_layers_of_several_formats_have_a_run_each(kind: type[nn.Module], recipe
     lpq.convert(plain, {"rules": rules})
     fused = lpq.fuse(copy.deepcopy(plain))
     assert len(lpq.report(fused).fused) == 1
-    for number in range(2):
-        x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16) * (number + 1)
-        for a, b in zip(step(fused, x), step(plain, x), strict=True):
-            assert a.dtype == b.dtype
-            assert float((a.float() - b.float()).norm() / b.float().norm()) < 4e-3
+    x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    for a, b in zip(step(fused, x), step(plain, x), strict=True):
+        assert a.dtype == b.dtype
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 4e-3
     fused[0].norm.serves_others = True
     vars(fused[0].norm)["_calls"].clear()
     y = fused[0].norm(x)
