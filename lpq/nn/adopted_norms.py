@@ -20,7 +20,8 @@ from lpq.operations.norms import NormKind
 from lpq.operations.operators import ORDINARY
 from lpq.torch_private.tensors import local_part
 
-TRIED = (torch.float32, torch.bfloat16)
+TRIED = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
+"""The dtypes of inputs and parameters, and whether autocast is on: a norm in fp32 is to compute the same with it."""
 ROWS = 3
 
 
@@ -101,10 +102,12 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
             like = trial.copy(module, lambda *_: None)
             own = like._parameters
             generator = torch.Generator("cpu").manual_seed(0)
-            for dtype in TRIED:
+            for dtype, casts in TRIED:
                 x, dy = (torch.randn(ROWS, cols, generator=generator, device="cpu").to(dtype) for _ in range(2))
                 values = {n: torch.rand(cols, generator=generator, device="cpu").sub(0.5).to(dtype) for n in names}
-                if not all(map(torch.equal, *(_computed(f, x, dy, values) for f in (run, norm.compute)))):
+                with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                    computed = _computed(run, x, dy, values)
+                if not all(map(torch.equal, computed, _computed(norm.compute, x, dy, values))):
                     return None
     except Exception:  # other code's, which may raise anything on such an input
         return None

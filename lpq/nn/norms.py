@@ -98,6 +98,9 @@ class EncodingNorm(nn.Module):
                 output and by the sum are added in the kernel of the norm.
             **others: Further arguments of the other class.
         """
+        if autocasts() and self.consumers and len(args) == 1 and not others and self._is_high(*args, residual):
+            with torch.autocast(args[0].device.type, enabled=False):  # which has no part in it
+                return self.forward(*args, residual=residual, with_sum=with_sum, **others)
         with_sum = with_sum or residual is not None
         bound = None
         if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
@@ -126,6 +129,19 @@ class EncodingNorm(nn.Module):
         with on_device(x.device):
             y = EncodedNorm.apply(x, weight, bias, bound, layers, residual, with_sum)  # type: ignore[no-untyped-call]
         return y if over is None else laid_out(over, whole, y)
+
+    def _is_high(self, x: Any, residual: Tensor | None) -> bool:
+        """Whether autocast is on for a norm of ``x``, or of its sum with a residual, which is in fp32 as the parameters
+        are: it computes the same without autocast then."""
+        tensors = (x,) if residual is None else (x, residual)
+        if torch.compiler.is_compiling() or any(type(t) not in ORDINARY for t in tensors):
+            return False
+        parameters = self._parameters.values()
+        return (
+            torch.is_autocast_enabled(x.device.type)
+            and any(t.dtype is torch.float32 for t in tensors)
+            and all(p.dtype is torch.float32 for p in parameters if p is not None)
+        )
 
     def why_not(self, x: Tensor, gathered: Collection[nn.Module] = ()) -> str | None:
         """Why the output for this input is an ordinary tensor, which the layers encode themselves; None if the norm

@@ -167,6 +167,30 @@ def test_layers_of_several_formats_have_a_run_each(kind: type[nn.Module], recipe
 
 
 @FAMILIES
+@pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-row", "fp8-delayed"])
+def test_a_stream_in_fp32_under_autocast(kind: type[nn.Module], recipe: str) -> None:
+    """The layers encode the output of the norm from fp32, and so does the norm."""
+    torch.manual_seed(1)
+    plain: Any = lpq.convert(Behind(kind, IN, OUT).to("cuda"), recipe)
+    with torch.no_grad():
+        plain.norm.weight.uniform_(0.5, 1.5)
+    fused = copy.deepcopy(plain)
+    fused.norm.consumers = (fused.q, fused.k, fused.v)
+    x = torch.randn(*ROWS, IN, device="cuda")
+    cast = torch.autocast("cuda", torch.bfloat16)
+    with cast:
+        made = fused.norm(x)
+    assert isinstance(made, QuantizedTensor)
+    assert made.dtype == torch.float32
+    for model in (fused, plain):
+        model.forward = cast(model.forward)
+    for a, b in zip(step(fused, x), step(plain, x), strict=True):
+        assert a.dtype == b.dtype
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 4e-3
+
+
+@FAMILIES
 @pytest.mark.parametrize("norm", [*RMS, LAYER], ids=["rms", "rounds", "offset", "layer"])
 @pytest.mark.parametrize("text", ["fp8-current", "mxfp8"])
 def test_the_output_is_what_the_source_computes_and_gradients_are_close(norm: NormKind, text: str) -> None:
