@@ -72,3 +72,31 @@ def test_training_is_that_of_the_layers_apart(rank: int, recipe: str, sequence: 
         apart, others = trained(other, recipe, rank, sequence)
         assert not {"EncodedNormBackward", "FusedMLPBackward"} & others
         assert equal(fused, apart), (recipe, weights)
+
+
+SEVERAL = {
+    "rules": [
+        {"match": "*.gate_proj", "recipe": "fp8-delayed"},
+        {"match": "*.up_proj", "recipe": "mxfp8"},
+        {"match": "*", "recipe": "fp8-current"},
+    ]
+}
+
+
+@on_ranks(2)
+def test_norms_before_layers_of_several_formats_by_fsdp_alone(rank: int) -> None:
+    """What FSDP2 gathers for a pass, encoded or not, is multiplied by the encoding of its layer's own format."""
+    for weights in (None, "high_precision"):
+        found = []
+        for fuse in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(Normed(nn.RMSNorm), Normed(nn.RMSNorm)).bfloat16()
+            net: Any = lpq.convert(model, SEVERAL, include="all", weights=weights, fuse=fuse)
+            for unit in (*net, net):
+                fully_shard(unit, mesh=mesh_of())
+            tensors, nodes = trained(net, "fp8-delayed", 2 * rank, sequence=False)
+            notes = {entry.name: entry.note for entry in lpq.report(net).fused}
+            assert ({"EncodedNormBackward", "FusedMLPBackward"} <= nodes) == fuse
+            assert (["in 2 runs" in notes.get(name, "") for name in ("0.norm", "1.norm")]) == [fuse, fuse]
+            found.append(tensors)
+        assert equal(*found), weights
