@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.comparing import equal
+from support.passes import Run, autocast, plainly, recomputed
+from support.passes import step as step_of
+from support.small_models import Behind
 from test_fuse_families import model as of_family
 from test_fuse_families import step
 from torch import Tensor
@@ -125,6 +129,31 @@ def test_others_get_the_output_in_fp32(kind: Any, encoded: list[torch.dtype]) ->
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert torch.equal(found[0][0], found[1][0])
+
+
+def cast_and_recomputed(module: Any, x: Tensor) -> Tensor:
+    return autocast(partial(recomputed, module), x)
+
+
+@pytest.mark.parametrize("kind", [lpq.nn.RMSNorm, lpq.nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize("run", [autocast, cast_and_recomputed, plainly])
+def test_a_stream_in_fp32(kind: Any, recipe: str, run: Run, encoded: list[torch.dtype]) -> None:
+    """Before layers whose weights are in bf16, too; the gradient of the stream is in fp32, and has equal bits."""
+    for dtype in (torch.float32, torch.bfloat16):
+        encoded.clear()
+        torch.manual_seed(0)
+        plain: Any = lpq.convert(Behind(kind, 128, 96), recipe)
+        for layer in (plain.q, plain.k, plain.v):
+            layer.to(dtype)
+        fused = copy.deepcopy(plain)
+        fused.norm.consumers = (fused.q, fused.k, fused.v)
+        for number in range(2):
+            x = torch.randn(2, 32, 128) * (number + 1)
+            found = step_of(fused, x, run)
+            assert equal(found, step_of(plain, x, run))
+            assert found[1].dtype is torch.float32
+        assert encoded == [torch.float32] * (4 if run is cast_and_recomputed else 2)
 
 
 def test_the_function_and_other_calls(encoded: list[torch.dtype]) -> None:
