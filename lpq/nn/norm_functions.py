@@ -38,7 +38,7 @@ def rms_norm(
         eps: The number added to the mean square; None: the one that ``F.rms_norm`` chooses.
         layers: All modules that read the result, in each pass. Layers whose recipe remembers inputs share a history.
     """
-    norm = _kept(RMSNorm, normalized_shape, eps, layers)
+    norm = _kept(RMSNorm, input, normalized_shape, eps, layers)
     if norm is None:
         return F.rms_norm(input, [*normalized_shape], weight, eps)
     return _with(norm, weight=weight).forward(input)  # type: ignore[no-any-return]
@@ -63,16 +63,22 @@ def layer_norm(
         eps: The number added to the variance.
         layers: All modules that read the result, in each pass. Layers whose recipe remembers inputs share a history.
     """
-    norm = _kept(LayerNorm, normalized_shape, eps, layers)
+    norm = _kept(LayerNorm, input, normalized_shape, eps, layers)
     if norm is None:
         return F.layer_norm(input, [*normalized_shape], weight, bias, eps)
     return _with(norm, weight=weight, bias=bias).forward(input)  # type: ignore[no-any-return]
 
 
 def _kept(
-    kind: type[RMSNorm | LayerNorm], shape: Sequence[int], eps: float | None, layers: Sequence[nn.Module]
+    kind: type[RMSNorm | LayerNorm], input: Tensor, shape: Sequence[int], eps: float | None, layers: Sequence[nn.Module]
 ) -> nn.Module | None:
-    """The norm that serves these layers; None if it would encode nothing."""
+    """The norm that serves these layers; None if it would encode nothing, or torch refuses the shape."""
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise TypeError(
+            f"layers = {layers}: it is a sequence of the modules that read the result: put this one in a list"
+        )
+    if (*shape,) != input.shape[-1:]:
+        return None
     consumers = tuple(layer for layer in layers if isinstance(layer, Layer))
     if not consumers or torch.compiler.is_compiling():
         return None

@@ -142,3 +142,25 @@ def test_an_approximation_that_gelu_does_not_have() -> None:
     net = Gated()
     with pytest.raises(ValueError, match="geglu: approximate='erf': it is one of 'none', 'tanh'"):
         lpq.nn.geglu(given(), net.gate, net.up, net.down, approximate="erf")  # type: ignore[arg-type]
+
+
+def test_a_shape_that_is_not_the_input_s_is_refused_as_torch_refuses_it() -> None:
+    _, fused = pair("mxfp8")
+    x = given()
+    for shape in ((WIDTH + 1,), (WIDTH // 2,)):
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            lpq.nn.rms_norm(x, shape, fused.scale, layers=(fused.q,))
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            lpq.nn.layer_norm(x, shape, fused.scale, layers=(fused.q,))
+
+
+def test_a_layer_in_place_of_a_sequence_of_layers() -> None:
+    _, fused = pair("mxfp8")
+    with pytest.raises(TypeError, match="put this one in a list"):
+        lpq.nn.rms_norm(given(), (WIDTH,), fused.scale, layers=fused.q)
+    assert equal(
+        *(
+            lpq.nn.rms_norm(given(), (WIDTH,), fused.scale, layers=of).dequantize()
+            for of in (nn.ModuleList([fused.q]), [fused.q])
+        )
+    )
