@@ -53,6 +53,8 @@ def test_a_tile_of_a_third_party(source: Source, tmp_path: Path, launched: list[
     shape, dtype, ours = (37, 136), torch.bfloat16, lpq.quantizer("mxfp8")
     sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
     inputs = [torch.randn(size).to(held) for size, held in map(sizes.__getitem__, source.inputs)]
+    for i, extreme in enumerate((torch.inf, -torch.inf, torch.nan, -torch.nan, 3e38, -3e38)):
+        inputs[0][i, i] = extreme
     e = Encoding(lpq.quantizer("identity"), ours, shape, dtype, dtype, CPU, dispatched=True)
     output = SourceOutput(e, row_side(tmp_path), side_of(ours, "col"))
     run = produced_tiles.bind(source, shape, dtype, CPU, [output] * source.outputs, [True] * source.outputs)
@@ -60,7 +62,7 @@ def test_a_tile_of_a_third_party(source: Source, tmp_path: Path, launched: list[
         made = run(inputs, [()] * source.outputs, [None] * source.outputs)
     for one, x in zip(made, source.compute(*inputs), strict=True):
         assert one.value is not None
-        torch.testing.assert_close(one.value, x, rtol=2**-6, atol=1e-6)
+        torch.testing.assert_close(one.value, x, rtol=2**-6, atol=1e-6, equal_nan=True)
         expected = [row_operand(one.value), *quantize_reference(one.value, [], None, ours, None, 0, False)]
         expect_bytes([*one.row, *one.col], expected, source.name)
     assert launched == ["produce"]

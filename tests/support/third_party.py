@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpq.formats.elements import cast_float8
 from lpq.kernels.fresh import fresh
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
 
@@ -54,5 +55,5 @@ def row_side(folder: Path) -> TileSide:
 
 
 def row_operand(x: Tensor) -> Tensor:
-    """What it encodes of a matrix."""
-    return (x.float() * FACTOR).to(torch.float8_e5m2)
+    """What it encodes of a matrix, by the cast of lpq that its struct calls."""
+    return cast_float8(x.float() * FACTOR, torch.float8_e5m2)
