@@ -73,10 +73,11 @@ def _kept(
     kind: type[RMSNorm | LayerNorm], input: Tensor, shape: Sequence[int], eps: float | None, layers: Sequence[nn.Module]
 ) -> nn.Module | None:
     """The norm that serves these layers; None if it would encode nothing, or torch refuses the shape."""
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(
-            f"layers = {layers}: it is a sequence of the modules that read the result: put this one in a list"
-        )
+    alone = isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential)
+    stranger = layers if alone else next((one for one in layers if not isinstance(one, nn.Module)), None)
+    if stranger is not None:
+        what = f"layers {'is' if alone else 'has'} a {type(stranger).__name__}"
+        raise TypeError(f"{what}: it is a sequence of the modules that read the result")
     if (*shape,) != input.shape[-1:]:
         return None
     consumers = tuple(layer for layer in layers if isinstance(layer, Layer))

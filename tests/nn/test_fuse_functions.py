@@ -154,10 +154,14 @@ def test_a_shape_that_is_not_the_input_s_is_refused_as_torch_refuses_it() -> Non
             lpq.nn.layer_norm(x, shape, fused.scale, layers=(fused.q,))
 
 
-def test_a_layer_in_place_of_a_sequence_of_layers() -> None:
+def test_layers_are_a_sequence_of_modules() -> None:
     _, fused = pair("mxfp8")
-    with pytest.raises(TypeError, match="put this one in a list"):
-        lpq.nn.rms_norm(given(), (WIDTH,), fused.scale, layers=fused.q)
+    wrong: tuple[Any, ...] = (fused.q, "q", (fused.q, "k"), (given(),))
+    for layers in wrong:
+        with pytest.raises(
+            TypeError, match=r"layers (is|has) a \w+: it is a sequence of the modules that read the result"
+        ):
+            lpq.nn.rms_norm(given(), (WIDTH,), fused.scale, layers=layers)
     assert equal(
         *(
             lpq.nn.rms_norm(given(), (WIDTH,), fused.scale, layers=of).dequantize()
