@@ -7,15 +7,14 @@ module without parameters, and each call has a copy of it with its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpq.nn.linear import Layer
-from lpq.nn.norms import LayerNorm, RMSNorm
+from lpq.nn.norms import EncodingNorm, LayerNorm, RMSNorm
 
 
 def rms_norm(
@@ -41,7 +40,8 @@ def rms_norm(
     norm = _kept(RMSNorm, input, normalized_shape, eps, layers)
     if norm is None:
         return F.rms_norm(input, [*normalized_shape], weight, eps)
-    return _with(norm, weight=weight).forward(input)  # type: ignore[no-any-return]
+    y: Tensor = _with(norm, weight=weight).forward(input)
+    return y
 
 
 def layer_norm(
@@ -66,12 +66,14 @@ def layer_norm(
     norm = _kept(LayerNorm, input, normalized_shape, eps, layers)
     if norm is None:
         return F.layer_norm(input, [*normalized_shape], weight, bias, eps)
-    return _with(norm, weight=weight, bias=bias).forward(input)  # type: ignore[no-any-return]
+    y: Tensor = _with(norm, weight=weight, bias=bias).forward(input)
+    return y
 
 
 def _kept(
-    kind: type[RMSNorm | LayerNorm], input: Tensor, shape: Sequence[int], eps: float | None, layers: Sequence[nn.Module]
-) -> nn.Module | None:
+    kind: Callable[..., EncodingNorm], input: Tensor, shape: Sequence[int], eps: float | None,
+    layers: Sequence[nn.Module],
+) -> EncodingNorm | None:  # fmt: skip
     """The norm that serves these layers; None if it would encode nothing, or torch refuses the shape."""
     alone = isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential)
     stranger = layers if alone else next((one for one in layers if not isinstance(one, nn.Module)), None)
@@ -84,14 +86,14 @@ def _kept(
     if not consumers or torch.compiler.is_compiling():
         return None
     norms, key = consumers[0].passes.norms, (kind, *shape, eps, len(layers), *map(id, consumers))
-    norm: Any = norms.get(key)
+    norm: EncodingNorm | None = norms.get(key)
     if norm is None or norm.consumers != consumers:
-        norm = norms[key] = kind([*shape], eps, elementwise_affine=False)  # type: ignore[arg-type]
+        norm = norms[key] = kind([*shape], eps, elementwise_affine=False)
         norm.consumers, norm.serves_others, norm._calls = consumers, len(consumers) < len(layers), {}
-    return norm  # type: ignore[no-any-return]
+    return norm
 
 
-def _with(norm: nn.Module, **parameters: Tensor | None) -> Any:
+def _with(norm: EncodingNorm, **parameters: Tensor | None) -> EncodingNorm:
     """A copy with these parameters, of which the norm keeps none. Both have the same bound calls."""
     copy = norm.__new__(type(norm))
     vars(copy).update(vars(norm), _parameters=parameters)
