@@ -3,7 +3,7 @@
 Needs ``pip install ./examples/lpq-hot-channels``. The model and the text are the toy's of ``lpq compare``. A training
 begins by ``nvfp4``; after a quarter of the steps it finds the hot columns of each layer, on batches of other seeds, and
 keeps these in bf16 for the rest, as TetraJet-v2 does. Each training leaves a file in ``results/curves/toy-others``,
-beside those of ``nvfp4`` and bf16 that ``lpq compare`` left there, and one whose file is there is not repeated.
+beside the files of ``nvfp4`` and bf16 that ``lpq compare`` left there, and a training with a file is not repeated.
 """
 
 from __future__ import annotations

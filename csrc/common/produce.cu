@@ -91,7 +91,7 @@ struct Elements {
     // The place of a thread's row in a matrix, or in half of one.
     __device__ __forceinline__ i64 place(int i, bool half) const { return (t.row + i) * (half ? 2 * t.cols : t.cols) + t.col; }
 
-    // Make the words of row i of each output of those of each input matrix, and the numbers before they are rounded to
+    // Make row i of each output of row i of each input matrix: its words, and its numbers before they are rounded to
     // elements. Outside of the matrix the words are zero.
     __device__ __forceinline__ void compute(
         int i, const u32 (&inputs)[MATRICES][PIECES * WORDS], u32 (&w)[OUTPUTS][WORDS], float (&made)[OUTPUTS][8]

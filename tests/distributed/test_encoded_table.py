@@ -61,7 +61,7 @@ def whole(t: Tensor, rank: int) -> Tensor:
 
 
 def own_rows(t: Tensor, rank: int) -> Tensor:
-    """Of each of two sequences."""
+    """A rank's rows of each of two sequences."""
     return t.view(2, -1, t.shape[-1]).chunk(2, 1)[rank].contiguous()
 
 

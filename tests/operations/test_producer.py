@@ -26,7 +26,7 @@ SOURCES = [source for act in ACTIVATIONS.values() for between in (act.gated, act
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=fp8)"])
 @pytest.mark.parametrize("held", [None, torch.float32], ids=["", "of fp32"])
 def test_operands_are_those_of_the_outputs(source: Source, text: str, held: torch.dtype | None) -> None:
-    """Of inputs in fp32 they are those of the outputs rounded once, and the matrices stay in fp32."""
+    """Where inputs are in fp32, outputs are rounded once and then encoded, and the matrices stay in fp32."""
     torch.manual_seed(0)
     source = source._replace(held=held)
     inputs = [torch.randn(ROWS, COLS, dtype=source.holds(torch.bfloat16)) for _ in source.inputs]

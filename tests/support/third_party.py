@@ -55,5 +55,5 @@ def row_side(folder: Path) -> TileSide:
 
 
 def row_operand(x: Tensor) -> Tensor:
-    """What it encodes of a matrix, by the cast of lpq that its struct calls."""
+    """The codes of a matrix, by the cast of lpq that the struct calls."""
     return cast_float8(x.float() * FACTOR, torch.float8_e5m2)
