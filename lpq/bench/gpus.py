@@ -1,23 +1,26 @@
 """A small model of each GPU: rates, bytes and launches, from which the time of a linear layer's step follows.
 
 The time of a step is the time of its three products, at the rates below, and of the bytes that encoding and decoding
-move, at the speed of a copy. The host launches meanwhile; the slower of the two decides, and where both take about as
-long they hinder each other. Products of rows in groups, as experts have them, are made tile by tile, so that the time
-to fill and drain a tile counts. ``tests/bench/test_predictions.py`` compares all of it with the stored results.
+move, at the speed of a copy. Where the arithmetic of encoding takes longer than its bytes, the arithmetic counts:
+codes, random bits and rotations take operations, and a format declares which of them it has. The host launches
+meanwhile; the slower of the two decides, and where both take about as long they hinder each other. Products of rows in
+groups, as experts have them, are made tile by tile, so that the time to fill and drain a tile counts.
+``tests/bench/test_predictions.py`` compares all of it with the stored results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lpq.bench.layers import LayerSize, StackSize
-from lpq.bench.native import is_native
+from lpq.bench.native import is_native, reads_codes
 from lpq.formats import Quantizer
 from lpq.recipes import Recipe
 
-BF16 = 2
+BF16, FP32 = 2, 4
 NARROW = 0.75
 """The bytes of an element below which codes have about 4 bits."""
 TOGETHER = 4
@@ -28,6 +31,10 @@ layer hide it behind other tiles."""
 BLOCKS_IN_GROUPS = 0.83
 """The rate of products of groups with scales along the contraction, as a part of ``Gpu.blocks``: another kernel makes
 them. Both were fitted to ``benchmarks/results/grouped.json``."""
+ENCODED, ENCODED_NARROW, DRAWN, MIXED = 19, 29, 20, 5
+"""The operations for an element of an operand: to find its code, and its code of about 4 bits; to draw its random bits;
+and for each time that a rotation adds it to another element. They were fitted to ``benchmarks/results/casts*.json``,
+where kernels with random bits or a rotation take as long on an H100 as on an H200."""
 USUAL_SHARE = 0.7
 """The part of a data sheet's dense rate, and of its memory bandwidth, that a GPU nobody measured is assumed to reach:
 an H100 reaches as much in bf16."""
@@ -51,6 +58,8 @@ class Gpu:
     """The rate of products of codes of 4 bits."""
     copy: float
     """Bytes a second, read and written."""
+    arithmetic: float
+    """The rate of operations in fp32 outside products, as the data sheet has it."""
     memory: int
     """GiB."""
     measured: bool = False
@@ -61,21 +70,23 @@ class Gpu:
     """Seconds of the host for each launch that a recipe adds."""
 
 
-def _from_sheet(title: str, sm: int | None, bf16: float, codes: float, narrow: float, copy: float, memory: int) -> Gpu:
+def _from_sheet(
+    title: str, sm: int | None, bf16: float, codes: float, narrow: float, copy: float, arithmetic: float, memory: int
+) -> Gpu:
     """A GPU by the dense rates and the bandwidth of its data sheet, in units of 1e12."""
     unit = USUAL_SHARE * 1e12
     eight = unit * codes
-    return Gpu(title, sm, unit * bf16, eight, eight, eight, unit * narrow, unit * copy, memory)
+    return Gpu(title, sm, unit * bf16, eight, eight, eight, unit * narrow, unit * copy, arithmetic * 1e12, memory)
 
 
 GPUS = {
-    "h100": Gpu("H100 SXM", 90, 695e12, 1325e12, 1250e12, 1030e12, 0, 2.98e12, 80, measured=True),
-    "h200": Gpu("H200 SXM", 90, 690e12, 1305e12, 1265e12, 1010e12, 0, 4.2e12, 141, measured=True),
-    "a100": _from_sheet("A100 SXM", 80, 312, 0, 0, 2.0, 80),
-    "l40s": _from_sheet("L40S", 89, 362, 733, 0, 0.86, 48),
-    "rtx4090": _from_sheet("RTX 4090", 89, 165, 330, 0, 1.0, 24),
-    "b200": _from_sheet("B200", 100, 2250, 4500, 9000, 8.0, 180),
-    "mi300": _from_sheet("MI300X", None, 1307, 2615, 0, 5.3, 192),
+    "h100": Gpu("H100 SXM", 90, 695e12, 1325e12, 1250e12, 1030e12, 0, 2.98e12, 67e12, 80, measured=True),
+    "h200": Gpu("H200 SXM", 90, 690e12, 1305e12, 1265e12, 1010e12, 0, 4.2e12, 67e12, 141, measured=True),
+    "a100": _from_sheet("A100 SXM", 80, 312, 0, 0, 2.0, 19.5, 80),
+    "l40s": _from_sheet("L40S", 89, 362, 733, 0, 0.86, 91.6, 48),
+    "rtx4090": _from_sheet("RTX 4090", 89, 165, 330, 0, 1.0, 82.6, 24),
+    "b200": _from_sheet("B200", 100, 2250, 4500, 9000, 8.0, 75, 180),
+    "mi300": _from_sheet("MI300X", None, 1307, 2615, 0, 5.3, 163.4, 192),
 }
 """The GPUs by the names that ``lpq advise --gpu`` takes."""
 
@@ -100,15 +111,15 @@ def predicted(gpu: Gpu, size: LayerSize, recipe: Recipe | None, host: float | No
     launches = 0
     if recipe is not None:
         for tensor, elements in zip(("x", "w", "dy"), size.tensors, strict=True):
-            moved, more = _encoding(gpu, recipe, tensor, isinstance(size, StackSize))
-            on_gpu += elements * moved / gpu.copy
+            seconds, more = _encoding(gpu, recipe, tensor, isinstance(size, StackSize))
+            on_gpu += elements * seconds
             launches += more
     return _joined(on_gpu, gpu.base + gpu.launch * launches if host is None else host)
 
 
-def by_bytes(recipe: Recipe) -> bool:
-    """Whether encoding takes as long as the bytes that it moves. A rotation that is drawn in each pass takes longer,
-    and so do codes that are made of the other operand's; no stored result has them."""
+def is_compared(recipe: Recipe) -> bool:
+    """Whether layers that encode so are among the stored results. No stored layer has a rotation that is drawn in each
+    pass, or codes that are made of the other operand's codes: these times follow from counts alone."""
     tensors = (recipe.x, recipe.w, recipe.dy)
     sides = [tensor.side(direction) for tensor in tensors for direction in ("row", "col")]
     drawn = any(side.rotation is not None and side.rotation.drawn for side in sides)
@@ -161,28 +172,74 @@ def bytes_of_element(side: Quantizer) -> float:
 
 
 def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[float, int]:
-    """The bytes moved for each element of a tensor, and the launches, besides the products."""
+    """The seconds for each element of a tensor, and the launches, besides the products."""
     whole: Quantizer = getattr(recipe, tensor)
     of = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}[tensor]
     sides = {d: whole.side(d) for d in ("row", "col")}
     encoded = {d: side for d, side in sides.items() if not side.plain}
     if not encoded:
         return 0.0, 0
-    is_measured = any(s.stats and not s.state and any(None in stat.block for stat in s.stats) for s in encoded.values())
-    bytes_moved, launches = float(BF16 * (1 + is_measured)), 1 + is_measured
-    launches += any(side.state for side in encoded.values())
-    if recipe.saves.get(tensor, "encoded") != "encoded" and "col" in encoded:  # backward reads the tensor itself
-        bytes_moved += BF16
+    is_made_of_row = whole.col_source == "row" and len(encoded) == 2
+    written: dict[str, float] = {}
+    read_again, launches = 0.0, int(any(side.state for side in encoded.values()))
     for gemm, (direction, side) in zip(of, sides.items(), strict=True):
         if side.plain:
             continue
         native = _native(gpu, *recipe.products[gemm], in_groups)
         is_saved = direction == "col" and tensor != "dy"
         if native:
-            bytes_moved += bytes_of_element(side)
-        elif is_saved:  # codes until backward, which decodes them
-            bytes_moved += 2 * bytes_of_element(side) + BF16
+            written[direction] = bytes_of_element(side)
+        elif is_saved or is_made_of_row:  # codes, which are decoded for the product
+            written[direction] = bytes_of_element(side)
+            read_again += bytes_of_element(side) + BF16
             launches += 1
         else:
-            bytes_moved += BF16
-    return bytes_moved, launches
+            written[direction] = BF16
+    if is_made_of_row:
+        seconds = encoding(gpu, [sides["row"]], written["row"])
+        launches += 1 + _is_measured(sides["row"])
+        more, launched = _of_codes(gpu, sides["row"], sides["col"], written["col"], in_groups)
+        seconds, launches = seconds + more, launches + launched
+    else:
+        seconds = encoding(gpu, [*encoded.values()], sum(written.values()))
+        launches += 1 + any(map(_is_measured, encoded.values()))
+    if recipe.saves.get(tensor, "encoded") != "encoded" and "col" in encoded:  # backward reads the tensor itself
+        read_again += BF16
+    return seconds + read_again / gpu.copy, launches
+
+
+def encoding(gpu: Gpu, sides: Sequence[Quantizer], written: float, read: float = BF16) -> float:
+    """The seconds to encode an element into all these operands at once: as long as its bytes or as its arithmetic
+    takes, and one more read where a statistic must be known beforehand.
+
+    Args:
+        gpu: The GPU.
+        sides: The quantizers of the operands.
+        written: The bytes of an element in all operands.
+        read: The bytes of an element in the tensor.
+    """
+    operations = sum(map(_operations, sides))
+    encoded = max((read + written) / gpu.copy, operations / gpu.arithmetic)
+    return encoded + any(map(_is_measured, sides)) * read / gpu.copy
+
+
+def _operations(side: Quantizer) -> float:
+    """The operations that encode an element of an operand, by what the format declares."""
+    count = float(ENCODED_NARROW if bytes_of_element(side) < NARROW else ENCODED) + DRAWN * bool(side.stochastic)
+    if side.rotation is not None:
+        block = side.rotation.block
+        count += MIXED * (block if side.rotation.matrix is not None else block.bit_length() - 1)
+    return count
+
+
+def _of_codes(gpu: Gpu, row: Quantizer, col: Quantizer, written: float, in_groups: bool) -> tuple[float, int]:
+    """The seconds for each element, and the launches, to make the column operand of the row operand's codes."""
+    read = bytes_of_element(row)
+    if gpu.sm is not None and not in_groups and reads_codes(row, col, gpu.sm):
+        return encoding(gpu, [col], written, read), 1
+    return (read + FP32) / gpu.copy + encoding(gpu, [col], written, FP32), 2 + _is_measured(col)
+
+
+def _is_measured(side: Quantizer) -> bool:
+    """Whether the values are read once more, for a statistic that must be known before the first is encoded."""
+    return not side.state and any(None in stat.block for stat in side.stats)

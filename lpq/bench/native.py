@@ -33,11 +33,27 @@ def is_native(a: Quantizer, b: Quantizer, sm: int, in_groups: bool = False) -> b
     first, second = (registry.format_of(type(q)).name for q in (a, b))
     if in_groups and first != second:
         return False
-    kernels = registry.kernels("grouped_gemm", (first,)) if in_groups else registry.kernels("gemm", (first, second))
-    for kernel in kernels:
+    if in_groups:
+        return has_kernel("grouped_gemm", (first,), sm, a, b)
+    return has_kernel("gemm", (first, second), sm, a, b)
+
+
+def reads_codes(row: Quantizer, col: Quantizer, sm: int) -> bool:
+    """Whether one kernel makes a matrix's column operand of the codes of its row operand (``lpq.operations.recoding``).
+    Without it the row operand is decoded, and the decoded values are encoded."""
+    rotated = row.rotation is not None or col.rotation is not None
+    if rotated or col.stochastic or any(None in stat.block for stat in col.stats):
+        return False
+    of_row, of_col = (registry.format_of(type(q)).name for q in (row, col))
+    return has_kernel("reader", (of_row,), sm, row) and has_kernel("tile", (of_col,), sm, col)
+
+
+def has_kernel(operation: str, formats: tuple[str, ...], sm: int, *sides: Quantizer) -> bool:
+    """Whether a GPU of this compute capability has a kernel for an operation that serves these quantizers."""
+    for kernel in registry.kernels(operation, formats):
         if not (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm):
             continue
-        if kernel.why_not is None or registry.resolve(kernel.why_not)(a, b) is None:
+        if kernel.why_not is None or registry.resolve(kernel.why_not)(*sides) is None:
             return True
     return False
 

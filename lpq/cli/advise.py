@@ -14,7 +14,7 @@ from torch import nn
 
 import lpq
 from lpq import observe
-from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, by_bytes, bytes_of_element, key_of, predicted
+from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
@@ -221,12 +221,15 @@ def provenance(card: Gpu) -> str:
     return f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."
 
 
-def by_bytes_alone(recipes: Mapping[str, Iterable[Recipe]]) -> list[str]:
-    """Sentences on recipes and policies that gain less than is predicted from the bytes that they move."""
-    slower = [name for name, each in recipes.items() if not all(map(by_bytes, each))]
-    if not slower:
+def not_compared(recipes: Mapping[str, Iterable[Recipe]]) -> list[str]:
+    """Sentences on recipes and policies whose predictions were compared with no measured layer."""
+    names = [name for name, each in recipes.items() if not all(map(is_compared, each))]
+    if not names:
         return []
-    return [f"{', '.join(slower)}: encoding takes longer than its bytes, so the gain is less than predicted."]
+    return [
+        f"{', '.join(names)}: predicted from counts of bytes and operations; no such layer was measured, and the gain "
+        "may be less."
+    ]
 
 
 def _reasons(
@@ -238,7 +241,7 @@ def _reasons(
     line: str | None,
 ) -> list[str]:
     """Sentences on what gains nothing, what to leave out, and what is not in the table."""
-    sentences = by_bytes_alone({text: [lpq.recipe(text)] for text in recipes})
+    sentences = not_compared({text: [lpq.recipe(text)] for text in recipes})
     bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
         sentences.append(f"{', '.join(bf16)}: lpq multiplies them in bf16 on this GPU, which saves bytes and no time.")

@@ -147,7 +147,7 @@ def predicted_gains(
     from lpq.bench.gpus import predicted  # with torch, which a list without an order does without
     from lpq.bench.layers import LayerSize
     from lpq.bench.native import to_begin_with
-    from lpq.cli.advise import by_bytes_alone, gpu_named, provenance
+    from lpq.cli.advise import gpu_named, not_compared, provenance
 
     card, _ = gpu_named(gpu, "--for")
     size = LayerSize(TOKENS, WIDTH, WIDTH)
@@ -166,7 +166,7 @@ def predicted_gains(
         f"tokens. {provenance(card)}"
     )
     last = "Compare the loss by `lpq compare` before you choose codes of 4 bits."
-    return gains, to_begin_with(card.sm), " ".join([words, *by_bytes_alone(recipes), last])
+    return gains, to_begin_with(card.sm), " ".join([words, *not_compared(recipes), last])
 
 
 def described(plugin: PluginInfo) -> dict[str, Any]:

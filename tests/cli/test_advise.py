@@ -75,10 +75,12 @@ def test_a_gpu_that_nobody_measured_is_called_so(lpq: Callable) -> None:
     assert any("nvfp4: faster still, with codes of 4 bits" in sentence for sentence in found["remarks"])
 
 
-def test_what_takes_longer_than_its_bytes_is_told(lpq: Callable) -> None:
-    found = advised(lpq, "tiny", "--gpu", "h100", "--recipe", "nvfp4", "--recipe", "nvfp4-eden")
-    (sentence,) = (remark for remark in found["remarks"] if "less than predicted" in remark)
+def test_what_was_compared_with_no_measured_layer_is_told_and_not_as_fast(lpq: Callable) -> None:
+    found = advised(lpq, "llama-3-8b", "--gpu", "h100", "--recipe", "nvfp4", "--recipe", "nvfp4-eden")
+    (sentence,) = (remark for remark in found["remarks"] if "no such layer was measured" in remark)
     assert sentence.startswith("nvfp4-eden: ")
+    for group in found["layers"]:
+        assert group["predicted"]["nvfp4-eden"] < 0.95 * group["predicted"]["nvfp4"], group["layers"]
 
 
 def test_where_nothing_is_gained_it_says_to_stay_in_bf16(lpq: Callable) -> None:

@@ -74,12 +74,12 @@ def test_a_policy_gains_what_its_layers_gain_over_a_run() -> None:
     assert 1 / gains["nvfp4-late-switch"] == pytest.approx(0.82 / gains["nvfp4"] + 0.18 / gains[half])
 
 
-def test_what_takes_longer_than_its_bytes_is_told() -> None:
+def test_what_was_compared_with_no_measured_layer_is_told() -> None:
     names = ["mxfp8", "mxfp8-one-copy", "nvfp4", "nvfp4-eden"]
     *_, words = predicted_gains(names, ["nvfp4-late-switch", "nvfp4-pretrain"], "h100")
-    assert " mxfp8-one-copy, nvfp4-eden, nvfp4-pretrain: encoding takes longer than its bytes" in words
+    assert " mxfp8-one-copy, nvfp4-eden, nvfp4-pretrain: predicted from counts of bytes and operations" in words
     *_, words = predicted_gains(["mxfp8", "nvfp4"], ["nvfp4-late-switch"], "h100")
-    assert "less than predicted" not in words
+    assert "no such layer was measured" not in words
 
 
 def test_a_gpu_that_nobody_knows_orders_nothing(lpq: Callable) -> None:
