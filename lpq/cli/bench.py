@@ -112,7 +112,7 @@ def bench(
         steps = measure(sizes, recipes, where)
         rows = track(steps, "Timing", len(sizes), console=Console(stderr=True), transient=True, disable=quiet)
         shapes = list(rows)
-    environment = machine.record(_command(shape or (), model, tokens, chosen, recipe or ()), where)
+    environment = machine.record(_command(shape or (), model, tokens, chosen, device, recipe or ()), where)
     result: dict[str, Any] = {
         "part": "layers" if counts else "map",
         "environment": environment,
@@ -136,10 +136,14 @@ def bench(
         print_text(sentence)
 
 
-def _command(shapes: Sequence[str], model: str, tokens: int, chosen: int | None, recipes: Sequence[str]) -> str:
+def _command(
+    shapes: Sequence[str], model: str, tokens: int, chosen: int | None, device: str, recipes: Sequence[str]
+) -> str:
+    """The command that measures the same once more."""
     arguments = [part for text in shapes for part in ("--shape", text)]
     arguments += ["--model", model, "--tokens", str(tokens)] if model else []
     arguments += ["--experts-per-token", str(chosen)] if chosen else []
+    arguments += ["--device", device] if device != "auto" else []
     return shlex.join(["lpq", "bench", *arguments, *(part for text in recipes for part in ("--recipe", text))])
 
 

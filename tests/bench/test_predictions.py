@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.plugins import FormatPlugin
+from torch import Tensor
 
 import lpq
 from lpq.bench.gpus import BF16, FP32, GPUS, bytes_of_element, encoding, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
+from lpq.core import Buffer, Quantizer, Rotation, Stat, Storage
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -164,17 +169,25 @@ def test_predictions_are_within_fifteen_per_cent_of_the_map_where_the_gpu_decide
     """The map was measured while other GPUs of the machine trained: small layers, whose time is the host's, took
     anything from once to twice as long. Where the GPU takes longer than the host took at the smallest size, it decides.
     """
-    gpu, judged = GPUS["h100"], 0
+    gpu, judged, host_bound = GPUS["h100"], 0, []
     shapes = stored(MAP)["shapes"]
     hosts = {row["recipe"]: row["ms"] for row in shapes[0]["results"]}
     for shape in shapes:
         size = LayerSize(shape["tokens"], shape["inputs"], shape["outputs"])
         for row in shape["results"]:
             recipe = None if row["library"] == "torch" else lpq.recipe(row["recipe"])
+            error = predicted(gpu, size, recipe) * 1e3 / row["ms"] - 1
             if predicted(gpu, size, recipe, host=0.0) * 1e3 > hosts[row["recipe"]]:
                 judged += 1
-                assert abs(predicted(gpu, size, recipe) * 1e3 / row["ms"] - 1) <= NEAR, (str(size), row["recipe"])
+                assert abs(error) <= NEAR, (str(size), row["recipe"])
+            else:
+                host_bound.append(error)
     assert judged > 50
+    off = [error for error in host_bound if abs(error) > NEAR]
+    said = f"{len(off)} of the other {len(host_bound)} are further off, by up to {-min(off):.0%} less".replace(
+        "%", " %"
+    )
+    assert said in " ".join((ROOT / "docs" / "cli.md").read_text().split())
 
 
 def test_predictions_are_within_fifteen_per_cent_of_all_stored_experts() -> None:
@@ -208,3 +221,48 @@ def test_what_a_gpu_does_not_multiply_is_not_predicted_to_gain() -> None:
     for name, gains in {"a100": (), "mi300": (), "h100": recipes[:1], "b200": recipes}.items():
         plain = predicted(GPUS[name], size, None)
         assert tuple(r for r in recipes if predicted(GPUS[name], size, lpq.recipe(r)) < plain) == gains, name
+
+
+class BytesStorage(Storage):
+    layout = (Buffer("data", torch.int8, pad=128), Buffer("amax", torch.float32, block=(None, None)))
+
+    def decode_stored(self) -> Tensor:
+        return self.data.float() * self.amax / 127
+
+
+@dataclass(frozen=True)
+class BytesQuantizer(Quantizer):
+    """A third party's format, without kernels."""
+
+    rotated: bool = False
+    stochastic: bool = False
+    stats = (Stat("amax"),)
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return Rotation(signs=(1,) * 128) if self.rotated else None
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": x.abs().amax().float()}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return self.storage(data=(x / stats["amax"] * 127).round().to(torch.int8), amax=stats["amax"])
+
+
+def test_a_format_of_a_third_party_is_predicted_by_what_it_declares(register: Callable[..., object]) -> None:
+    register(FormatPlugin("bytes", BytesQuantizer, BytesStorage), name="bytes")
+    gpu, size = GPUS["h200"], LayerSize(16384, 8192, 8192)
+    drawn = "bytes(rotated=true, stochastic=true)"
+    of_codes, rotated_of_codes = (f"hybrid(row=bytes, col={col}, col_source=row)" for col in ("bytes", drawn))
+    recipes = (
+        "bytes",
+        "bytes(stochastic=true)",
+        drawn,
+        f"x={of_codes}, w={of_codes}, dy=bytes",
+        f"x={rotated_of_codes}, w={rotated_of_codes}, dy={drawn}",
+    )
+    times = [predicted(gpu, size, lpq.recipe(text)) for text in recipes]
+    assert times == sorted(times), dict(zip(recipes, times, strict=True))
+    plain, bits, rotated, made_of_codes, _ = times
+    assert bits < rotated, "a rotation takes operations"
+    assert made_of_codes > 1.05 * plain, "passes over decoded codes take time"

@@ -44,7 +44,7 @@ def test_shapes_are_tokens_inputs_and_outputs(lpq: Callable) -> None:
     assert [row["recipe"] for row in shape["results"]] == ["bf16", "fp8-current"]
     assert all(row["ms"] > 0 and row["failure"] is None for row in shape["results"])
     assert found["native"] == {"fp8-current": []}
-    assert found["environment"]["command"] == "lpq bench --shape 16,32,48"
+    assert found["environment"]["command"] == "lpq bench --shape 16,32,48 --device cpu"
 
 
 def two_layers() -> nn.Module:
@@ -65,7 +65,7 @@ def test_experts_are_timed_if_it_is_known_how_many_rows_they_get(
     assert "4 experts, 32x32x16" in ended.out
     assert "Experts are left out" not in ended.out
     found = json.loads(lpq(*options, "--experts-per-token", 2, "--json").out)
-    assert found["environment"]["command"].endswith("--experts-per-token 2 --recipe mxfp8")
+    assert found["environment"]["command"].endswith("--experts-per-token 2 --device cpu --recipe mxfp8")
     (experts,) = [shape for shape in found["shapes"] if "experts" in shape]
     assert all(row["ms"] > 0 and row["failure"] is None for row in experts["results"])
 
