@@ -181,7 +181,8 @@ def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[f
         return 0.0, 0
     is_made_of_row = whole.col_source == "row" and len(encoded) == 2
     written: dict[str, float] = {}
-    read_again, launches = 0.0, int(any(side.state for side in encoded.values()))
+    has_state = any(side.state for side in encoded.values())
+    read_again, launches = 0.0, int(has_state)
     for gemm, (direction, side) in zip(of, sides.items(), strict=True):
         if side.plain:
             continue
@@ -189,7 +190,7 @@ def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[f
         is_saved = direction == "col" and tensor != "dy"
         if native:
             written[direction] = bytes_of_element(side)
-        elif is_saved or is_made_of_row:  # codes, which are decoded for the product
+        elif is_saved or is_made_of_row or has_state:  # codes, which are decoded for the product
             written[direction] = bytes_of_element(side)
             read_again += bytes_of_element(side) + BF16
             launches += 1

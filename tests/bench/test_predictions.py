@@ -143,6 +143,14 @@ def test_arithmetic_that_is_too_fast_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert off >= {"nvfp4 RHT", "nvfp4 1x16 stochastic", "mxfp8 + nvfp4 RHT stochastic"}
 
 
+def test_operands_with_a_state_are_codes_until_they_are_multiplied() -> None:
+    """No exact form of an operand is made where its statistics are returned."""
+    gpu, size = replace(GPUS["a100"], arithmetic=1e18, base=0.0, launch=0.0), LayerSize(8192, 16, 8192)
+    time = predicted(gpu, size, lpq.recipe("x=bf16, w=bf16, dy=fp8(scaling=delayed)")) - predicted(gpu, size, None)
+    codes = 2 * (1 + 1 + BF16)  # of each operand: written, read, and decoded
+    assert time == pytest.approx((BF16 + codes) * 8192**2 / gpu.copy, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("row", "col", "more"),
     [
