@@ -111,6 +111,10 @@ def test_the_page_lists_what_is_not_fitted() -> None:
         rounds = f"{row['fastest_ms']:.2f} to {row['slowest_ms']:.2f}"
         assert f"| `{stem}` | {size} | {recipe} | {row['ms']:.2f} | {rounds} | {ms:.2f} |" in page
     assert page.count("| `linear") == len(UNFITTED)
+    of_codes, plain = (
+        predicted(GPUS["h100"], LayerSize(8192, 4096, 4096), lpq.recipe(n)) for n in ("nvfp4-eden", "nvfp4")
+    )
+    assert f"take {of_codes / plain:.2f} times as long by `nvfp4-eden` as by `nvfp4`" in " ".join(page.split())
     assert f"all but four of {sum(len(errors(stem)) for stem in FILES)} stored layers" in " ".join(page.split())
 
 
