@@ -168,20 +168,22 @@ class Reader:
         registry.refresh()
 
     def check_formats(self, *, installed: bool) -> None:
-        """Run the kit on the formats of this page that the page does not check itself."""
+        """Run the kit, once, on the formats of this page that the page does not check itself."""
+        register, texts = ["import lpq"], []
         for plugin in registry.plugins():
             other = any(plugin is one for one in self.others)
             if plugin.builtin or other or installed == (plugin.distribution == HERE):
                 continue
             for name in set(plugin.formats) - self.checked:
                 self.checked.add(name)
-                module = plugin.formats[name].quantizer.partition(":")[0]
-                register = (
-                    "" if installed else f"import {module}; lpq.registry.register({module}, name={plugin.name!r})"
-                )
-                arguments = ["check", CHECKED_AS.get(name, name)]
-                ended = forking.python(f"import lpq; {register}\nfrom lpq.__main__ import main\nmain({arguments!r})")
-                assert ended.status == 0, f"lpq check {name}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
+                texts.append(CHECKED_AS.get(name, name))
+                if not installed:
+                    module = plugin.formats[name].quantizer.partition(":")[0]
+                    register.append(f"import {module}; lpq.registry.register({module}, name={plugin.name!r})")
+        if texts:
+            code = [*dict.fromkeys(register), "from lpq.__main__ import main", f"main({['check', *texts]!r})"]
+            ended = forking.python("\n".join(code))
+            assert ended.status == 0, f"lpq check {' '.join(texts)}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
 
 
 def inserted(source: str, name: str, code: str) -> str:
