@@ -7,6 +7,7 @@ may stand for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from lpq.torch_private.tensors import local_part
 TRIED = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
 """The dtypes of inputs and parameters, and whether autocast is on: a norm in fp32 is to compute the same with it."""
 ROWS = 3
+OURS = {"residual", "with_sum"}
+"""Arguments of ``EncodingNorm.forward``. A forward that has one of these names means something of its own by it."""
 
 
 def norm_of(module: nn.Module) -> NormKind | None:
@@ -37,6 +40,8 @@ def norm_of(module: nn.Module) -> NormKind | None:
     if not all(type(local_part(p)) in ORDINARY for p in own):  # FSDP2 makes its shards ordinary for a pass
         return None
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return None
+    if not OURS.isdisjoint(signature(module.forward).parameters):
         return None
     return next((norm for norm in _kinds(module, bias is not None) if _tried(module, norm) is not None), None)
 

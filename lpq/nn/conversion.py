@@ -136,7 +136,7 @@ def convert(
         prepare_weights(model, weights, ranks)
     if weights == "quantized" and (converted or not unmatched) and (why := why_none_stored(model, ranks)) is not None:
         warnings.append(f"lpq.convert(…, weights='quantized') stored no weight quantized: {why}")
-    if fuse:
+    if fuse and any(isinstance(module, StatefulLayer) for module in model.modules()):
         fuse_blocks(model)
     for words in warnings:  # last, since a program may make errors of them
         warn(words)

@@ -121,18 +121,19 @@ class _Uses(Trial):
             return _Experts(self)
         if isinstance(child, nn.Linear | Layer):
             return _Linear((parent, name), child, self)
-        return None if norm_of(child) is None else _Norm()
+        return None if norm_of(child) is None else _Norm(child)
 
     def note(self, values: Any) -> None:
         self.others.update({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)})
 
 
 class _Norm(nn.Module):
-    """Takes the place of a norm, and keeps what it returns."""
+    """Takes the place of a norm, with its parameters, whose dtype others may ask for, and keeps what it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.outputs: list[Tensor] = []
+        self._parameters = norm._parameters
 
     def forward(self, x: Tensor, residual: Tensor | None = None, with_sum: bool = False) -> Any:
         """Take what ``EncodingNorm`` takes."""

@@ -84,6 +84,29 @@ def test_modules_of_torch() -> None:
     assert norm_of(patched) is None
 
 
+def test_a_norm_with_a_residual_of_its_own_is_left_alone() -> None:
+    class Adds(Rms):
+        def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
+            return super().forward(hidden_states if residual is None else hidden_states + residual)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q = Adds(), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+            y: Tensor = self.q(self.norm(x) if memory is None else self.norm(x, residual=memory))
+            return y
+
+    torch.manual_seed(0)
+    plain: Any = lpq.convert(nn.Sequential(Block()), "mxfp8")
+    fused = lpq.fuse(copy.deepcopy(plain))
+    x, memory = torch.randn(2, 32, DIM)
+    for arguments in ((x,), (x, memory)):
+        assert torch.equal(fused[0](*arguments), plain[0](*arguments))
+    assert not lpq.report(fused).fused
+
+
 def converted(kind: Any) -> Any:
     torch.manual_seed(1)
     model: Any = lpq.convert(nn.Sequential(kind(), nn.Linear(DIM, 96)).bfloat16(), "mxfp8")

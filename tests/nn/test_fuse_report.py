@@ -96,6 +96,21 @@ def test_what_is_no_feed_forward_block_is_not_named(other: nn.Module) -> None:
     assert [entry.name for entry in (*report.fused, *report.apart)] == ["1"]
 
 
+def test_a_model_of_which_nothing_is_converted_is_not_fused() -> None:
+    net = nn.Sequential(nn.Embedding(4, 64))
+    with pytest.warns(UserWarning, match="left every layer as it was"):
+        assert lpq.convert(net, "mxfp8", fuse=True) is net
+    assert not lpq.report(net).fused
+
+
+def test_a_block_may_ask_for_the_dtype_of_its_norm() -> None:
+    class Mixer(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x.to(self.norm.weight.dtype))
+
+    assert len(lpq.report(lpq.convert(nn.Sequential(Mixer()), "mxfp8", fuse=True)).fused) == 2
+
+
 def test_a_model_without_memory_is_fused_already() -> None:
     with torch.device("meta"):
         net = nn.Sequential(Normed(), Normed())
