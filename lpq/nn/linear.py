@@ -96,7 +96,7 @@ class Layer(WeightedLayer):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
                 buffers = input_buffers(self.title, plan, input, needs_dw, by is not None)
-            if by is not None and (needs_dw or (torch.is_grad_enabled() and input.requires_grad)):
+            if by is not None and torch.is_grad_enabled():
                 by.take(self)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):

@@ -158,7 +158,7 @@ def multiply_parts(
             call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
         elif by.state:
             call = call._replace(encoded_by=by)
-            if True in needs:
+            if torch.is_grad_enabled():
                 by.take(layer)
     if layer.passes.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))

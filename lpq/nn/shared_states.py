@@ -61,7 +61,7 @@ class EncodedBy:
         reduced, and how its rows are divided; None: no ranks share it."""
         self.layers, self.state, self.measured, self.col, self.over = layers, state, measured, col, over
         self._receivers: set[int] = set()
-        """The layers that have got the input in a pass that has a backward."""
+        """The layers that have got the input in a pass that may have a backward."""
         self._moved = False
 
     @classmethod
@@ -79,7 +79,8 @@ class EncodedBy:
         return by if not by.state or _has(layer, by.state) else None
 
     def take(self, layer: StatefulLayer) -> None:
-        """Note that this layer has got the input, and that its backward will ask for ``move``."""
+        """Note that this layer has got the input in a pass that may have a backward. The layer itself has none where it
+        is frozen and the input needs no gradient: then others move the state."""
         self._receivers.add(id(layer))
 
     def move(self, quantizer: Quantizer, measured: Sequence[Tensor], col: bool) -> bool:

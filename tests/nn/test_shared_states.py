@@ -98,6 +98,26 @@ def test_frozen_parts_move_what_the_others_multiply(frozen: str, recipe: str) ->
         assert equal_states(fused.layers[trained].state_dict(), apart.layers[trained].state_dict())
 
 
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_a_frozen_layer_of_an_input_without_a_gradient_skips_no_pass(frozen: int) -> None:
+    """It has no backward. The other layers move the state, as they do apart."""
+    apart, fused = block(fused=False), block()
+    trained = [layer for layer in range(3) if layer != frozen]
+    for number in range(3):
+        outputs = []
+        for module in (apart, fused):
+            module.scale.requires_grad_(False)
+            module.layers[frozen].requires_grad_(False)
+            outputs.append(module(given(number).detach()))
+            outputs[-1].square().sum().backward()
+        assert number or torch.equal(*outputs)
+    assert fused.layers[frozen].x_amax is fused.layers[trained[0]].x_amax
+    for layer in trained:
+        ours, theirs = (module.layers[layer].x_amax_history for module in (fused, apart))
+        assert torch.equal(ours, theirs)
+        assert ours.count_nonzero() == 3
+
+
 def test_gradients_asked_for_one_by_one_are_no_step() -> None:
     apart, fused = block(fused=False), block()
     for module in (apart, fused):
