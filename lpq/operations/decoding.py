@@ -17,12 +17,7 @@ from lpq.operations.operators import can_call_directly, define, unaliased
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Return the matrix that an operand stands for, or the matrices of a stack, in memory of their own.
-
-    Args:
-        operand: The operand.
-        dtype: The dtype of the matrix, to which its values are rounded once.
-    """
+    """Return the matrix that an operand stands for, or the matrices of a stack, in memory of their own."""
     first = operand.tensors()[0]
     if operand.quantizer.plain:
         if not torch.compiler.is_compiling():

@@ -91,11 +91,7 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
 
 
 def transpose_reference(operand: Storage) -> Storage:
-    """The operand of the transposed matrix.
-
-    Args:
-        operand: An operand whose quantizer is ``transposable``.
-    """
+    """The operand of the transposed matrix."""
     quantizer, (rows, cols), first = operand.quantizer, operand.shape, operand.tensors()[0]
     storage = operand.transposed()
     if not isinstance(storage, Storage):
@@ -107,12 +103,7 @@ def transpose_reference(operand: Storage) -> Storage:
 
 
 def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Return the matrix that the operand stands for.
-
-    Args:
-        operand: The operand.
-        dtype: The dtype of the matrix, to which its values are rounded once.
-    """
+    """Return the matrix that the operand stands for, rounded once to ``dtype``."""
     quantizer, first = operand.quantizer, operand.tensors()[0]
     values = operand.decode()
     if _is_unchecked(quantizer, "decode", first):

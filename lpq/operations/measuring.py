@@ -20,14 +20,8 @@ from lpq.torch_private.compiling import is_exporting, surely
 def measure(
     x: Tensor, row: Quantizer | None, col: Quantizer | None, *, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Measure the local statistics of a matrix that its operands need, in the order of ``declared``.
-
-    Args:
-        x: The matrix, or a shard of it.
-        row: The quantizer of the row operand; None: there is none.
-        col: The quantizer of the column operand; None: there is none.
-        dtype: The dtype to which the values are rounded first; None: they are taken as they are.
-    """
+    """Measure the local statistics of the matrix ``x`` that its operands need, in the order of ``declared``. If a
+    ``dtype`` is given, ``x`` is rounded to it first."""
     if can_call_directly(x):
         return _measured(x, row, col, dtype or x.dtype)
     x = x if dtype is None else x.to(dtype)
@@ -49,13 +43,7 @@ def measure_again(x: Tensor, row: Quantizer | None, col: Quantizer | None, stats
 
 
 def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-    """The statistics of a matrix for these operands, in the order of ``declared``.
-
-    Args:
-        x: The matrix, or a shard of it.
-        row: The quantizer of the row operand; None: there is none.
-        col: The quantizer of the column operand; None: there is none.
-    """
+    """The statistics of ``x`` for these operands, in the order of ``declared``."""
     out: list[Tensor] = []
     for side, dim in measured(row, col):
         own = x.t() if dim else x

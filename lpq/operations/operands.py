@@ -40,19 +40,11 @@ def encode_operands(
     offset: int = 0,
     measures: bool = False,
 ) -> Operands:
-    """Encode a matrix, or each matrix of a stack. Buffers lie in memory as encoding leaves them, which may be column by
-    column: ``Storage.row_major`` is for operands that are kept.
+    """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
+    leaves them, which may be column by column: ``Storage.row_major`` is for operands that are kept.
 
-    Args:
-        quantizer: The format of both operands.
-        x: A matrix, or a stack of them.
-        row: Whether the row operand is made.
-        col: Whether the column operand is made.
-        group: The ranks that have equal shards of the matrix along dimension 0, of which ``x`` is one.
-        state: Statistics of earlier steps. It is read, never written: see ``remember``.
-        seed: The seed of random bits, for quantizers that round by them.
-        offset: The first row of ``x`` in the whole matrix, by which random bits are drawn.
-        measures: Whether statistics are returned though there is no state.
+    ``group``: ``x`` is one of equal shards along dimension 0, whose ranks are in this group. ``x`` may be a stack of
+    matrices. ``measures``: its statistics are returned though there is no state.
     """
     check_input(x)
     *count, rows, cols = x.shape

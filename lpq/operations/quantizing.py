@@ -34,19 +34,7 @@ def quantize(
     measure: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
-    """Encode a matrix into the wanted operands; return both and, with ``measure``, the statistics of the matrix.
-
-    Args:
-        x: The matrix.
-        stats: The statistics to encode with, in the order of ``declared``; one that is None is measured here, and with
-            None all are.
-        row: The quantizer of the row operand; None: it is not wanted.
-        col: The quantizer of the column operand; None: it is not wanted.
-        seed: The seed of random bits; None if no operand rounds by them.
-        offset: The first row of ``x`` in the whole matrix, by which random bits are drawn.
-        measure: Whether the statistics of ``x`` are returned, too.
-        dtype: The dtype to which the values are rounded first; None: they are taken as they are.
-    """
+    """Encode as ``quantized`` does; return the operands."""
     of_row, of_col, measured = quantized(x, stats, row, col, seed, offset, measure=measure, dtype=dtype)
     *count, rows, cols = x.shape
     dtype = dtype or x.dtype

@@ -29,16 +29,10 @@ def quantize_reference(
     """Return the buffers of the wanted operands in the order of their layouts, the row operand's first; then, with
     ``measure``, the statistics of ``x``.
 
-    Args:
-        x: The matrix.
-        stats: The statistics to encode with, in the order in which ``measure_reference`` returns them. They may come
-            from other ranks or steps, and be views of one memory. Each that is None is measured; with ``()`` all are.
-        row: The quantizer of the row operand; None: it is not wanted.
-        col: The quantizer of the column operand; None: it is not wanted.
-        seed: The seed of random bits; None if no operand rounds by them.
-        offset: The first row of ``x`` in the whole tensor, by which random bits are drawn.
-        measure: Whether the statistics of ``x`` are returned, too.
-        across: The first column of ``x`` in the whole tensor.
+    ``stats``: the statistics to encode with, in the order in which ``measure_reference`` returns them. They may come
+    from other ranks or steps, and be views of one memory. Each that is None is measured; with ``()`` all are. ``seed``
+    is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
+    ``across`` its first column.
     """
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
     all_stats = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
@@ -73,15 +67,7 @@ def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 def gemm_reference(
     a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
 ) -> Tensor:
-    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32.
-
-    Args:
-        a: The first operand.
-        b: The second operand, with the contraction last, as in the first.
-        bias: A vector that is added to each row.
-        dtype: The dtype of the product.
-        fast_accumulate: Whether kernels may sum with fewer bits; the reference does not.
-    """
+    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
     if a.quantizer.basis == b.quantizer.basis:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:

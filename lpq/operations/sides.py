@@ -32,12 +32,7 @@ def measured(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Quantiz
 
 
 def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, int]]:
-    """The statistics that these operands need, in order, and which of their dimensions is the tensor's first.
-
-    Args:
-        row: The quantizer of the row operand; None: there is none.
-        col: The quantizer of the column operand; None: there is none.
-    """
+    """The statistics that these operands need, in order, and which of their dimensions is the tensor's first."""
     return [(stat, dim) for side, dim in measured(row, col) for stat in side.stats]
 
 

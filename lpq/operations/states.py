@@ -104,16 +104,7 @@ def remember(
     col: bool = True,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Reduce statistics that ``encode_operands`` measured, and take them into the state.
-
-    Args:
-        quantizer: The quantizer that encoded.
-        state: The state that it encoded with, which is updated in place.
-        measured: The statistics that ``encode_operands`` returned.
-        row: Whether the row operand was made.
-        col: Whether the column operand was made.
-        group: The ranks over which statistics are reduced that cover several shards.
-    """
+    """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
     sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
     if group is not None and moves(quantizer, *sides):
         apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too

@@ -32,22 +32,16 @@ def quantize(
     offset: int = 0,
     stack: bool = False,
 ) -> QuantizedTensor:
-    """Encode a tensor in the wanted directions; written ``quantizer.quantize(x)``. No gradient flows through it, and no
+    """Encode ``x`` in the wanted directions; written ``quantizer.quantize(x)``. No gradient flows through it, and no
     tangent may.
 
-    Args:
-        quantizer: The format of both operands.
-        x: The tensor. All its dimensions but the last are the rows of a matrix.
-        row: Whether the row operand is made.
-        col: Whether the column operand is made.
-        amax_group: The ranks that have equal shards along dimension 0, of which ``x`` is one. Statistics that cover
-            several shards are reduced over them.
-        state: Statistics of earlier steps, as ``Quantizer.new_state`` makes them; updated in place.
-        seed: The seed of random bits; None: one is drawn from torch's generator. For a stack, a tensor with a seed for
-            each matrix.
-        offset: The first row of ``x`` in the whole tensor, by which random bits are drawn.
-        stack: Whether ``x`` is ``[count, rows, cols]``, a stack of matrices, each of which is encoded by itself. It has
-            neither state nor group.
+    ``amax_group``: ``x`` is one of equal shards along dimension 0, and statistics that cover several shards are reduced
+    over this group. ``state`` (see ``Quantizer.new_state``) holds statistics of earlier steps; it is updated in place.
+    ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without a seed
+    one is drawn from torch's generator.
+
+    ``stack``: ``x`` is ``[count, rows, cols]``, a stack of ``count`` matrices, each of which is encoded by itself. The
+    seed is then a tensor of one for each; there is neither state nor group.
     """
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")

@@ -10,14 +10,13 @@ import pytest
 from reference_page import API, DIRECTIVE, resolve
 
 PUBLIC = (
-    "lpq", "lpq.calibration", "lpq.checkpoint", "lpq.distributed", "lpq.engines", "lpq.formats", "lpq.nn",
-    "lpq.observe", "lpq.operations", "lpq.optim", "lpq.recipes",
+    "lpq", "lpq.calibration", "lpq.checkpoint", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.optim",
+    "lpq.recipes",
 )  # fmt: skip
-CALLED = (
+METHODS = (
     "lpq.engines.Export.__call__", "lpq.engines.Export.stream", "lpq.optim.MasterWeights", "lpq.optim.QuantizedStates",
-    "lpq.tensor.quantize.quantize",
 )  # fmt: skip
-"""Methods, classes, and a function that is called as a method."""
+"""What is called like a function, and is none."""
 GOING = ("export_file",)
 """Functions that will be removed in the next version."""
 
@@ -27,7 +26,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     names = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
     names += [match[1] for page in API for match in DIRECTIVE.finditer(page.read_text())]
     found = {id(value): (path, value) for path in names if inspect.isfunction(value := resolve(path))}
-    found |= {id(value): (path, value) for path in CALLED for value in [resolve(path)]}
+    found |= {id(value): (path, value) for path in METHODS for value in [resolve(path)]}
     return {path: value for path, value in found.values() if path.rpartition(".")[2] not in GOING}
 
 
