@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, BrokenBarrierError, Lock
+from threading import Barrier, BrokenBarrierError
 from typing import Any, TypeVar
 
 import torch
@@ -21,33 +21,20 @@ _numbers = itertools.count()
 
 
 class Exchange:
-    """Where the ranks of a group hand each other tensors.
-
-    One rank runs at a time, up to its next collective: Python has one thread run anyway, and threads that all want to
-    would hand over at each of torch's operations.
-    """
+    """Where the ranks of a group hand each other tensors."""
 
     def __init__(self, ranks: int) -> None:
         self.name = f"lpq ranks {next(_numbers)}"
         self.barrier = Barrier(ranks, timeout=PATIENCE)
-        self.turn = Lock()
         self._tensors: list[list[Tensor]] = [[] for _ in range(ranks)]
 
     def swap(self, rank: int, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors of all ranks. The rank that calls has the turn."""
+        """Return the tensors of all ranks."""
         self._tensors[rank] = [tensor.clone() for tensor in tensors]
-        self._meet()
+        self.barrier.wait()
         of_all = [*self._tensors]
-        self._meet()  # before any rank sends anew
+        self.barrier.wait()  # before any rank sends anew
         return of_all
-
-    def _meet(self) -> None:
-        """Let the other ranks run until all of them are here."""
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
 
 
 class Rank(ProcessGroup):
@@ -85,12 +72,11 @@ def on_ranks(runs: Sequence[Callable[[Rank], T]]) -> list[T]:
     groups = [Rank(rank, len(runs), exchange) for rank in range(len(runs))]
 
     def on_rank(run: Callable[[Rank], T], group: Rank) -> T:
-        with exchange.turn:
-            try:
-                return run(group)
-            except BaseException:
-                exchange.barrier.abort()  # or the others wait
-                raise
+        try:
+            return run(group)
+        except BaseException:
+            exchange.barrier.abort()  # or the others wait
+            raise
 
     for group in groups:
         name_group(group.group_name, group)
