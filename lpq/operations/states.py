@@ -29,7 +29,7 @@ Recall = Callable[[None, Any, None], Sequence[Tensor | None]]
 def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
     """The state prefix and the quantizer of each set of statistics that encoding these directions measures."""
     state = quantizer.state_branches()
-    if "" in state:
+    if "" in state and (row, col) != (None, None):
         return [("", state[""])]
     sides = (("row_", row), ("col_", col))
     return [(prefix, branch) for prefix, branch in sides if branch is not None]
