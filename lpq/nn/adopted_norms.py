@@ -25,7 +25,7 @@ TRIED = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
 """The dtypes of inputs and parameters, and whether autocast is on: a norm in fp32 is to compute the same with it."""
 ROWS = 3
 OURS = {"residual", "with_sum"}
-"""Arguments of ``EncodingNorm.forward``. A forward that has one of these names means something of its own by it."""
+"""Arguments of ``EncodingNorm.forward``, by which layers of lpq call an adopted norm."""
 
 
 def norm_of(module: nn.Module) -> NormKind | None:
@@ -41,9 +41,18 @@ def norm_of(module: nn.Module) -> NormKind | None:
         return None
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
-    if not OURS.isdisjoint(signature(module.forward).parameters):
+    if _may_take_ours(module):
         return None
     return next((norm for norm in _kinds(module, bias is not None) if _tried(module, norm) is not None), None)
+
+
+def _may_take_ours(module: nn.Module) -> bool:
+    """Whether a module's forward may be given an argument that has one of our names, and its own meaning."""
+    try:
+        parameters = signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a compiled function, whose arguments nobody knows
+        return True
+    return any(parameter.name in OURS or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def adopt(

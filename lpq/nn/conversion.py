@@ -17,6 +17,7 @@ from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.fused_blocks import fuse as fuse_blocks
+from lpq.nn.fused_blocks import is_converted
 from lpq.nn.fused_blocks import notes as fusion_notes
 from lpq.nn.layer_notes import expert_notes, parallel_notes
 from lpq.nn.linear import Layer
@@ -136,7 +137,7 @@ def convert(
         prepare_weights(model, weights, ranks)
     if weights == "quantized" and (converted or not unmatched) and (why := why_none_stored(model, ranks)) is not None:
         warnings.append(f"lpq.convert(…, weights='quantized') stored no weight quantized: {why}")
-    if fuse and any(isinstance(module, StatefulLayer) for module in model.modules()):
+    if fuse and is_converted(model):
         fuse_blocks(model)
     for words in warnings:  # last, since a program may make errors of them
         warn(words)

@@ -119,7 +119,7 @@ def fuse(model: Model) -> Model:
         model: A converted model, or a part of it. A model may be fused again, after layers were replaced.
     """
     check_model(model)
-    if not any(isinstance(module, StatefulLayer) for module in model.modules()):
+    if not is_converted(model):
         raise ValueError("the model was not converted: call lpq.convert(model, …) before lpq.fuse(model)")
     model.__dict__[FUSED] = True
     for module in list(model.modules()):
@@ -143,6 +143,11 @@ def fuse(model: Model) -> Model:
                 adopt(norm, kind, layers, *result)  # type: ignore[arg-type]
         extend_residual(module)
     return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether a model has layers of lpq."""
+    return any(isinstance(module, StatefulLayer) for module in model.modules())
 
 
 def unfuse(model: Model) -> Model:

@@ -84,7 +84,7 @@ def test_predictions_are_within_fifteen_per_cent_of_every_stored_layer(stem: str
 
 
 def row_of(stem: str, size: str, recipe: str) -> dict[str, Any]:
-    """What was measured of a layer that is not compiled."""
+    """The stored row of a layer that is not compiled."""
     (row,) = [
         r
         for shape in stored(stem)["shapes"]

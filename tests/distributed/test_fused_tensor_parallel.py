@@ -130,6 +130,24 @@ def test_a_norm_and_a_block_are_their_layers(rank: int, recipe: str) -> None:
 
 
 @on_ranks(2)
+def test_a_frozen_layer_of_an_input_without_a_gradient_skips_no_pass(rank: int) -> None:
+    """It has no backward. The layer beside it moves the history that they share, as it moves its own apart."""
+    for layout in ("whole", "local"):
+        histories = []
+        for fuse in (True, False):
+            net = normed("fp8-delayed", layout, fuse)
+            net.norm.requires_grad_(False)
+            net.mlp.up_proj.requires_grad_(False)
+            for step in range(2):
+                x, dy = (t.bfloat16() for t in part(layout != "whole", step))
+                net(x).backward(dy)
+            histories.append(net.mlp.gate_proj.x_amax_history)
+        histories = [t.full_tensor() if isinstance(t, DTensor) else t for t in histories]
+        assert torch.equal(*histories), layout
+        assert histories[0].count_nonzero() == 2
+
+
+@on_ranks(2)
 def test_ranks_encode_what_one_process_encodes(rank: int) -> None:
     """The last layer picks elements of its input, half of them from each rank, and adds none: without an order of sums
     the result is the same to the bit. The largest elements lie on one rank alone."""

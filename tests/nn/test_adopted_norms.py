@@ -84,15 +84,24 @@ def test_modules_of_torch() -> None:
     assert norm_of(patched) is None
 
 
-def test_a_norm_with_a_residual_of_its_own_is_left_alone() -> None:
-    class Adds(Rms):
-        def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
-            return super().forward(hidden_states if residual is None else hidden_states + residual)
+class Adds(Rms):
+    """A norm with a residual of its own."""
 
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if residual is None else hidden_states + residual)
+
+
+class AddsUnnamed(Adds):
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        return super().forward(hidden_states, **others)
+
+
+@pytest.mark.parametrize("kind", [Adds, AddsUnnamed], ids=lambda kind: kind.__name__)
+def test_a_norm_with_a_residual_of_its_own_is_left_alone(kind: Any) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.q = Adds(), nn.Linear(DIM, DIM)
+            self.norm, self.q = kind(), nn.Linear(DIM, DIM)
 
         def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
             y: Tensor = self.q(self.norm(x) if memory is None else self.norm(x, residual=memory))
