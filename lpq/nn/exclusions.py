@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -44,17 +44,28 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
 
 def _heads(model: nn.Module) -> set[int]:
     """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside;
-    and of linear layers of such a model that have an output for each of its labels, as the classifier of a ViT."""
+    and of its classifiers."""
     heads: set[int] = set()
     for module in model.modules():
         output_embeddings: Any = getattr(module, "get_output_embeddings", None)
         if callable(output_embeddings):
-            labels = getattr(getattr(module, "config", None), "num_labels", None)
-            heads.update(id(m) for m in module.children() if isinstance(m, nn.Linear) and m.out_features == labels)
+            heads.update(map(id, _classifiers(module)))
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
                 head = output_embeddings()
                 heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())
     return heads
+
+
+def _classifiers(model: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers of a model of Hugging Face with an output for each of its labels, as ViT's ``classifier``, or
+    RoBERTa's ``classifier.out_proj``. In blocks there is none, whatever its outputs are."""
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    children, blocks = [*model.children()], getattr(model, "base_model", None)
+    has_blocks_apart = any(child is blocks for child in children)
+    for child in children:
+        if child is not blocks:
+            inside = child.modules() if has_blocks_apart else (child,)
+            yield from (m for m in inside if isinstance(m, nn.Linear) and m.out_features == labels)
 
 
 def convertible(module: nn.Module) -> bool:

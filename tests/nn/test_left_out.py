@@ -18,6 +18,8 @@ from transformers import (
     BioGptForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
     WhisperConfig,
@@ -109,6 +111,7 @@ FEW = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "int
 HEADS = {
     "cls.predictions.decoder": lambda: BertForMaskedLM(BertConfig(vocab_size=96, **FEW)),
     "classifier": lambda: ViTForImageClassification(ViTConfig(image_size=32, num_labels=48, **FEW)),
+    "classifier.out_proj": lambda: RobertaForSequenceClassification(RobertaConfig(vocab_size=96, num_labels=48, **FEW)),
     "proj_out": lambda: WhisperForConditionalGeneration(
         WhisperConfig(
             vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
@@ -126,6 +129,17 @@ def test_heads_are_found_by_what_they_are(head: str) -> None:
     linear = {name for name, m in made.named_modules() if type(m) is nn.Linear}
     assert head in linear
     assert converted(made, "mxfp8") == linear - {head}
+
+
+def test_layers_of_blocks_are_no_classifiers() -> None:
+    """Though they have as many outputs as the model has labels, and adapters stand around the model."""
+
+    def made() -> nn.Module:
+        return RobertaForSequenceClassification(RobertaConfig(vocab_size=96, num_labels=32, **FEW))
+
+    assert "roberta.encoder.layer.0.attention.self.query" in converted(made(), "mxfp8")
+    adapted = get_peft_model(made(), LoraConfig(target_modules=["value"]))
+    assert "base_model.model.roberta.encoder.layer.0.attention.self.query" in converted(adapted, "mxfp8")
 
 
 def test_a_large_layer_that_only_its_name_leaves_out_is_warned_of() -> None:
