@@ -4,9 +4,6 @@
 // The inputs of a tile go to shared memory, each thread's to places that no other one touches. It computes the outputs and
 // writes them over the inputs. Then the sides of one output after the other run as in pair.cu: they have registers for
 // themselves, and what the threads of a block share for them lies where the output did that they have taken from there.
-//
-// With LPQ_ROUNDED inputs are in fp32, and so are the outputs until they are encoded, which rounds them to elements. Inputs
-// would take twice the shared memory: a thread reads them when it computes with them.
 #include "both.cuh"
 #include "nothing.cuh"
 #include "sources.cuh"
@@ -31,8 +28,6 @@ typedef LPQ_SOURCE Computed;
 constexpr int MATRICES = Computed::MATRICES, OUTPUTS = Computed::OUTPUTS, OF_ROW = Computed::OF_ROW, OF_COL = Computed::OF_COL;
 constexpr int STAGED = MATRICES > OUTPUTS ? MATRICES : OUTPUTS;
 constexpr int HALVES_MADE = OUTPUTS > Computed::HALVES ? Computed::HALVES : 0;
-constexpr bool HIGH = sizeof(Source) > sizeof(Element);   // whether inputs and outputs are fp32, and elements are not
-constexpr int PIECES = sizeof(Source) / sizeof(Element);  // of 16 bytes, in which 8 numbers of an input lie
 
 struct Inputs {
     const void* of[MATRICES + OF_ROW + OF_COL];
@@ -65,37 +60,31 @@ struct Elements {
     __device__ __forceinline__ Elements(const Inputs& in, const Tile& t) : in(in), t(t) {
 #pragma unroll
         for (int k = 0; k < OF_COL; ++k) {
-            u32 words[PIECES * WORDS] = {};
-            if (WHOLE || t.wide) read((const Source*)in.of[MATRICES + OF_ROW + k] + t.col, words);
+            u32 words[WORDS] = {};
+            if (WHOLE || t.wide) read((const Element*)in.of[MATRICES + OF_ROW + k] + t.col, words);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) of_col[k][j] = number(words, j);
+            for (int j = 0; j < 8; ++j) of_col[k][j] = value(words, j);
         }
     }
 
     __device__ __forceinline__ bool inside(int i) const { return WHOLE || (i < t.high && t.wide); }
 
-    __device__ __forceinline__ const Source* at(int k, int i) const {
-        return (const Source*)in.of[k] + place(i, k < Computed::HALVES);
+    __device__ __forceinline__ const Element* at(int k, int i) const {
+        return (const Element*)in.of[k] + place(i, k < Computed::HALVES);
     }
 
-    // 8 numbers as the inputs hold them, and one of these.
-    static __device__ __forceinline__ void read(const Source* from, u32 (&words)[PIECES * WORDS]) {
+    static __device__ __forceinline__ void read(const Element* from, u32 (&words)[WORDS]) {
 #pragma unroll
-        for (int k = 0; k < PIECES * WORDS; k += 4)
+        for (int k = 0; k < WORDS; k += 4)
             load_16_bytes((const u32*)from + k, words[k], words[k + 1], words[k + 2], words[k + 3]);
-    }
-    static __device__ __forceinline__ float number(const u32 (&words)[PIECES * WORDS], int j) {
-        return HIGH ? __uint_as_float(words[j % (PIECES * WORDS)]) : value(words, j);
     }
 
     // The place of a thread's row in a matrix, or in half of one.
     __device__ __forceinline__ i64 place(int i, bool half) const { return (t.row + i) * (half ? 2 * t.cols : t.cols) + t.col; }
 
-    // Make row i of each output of row i of each input matrix: its words, and its numbers before they are rounded to
-    // elements. Outside of the matrix the words are zero.
-    __device__ __forceinline__ void compute(
-        int i, const u32 (&inputs)[MATRICES][PIECES * WORDS], u32 (&w)[OUTPUTS][WORDS], float (&made)[OUTPUTS][8]
-    ) const {
+    // Make row i of each output of row i of each input matrix. Outside of the matrix the words are zero.
+    __device__ __forceinline__ void compute(int i, const u32 (&inputs)[MATRICES][WORDS], u32 (&w)[OUTPUTS][WORDS]) const {
+        float made[OUTPUTS][8];
         float of_row[OF_ROW ? OF_ROW : 1];
 #pragma unroll
         for (int k = 0; k < OF_ROW; ++k)
@@ -104,7 +93,7 @@ struct Elements {
         for (int j = 0; j < 8; ++j) {
             float x[MATRICES], of[OF_COL ? OF_COL : 1], y[OUTPUTS];
 #pragma unroll
-            for (int k = 0; k < MATRICES; ++k) x[k] = number(inputs[k], j);
+            for (int k = 0; k < MATRICES; ++k) x[k] = value(inputs[k], j);
 #pragma unroll
             for (int k = 0; k < OF_COL; ++k) of[k] = of_col[k][j];
             Computed::compute(x, of_row, of, y);
@@ -198,35 +187,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE ? AT_ONCE : 1) pro
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < WORDS / 4; ++j)
-                if (!HIGH && elements.inside(i))
+                if (elements.inside(i))
                     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                                      (u32)__cvta_generic_to_shared(&lines[k][i][j][threadIdx.x])),
                                  "l"((const uint4*)elements.at(k, i) + j) : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll 2
     for (int i = 0; i < ROWS; ++i) {
-        u32 x[MATRICES][PIECES * WORDS] = {}, w[OUTPUTS][WORDS];
-        float made[OUTPUTS][8];
+        u32 x[MATRICES][WORDS] = {}, w[OUTPUTS][WORDS];
 #pragma unroll
-        for (int k = 0; k < MATRICES; ++k) {
-            if (!HIGH)
-                take(lines[k][i], x[k]);
-            else if (elements.inside(i))
-                Elements::read(elements.at(k, i), x[k]);
-        }
-        elements.compute(i, x, w, made);
+        for (int k = 0; k < MATRICES; ++k) take(lines[k][i], x[k]);
+        elements.compute(i, x, w);
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
             for (int j = 0; j < WORDS; j += 4)
                 lines[k][i][j / 4][threadIdx.x] = make_uint4(w[k][j], w[k][j + 1], w[k][j + 2], w[k][j + 3]);
             if (!out.value(k) || !elements.inside(i)) continue;
-            uint4* const to = (uint4*)((Source*)out.value(k) + elements.place(i, k < HALVES_MADE));
+            uint4* const to = (uint4*)((Element*)out.value(k) + elements.place(i, k < HALVES_MADE));
 #pragma unroll
-            for (int j = 0; j < PIECES * WORDS; j += 4)
-                stream(to + j / 4, make_uint4(HIGH ? __float_as_uint(made[k][j % 8]) : w[k][j % WORDS],
-                                              HIGH ? __float_as_uint(made[k][j % 8 + 1]) : w[k][j % WORDS + 1],
-                                              HIGH ? __float_as_uint(made[k][j % 8 + 2]) : w[k][j % WORDS + 2],
-                                              HIGH ? __float_as_uint(made[k][j % 8 + 3]) : w[k][j % WORDS + 3]));
+            for (int j = 0; j < WORDS; j += 4)
+                stream(to + j / 4, make_uint4(w[k][j], w[k][j + 1], w[k][j + 2], w[k][j + 3]));
         }
     }
     encode_outputs(t, out, lines, beyond);
@@ -245,12 +225,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) amaxes(
         const Elements elements(in, t);
 #pragma unroll 2
         for (int i = 0; i < ROWS; ++i) {
-            u32 x[MATRICES][PIECES * WORDS] = {}, w[OUTPUTS][WORDS];
-            float made[OUTPUTS][8];
+            u32 x[MATRICES][WORDS] = {}, w[OUTPUTS][WORDS];
 #pragma unroll
             for (int k = 0; k < MATRICES; ++k)
                 if (elements.inside(i)) Elements::read(elements.at(k, i), x[k]);
-            elements.compute(i, x, w, made);
+            elements.compute(i, x, w);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k)
 #pragma unroll

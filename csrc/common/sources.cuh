@@ -10,8 +10,7 @@
 //   HALVES     how many of the first matrices, read and made, are halves of one that is twice as wide, and
 //   compute(x, of_row, of_col, y)
 // which makes an element of each output of an element of each matrix, and of the numbers of its row and its column. All are
-// given as fp32; what it makes is rounded afterwards. The matrices hold elements, or with LPQ_ROUNDED fp32, in which they
-// compute then: what they make is rounded once, when it is encoded.
+// given as fp32; what it makes is rounded afterwards.
 #pragma once
 #include "tile.cuh"
 
@@ -22,10 +21,8 @@ struct Computing {
 
 namespace sources {
 
-constexpr bool HELD_HIGH = sizeof(Source) == 4;  // whether matrices are in fp32
-
-// The nearest number that a matrix can hold.
-__device__ __forceinline__ float nearest(float x) { return HELD_HIGH ? x : element_value(rounded(x, 0.0f)); }
+// The nearest number that an element can be.
+__device__ __forceinline__ float nearest(float x) { return PER_WORD == 1 ? x : element_value(rounded(x, 0.0f)); }
 
 // Activation functions, as torch computes them and what their gradients are made of, of one element.
 
@@ -69,15 +66,11 @@ struct NewGelu {
     __device__ __forceinline__ NewGelu(float x)
         : x(x), square(nearest(x * x)),
           tanh(nearest(tanhf(nearest(BETA * nearest(x + nearest(KAPPA * nearest(square * x))))))) {}
-    // 1 - tanh * tanh, as torch's gradient of tanh rounds it on a GPU.
-    __device__ __forceinline__ float of_tanh() const {
-        return HELD_HIGH ? fmaf(-tanh, tanh, 1.0f) : nearest(1.0f - nearest(tanh * tanh));
-    }
     __device__ __forceinline__ float half() const { return nearest(0.5f * x); }
     __device__ __forceinline__ float above() const { return nearest(1.0f + tanh); }
     __device__ __forceinline__ float value() const { return half() * above(); }
     __device__ __forceinline__ float backward(float dy) const {
-        const float below = of_tanh();
+        const float below = nearest(1.0f - nearest(tanh * tanh));  // torch's gradient of tanh rounds so on a GPU
         const float inner = nearest(nearest(nearest(dy * half()) * below) * BETA);
         const float of_cube = nearest(nearest(inner * KAPPA) * nearest(3.0f * square));
         return nearest(inner + of_cube) + nearest(nearest(dy * above()) * 0.5f);

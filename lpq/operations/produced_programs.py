@@ -180,29 +180,28 @@ def bind(
             measured = NO_SIDE if row is None else row.measure(of_row), NO_SIDE if col is None else col.measure(of_col)
             arguments.append((None, *measured, None, 0))
         if searches:
-            produce(program, inputs, arguments, dtype, tile)
+            produce(program, inputs, arguments, tile)
         return found
 
     def run(tensors: Sequence[Tensor], known: Sequence[Any], seeds: Sequence[Tensor | None]) -> list[Produced]:
-        for i, (x, (count, held)) in enumerate(zip(tensors, sizes, strict=True)):
-            if x.numel() != count or x.dtype is not held:
-                raise unfit(source, i, x, count, held)
+        for i, (x, (count, x_dtype)) in enumerate(zip(tensors, sizes, strict=True)):
+            if x.numel() != count or x.dtype is not x_dtype:
+                raise unfit(source, i, x, count, x_dtype)
         tensors = aligned(*tensors)
         inputs = SourceInputs([x.view(shape) for x in tensors[:matrices]], tensors[matrices:columns], tensors[columns:])
         out, arguments = list[Produced](), list[tuple[Any, ...]]()
-        like = tensors[0].new_empty((), dtype=dtype)
         for (row, col), output, (of_row, of_col), is_wanted, stats, seed in zip(
             sides, outputs, find(inputs), values, known, seeds, strict=True
         ):
             recall = None if output is None else output.recall
             given = (stats if recall is None else recall(None, stats, None)) or ()
-            first = NOTHING if row is None else row.encode(given, of_row, like)
-            second = NOTHING if col is None else col.encode(given, of_col, like)
+            first = NOTHING if row is None else row.encode(given, of_row, tensors[0])
+            second = NOTHING if col is None else col.encode(given, of_col, tensors[0])
             value = torch.empty_like(inputs.matrices[0]) if is_wanted else None
             offset = 0 if output is None else output.e.offset
             arguments.append((value, first.arguments, second.arguments, seed, offset))
             out.append(Produced(first.buffers, second.buffers, (*first.measured, *second.measured), value))
-        produce(program, inputs, arguments, dtype, tile)
+        produce(program, inputs, arguments, tile)
         return out
 
     return run
@@ -220,7 +219,7 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
         y = halves.new_empty((rows, n_values * cols))
         outputs = [(value, NO_SIDE, NO_SIDE, None, 0) for value in (*y.chunk(n_values, dim=1), *unwanted)]
         matrices = [*halves.contiguous().chunk(2, dim=1), *(x.contiguous() for x in others)]
-        produce(program, SourceInputs(matrices, (), ()), outputs, dtype, (LEAST, LEAST), halves=True)
+        produce(program, SourceInputs(matrices, (), ()), outputs, (LEAST, LEAST), halves=True)
         return y
 
     return run

@@ -20,6 +20,7 @@ from lpq.kernels.fresh import Allocate, Fresh, allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.table import lacking
 from lpq.kernels.tiles import (
+    INPUTS,
     SQUARE,
     ZERO,
     Launch,
@@ -27,7 +28,6 @@ from lpq.kernels.tiles import (
     at_once,
     covering,
     divides,
-    reading,
     tiles,
 )
 from lpq.operations.binding import ALIGNED, Encoding
@@ -65,7 +65,7 @@ class Produced(NamedTuple):
     col: Sequence[Tensor]
     stats: Sequence[Tensor]
     value: Tensor | None
-    """The matrix itself, in the dtype that ``Source.holds``."""
+    """The matrix itself."""
 
 
 Run = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Tensor | None]], list[Produced]]
@@ -82,8 +82,6 @@ def not_here(spec: KernelSpec, source: Source, dtype: torch.dtype, device: torch
         return f"the kernel of sources in {spec.backend} {why}"
     if dtype is torch.float32 and (source.outputs > 1 or source.inputs.count("matrix") > 1):
         return f"kernels compute elements in bfloat16 and float16 of several matrices, and not in {dtype}"
-    if source.holds(dtype) not in (dtype, torch.float32):
-        return f"kernels compute elements in {dtype} of {dtype} and float32, and not of {source.held}"
     return None
 
 
@@ -162,7 +160,7 @@ class _Kernels(NamedTuple):
         source, tile = self.source, self.tile
         headers = dict.fromkeys(struct.header for sides in structs for struct in sides)
         macros = (
-            *reading(source.holds(self.dtype), self.dtype), f"LPQ_SOURCE={source.struct}",
+            INPUTS[self.dtype], f"LPQ_SOURCE={source.struct}",
             "LPQ_SIDES=" + ",".join(f"Sides<{row.name},{col.name}>" for row, col in structs),
             *(f'LPQ_HEADER_{i}="{header}"' for i, header in enumerate(headers)),
             *(["LPQ_STATS"] if stats else []),
@@ -266,7 +264,7 @@ def bind(
     bound = [(None, None) if o is None else bind_sides(*o[:3]) for o in outputs]
     each = [(*sides, None if o is None else o.recall, v) for sides, o, v in zip(bound, outputs, values, strict=True)]
     input_kinds = sizes_of_inputs(source, shape, dtype)
-    empty, memory, tail = allocator(device), fresh(shape, source.holds(dtype)), kernels.tail
+    empty, memory, tail = allocator(device), fresh(shape, dtype), kernels.tail
     zero = ZERO.bind(kernels.device, (), 1)
     find = _bind_search(kernels, bound, empty)
     nothing: SideStats = [(None, None)] * len(outputs)
@@ -315,8 +313,8 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
     of_halves = source._replace(struct=f"sources::Halves<{source.struct}>")
     kernels = _Kernels(of_halves, shape, dtype, device.index or 0, SQUARE)
     launch = kernels.bind_run([(NOTHING, NOTHING)] * source.outputs, False)
-    (rows, cols), held, tail = shape, source.holds(dtype), kernels.tail
-    empty, memory, half = allocator(device), fresh((rows, n_values * cols), held), cols * held.itemsize
+    (rows, cols), tail = shape, kernels.tail
+    empty, memory, half = allocator(device), fresh((rows, n_values * cols), dtype), cols * dtype.itemsize
 
     def run(halves: Tensor, *others: Tensor) -> Tensor:
         halves, *others = aligned(halves, *others)  # type: ignore[assignment]
@@ -335,9 +333,8 @@ def n_values_of_halves(source: Source) -> int:
 
 
 def sizes_of_inputs(source: Source, shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-    """The number of elements of each input of a source whose outputs are encoded in ``dtype``, and their dtype."""
-    held = source.holds(dtype)
-    sizes = {"matrix": (math.prod(shape), held), "row": (shape[0], torch.float32), "col": (shape[1], held)}
+    """The number of elements of each input of a source whose outputs have this dtype, and their dtype."""
+    sizes = {"matrix": (math.prod(shape), dtype), "row": (shape[0], torch.float32), "col": (shape[1], dtype)}
     return [sizes[kind] for kind in source.inputs]
 
 

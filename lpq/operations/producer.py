@@ -156,21 +156,15 @@ def bind_halves(source: Source, shape: tuple[int, int], dtype: torch.dtype, devi
 def _values(source: Source, outputs: Sequence[Output]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Bind the computation of the matrices that are encoded, by the instructions by which they are."""
     shape, dtype, device = _kind(outputs)
-    kernels, rounds = kernels_of(source, shape, dtype, device), source.holds(dtype) is not dtype
+    kernels = kernels_of(source, shape, dtype, device)
     if isinstance(kernels, str):
         kinds = source.inputs
-        return lambda inputs: [
-            x.to(dtype) if rounds else x
-            for x in source.compute(
-                *(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, kinds, strict=True))
-            )
-        ]
+        return lambda inputs: list(
+            source.compute(*(as_matrix(x) if kind == "matrix" else x for x, kind in zip(inputs, kinds, strict=True)))
+        )
     run = kernels.bind(source, shape, dtype, device, [None] * len(outputs), [o.spec is not None for o in outputs])
     none: list[None] = [None] * len(outputs)
-    return lambda inputs: [
-        x if x is None or not rounds else x.to(dtype)  # type: ignore[misc]
-        for x in (output.value for output in run(inputs, none, none))
-    ]
+    return lambda inputs: [output.value for output in run(inputs, none, none)]  # type: ignore[misc]
 
 
 def _kind(outputs: Sequence[Output]) -> tuple[tuple[int, int], torch.dtype, torch.device]:
@@ -200,15 +194,13 @@ def _bound(source: Source, outputs: Sequence[Output], encoders: Sequence[Encoder
     ]
     if not others:
         return Producer(operands, run, reasons)
-    rounds = source.holds(dtype) is not dtype
 
     def produce(inputs: Sequence[Tensor], stats: Sequence[Stats], seeds: Sequence[Tensor | None]) -> list[Produced]:
         results = run(inputs, [None if why is not None else k for k, why in zip(stats, reasons, strict=True)], seeds)
         for i, encoder in others:
             value = results[i].value
             assert value is not None
-            encoded = encoder.encode(value.to(dtype) if rounds else value, stats[i], seeds[i])
-            results[i] = Produced(*encoded, value if outputs[i].value else None)
+            results[i] = Produced(*encoder.encode(value, stats[i], seeds[i]), value if outputs[i].value else None)
         return results
 
     return Producer(operands, produce, reasons)
@@ -222,7 +214,6 @@ def _composed(
     why: str,
 ) -> Producer:
     """Compute by the definition, and encode each output by itself."""
-    rounds = source.held is not None
 
     def produce(inputs: Sequence[Tensor], stats: Sequence[Stats], seeds: Sequence[Tensor | None]) -> list[Produced]:
         results = []
@@ -230,9 +221,7 @@ def _composed(
         for x, output, encoder, own, seed in zip(
             source.compute(*matrices), outputs, encoders, stats, seeds, strict=True
         ):
-            encoded: Encoded = (), (), ()
-            if encoder is not None and output.spec is not None:
-                encoded = encoder.encode(x.to(output.spec.dtype) if rounds else x, own, seed)
+            encoded = ((), (), ()) if encoder is None else encoder.encode(x, own, seed)
             results.append(Produced(*encoded, x if output.value else None))
         return results
 

@@ -38,13 +38,6 @@ class Source(NamedTuple):
     function there, or options; None: there is none."""
     high_under_autocast: bool = False
     """Whether autocast computes an operator of its definition in fp32 on some device, and so rounds less often."""
-    held: torch.dtype | None = None
-    """The dtype of matrices and columns, in which it computes and makes its outputs; these are rounded to another when
-    they are encoded. None: the dtype in which they are encoded."""
-
-    def holds(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of its inputs and outputs, where these are encoded in ``dtype``."""
-        return dtype if self.held is None else self.held
 
 
 class Between(NamedTuple):

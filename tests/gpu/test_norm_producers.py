@@ -60,19 +60,6 @@ def test_operands_are_those_of_encoders(norm: NormKind, biased: bool, text: str)
 
 @FAMILIES
 @pytest.mark.parametrize(("norm", "biased"), EVERY)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_inputs_in_fp32(norm: NormKind, biased: bool, dtype: torch.dtype) -> None:
-    """As a residual stream in fp32 is, before layers that compute in 16 bits: the norm is in fp32, and rounded once."""
-    source = norm_source(norm, biased)._replace(held=torch.float32)
-    for text in ("fp8", "mxfp8", "fp8(scaling=block)", "nvfp4", "fp8(scaling=row)"):
-        for shape in ((256, 512), (131, 264), (1, 8)):
-            inputs = inputs_of(source, shape, dtype)
-            assert inputs[0].dtype == inputs[-1].dtype == torch.float32
-            both(source, outputs_of(source, text, shape, dtype, measures=True), inputs, [()], lambda i: False)
-
-
-@FAMILIES
-@pytest.mark.parametrize(("norm", "biased"), EVERY)
 def test_elements_in_fp32(norm: NormKind, biased: bool) -> None:
     """They are encoded without being rounded before, as layers encode inputs in fp32."""
     source = norm_source(norm, biased)

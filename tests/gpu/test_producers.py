@@ -83,8 +83,7 @@ def numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def inputs_of(source: Source, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
-    held = source.holds(dtype)
-    sizes = {"matrix": (shape, held), "row": (shape[:1], torch.float32), "col": (shape[1:], held)}
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
     return [numbers(*sizes[kind]) for kind in source.inputs]
 
 
@@ -156,18 +155,15 @@ def test_operands_of_other_sources(source: Source) -> None:
 
 
 @FAMILIES
-@pytest.mark.parametrize("source", [*SOURCES, *OTHERS], ids=lambda source: source.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_inputs_in_fp32(source: Source, dtype: torch.dtype, family: str) -> None:
-    """The matrices have torch's fp32, and the operands are encoded from these, rounded once."""
-    source = source._replace(held=torch.float32)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_in_fp32(name: str, family: str) -> None:
+    """They are encoded without being rounded before, as layers encode inputs in fp32."""
+    source = ACTIVATIONS[name].alone.product
     without = family == "triton" and source.program is None
     for shape in SHAPES:
         for text in ("fp8", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=fp8(scaling=row))"):
-            outputs = outputs_of(source, text, shape, dtype, measures=True)
-            inputs = inputs_of(source, shape, dtype)
-            assert inputs[0].dtype == torch.float32
-            both(source, outputs, inputs, [()] * source.outputs, lambda i: without)
+            outputs = outputs_of(source, text, shape, torch.float32, measures=True)
+            both(source, outputs, inputs_of(source, shape, torch.float32), [()], lambda i: without)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)

@@ -120,15 +120,14 @@ def check(
     """Encode all outputs in these formats, by one run, and compare with what the reference encodes of the matrices that
     the same run returns. The matrices."""
     torch.manual_seed(0)
-    held = source.holds(dtype)
-    sizes = {"matrix": (shape, held), "row": (shape[:1], torch.float32), "col": (shape[1:], held)}
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
     inputs = [numbers(*sizes[kind]) for kind in source.inputs]
     seeds = [torch.tensor(SEED + i) for i in range(source.outputs)]
     outputs, known = list[SourceOutput](), list[Any]()
     for format, (of_row, of_col), x in zip(formats, sides, source.compute(*inputs), strict=False):
         quantizer = lpq.quantizer(format) if isinstance(format, str) else format
         row, col = quantizer.side("row") if of_row else None, quantizer.side("col") if of_col else None
-        stats = [2 * stat for stat in measure_reference(x.to(dtype), row, col)] if given else []
+        stats = [2 * stat for stat in measure_reference(x, row, col)] if given else []
         e = Encoding(row, col, shape, dtype, dtype, CPU, (given,) * len(stats), measure, offset)
         outputs.append(SourceOutput(e, program(row, "row", dtype), program(col, "col", dtype)))
         known.append(stats)
@@ -137,12 +136,12 @@ def check(
         made = run(inputs, known, seeds)
     for i, (output, one, stats, seed) in enumerate(zip(outputs, made, known, seeds, strict=True)):
         assert one.value is not None
-        assert one.value.dtype is held
-        expected = quantize_reference(one.value.to(dtype), stats, output.e.row, output.e.col, seed, offset, measure)
+        assert one.value.dtype is dtype
+        expected = quantize_reference(one.value, stats, output.e.row, output.e.col, seed, offset, measure)
         expect_bytes([*one.row, *one.col, *one.stats], expected, f"{source.name} {formats} {shape}, of its output {i}")
     values = [one.value for one in made if one.value is not None]
     for i, (value, x) in enumerate(zip(values, source.compute(*inputs), strict=True)):
-        exact = ("relu", "rms_norm", "layer_norm", *(("silu",) if held.itemsize == 2 else ()))  # on a CPU
+        exact = ("relu", "rms_norm", "layer_norm", *(("silu",) if dtype.itemsize == 2 else ()))  # on a CPU
         if source.name.startswith(exact):
             same = (value == x) | (value.isnan() & x.isnan())
         else:
@@ -160,10 +159,10 @@ def test_sources(source: Source, dtype: torch.dtype) -> None:
     check(source, ["mxfp8"] * 3, (37, 72), dtype)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_inputs_in_fp32(source: Source) -> None:
-    """Elements are rounded once, when they are encoded. The matrices that are returned are in fp32."""
-    check(source._replace(held=torch.float32), ["fp8", "mxfp8", "nvfp4"], (37, 72), torch.bfloat16, measure=True)
+@pytest.mark.parametrize("name", sorted({source.name for source in SOURCES} & {*ACTIVATIONS}))
+def test_activations_in_fp32(name: str) -> None:
+    """They are encoded without being rounded before, as layers encode inputs in fp32."""
+    check(ACTIVATIONS[name].alone.product, ["hybrid(row=nvfp4, col=fp8)"], (37, 72), torch.float32, measure=True)
 
 
 @pytest.mark.parametrize("text", SERVED)

@@ -245,12 +245,11 @@ def call_producers() -> None:
         dtype = torch.float32 if source is silu.alone.product else dtype
         sides = formats[i].side("row"), formats[i - 1].side("col")
         e = Encoding(*sides, shape, dtype, dtype, torch.device("cpu"), measure=bool(i % 2), dispatched=True)
-        source = source._replace(held=torch.float32 if i % 3 == 1 else None)
         first, second = side_of(sides[0], "row"), side_of(sides[1], "col")
         outputs = [SourceOutput(e, first, second), SourceOutput(e._replace(row=None), None, second), None]
         run = produced_tiles.bind(source, shape, dtype, e.device, outputs[: source.outputs], [True] * source.outputs)
         run(
-            [torch.zeros(shape, dtype=source.holds(dtype))] * len(source.inputs),
+            [torch.zeros(shape, dtype=dtype)] * len(source.inputs),
             [()] * source.outputs,
             [torch.tensor(0)] * source.outputs,
         )

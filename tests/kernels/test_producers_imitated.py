@@ -38,8 +38,8 @@ def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch.dtype, measure: bool = False) -> None:
     torch.manual_seed(0)
-    sizes, held = {"matrix": shape, "row": shape[:1], "col": shape[1:]}, source.holds(dtype)
-    inputs = [numbers(*sizes[k], dtype=torch.float32 if k == "row" else held) for k in source.inputs]
+    sizes = {"matrix": shape, "row": shape[:1], "col": shape[1:]}
+    inputs = [numbers(*sizes[k], dtype=torch.float32 if k == "row" else dtype) for k in source.inputs]
     seeds = [torch.tensor(SEED + i) for i in range(source.outputs)]
     outputs: list[SourceOutput | None] = []
     for i, text in enumerate(texts):
@@ -54,10 +54,10 @@ def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch
         value = one.value
         assert value is not None
         assert output is not None
-        assert value.dtype is held
+        assert value.dtype is dtype
         close = torch.isclose(value.float(), x.float(), rtol=2**-6, atol=1e-6, equal_nan=True)
         assert close.all(), (i, value[~close], x[~close])
-        expected = quantize_reference(value.to(dtype), [], output.e.row, output.e.col, seed, 0, measure)
+        expected = quantize_reference(value, [], output.e.row, output.e.col, seed, 0, measure)
         got = [*one.row, *one.col, *one.stats]
         expect_bytes(got, expected, f"{source.name} {texts} {shape} {dtype}, of its output {i}")
 
@@ -89,12 +89,12 @@ def test_an_activation_alone(name: str) -> None:
         check(backward, ["mxfp8"] * 2, (37, 136), torch.bfloat16)
 
 
-@pytest.mark.parametrize("source", [SWIGLU, SWIGLU_BACKWARD], ids=lambda source: source.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_inputs_in_fp32(source: Source, dtype: torch.dtype) -> None:
-    """Elements are rounded once, when they are encoded. The matrices that are returned are in fp32."""
-    for shape, texts in (((128, 128), MIXED), ((133, 200), ["nvfp4", "fp8(scaling=row)", "fp8"])):
-        check(source._replace(held=torch.float32), texts[: source.outputs], shape, dtype, measure=shape[0] > 128)
+@pytest.mark.parametrize("name", ["silu", "relu", "gelu_new"])
+@pytest.mark.parametrize("text", [MIXED[0], "nvfp4", "fp8(scaling=row)"])
+def test_an_activation_in_fp32(name: str, text: str) -> None:
+    """It is encoded without being rounded before, as layers encode inputs in fp32."""
+    for shape in ((128, 128), (133, 200)):
+        check(ACTIVATIONS[name].alone.product, [text], shape, torch.float32, measure=shape[0] > 128)
 
 
 def test_halves_of_one_matrix(launched: list[str]) -> None:

@@ -24,21 +24,19 @@ SOURCES = [source for act in ACTIVATIONS.values() for between in (act.gated, act
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=fp8)"])
-@pytest.mark.parametrize("held", [None, torch.float32], ids=["", "of fp32"])
-def test_operands_are_those_of_the_outputs(source: Source, text: str, held: torch.dtype | None) -> None:
-    """Where inputs are in fp32, outputs are rounded once and then encoded, and the matrices stay in fp32."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_operands_are_those_of_the_outputs(source: Source, text: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    source = source._replace(held=held)
-    inputs = [torch.randn(ROWS, COLS, dtype=source.holds(torch.bfloat16)) for _ in source.inputs]
+    inputs = [torch.randn(ROWS, COLS, dtype=dtype) for _ in source.inputs]
     quantizer = lpq.quantizer(text)
-    wanted = EncoderSpec(quantizer, (ROWS, COLS), torch.bfloat16, CPU)
+    wanted = EncoderSpec(quantizer, (ROWS, COLS), dtype, CPU)
     last = source.outputs - 1
     outputs = [Output(wanted._replace(row=i != last), value=i == 0) for i in range(source.outputs)]
     producer = bind_producer(source, outputs)
     nothing, no_seed = [()] * source.outputs, [None] * source.outputs
     made = producer.produce(inputs, nothing, no_seed)
     for i, (x, output) in enumerate(zip(source.compute(*inputs), made, strict=True)):
-        whole = quantizer.quantize(x.to(torch.bfloat16))
+        whole = quantizer.quantize(x)
         assert output.value is None or torch.equal(output.value, x)
         assert (output.value is None) == (i != 0)
         for operand, buffers, direction in zip(
@@ -73,16 +71,6 @@ def test_gradients_of_activations_are_autograd_s(name: str, dtype: torch.dtype) 
         assert all(map(torch.equal, grads, torch.autograd.grad(y, leaves, dy)))
 
 
-def test_what_kernels_read() -> None:
-    """Elements in 16 bits, of matrices in the same dtype or in fp32."""
-    source, cpu = ACTIVATIONS["silu"].gated.product, torch.device("cpu")
-    held = source._replace(held=torch.bfloat16)
-    why = produced_tiles.not_here(produced_tiles.SPEC, held, torch.float16, cpu)
-    assert why == produced_tiles.not_here(produced_tiles.SPEC, source, torch.float16, cpu)  # no kernel runs on a CPU
-    assert produced_tiles.sizes_of_inputs(held, (2, 3), torch.float16) == [(6, torch.bfloat16)] * 2
-    assert produced_tiles.sizes_of_inputs(source, (2, 3), torch.float16) == [(6, torch.float16)] * 2
-
-
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """Answers about this machine are kept: none from before the test, and none of it behind it."""
@@ -108,12 +96,7 @@ def test_where_no_cuda_kernel_runs_triton_computes(
     monkeypatch.setattr(table, "_installed", lambda module: module != without)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     norm = NormKind(1e-6), *asked[1:]
-    in_fp32, in_bf16 = (source._replace(held=dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert kernels_of(in_fp32, *asked[1:]) is kernels_of(*asked)
-    assert "of torch.float16 and float32, and not of torch.bfloat16" in kernels_of(
-        in_bf16, asked[1], torch.float16, gpu
-    )
-    assert "of several matrices, and not in torch.float32" in kernels_of(in_fp32, asked[1], torch.float32, gpu)
+    assert "of several matrices, and not in torch.float32" in kernels_of(source, asked[1], torch.float32, gpu)
     alone = ACTIVATIONS["silu"].alone.product
     assert kernels_of(alone, asked[1], torch.float32, gpu) is kernels_of(alone, *asked[1:])
     if without == "allowed":

@@ -48,14 +48,13 @@ def _numbers(x, first, count, SIZE: tl.constexpr):
 @triton.jit
 def _produce(
     a, others, of_row, of_col, rows, cols, outputs,
-    COMPUTE: tl.constexpr, CONSTANT: tl.constexpr, OUTPUTS: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr, CONSTANT: tl.constexpr, OUTPUTS: tl.constexpr, DTYPE: tl.constexpr,
     HALVES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """``others``: two more matrices; ``of_row`` and ``of_col``: two vectors each, with a number for each row or column.
     None stands for each that the source does not have. ``outputs``: of each the memory for the matrix, both sides, a
-    seed, and its first row in the whole tensor. ``HELD``: the dtype of matrices; ``DTYPE``: the one that outputs are
-    rounded to before they are encoded. ``HALVES``: the first two matrices are halves of one that is twice as
-    wide, and so are the outputs before the last."""
+    seed, and its first row in the whole tensor. ``DTYPE``: the dtype of matrices. ``HALVES``: the first two
+    matrices are halves of one that is twice as wide, and so are the outputs before the last."""
     row, col = place_of_tile(cols, HIGH, WIDE)
     inside = (row + tl.arange(0, HIGH)[:, None] < rows) & (col + tl.arange(0, WIDE)[None, :] < cols)
     apart = 2 * cols if HALVES else cols
@@ -68,12 +67,11 @@ def _produce(
         third = widen(load_tile(others[1], row, col, rows, cols, HIGH, WIDE))
     by_row = _numbers(of_row[0], row, rows, HIGH)[:, None], _numbers(of_row[1], row, rows, HIGH)[:, None]
     by_col = _numbers(of_col[0], col, cols, WIDE)[None, :], _numbers(of_col[1], col, cols, WIDE)[None, :]
-    made = COMPUTE((first, second, third), by_row, by_col, HELD, CONSTANT)
+    made = COMPUTE((first, second, third), by_row, by_col, DTYPE, CONSTANT)
     for i in tl.static_range(OUTPUTS):
-        values = tl.where(inside, made[i], 0.0)
-        tile = narrow(values, DTYPE)
+        tile = narrow(tl.where(inside, made[i], 0.0), DTYPE)
         if outputs[i][0] is not None:
-            store_tile(outputs[i][0], narrow(values, HELD), row, col, rows, cols, apart if i < OUTPUTS - 1 else cols)
+            store_tile(outputs[i][0], tile, row, col, rows, cols, apart if i < OUTPUTS - 1 else cols)
         # Functions in a tuple are handed on, and cannot be assigned to names.
         _encode(widen(tile), row, col, rows, cols, outputs[i][1], outputs[i][3], outputs[i][4])
         _encode(widen(tl.trans(tile)), col, row, cols, rows, outputs[i][2], outputs[i][3], outputs[i][4])
@@ -100,11 +98,10 @@ def constant(options: tuple[object, ...]) -> Any:
 
 
 def produce(
-    program: tuple[str, Any], inputs: SourceInputs, outputs: Sequence[tuple[Any, ...]], dtype: torch.dtype,
-    tile: tuple[int, int], halves: bool = False,
+    program: tuple[str, Any], inputs: SourceInputs, outputs: Sequence[tuple[Any, ...]], tile: tuple[int, int],
+    halves: bool = False,
 ) -> None:  # fmt: skip
-    """Run a program for each tile of what a source computes of these contiguous tensors, which are not empty. Outputs
-    are encoded in ``dtype``.
+    """Run a program for each tile of what a source computes of these contiguous tensors, which are not empty.
     ``halves``: the first two are halves of one matrix, and so are the outputs before the last."""
     (high, wide), (function, given) = tile, program
     first, *others = inputs.matrices
@@ -113,6 +110,6 @@ def produce(
         _produce, programs((rows, cols), high, wide), first, *map(_two, (others, inputs.of_row, inputs.of_col)),
         rows, cols, tuple(outputs),
         COMPUTE=getattr(sources, function), CONSTANT=getattr(sources, given) if isinstance(given, str) else given,
-        OUTPUTS=len(outputs), HELD=DTYPES[first.dtype], DTYPE=DTYPES[dtype], HALVES=halves, HIGH=high, WIDE=wide,
+        OUTPUTS=len(outputs), DTYPE=DTYPES[first.dtype], HALVES=halves, HIGH=high, WIDE=wide,
         num_warps=min(max(high * wide // PER_WARP, 1), WARPS), **keeping_small_numbers(_produce),
     )  # fmt: skip

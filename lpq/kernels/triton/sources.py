@@ -28,7 +28,7 @@ KAPPA_THRICE = tl.constexpr(0.13414499163627625)
 
 @triton.jit
 def nearest(x, DTYPE: tl.constexpr):
-    """The nearest number that a matrix of this dtype can hold, in fp32."""
+    """The nearest number that an element of this dtype can be, in fp32."""
     return widen(narrow(x, DTYPE))
 
 
@@ -74,10 +74,7 @@ def gelu_new(x, dy, DTYPE: tl.constexpr, GRADIENT: tl.constexpr):
     half = nearest(0.5 * x, DTYPE)
     above = nearest(1.0 + tanh, DTYPE)
     if GRADIENT:
-        if tl.float32 == DTYPE:
-            below = tl.fma(-tanh, tanh, tl.full(x.shape, 1.0, tl.float32))
-        else:
-            below = nearest(1.0 - nearest(tanh * tanh, DTYPE), DTYPE)
+        below = nearest(1.0 - nearest(tanh * tanh, DTYPE), DTYPE)
         inner = nearest(nearest(nearest(dy * half, DTYPE) * below, DTYPE) * BETA, DTYPE)
         of_cube = nearest(nearest(inner * KAPPA, DTYPE) * nearest(3.0 * square, DTYPE), DTYPE)
         y = nearest(inner + of_cube, DTYPE) + nearest(nearest(dy * above, DTYPE) * 0.5, DTYPE)
