@@ -26,8 +26,8 @@ SUBJECTS = {
     "statistics, replays and culprits of a run": (
         "integrations/transformers_culprits.py nn/eagerly.py nn/observing.py observe/course.py observe/culprits.py "
         "observe/gradient_error.py observe/gradients.py observe/numerics.py observe/operands.py observe/page.py "
-        "observe/readings.py observe/replay.py observe/shards.py observe/sharing.py observe/sums.py "
-        "observe/table.py observe/trigger.py tensor/observed.py"
+        "observe/readings.py observe/replay.py observe/replays.py observe/shards.py observe/sharing.py "
+        "observe/statistics.py observe/sums.py observe/table.py observe/trigger.py tensor/observed.py"
     ),
     "comparing, advising, timing and searching": (
         "bench/*.py cli/advise.py cli/bench.py cli/first_advice.py cli/models.py train/beside.py "

@@ -6,8 +6,7 @@ products dyₜ·dyₛ and xₜ·xₛ. Matrices of tokens by tokens have these, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import torch
 from torch import Tensor
 
 from lpq.observe.operands import EncodedRows
@@ -16,25 +15,17 @@ TOKENS = 128
 """The most tokens of which the gradient is taken."""
 
 
-class Pairs(NamedTuple):
-    """Products of pairs of tokens of one tensor."""
-
-    exact: Tensor
-    encoded: Tensor
-    error: Tensor
-    encoded_by_error: Tensor
-    error_by_exact: Tensor
-
-    @classmethod
-    def of(cls, operand: EncodedRows) -> Pairs:
-        """The pairs of a column operand, whose columns are tokens."""
-        x, encoded = operand.x[:, :TOKENS], operand.decoded[:, :TOKENS]
-        error = encoded - x
-        return cls(x.t() @ x, encoded.t() @ encoded, error.t() @ error, encoded.t() @ error, error.t() @ x)
+def pairs(operand: EncodedRows) -> Tensor:
+    """The products of all pairs of tokens of a column operand, whose columns are tokens: ``[3, tokens, 3, tokens]``,
+    where 0 stands for the tensor itself, 1 for what its operand decodes to, and 2 for the error."""
+    x, encoded = operand.x[:, :TOKENS], operand.decoded[:, :TOKENS]
+    each = torch.cat([x, encoded, encoded - x], 1)
+    return (each.t() @ each).view(3, x.shape[1], 3, x.shape[1])
 
 
-def signal_and_noise(x: Pairs, dy: Pairs) -> tuple[Tensor, Tensor]:
-    """The squares of the gradient and of its error, summed over the elements of the weight."""
-    signal = (dy.exact * x.exact).sum()
-    both = dy.error * x.encoded + dy.exact * x.error + 2 * dy.error_by_exact * x.encoded_by_error
+def signal_and_noise(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The squares of the gradient and of its error, summed over the elements of the weight, of the pairs of both
+    tensors."""
+    signal = (dy[0, :, 0] * x[0, :, 0]).sum()
+    both = dy[2, :, 2] * x[1, :, 1] + dy[0, :, 0] * x[2, :, 2] + 2 * dy[2, :, 0] * x[1, :, 2]
     return signal, both.sum()

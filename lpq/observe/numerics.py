@@ -23,12 +23,13 @@ from lpq.nn.names import plain_name
 from lpq.nn.observing import observing
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
-from lpq.observe.gradients import Pairs, signal_and_noise
-from lpq.observe.operands import EncodedRows, operands
+from lpq.observe.operands import SomeRows, some_rows
 from lpq.observe.readings import NumericsError, Readings
+from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, is_shared
-from lpq.observe.sums import SUMS, Reading, reading_of, sums_of
+from lpq.observe.statistics import Question, statistics
+from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes.gemms import TENSORS
 from lpq.recipes.globs import matches
@@ -44,9 +45,12 @@ if TYPE_CHECKING:
 
     from lpq.recipes import RecipeLike
 
+Tokens = tuple[object, ...] | None
+"""Which tokens some rows are, and in which basis their column operand is; None where it has none."""
 Slot = tuple[str, str, str, str]
 """Layer, tensor, direction, and the other recipe that is asked about."""
 PLACES = (*((tensor, direction) for tensor in TENSORS for direction in ("row", "col")), ("dw", ""))
+"""The gradient's place is behind the places of ``dy``."""
 
 
 class StepSums(NamedTuple):
@@ -122,7 +126,9 @@ class Numerics(Readings):
         self._now: StepSums | None = None
         self._any_tensor = False
         """Whether a layer has told of a tensor in this step."""
-        self._pairs: dict[tuple[int, int | None, str], tuple[object, Pairs, tuple[int, ...]]] = {}
+        self._inputs: dict[tuple[int, int | None, str], tuple[object, Tokens, Tensor]] = {}
+        """Pairs of tokens of the inputs, until backward asks for them."""
+        self._replays = Replays()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -141,7 +147,7 @@ class Numerics(Readings):
                 yield
         finally:
             self._now = None
-            self._pairs.clear()
+            self._inputs.clear()
         if not self._any_tensor:
             warn(
                 f"no layer told of a tensor in step {self.number}: a CUDA graph that is replayed tells nobody, and "
@@ -167,35 +173,36 @@ class Numerics(Readings):
                     self._observe(part.under(getattr(plan, part.name)), title)
 
     def _observe(self, tensor: Observed, recipe: str) -> None:
-        now, name = self._now, self._names[id(tensor.layer), tensor.stack]
-        encoded_rows = operands(tensor, self._rows, self._turn)
-        assert now is not None
-        if not encoded_rows:
+        rows = some_rows(tensor, self._rows, self._turn)
+        if rows is None:
             return
+        key, tokens, of_input = (id(tensor.of_pass), tensor.group, recipe), _tokens(tensor, rows), None
+        if tensor.name == "dy":
+            _, of_others, of_input = self._inputs.pop(key, (None, None, None))
+            of_input = of_input if tokens == of_others else None
+        asks_pairs = tokens is not None and (tensor.name == "x" or of_input is not None)
+        question = Question(rows.sides, sums=not tensor.again, pairs=asks_pairs, gradient=of_input is not None)
+        if not (question.sums or question.pairs):
+            return
+        given = [*_whole(tensor.given), *([] if of_input is None else [of_input]), *rows.tensors]
+        # Groups of rows have other sizes in each pass: nothing would be replayed.
+        replays = tensor.group is None or tensor.name == "w"
+        found = self._replays(statistics, question, given) if replays else statistics(question, given)
+        if tensor.name == "x" and found.pairs is not None:
+            # The pass is kept, so that no other has its id.
+            self._inputs[key] = tensor.of_pass, tokens, found.pairs.clone()
         if not tensor.again:
-            x = tensor.given
-            norm = torch.linalg.vector_norm(x, dtype=torch.float32)
-            whole = norm.double().square(), x.numel()
-            amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-            for one in encoded_rows:
-                at = self._slots[name, tensor.name, one.direction, recipe]
-                now.sums[at].add_(sums_of(one, whole).to(now.sums.device))
-                now.amax[at] = torch.maximum(now.amax[at], amax.to(now.amax.device))
-        for one in encoded_rows:
-            if one.direction == "col" and tensor.name != "w":
-                self._take_pairs(tensor, one, self._slots[name, "dw", "", recipe], recipe, now)
+            self._add(tensor, recipe, found.sums)
 
-    def _take_pairs(self, tensor: Observed, operand: EncodedRows, at: int, recipe: str, now: StepSums) -> None:
-        key = id(tensor.of_pass), tensor.group, recipe
-        alike = (tensor.together, *tensor.given.shape[:-1], operand.x.shape[1])
-        if tensor.name == "x":
-            self._pairs[key] = tensor.of_pass, Pairs.of(operand), alike  # the pass is kept, so that no other has its id
-            return
-        _, pairs, others = self._pairs.pop(key, (None, None, None))
-        if pairs is not None and others == alike:
-            signal, noise = signal_and_noise(pairs, Pairs.of(operand))
-            now.sums[at, SUMS.index("square")] += signal.to(now.sums.device)
-            now.sums[at, SUMS.index("error")] += noise.to(now.sums.device)
+    def _add(self, tensor: Observed, recipe: str, sums: Tensor) -> None:
+        """Add to the sums of the row operand, of the column operand and, behind them, of the gradient."""
+        now = self._now
+        assert now is not None
+        at = self._slots[self._names[id(tensor.layer), tensor.stack], tensor.name, "row", recipe]
+        now.sums[at : at + len(sums)].add_(sums.to(now.sums.device))
+        amax = torch.linalg.vector_norm(tensor.given, float("inf"), dtype=torch.float32)
+        largest = now.amax[at : at + 2]
+        torch.maximum(largest, amax.to(largest.device), out=largest)
 
     def _over_ranks(self, step: StepSums) -> StepSums:
         """Add the sums of all ranks up, in one collective. The largest magnitudes go with them: each rank has a row of
@@ -248,6 +255,19 @@ class Numerics(Readings):
     def tensorboard(self, directory: str | Path) -> None:
         if self._ranks.rank == 0:
             super().tensorboard(directory)
+
+
+def _whole(x: Tensor) -> list[Tensor]:
+    """The norm of the whole tensor, and the number of its elements."""
+    elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
+    return [torch.linalg.vector_norm(x, dtype=torch.float32), elements]
+
+
+def _tokens(tensor: Observed, rows: SomeRows) -> Tokens:
+    columns = [side.quantizer.basis for side in rows.sides if side.direction == "col"]
+    if tensor.name == "w" or not columns:
+        return None
+    return *columns, tensor.together, *tensor.given.shape[:-1], len(rows.tensors[0])
 
 
 def _names_of(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:

@@ -1,8 +1,13 @@
-"""The operands of a tensor that an observer is told of: some of its rows, encoded as they are in the whole tensor."""
+"""The operands of a tensor that an observer is told of: some of its rows, encoded as they are in the whole tensor.
+
+Encoding needs the tensor, its state and the bits of this pass. All that follows is a function of the buffers that
+encoding leaves, which a GPU can replay for the next tensor of the same kind (``lpq/observe/replays.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -24,6 +29,27 @@ ALIGNED = 128
 """Rows are taken in multiples of this, as most formats have blocks of no more."""
 
 
+class Side(NamedTuple):
+    """The description of an operand."""
+
+    direction: Direction
+    quantizer: Quantizer
+    """The quantizer of this side."""
+    stats: tuple[str, ...] | None
+    """The names of its statistics; None where it is made of the other operand."""
+    as_row: bool
+    """Whether its statistics are the row operand's, and lie as these do."""
+
+
+class SomeRows(NamedTuple):
+    """Some rows of a tensor, and the buffers of their operands."""
+
+    sides: tuple[Side, ...]
+    tensors: list[Tensor]
+    """The rows; then the buffers of each side. Unless it is made of the other operand, the buffers that it would have
+    for twice the rows, with the same statistics, and these statistics follow."""
+
+
 class EncodedRows(NamedTuple):
     """An operand, and the matrix that it encodes, in fp32, in the basis of the format, with the contraction last."""
 
@@ -39,41 +65,78 @@ class EncodedRows(NamedTuple):
 
 
 def operands(tensor: Observed, most: int, turn: int) -> list[EncodedRows]:
+    """Return the operands of about ``most`` rows; see ``some_rows``."""
+    rows = some_rows(tensor, most, turn)
+    return [] if rows is None else of_buffers(*rows)
+
+
+def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
     """Encode about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of
     the whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
-    that were rounded. All ranks that share the tensor call this."""
+    that were rounded. None: no operand is left. All ranks that share the tensor call this."""
     quantizer, derived = tensor.quantizer, tensor.quantizer.col_source == "row"
     row = quantizer.side("row") if tensor.row or derived else None
     col = quantizer.side("col") if tensor.col else None
-    sides = [side for side in (row, col) if side is not None]
-    if isinstance(tensor.given, QuantizedTensor) or not tensor.given.numel() or all(side.plain for side in sides):
-        return []
+    either = [side for side in (row, col) if side is not None]
+    if isinstance(tensor.given, QuantizedTensor) or not tensor.given.numel() or all(side.plain for side in either):
+        return None
     matrix, own = as_matrix(tensor.given), None if derived else col
     specs, values = declared(row, own), tensor.known()
-    start, count = (0, len(matrix)) if derived else _some_rows(tensor, len(matrix), row, own, most, turn)
+    start, count = (0, len(matrix)) if derived else _bounds(tensor, len(matrix), row, own, most, turn)
     cut = count < len(matrix)
     stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(specs, values, strict=True)]
     rows, (down, across) = matrix[start : start + count], tensor.place
-    both = rows, rows.float().mul(2.0)
-    once, twice = (_encoded(x, stats, row, own, tensor.seed, down + start, across) for x in both)
-    result: list[EncodedRows] = []
+    twice = rows.float().mul(2.0) if rows.dtype == torch.float16 else rows.mul(2.0)  # fp16 ends at 65504
+    seed = tensor.seed
+    if seed is None:  # of a recipe that is not the layer's: no bits may be taken from the run
+        seed = torch.zeros((), dtype=torch.int64, device=rows.device)
+    encodings = [quantized(x, stats or None, row, own, seed, down + start, across=across) for x in (rows, twice)]
+    sides, tensors = list[Side](), [rows]
     for direction, side, at in _directions(row, own, len(specs)):
-        x = _as_stored(rows if direction == "row" else rows.t(), once[direction])
-        is_transposed = direction == "col" and shared(row, own)
-        by_name = {
-            stat.name: value.t() if is_transposed and value.dim() == 2 else value
-            for (stat, _), value in zip(specs[at], stats[at], strict=True)
-        }
-        result.append(EncodedRows(direction, side, x, _stored(once[direction]), _stored(twice[direction]), by_name))
+        if side.plain or not getattr(tensor, direction):
+            continue
+        names = tuple(stat.name for stat, _ in specs[at])
+        sides.append(Side(direction, side, names, direction == "col" and shared(row, own)))
+        for of_row, of_col, _ in encodings:
+            tensors += of_row if direction == "row" else of_col
+        tensors += stats[at]
     if derived and col is not None and not (tensor.is_part and any(stat.block[1] is None for stat in col.stats)):
-        source = decode(once["row"], torch.float32)
-        of_col = None if tensor.state is None else recall(quantizer, None, col, tensor.state)
-        second = _encoded(source, of_col, None, col, tensor.seed, down, across)["col"]
-        result.append(EncodedRows("col", col, _as_stored(rows.t(), second), _stored(second), None, None))
-    return [one for one in result if getattr(tensor, one.direction) and not one.quantizer.plain]
+        assert row is not None
+        source = decode(row.storage.wrap(encodings[0][0], row, (count, matrix.shape[1]), rows.dtype), torch.float32)
+        of_state = None if tensor.state is None else recall(quantizer, None, col, tensor.state)
+        _, of_col, _ = quantized(source, of_state, None, col, seed, down, across=across)
+        if not col.plain:
+            sides.append(Side("col", col, None, False))
+            tensors += of_col
+    return SomeRows(tuple(sides), tensors)
 
 
-def _some_rows(
+def of_buffers(sides: Sequence[Side], tensors: Sequence[Tensor]) -> list[EncodedRows]:
+    """Return the operands that these buffers are, as ``SomeRows`` has them."""
+    rest = iter(tensors)
+    rows = next(rest)
+    return [_of_side(side, rows if side.direction == "row" else rows.t(), rest) for side in sides]
+
+
+def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
+    quantizer, names = side.quantizer, side.stats
+
+    def storage() -> Storage:
+        buffers = [*islice(rest, len(quantizer.layout))]
+        return quantizer.storage.wrap(buffers, quantizer, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
+
+    once = storage()
+    x = _as_stored(matrix, once)
+    if names is None:
+        return EncodedRows(side.direction, quantizer, x, _stored(once), None, None)
+    twice = storage()
+    stats = dict(zip(names, islice(rest, len(names)), strict=True))
+    if side.as_row:
+        stats = {name: value.t() if value.dim() == 2 else value for name, value in stats.items()}
+    return EncodedRows(side.direction, quantizer, x, _stored(once), _stored(twice), stats)
+
+
+def _bounds(
     tensor: Observed, rows: int, row: Quantizer | None, col: Quantizer | None, most: int, turn: int
 ) -> tuple[int, int]:
     """Return where the rows begin, and how many they are: all of them where an operand cannot be cut there. Random bits
@@ -96,18 +159,6 @@ def _directions(row: Quantizer | None, col: Quantizer | None, stats: int) -> lis
     if col is not None:
         directions.append(("col", col, of_row if shared(row, col) else slice(of_row.stop, stats)))
     return directions
-
-
-def _encoded(
-    x: Tensor, stats: Sequence[Tensor | None] | None, row: Quantizer | None, col: Quantizer | None,
-    seed: Tensor | None, offset: int, across: int,
-) -> dict[str, Storage]:  # fmt: skip
-    if seed is None:  # of a recipe that is not the layer's: no bits may be taken from the run
-        seed = torch.zeros((), dtype=torch.int64, device=x.device)
-    encodings = quantized(x, stats or None, row, col, seed, offset, across=across)
-    shapes = (x.shape[0], x.shape[1]), (x.shape[1], x.shape[0])
-    sides = zip(("row", "col"), (row, col), encodings[:2], shapes, strict=True)
-    return {d: q.storage.wrap(buffers, q, shape, x.dtype) for d, q, buffers, shape in sides if q is not None}
 
 
 def _as_stored(x: Tensor, operand: Storage) -> Tensor:

@@ -13,45 +13,46 @@ from torch import Tensor
 from lpq.observe.operands import EncodedRows
 
 SUMS = (
-    "elements", "nonzero", "flushed", "saturated", "known_saturated", "square", "error", "product", "flushed_error",
-    "scale_error", "split", "whole_elements", "whole_square",
+    "elements", "whole_elements", "nonzero", "kept", "saturated",
+    "square", "error", "flushed_error", "decoded_square", "nearest_error", "unrounded_error", "whole_square",
 )  # fmt: skip
-"""Names of the sums. ``split`` counts the elements of operands whose format says what it would store if it rounded no
-scale, and ``known_saturated`` the elements of which it is known whether they are saturated."""
+"""Names of the sums. ``kept`` has the elements that do not become 0. ``nearest_error`` and ``unrounded_error`` are of
+kept elements, with scales as they are and as they would be if they were not rounded; both are NaN where the format does
+not say what it would store then. So is ``saturated`` where it is not known."""
 
 
-def sums_of(operand: EncodedRows, whole: tuple[Tensor, int]) -> Tensor:
-    """Return the sums of an operand. ``whole``: the sum of squares of the whole tensor, and the number of its
-    elements."""
+def sums_of(operand: EncodedRows, whole: Tensor, elements: Tensor) -> Tensor:
+    """Return the sums of an operand. ``whole``: the norm of the whole tensor, which has so many ``elements``."""
     x, decoded, doubled = operand.x, operand.decoded, operand.doubled
-    zero = x.new_zeros((), dtype=torch.float64)
-    squares, error = x * x, (decoded - x).square()
-    gone = (decoded == 0) & (x != 0)
-    saturated = known_elements = split = scale = zero
+    unknown = x.new_full((), math.nan, dtype=torch.float64)
+    kept = x.masked_fill(decoded == 0, 0.0)
+    saturated, of_scales = unknown, (unknown, unknown)
     if doubled is not None:
-        known_elements = zero + x.numel()
-        saturated = ((doubled == decoded) & (decoded != 0) & (decoded.abs() < x.abs())).sum()
+        saturated = ((doubled == decoded) & (decoded.abs() < kept.abs())).sum(dtype=torch.float64)
     if operand.stats is not None and (exact := operand.quantizer.unrounded(x, operand.stats)) is not None:
-        nearest, flushed = _nearest(operand, error, gone)
-        split, scale = zero + x.numel(), torch.where(flushed, 0.0, nearest - (exact - x).square()).sum()
-    sums = (
-        zero + x.numel(), torch.count_nonzero(x), gone.sum(), saturated, known_elements, squares.sum(), error.sum(),
-        (decoded * x).sum(), torch.where(gone, squares, 0.0).sum(), scale, split, zero + whole[1], whole[0],
-    )  # fmt: skip
-    return torch.stack([one.double() for one in sums])
+        nearest = _nearest(operand)
+        gone = nearest == 0
+        of_scales = (_norm((nearest - x).masked_fill(gone, 0.0)), _norm((exact - x).masked_fill(gone, 0.0)))
+    counts = [x.new_full((), x.numel(), dtype=torch.float64), elements, _norm(x, 0), _norm(kept, 0), saturated]
+    norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *of_scales, whole.double()]
+    return torch.cat([torch.stack(counts), torch.stack(norms).square()])
 
 
-def _nearest(operand: EncodedRows, error: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
-    """The squares of the errors, and what is flushed, where a format rounds to the nearest in place of by random bits:
-    the noise of these bits is the grid's and not the scale's."""
+def _norm(x: Tensor, order: int = 2) -> Tensor:
+    """The root of the sum of squares; of order 0 the number of elements other than 0."""
+    norm: Tensor = torch.linalg.vector_norm(x, order, dtype=torch.float64)
+    return norm
+
+
+def _nearest(operand: EncodedRows) -> Tensor:
+    """The values where a format rounds to the nearest in place of by random bits: the noise of these bits is the grid's
+    and not the scale's."""
     quantizer, x = operand.quantizer, operand.x
     if not quantizer.stochastic:
-        return error, gone
+        return operand.decoded
     assert operand.stats is not None
     rows, cols = x.shape
-    operand_to_nearest = quantizer.encode(x, operand.stats).bind(quantizer, (rows, cols), x.dtype)
-    values = operand_to_nearest.decode_rotated()
-    return (values - x).square(), (values == 0) & (x != 0)
+    return quantizer.encode(x, operand.stats).bind(quantizer, (rows, cols), x.dtype).decode_rotated()
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,20 @@ def decibels(signal: float, noise: float) -> float | None:
 def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
     """The statistics that follow from the sums of an operand."""
     error, square, elements = sums["error"], sums["square"], sums["elements"]
-    split = elements > 0 and sums["split"] == elements
-    parts = [sums["scale_error"] if split else 0.0, sums["flushed_error"]]
     whole = error if elements else 0.0
+    scale = sums["nearest_error"] - sums["unrounded_error"]
+    split = elements > 0 and not math.isnan(scale)
+    parts = [scale if split else 0.0, sums["flushed_error"]]
     rms = math.sqrt(_ratio(sums["whole_square"], sums["whole_elements"]) or 0.0)
-    projected = _ratio(sums["product"], square if elements else 0.0)
     return Reading(
         **where,
         snr_db=decibels(square, error),
-        flushed=_ratio(sums["flushed"], sums["nonzero"]),
-        saturated=_ratio(sums["saturated"], elements) if sums["known_saturated"] == elements else None,
+        flushed=_ratio(sums["nonzero"] - sums["kept"], sums["nonzero"]),
+        saturated=_ratio(sums["saturated"], elements),
         error_scale=_ratio(parts[0], whole) if split else None,
         error_flushed=_ratio(parts[1], whole),
         error_grid=_ratio(error - sum(parts), whole),
-        shrinkage=None if projected is None else projected - 1,
+        shrinkage=_ratio((sums["decoded_square"] - square - error) / 2, square if elements else 0.0),
         amax=amax if elements and math.isfinite(amax) else None,
         amax_over_rms=_ratio(amax, rms),
     )

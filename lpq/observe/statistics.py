@@ -1,0 +1,54 @@
+"""The statistics of a tensor, as a function of some of its rows and of the buffers of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.observe.gradients import pairs, signal_and_noise
+from lpq.observe.operands import Side, of_buffers
+from lpq.observe.sums import SUMS, sums_of
+
+
+class Question(NamedTuple):
+    """What is asked of a tensor."""
+
+    sides: tuple[Side, ...]
+    """The operands, as ``SomeRows`` has them."""
+    sums: bool
+    pairs: bool
+    """Whether the pairs of tokens of the column operand are asked for."""
+    gradient: bool
+    """Whether it is asked how noisy the gradient is to which they lead with the pairs of the layer's input."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{one.direction}={one.quantizer.text}" for one in self.sides)
+
+
+class SumsAndPairs(NamedTuple):
+    """What a tensor answers."""
+
+    sums: Tensor
+    """``SUMS`` of the row operand, of the column operand and, where it is asked for, of the gradient; 0 where there is
+    none."""
+    pairs: Tensor | None
+
+
+def statistics(question: Question, tensors: Sequence[Tensor]) -> SumsAndPairs:
+    """Return the statistics of a tensor. ``tensors``: the norm and the number of elements of the whole tensor; where
+    the gradient is asked for, the pairs of the layer's input; the tensors of ``SomeRows``."""
+    norm, elements, *rest = tensors
+    of_input = rest.pop(0) if question.gradient else None
+    found = {one.direction: one for one in of_buffers(question.sides, rest)}
+    none = elements.new_zeros(len(SUMS))
+    sums = [none, none]
+    if question.sums:
+        sums = [sums_of(found[side], norm, elements) if side in found else none for side in ("row", "col")]
+    own = pairs(found["col"]) if question.pairs else None
+    if own is not None and of_input is not None:
+        by_name = dict(zip(("square", "error"), signal_and_noise(of_input, own), strict=True))
+        sums.append(torch.stack([by_name[name].double() if name in by_name else none[0] for name in SUMS]))
+    return SumsAndPairs(torch.stack(sums), own)

@@ -1,0 +1,131 @@
+"""Statistics as a GPU replays them: the function that is recorded depends on its tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_numerics import RECIPES
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lpq
+from lpq.observe.replays import HostWaits, Replays
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(-1), other.nan_to_num(-1))
+
+
+class Traced(Replays):
+    """Replays the operators of the first call of a kind, as a CUDA graph does, beside the function itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: dict[Any, Any] = {}
+        self.replayed = 0
+
+    def __call__(self, function: Any, what: Any, tensors: Sequence[Tensor]) -> Any:
+        found = function(what, tensors)
+        key = (what, *((one.shape, one.stride(), one.dtype) for one in tensors))
+        if key not in self.graphs:
+            self.graphs[key] = make_fx(lambda *given: function(what, given))(*tensors)
+        else:
+            self.replayed += 1
+            again = self.graphs[key](*tensors)
+            assert all(same(one, other) for one, other in zip(found, again, strict=True) if one is not None)
+        return found
+
+
+def watched(recipe: str, monkeypatch: pytest.MonkeyPatch, replays: Replays, steps: int = 2, **options: Any) -> Any:
+    net = lpq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), recipe)
+    watch = lpq.observe.numerics(net, every=1, rows=128, **options)
+    monkeypatch.setattr(watch, "_replays", replays)
+    for step in range(steps):
+        x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step)) * (1 + 9 * step)
+        with watch.step():
+            net(x.requires_grad_()).square().mean().backward()
+    return watch
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "nvfp4-eden", "mxfp8-one-copy"])
+def test_the_operators_of_one_tensor_give_the_statistics_of_the_next(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the next step, of other rows: nothing but the tensors differs."""
+    replays = Traced()
+    watched(recipe, monkeypatch, replays)
+    assert len(replays.graphs) == 3, "one for x, for w and for dy"
+    assert replays.replayed == 2 * 3 * 3 - 3
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "x=nvfp4(search=mse), w=nvfp4(search=four_over_six), dy=mxfp4()"])
+def test_nothing_waits_for_the_host(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first call of a kind, which makes tables."""
+    waits = []
+
+    class Asked(Replays):
+        def __call__(self, function: Any, what: Any, tensors: Sequence[Tensor]) -> Any:
+            function(what, tensors)
+            with HostWaits() as asked:
+                found = function(what, tensors)
+            waits.append(asked.operator)
+            return found
+
+    watched(recipe, monkeypatch, Asked(), 1)
+    assert len(waits) == 9
+    assert not any(waits), waits
+
+
+ROW = torch.arange(4.0)
+WAITING = {
+    "aten._local_scalar_dense.default": lambda: ROW.sum().item(),
+    "aten.nonzero.default": lambda: ROW.nonzero(),
+    "aten.masked_select.default": lambda: ROW.masked_select(ROW > 1),
+    "aten.index.Tensor": lambda: ROW[ROW > 1],
+    "aten.lift_fresh.default": lambda: ROW * torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "aten._to_copy.default": lambda: ROW.to("meta"),
+    "": lambda: (ROW[ROW.long()], torch.where(ROW > 1, ROW, 0.0), ROW * torch.tensor(2.0), ROW.masked_fill(ROW > 1, 0)),
+}
+
+
+@pytest.mark.parametrize("operator", WAITING)
+def test_what_waits_for_the_host_is_found(operator: str) -> None:
+    with HostWaits() as asked:
+        WAITING[operator]()
+    assert asked.operator == operator
+
+
+class Count(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("fp8-current", 70), ("fp8-delayed", 100), ("mxfp8", 90), ("nvfp4", 90)])
+def test_a_replay_leaves_the_host_little_to_do(recipe: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators that a layer's three tensors take beside the replays."""
+    known: dict[Any, Any] = {}
+
+    class Kept(Replays):
+        def __call__(self, function: Any, what: Any, tensors: Sequence[Tensor]) -> Any:
+            key = (what, *(one.shape for one in tensors))
+            if key not in known:
+                known[key] = function(what, tensors)
+            return known[key]
+
+    layer = lpq.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+    x = torch.randn(512, 64, requires_grad=True)
+    calls = []
+    for every in (1, 1, 100):
+        watch = lpq.observe.numerics(layer, every=every, rows=128, step=1 if every > 1 else 0)
+        monkeypatch.setattr(watch, "_replays", Kept())
+        with watch.step(), Count() as count:
+            layer(x).square().mean().backward()
+        calls.append(count.calls)
+    assert calls[1] - calls[2] <= most, calls
