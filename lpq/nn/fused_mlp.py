@@ -105,7 +105,7 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     calls.append(call._replace(step=bound.down))
     compute: Any = FusedMLP.apply
     x_of_gate = (prepared[0].input,) if len(before) > 1 else ()
-    tensors = prepared[0].input, *(of.weight for of in prepared), *(of.bias for of in prepared), *x_of_gate
+    tensors = prepared[-2].input, *(of.weight for of in prepared), *(of.bias for of in prepared), *x_of_gate
     finish = prepared[-1].finish
     y: Tensor
     with on_device(x.device):
@@ -239,8 +239,9 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
 
 class FusedMLP(torch.autograd.Function):
     """The layers and what lies between them. Its tensors are the input, the weights and then the biases of all layers,
-    the last layer's behind the others; and the input once more, if there is a gate. Autograd adds the gradients of the
-    input as it adds gradients of layers: the input may go elsewhere, too, and three tensors have sums of two orders."""
+    the last layer's behind the others; and the input of the gate, if there is one. Autograd adds the gradients of the
+    input as it adds gradients of layers: the input may go elsewhere, too, and three tensors have sums of two orders.
+    Where ranks share out gate and up, and one layer's format differs, the gradient of each is summed by itself."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundMLP, calls: Sequence[LayerCall], x: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -248,9 +249,10 @@ class FusedMLP(torch.autograd.Function):
         parts = *before, down = [LayerContext() for _ in calls]
         inputs = []
         for i, part in enumerate(before):
-            weight = tensors[i]
+            weight, own_x = tensors[i], tensors[-1] if i < len(before) - 1 else x
             assert weight is not None
-            inputs.append(Multiplication.forward(part, x, weight, tensors[count + i], calls[i], None, True))
+            assert own_x is not None
+            inputs.append(Multiplication.forward(part, own_x, weight, tensors[count + i], calls[i], None, True))
         w_down = tensors[count - 1]
         assert w_down is not None
         y = Multiplication.forward(down, inputs[0], w_down, tensors[2 * count - 1], calls[-1], inputs, True)
@@ -276,8 +278,9 @@ class FusedMLP(torch.autograd.Function):
         count = len(parts)
         for i, part in enumerate(parts, 1):
             part.saved_tensors = tuple(islice(saved, part.saved))
-            part.needs_input_grad = needs[0], needs[i], needs[count + i]
-            part.next_functions = nodes[0], nodes[i], nodes[count + i]
+            of_x = -1 if i < len(before) else 0  # the gate's is the last tensor
+            part.needs_input_grad = needs[of_x], needs[i], needs[count + i]
+            part.next_functions = nodes[of_x], nodes[i], nodes[count + i]
         # The gradient of what the activation makes is wanted where one of these is.
         earlier = [k for k in range(2 * count) if k != count]
         node = nodes[0]

@@ -32,7 +32,7 @@ def plan(sequence: bool, within: str = "") -> dict[str, Any]:
     return shared_out(first, f"{within}down_proj", 1 if sequence else None)
 
 
-def mlp(recipe: str, sequence: bool, fuse: bool, bias: bool = False) -> Any:
+def mlp(recipe: str | dict[str, Any], sequence: bool, fuse: bool, bias: bool = False) -> Any:
     torch.manual_seed(0)
     net = LlamaMlp(WIDTH)
     if bias:
@@ -85,6 +85,26 @@ def test_a_block_is_its_layers(rank: int, recipe: str) -> None:
         assert "FusedMLPBackward" in nodes
         assert "FusedMLPBackward" not in others
         assert equal(fused, apart), (recipe, sequence)
+
+
+def rules(gate: str, up: str) -> dict[str, Any]:
+    """A policy by which gate and up have recipes of their own."""
+    each = {"*gate_proj": gate, "*up_proj": up, "*": "mxfp8"}
+    return {"rules": [{"match": match, "recipe": recipe} for match, recipe in each.items()]}
+
+
+PAIRS = [("fp8-current", "mxfp8"), ("fp8-current", "fp8-delayed"), ("fp8-delayed", "mxfp8")]
+"""Both share an encoding with layers beside them; the first does, and the second remembers; the other way round."""
+
+
+@pytest.mark.parametrize(("gate", "up"), PAIRS)
+@on_ranks(2)
+def test_a_block_whose_gate_and_up_differ(rank: int, gate: str, up: str) -> None:
+    """The gradient of the input is summed over the ranks for each of them, once."""
+    for sequence in (False, True):
+        (fused, nodes), (apart, _) = (run(mlp(rules(gate, up), sequence, fuse), sequence) for fuse in (True, False))
+        assert "FusedMLPBackward" in nodes
+        assert equal(fused, apart), sequence
 
 
 TWO = {"rules": [{"match": "mlp.up_proj", "recipe": "fp8-current"}, {"match": "*", "recipe": "mxfp8"}]}
