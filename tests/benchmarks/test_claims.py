@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import stored, tables
+from lpq.train import trainings
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -141,6 +142,13 @@ def test_the_range_of_single_layers(results: dict[str, dict[str, Any]]) -> None:
     )
     assert first == f"{narrow.pop('fp8-current'):.2f}"
     assert (low, high) == (f"{min(narrow.values()):.2f}", f"{max(narrow.values()):.2f}")
+
+
+def test_the_seeds_of_the_first_figure() -> None:
+    numbers = {2: "two", 3: "three", 4: "four", 5: "five"}
+    curves = trainings.read_all(stored.FOLDER / "curves" / "h100-60m")
+    seeds = numbers[sum(t.baseline for t in curves)]
+    assert f"the grey band is the spread of bf16 between {seeds} seeds" in PAGES["README.md"]
 
 
 def test_a_number_that_is_not_the_results_is_noticed(
