@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lpq import recipes as recipes_of
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import is_native, reads_codes
 from lpq.formats import Quantizer
@@ -38,6 +39,11 @@ where kernels with random bits or a rotation take as long on an H100 as on an H2
 USUAL_SHARE = 0.7
 """The part of a data sheet's dense rate, and of its memory bandwidth, that a GPU nobody measured is assumed to reach:
 an H100 reaches as much in bf16."""
+STORED = (
+    "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp8-fwd-nvfp4-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4",
+    "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
+)  # fmt: skip
+"""The recipes of the layers in ``benchmarks/results``."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +124,20 @@ def predicted(gpu: Gpu, size: LayerSize, recipe: Recipe | None, host: float | No
 
 
 def is_compared(recipe: Recipe) -> bool:
-    """Whether layers that encode so are among the stored results. No stored layer has a rotation that is drawn in each
-    pass, or codes that are made of the other operand's codes: these times follow from counts alone."""
-    tensors = (recipe.x, recipe.w, recipe.dy)
-    sides = [tensor.side(direction) for tensor in tensors for direction in ("row", "col")]
-    drawn = any(side.rotation is not None and side.rotation.drawn for side in sides)
-    of_codes = any(tensor.col_source == "row" and not tensor.side("col").plain for tensor in tensors)
-    return not drawn and not of_codes
+    """Whether all operands of a recipe are operands of stored layers, too. Codes that are made of the other operand's
+    codes are not: no stored layer has them. Such times follow from counts alone."""
+    stored = [side for name in STORED for tensor in _tensors(recipes_of.recipe(name)) for side in _sides(tensor)]
+    of_codes = any(tensor.col_source == "row" and not tensor.side("col").plain for tensor in _tensors(recipe))
+    return not of_codes and all(side in stored for tensor in _tensors(recipe) for side in _sides(tensor))
+
+
+def _tensors(recipe: Recipe) -> tuple[Quantizer, ...]:
+    return recipe.x, recipe.w, recipe.dy
+
+
+def _sides(tensor: Quantizer) -> list[Quantizer]:
+    """The operands of a tensor that are encoded."""
+    return [side for side in (tensor.side("row"), tensor.side("col")) if not side.plain]
 
 
 def _joined(on_gpu: float, on_host: float) -> float:

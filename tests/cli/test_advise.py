@@ -76,9 +76,10 @@ def test_a_gpu_that_nobody_measured_is_called_so(lpq: Callable) -> None:
 
 
 def test_what_was_compared_with_no_measured_layer_is_told_and_not_as_fast(lpq: Callable) -> None:
-    found = advised(lpq, "llama-3-8b", "--gpu", "h100", "--recipe", "nvfp4", "--recipe", "nvfp4-eden")
+    recipes = [word for name in ("nvfp4", "nvfp4-eden", "nvfp4-four-over-six") for word in ("--recipe", name)]
+    found = advised(lpq, "llama-3-8b", "--gpu", "h100", *recipes)
     (sentence,) = (remark for remark in found["remarks"] if "no such layer was measured" in remark)
-    assert sentence.startswith("nvfp4-eden: ")
+    assert sentence.startswith("nvfp4-eden, nvfp4-four-over-six: ")
     for group in found["layers"]:
         assert group["predicted"]["nvfp4-eden"] < 0.95 * group["predicted"]["nvfp4"], group["layers"]
 
