@@ -21,12 +21,14 @@ LAYOUTS = {
     (name, searched, scaling): (
         Buffer("data", torch.uint8, block=(1, 2), pad=GROUP),
         Buffer("scale", E4M3, block=block, column_major=name == "1x16", from_stats=not searched),
-        Buffer("amax", torch.float32, block=scaled, from_stats=True),
+        Buffer("amax", torch.float32, block=scaled, from_stats=not searched),
     )
     for name, block in BLOCKS.items()
     for searched in (False, True)
     for scaling, scaled in SCALED.items()
 }
+"""Where scales are searched, the code of an element depends on all of its block, so no buffer is declared to follow
+from statistics."""
 
 
 EDEN = (
