@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,6 +272,29 @@ def test_a_second_moment_falls_without_a_gradient() -> None:
         params[0].grad = torch.zeros(32, 128)
         optimizer.step()
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq_root"].dequantize(), root * 0.999**25)
+
+
+def test_updates_stay_large_where_a_second_moment_rises_by_less_than_half_a_step() -> None:
+    """The page has the numbers: the first element stays the largest of the block, and the others grow."""
+    before = torch.full((1, 128), 0.01).index_fill(1, torch.tensor(0), 1.0)
+    after = before * torch.where(before < 1, 8.0, 1.0)
+
+    def last_update(beta: float, formats: dict[str, str]) -> float:
+        p = nn.Parameter(torch.zeros(1, 128))
+        optimizer: Optimizer = AdamW([p], lr=1.0, weight_decay=0.0, betas=(0.9, beta))
+        optimizer = QuantizedStates(optimizer, least=1, **formats) if formats else optimizer
+        state = {"step": torch.tensor(10_000.0), "exp_avg": before.clone(), "exp_avg_sq": before.square()}
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {0: state}, "param_groups": groups})
+        for _ in range(1000):
+            p.grad, old = after.clone(), p.detach().clone()
+            optimizer.step()
+        return (old - p.detach())[0, 1].item()
+
+    times = [f"{last_update(beta, ADAM) / last_update(beta, {}):.1f} times" for beta in (0.999, 0.95)]
+    page = " ".join((Path(__file__).parents[2] / "docs" / "optimizer-states.md").read_text().split())
+    said = f"{times[0]} as large as with fp32 states with `betas=(0.9, 0.999)`, and {times[1]} with `betas=(0.9, 0.95)`"
+    assert said in page
 
 
 # ---------------------------------------------------------------------------------- refusals
