@@ -34,6 +34,7 @@ def test_a_run_is_searched_and_trained_by_the_policy(
     assert "Products by layer" in ended.out
     assert "this choice: 1.33 times as fast as bf16" in ended.out
     assert f"written to {policy}, for lpq train --policy {policy}" in ended.out
+    assert "Nobody measured lpq on the B200: the rates are 70% of a data sheet's." in " ".join(ended.out.split())
     texts = {rule.recipe for rule in lpq.policy(policy).rules}
     assert len(texts) > 1
     again = lpq_command(*given, "--time", 0.75)
@@ -44,6 +45,7 @@ def test_a_run_is_searched_and_trained_by_the_policy(
     assert told.status == 0, told.err
     data = json.loads(told.out)
     assert data["policy"] == str(policy)
+    assert len(data["remarks"]) == 1, "layers by nvfp4 were compared"
     assert data["times_as_fast"] == pytest.approx(4 / 3, rel=0.01)
     assert {one["layer"] for one in data["layers"]} >= {"blocks.0.mlp.up"}
     assert [one["recipe"] for one in data["uniform"]] == ["nvfp4"]

@@ -58,12 +58,12 @@ def search(
 
     import lpq
     from lpq.bench.search import COLUMNS, USUAL
-    from lpq.cli.advise import gpu_named
+    from lpq.cli.advise import gpu_named, not_compared, provenance
     from lpq.registry.tables import table
 
     if out.exists():
         raise OptionError(f"--out {out} is there already: give another name, or remove it")
-    gpu_named(gpu, "--gpu")
+    card, _ = gpu_named(gpu, "--gpu")
     model, closures = _prepared(checkpoint_in(run), batches)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("Replaying")
@@ -81,11 +81,13 @@ def search(
         result.write(out)
     except OSError as failure:
         raise OptionError(f"--out {out} cannot be written: {failure.strerror or failure}") from failure
+    remarks = [provenance(card), *not_compared({text: [lpq.recipe(text)] for text in recipe or USUAL})]
     if json:
-        as_json({"policy": str(out), **result.as_dict()})
+        as_json({"policy": str(out), **result.as_dict(), "remarks": remarks})
         return
     table("Products by layer", COLUMNS, result.rows())
     print_text(result.summary())
+    print_text(" ".join(remarks))
     print_text(f"written to {out}, for lpq train --policy {out}")
 
 
