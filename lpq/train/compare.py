@@ -1,7 +1,8 @@
 """``lpq compare``: the same model from the same seeds by each recipe beside bf16, several trainings at the same time.
 
-A training is a process of its own, on one GPU or on the CPU. It is what ``lpq train`` does with one recipe, so what was
-cut off goes on from its checkpoint. One that ended leaves its curve, a small file, and is not repeated.
+Where several run at the same time, each is a process of its own, on one GPU or on the CPU. A training is what
+``lpq train`` does with one recipe, so what was cut off goes on from its checkpoint. One that ended leaves its curve, a
+small file, and is not repeated.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ def compare(
 
     For a seed all have the same first weights and the same batches. The model has fp32 parameters, bf16 autocast and
     fused AdamW; recipes are for the blocks' layers, and the embedding, which is the head, too, stays as it is.
-    Each training is a process of its own; with several GPUs each has one. The same command goes on after Ctrl-C, a time
-    limit or a crash: a training that ended is its curve, a small JSON file in --out, and is not repeated.
+    Trainings at the same time are processes, which the command starts without torchrun; with several GPUs each has one.
+    The same command goes on after Ctrl-C, a time limit or a crash: a training that ended is its curve, a small JSON
+    file in --out, and is not repeated.
     Without a recipe the command tells what is in --out; for that it needs the curves alone.
     """
     began = time.monotonic()
