@@ -97,7 +97,10 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     bound: BoundMLP | None = passes.calls[1].get(key)
     like = _like(prepared[0], calls, summed) if bound is None else bound.like
     if isinstance(prepared[0].input, WithValue):  # which the last of them may take in high precision
-        calls = [of.call if of.call.input is not None else of.call._replace(values=of.input) for of in prepared]
+        calls = [
+            call if call.input is not None or call.values is not None else call._replace(values=of.input)
+            for call, of in zip(calls, prepared, strict=True)
+        ]
     prepared.append(down.forward(like, OF_PRODUCT))
     call = prepared[-1].call
     if bound is None or bound.key_objects[-1] is not call.step:

@@ -187,7 +187,8 @@ class Multiplication(torch.autograd.Function):
         ctx.state_counts = None if counts is None else counts.tolist()
         ctx.moves, ctx.dy_state = bool(plan.moving), None
         ctx.x_shape, ctx.counts = x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
-        ctx.call = call if pair is None else call._replace(input=None)  # which has the row operand
+        # Not the row operand, which backward does not need.
+        ctx.call = call if pair is None and call.values is None else call._replace(input=None, values=None)
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.

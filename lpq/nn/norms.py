@@ -59,7 +59,6 @@ WATCHED = "a compiler, a dispatch mode or a transform watches it, or its input i
 AUTOCAST = "autocast is on"
 NO_WEIGHT = "its weight is no ordinary parameter"
 HOOKED = "a forward hook looks at its output, or is called with a module that gets it"
-SEVERAL = "ranks share out layers that take its output, and not all take it in one encoding: each makes its own"
 MOVED = "a layer that took its output was replaced since: call lpq.fuse again"
 
 
@@ -221,12 +220,10 @@ class EncodingNorm(nn.Module):
             return _Call(None, tuple(plans), bind_norm(self.norm, groups, x, biased, others, adds))
         from lpq.nn.parallel_norms import over_ranks  # which imports torch.distributed
 
-        if len(groups) > 1 or any(plan is not None and i not in taken for i, plan in enumerate(plans)):
-            return _Call(SEVERAL, tuple(plans))
-        (group,) = groups
-        over = over_ranks(x, self, [self.consumers[i] for i in taken], group.plan, group.col)
+        layers = [self.consumers[i] for i in taken]
+        over = over_ranks(x, self, layers, [(group.plan, group.col) for group in groups])
         if not isinstance(over, str) and over.cut is not None and others:
-            over = "ranks have parts of its output, and something other than layers of lpq takes it, too"
+            over = "ranks have parts of its output, and something takes it in high precision, too"
         if isinstance(over, str):
             return _Call(over, tuple(plans))
         return _Call(None, tuple(plans), bind_norm(self.norm, groups, local_part(x), biased, others, adds, over))
@@ -377,7 +374,7 @@ def bind_norm(
     adds: bool = False, over: DividedNorm | None = None,
 ) -> BoundNorm:  # fmt: skip
     """Bind a norm of inputs like this one, encoded as inputs of the layers of these groups; ``others``: with the output
-    itself, for others; ``adds``: of sums with a residual; ``over``: with one group.
+    itself, for others; ``adds``: of sums with a residual; ``over``: how ranks have it.
 
     A kernel computes and encodes the output for one group after the other. An encoder follows the first of these runs
     for a format that no such kernel encodes, and where there is no kernel at all, the operations of the module."""

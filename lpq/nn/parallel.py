@@ -37,6 +37,7 @@ from lpq.operations.cut import Cut
 from lpq.operations.inputs import as_matrix
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.with_value import WithValue
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part
 
@@ -104,6 +105,9 @@ def multiply_parts(
     each pass. ``within``: as for ``Layer.forward``."""
     _compare_ranks(layer, input, weight, within is not None)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
+    if isinstance(local, WithValue) and local.quantizer is not plan.x and local.encoded_as(plan.x).quantizer != plan.x:
+        input = input.expand(input.shape)  # the value, which autograd knows
+        local = local_part(input)
     needs, compiling = (grad and input.requires_grad, grad and weight.requires_grad), torch.compiler.is_compiling()
     if compiling:
         layer.note_pass(traced=True, shared=True)
@@ -115,7 +119,7 @@ def multiply_parts(
                 None if bias is None else bias.requires_grad, dtype,
                 needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
                 can_bypass_dispatcher(local), layer.passes.fresh, within,
-                None if type(local) in ORDINARY else _over(layer, local),
+                None if type(local) in ORDINARY else EncodedBy.reduced_over(layer, local),
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
@@ -154,6 +158,8 @@ def multiply_parts(
         call = call._replace(values=x.detach(), shared=shared)
     if isinstance(x, QuantizedTensor):
         by = EncodedBy.over_ranks(layer, x)
+        if isinstance(x, WithValue) and x.beside:
+            call = call._replace(values=x.encoded_as(plan.x))
         if by is None:
             call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
         elif by.state:
@@ -201,13 +207,6 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, joined:
     check.before_pass(layer, input, weight, check_parallel, encoding, joined)
 
 
-def _over(layer: WeightedLayer, part: Tensor) -> tuple[str, Cut | None] | None:
-    """Over which ranks the statistics were reduced by which a producer encoded this part for the layer; None: none
-    did."""
-    by = EncodedBy.over_ranks(layer, part) if isinstance(part, QuantizedTensor) else None
-    return None if by is None else by.over
-
-
 def _laid_out(mesh: DeviceMesh, input: Tensor, source: Placement, target: Placement) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the input, laid out for the product; and the tensor by which siblings find the encoded
     input."""
@@ -238,7 +237,7 @@ def _mesh_pass(
     source = input.placements[0] if isinstance(input, DTensor) else source
     group, rank, ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
     columns, encoded = weight.placements[0].is_shard(0), isinstance(local_part(input), QuantizedTensor)
-    encoded_over = _over(layer, local_part(input))
+    encoded_over = EncodedBy.reduced_over(layer, local_part(input))
     size = layer.out_features if columns else layer.in_features
     cut, last = Cut(0 if columns else 1, rank, ranks, size // ranks), input.dim() - 1
     dx, dw = needs

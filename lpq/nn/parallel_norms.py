@@ -31,9 +31,11 @@ class DividedNorm(NamedTuple):
         return name
 
 
-def over_ranks(x: Tensor, norm: nn.Module, layers: Sequence[Layer], plan: Plan, trains: bool) -> DividedNorm | str:
+def over_ranks(
+    x: Tensor, norm: nn.Module, layers: Sequence[Layer], plans: Sequence[tuple[Plan, bool]]
+) -> DividedNorm | str:
     """Find out how ranks have the output of ``norm`` for ``x``, by which all these layers take it; or why it is not
-    encoded."""
+    encoded. ``plans``: one for each encoding, and whether backward needs its column operand."""
     weights: list[Any] = [layer._parameters.get("weight") for layer in layers]
     layouts = [layer.layouts for layer in layers if layer.layouts is not None]
     if len(layouts) < len(layers) or not all(hasattr(weight, "device_mesh") for weight in weights):
@@ -63,10 +65,13 @@ def over_ranks(x: Tensor, norm: nn.Module, layers: Sequence[Layer], plan: Plan, 
     dim = placement.dim % x.dim()
     if dim == last:
         return "ranks have parts of its rows"
-    rows = gathered_rows(plan, sizes, dim, rank, ranks, trains, x.dtype)
-    if not isinstance(rows, Cut):
-        return f"ranks have parts of its output, which is gathered in high precision: {rows}"
-    return DividedNorm(mesh, placement, rows)
+    cut: Cut | None = None  # the same by each of these plans
+    for plan, col in plans:
+        rows = gathered_rows(plan, sizes, dim, rank, ranks, col, x.dtype)
+        if not isinstance(rows, Cut):
+            return f"ranks have parts of its output, which is gathered in high precision: {rows}"
+        cut = rows
+    return DividedNorm(mesh, placement, cut)
 
 
 def local_parts(over: DividedNorm, *tensors: Tensor | None) -> list[Tensor | None]:

@@ -27,6 +27,7 @@ from lpq.operations.cut import Cut
 from lpq.operations.states import State
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.with_value import WithValue
 from lpq.torch_private.tensors import local_part
 
 
@@ -73,10 +74,18 @@ class EncodedBy:
     @classmethod
     def over_ranks(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
         """Return by what a producer encoded ``x`` for layers that ranks share out, among them this one."""
-        by = x.encoded_by if not x.writes.count else None
-        if not isinstance(by, cls) or by.over is None or layer not in by.layers:
-            return None
-        return by if not by.state or _has(layer, by.state) else None
+        for one in (x, *x.beside) if isinstance(x, WithValue) else (x,):
+            by = one.encoded_by if not x.writes.count else None
+            if isinstance(by, cls) and by.over is not None and layer in by.layers:
+                return by if not by.state or _has(layer, by.state) else None
+        return None
+
+    @classmethod
+    def reduced_over(cls, layer: StatefulLayer, x: Tensor) -> tuple[str, Cut | None] | None:
+        """Return over which ranks the statistics were reduced by which a producer encoded ``x`` for the layer; None if
+        none did."""
+        by = cls.over_ranks(layer, x) if isinstance(x, QuantizedTensor) else None
+        return None if by is None else by.over
 
     def take(self, layer: StatefulLayer) -> None:
         """Note that this layer has got the input in a pass that may have a backward. The layer itself has none where it

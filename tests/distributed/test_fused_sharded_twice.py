@@ -18,9 +18,16 @@ import lpq
 from lpq.distributed.tensor_parallel import SequenceParallel
 
 TOKENS = 128
+SEVERAL = {
+    "rules": [
+        {"match": "*.gate_proj", "recipe": "fp8-delayed"},
+        {"match": "*.up_proj", "recipe": "mxfp8"},
+        {"match": "*", "recipe": "fp8-current"},
+    ]
+}
 
 
-def sharded(recipe: str, weights: Any, sequence: bool, fuse: bool) -> Any:
+def sharded(recipe: Any, weights: Any, sequence: bool, fuse: bool) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Normed(nn.RMSNorm), Normed(nn.RMSNorm)).bfloat16()
     with torch.no_grad():
@@ -35,7 +42,7 @@ def sharded(recipe: str, weights: Any, sequence: bool, fuse: bool) -> Any:
     return net
 
 
-def trained(net: nn.Module, recipe: str, rank: int, sequence: bool) -> tuple[list[Tensor], set[str]]:
+def trained(net: nn.Module, recipe: Any, rank: int, sequence: bool) -> tuple[list[Tensor], set[str]]:
     """The outputs, the gradients of inputs, and this rank's parts of the weights and of the states after some steps;
     and the functions that autograd had."""
     optimizer, found, nodes = torch.optim.SGD(net.parameters(), lr=0.1), list[Tensor](), set[str]()
@@ -57,10 +64,12 @@ def trained(net: nn.Module, recipe: str, rank: int, sequence: bool) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    ("recipe", "sequence"), [("fp8-current", False), ("fp8-delayed", True), ("mxfp8", True), ("nvfp4", False)]
+    ("recipe", "sequence"),
+    [("fp8-current", False), ("fp8-delayed", True), ("mxfp8", True), ("nvfp4", False), (SEVERAL, True)],
+    ids=["fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "several"],
 )
 @on_ranks(4)
-def test_training_is_that_of_the_layers_apart(rank: int, recipe: str, sequence: bool) -> None:
+def test_training_is_that_of_the_layers_apart(rank: int, recipe: Any, sequence: bool) -> None:
     """Each recipe in one layout of tokens: ``test_fused_tensor_parallel`` has every recipe in both."""
     for weights in (None, "high_precision"):
         net, other = (sharded(recipe, weights, sequence, fuse) for fuse in (True, False))
@@ -72,15 +81,6 @@ def test_training_is_that_of_the_layers_apart(rank: int, recipe: str, sequence: 
         apart, others = trained(other, recipe, rank, sequence)
         assert not {"EncodedNormBackward", "FusedMLPBackward"} & others
         assert equal(fused, apart), (recipe, weights)
-
-
-SEVERAL = {
-    "rules": [
-        {"match": "*.gate_proj", "recipe": "fp8-delayed"},
-        {"match": "*.up_proj", "recipe": "mxfp8"},
-        {"match": "*", "recipe": "fp8-current"},
-    ]
-}
 
 
 @on_ranks(2)

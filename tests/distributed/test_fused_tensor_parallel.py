@@ -107,11 +107,11 @@ def test_a_block_whose_gate_and_up_differ(rank: int, gate: str, up: str) -> None
         assert equal(fused, apart), sequence
 
 
-TWO = {"rules": [{"match": "mlp.up_proj", "recipe": "fp8-current"}, {"match": "*", "recipe": "mxfp8"}]}
+RANDOM = "x=nvfp4(stochastic=true), w=mxfp8, dy=mxfp8"
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
-def normed(recipe: str, layout: str, fuse: bool, norm: str = "rms") -> Any:
+def normed(recipe: str | dict[str, Any], layout: str, fuse: bool, norm: str = "rms") -> Any:
     """A norm and a block: each rank has the whole input of the norm; a part of the sequence, and gets a part of its
     output; or the block gathers what it is given as a DTensor."""
     torch.manual_seed(0)
@@ -147,6 +147,32 @@ def test_a_norm_and_a_block_are_their_layers(rank: int, recipe: str) -> None:
         assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes
         assert not {"EncodedNormBackward", "FusedMLPBackward"} & others
         assert equal(fused, apart), (layout, norm)
+
+
+@pytest.mark.parametrize(("gate", "up"), PAIRS)
+@on_ranks(2)
+def test_a_norm_before_layers_of_several_formats(rank: int, gate: str, up: str) -> None:
+    """It encodes once for each of them. What ranks have of it is gathered in each encoding."""
+    for i, layout in enumerate(("whole", "local", "prepared")):
+        norm = [*NORMS][(i + PAIRS.index((gate, up))) % 2]
+        net, other = (normed(rules(gate, up), layout, fuse, norm) for fuse in (True, False))
+        notes = {entry.name: entry.note for entry in lpq.report(net).fused}
+        assert [*notes] == ["norm", "mlp"], lpq.report(net).apart
+        assert "it encodes its output in 2 runs" in notes["norm"]
+        (fused, nodes), (apart, _) = (run(one, layout != "whole", torch.bfloat16) for one in (net, other))
+        assert {"EncodedNormBackward", "FusedMLPBackward"} <= nodes
+        assert equal(fused, apart), (layout, norm)
+
+
+@on_ranks(2)
+def test_a_layer_beside_that_takes_the_output_of_a_norm_in_high_precision(rank: int) -> None:
+    """It draws random bits for its input. Where ranks have parts of the output, the norm is computed as before."""
+    for layout in ("whole", "local"):
+        for pair in (("mxfp8", RANDOM), (RANDOM, "fp8-delayed")):
+            net, other = (normed(rules(*pair), layout, fuse) for fuse in (True, False))
+            (fused, nodes), (apart, _) = (run(one, layout != "whole", torch.bfloat16) for one in (net, other))
+            assert ("EncodedNormBackward" in nodes) == (layout == "whole")
+            assert equal(fused, apart), (layout, pair)
 
 
 @on_ranks(2)
@@ -207,7 +233,7 @@ def test_what_is_not_fused_says_why(rank: int) -> None:
         ("norm", "x=nvfp4(), w=mxfp8, dy=identity", styles(own, gathers), None),
         ("norm", "x=identity, w=mxfp8, dy=mxfp8", styles(own, gathers), "makes of each input an encoding of its own"),
         ("norm", "mxfp8", {"mlp.gate_proj": gathers, "mlp.up_proj": tp.ColwiseParallel()}, "in different layouts"),
-        ("norm", TWO, styles(own, gathers), "not all take it in one encoding: each makes its own"),
+        ("norm", rules("mxfp8", RANDOM), styles(own, gathers), "something takes it in high precision, too"),
         ("mlp", "mxfp8", {"mlp.gate_proj": tp.ColwiseParallel()}, "ranks share out some of its weights"),
         ("mlp", "mxfp8", styles(None, tp.ColwiseParallel(output_layouts=Replicate()), None), "otherwise than"),
     ):
