@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -31,6 +33,14 @@ def test_bytes_of_states_are_those_of_their_tensors() -> None:
     shared = AdamW([p])
     shared.state[p] = {"exp_avg": (one := torch.zeros(10)), "exp_avg_sq": one[5:]}
     assert state_losses.state_bytes(shared) == 40
+
+
+def test_the_page_of_times_names_the_formats_that_the_script_times() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizer-states.md").read_text()
+    for formats in FORMATS.values():
+        named = ", ".join(f'`{name}="{text}"`' for name, text in formats.items())
+        rows = [line for line in page.splitlines() if line.startswith("|") and f"| {named} |" in line]
+        assert len(rows) == 2, "of fp32 and of bf16"
 
 
 def test_contenders_train_the_same_model_on_the_same_batches() -> None:
