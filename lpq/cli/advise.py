@@ -215,7 +215,7 @@ def provenance(card: Gpu) -> str:
     if card.measured:
         return (
             f"The rates of the {card.title} are measured: predictions were within 15 % of the layers in the benchmarks "
-            "whose time is the GPU's. Small layers, whose time is the host's, may take twice as long."
+            "whose time is the GPU's. Small layers, whose time is the host's, may take more than twice as long."
         )
     share = f"{USUAL_SHARE:.0%} of a data sheet's"
     return f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."

@@ -17,6 +17,7 @@ from torch import Tensor
 import lpq
 from lpq.bench.gpus import BF16, FP32, GPUS, STORED, bytes_of_element, encoding, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
+from lpq.cli.advise import provenance
 from lpq.core import Buffer, Quantizer, Rotation, Stat, Storage
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +222,8 @@ def test_predictions_are_within_fifteen_per_cent_of_the_map_where_the_gpu_decide
         "%", " %"
     )
     assert said in " ".join((ROOT / "docs" / "cli.md").read_text().split())
+    assert 2 < 1 / (1 + min(off)) < 2.5
+    assert "may take more than twice as long" in provenance(gpu)
 
 
 def test_predictions_are_within_fifteen_per_cent_of_all_stored_experts() -> None:
