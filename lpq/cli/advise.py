@@ -245,17 +245,17 @@ def _reasons(
     bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
         sentences.append(f"{', '.join(bf16)}: lpq multiplies them in bf16 on this GPU, which saves bytes and no time.")
+    narrow = [text for text in recipes if _is_narrow(text) and _gain(groups, text) > max(_gain(groups, best), 1)]
     if line is None:
-        sentences.append("Stay in bf16 here: no recipe saves time for these layers.")
+        others = f" but {' and '.join(narrow)}" if narrow else ""
+        sentences.append(f"Stay in bf16 here: no recipe{others} saves time for these layers.")
     elif skipped:
         sentences.append(f"Leave out {', '.join(skipped)}: {best} makes them slower.")
     if line is not None and 'weights="high_precision"' in line:
         sentences.append("Weights are gathered quantized: `weights=None` gathers them in bf16, with the same numbers.")
-    narrow = [text for text in recipes if _is_narrow(text) and _gain(groups, text) > max(_gain(groups, best), 1)]
     if narrow:
-        sentences.append(
-            f"{', '.join(narrow)}: faster still, with codes of 4 bits; compare the loss before you choose it."
-        )
+        faster = "faster" if line is None else "faster still"
+        sentences.append(f"{', '.join(narrow)}: {faster}, with codes of 4 bits; compare the loss before you choose it.")
     return sentences + _of_experts(card, recipes, groups)
 
 

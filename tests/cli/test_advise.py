@@ -91,6 +91,15 @@ def test_where_nothing_is_gained_it_says_to_stay_in_bf16(lpq: Callable) -> None:
         assert "Stay in bf16 here: no recipe saves time for these layers." in found["remarks"]
 
 
+def test_where_codes_of_4_bits_alone_gain_it_does_not_say_that_nothing_does(lpq: Callable) -> None:
+    given = ("--gpu", "b200", "--tokens", 16384, "--recipe", "fp8-block", "--recipe", "nvfp4")
+    found = advised(lpq, "llama-3-8b", *given)
+    assert found["gain"]["fp8-block"] < 1 < found["gain"]["nvfp4"]
+    assert found["line"] is None
+    assert "Stay in bf16 here: no recipe but nvfp4 saves time for these layers." in found["remarks"]
+    assert "nvfp4: faster, with codes of 4 bits; compare the loss before you choose it." in found["remarks"]
+
+
 def test_layers_are_measured_where_the_gpu_is_here(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "gpu_named", lambda gpu, option: (GPUS["h100"], True))
     monkeypatch.setattr(command, "_measured", lambda groups, recipes: {g.sizes: {recipes[0]: 1.25} for g in groups})
