@@ -137,6 +137,11 @@ class Quantizer(Options):
         """Encode as ``encode`` does, rounding with random bits."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_stochastic(self, x, stats, bits)")
 
+    @property
+    def rounds_scales(self) -> bool:
+        """Whether scales are rounded: ``unrounded`` is not called otherwise."""
+        return True
+
     def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor | None:
         """Return the fp32 values that ``encode``, given the same, would store if it rounded no scale; None: the format
         does not say. ``lpq.observe.numerics`` tells by it which part of an error comes from rounded scales."""

@@ -264,7 +264,7 @@ def _whole(x: Tensor) -> list[Tensor]:
 
 
 def _tokens(tensor: Observed, rows: SomeRows) -> Tokens:
-    columns = [side.quantizer.basis for side in rows.sides if side.direction == "col"]
+    columns = [side.quantizer.basis for side in rows.sides if side.direction == "col" or side.is_both]
     if tensor.name == "w" or not columns:
         return None
     return *columns, tensor.together, *tensor.given.shape[:-1], len(rows.tensors[0])

@@ -20,7 +20,7 @@ from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import of_rows
 from lpq.operations.quantizing import quantized
-from lpq.operations.sides import declared, shared
+from lpq.operations.sides import declared, draws, shared
 from lpq.operations.states import recall
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
@@ -37,8 +37,8 @@ class Side(NamedTuple):
     """The quantizer of this side."""
     stats: tuple[str, ...] | None
     """The names of its statistics; None where it is made of the other operand."""
-    as_row: bool
-    """Whether its statistics are the row operand's, and lie as these do."""
+    is_both: bool
+    """Whether this row operand is the column operand, too: it holds the same values."""
 
 
 class SomeRows(NamedTuple):
@@ -62,6 +62,12 @@ class EncodedRows(NamedTuple):
     """The values that it would have for twice the matrix, with the same statistics; None where it is made of the other
     operand."""
     stats: Mapping[str, Tensor] | None
+
+    def as_column(self) -> EncodedRows:
+        """Return the column operand that has the values of this row operand."""
+        doubled = None if self.doubled is None else self.doubled.t()
+        stats = {name: value.t() if value.dim() == 2 else value for name, value in (self.stats or {}).items()}
+        return EncodedRows("col", self.quantizer, self.x.t(), self.decoded.t(), doubled, stats)
 
 
 def operands(tensor: Observed, most: int, turn: int) -> list[EncodedRows]:
@@ -88,15 +94,14 @@ def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
     rows, (down, across) = matrix[start : start + count], tensor.place
     twice = rows.float().mul(2.0) if rows.dtype == torch.float16 else rows.mul(2.0)  # fp16 ends at 65504
     seed = tensor.seed
-    if seed is None:  # of a recipe that is not the layer's: no bits may be taken from the run
+    if seed is None and draws(row, col):  # of a recipe that is not the layer's: no bits may be taken from the run
         seed = torch.zeros((), dtype=torch.int64, device=rows.device)
     encodings = [quantized(x, stats or None, row, own, seed, down + start, across=across) for x in (rows, twice)]
-    sides, tensors = list[Side](), [rows]
-    for direction, side, at in _directions(row, own, len(specs)):
+    sides, tensors, is_both = list[Side](), [rows], shared(row, own)
+    for direction, side, at in _directions(row, None if is_both else own):
         if side.plain or not getattr(tensor, direction):
             continue
-        names = tuple(stat.name for stat, _ in specs[at])
-        sides.append(Side(direction, side, names, direction == "col" and shared(row, own)))
+        sides.append(Side(direction, side, tuple(stat.name for stat, _ in specs[at]), is_both))
         for of_row, of_col, _ in encodings:
             tensors += of_row if direction == "row" else of_col
         tensors += stats[at]
@@ -106,7 +111,7 @@ def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
         of_state = None if tensor.state is None else recall(quantizer, None, col, tensor.state)
         _, of_col, _ = quantized(source, of_state, None, col, seed, down, across=across)
         if not col.plain:
-            sides.append(Side("col", col, None, False))
+            sides.append(Side("col", col, None, is_both=False))
             tensors += of_col
     return SomeRows(tuple(sides), tensors)
 
@@ -114,8 +119,12 @@ def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
 def of_buffers(sides: Sequence[Side], tensors: Sequence[Tensor]) -> list[EncodedRows]:
     """Return the operands that these buffers are, as ``SomeRows`` has them."""
     rest = iter(tensors)
-    rows = next(rest)
-    return [_of_side(side, rows if side.direction == "row" else rows.t(), rest) for side in sides]
+    rows, found = next(rest), list[EncodedRows]()
+    for side in sides:
+        found.append(_of_side(side, rows if side.direction == "row" else rows.t(), rest))
+        if side.is_both:
+            found.append(found[-1].as_column())
+    return found
 
 
 def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
@@ -131,8 +140,6 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
         return EncodedRows(side.direction, quantizer, x, _stored(once), None, None)
     twice = storage()
     stats = dict(zip(names, islice(rest, len(names)), strict=True))
-    if side.as_row:
-        stats = {name: value.t() if value.dim() == 2 else value for name, value in stats.items()}
     return EncodedRows(side.direction, quantizer, x, _stored(once), _stored(twice), stats)
 
 
@@ -150,14 +157,14 @@ def _bounds(
     return turn % (rows // count) * count, count
 
 
-def _directions(row: Quantizer | None, col: Quantizer | None, stats: int) -> list[tuple[Direction, Quantizer, slice]]:
+def _directions(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Direction, Quantizer, slice]]:
     """The operands, each with the place of its statistics."""
-    of_row = slice(0, len(row.stats) if row is not None else 0)
+    of_row = 0 if row is None else len(row.stats)
     directions: list[tuple[Direction, Quantizer, slice]] = []
     if row is not None:
-        directions.append(("row", row, of_row))
+        directions.append(("row", row, slice(0, of_row)))
     if col is not None:
-        directions.append(("col", col, of_row if shared(row, col) else slice(of_row.stop, stats)))
+        directions.append(("col", col, slice(of_row, of_row + len(col.stats))))
     return directions
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lpq.registry.warning import warn
 from lpq.torch_private.dispatch import TorchDispatchMode
+from lpq.torch_private.operators import copy_each
 from lpq.torch_private.pytree import tree_leaves
 
 Function = Callable[[Any, Sequence[Tensor]], Any]
@@ -63,8 +64,7 @@ class Recording:
         """Return what the function returns for these tensors."""
         if self._waits_for_host:
             return self._function(self._what, tensors)
-        for own, given in zip(self._inputs, tensors, strict=True):
-            own.copy_(given)
+        copy_each(self._inputs, tensors)
         if not self._is_warm:
             return self._warm_up()
         if self._graph is None:

@@ -8,9 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lpq.formats.format import Direction
 from lpq.observe.gradients import pairs, signal_and_noise
 from lpq.observe.operands import Side, of_buffers
 from lpq.observe.sums import SUMS, sums_of
+
+SIDES: dict[bool, tuple[Direction, ...]] = {False: ("row", "col"), True: ("row",)}
+"""The operands whose sums are taken, by whether the row operand is the column operand, too."""
 
 
 class Question(NamedTuple):
@@ -46,7 +50,9 @@ def statistics(question: Question, tensors: Sequence[Tensor]) -> SumsAndPairs:
     none = elements.new_zeros(len(SUMS))
     sums = [none, none]
     if question.sums:
-        sums = [sums_of(found[side], norm, elements) if side in found else none for side in ("row", "col")]
+        is_both = any(side.is_both for side in question.sides)
+        sums = [sums_of(found[side], norm, elements) if side in found else none for side in SIDES[is_both]]
+        sums = [*sums, *sums] if is_both else sums
     own = pairs(found["col"]) if question.pairs else None
     if own is not None and of_input is not None:
         by_name = dict(zip(("square", "error"), signal_and_noise(of_input, own), strict=True))

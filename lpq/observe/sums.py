@@ -24,17 +24,12 @@ not say what it would store then. So is ``saturated`` where it is not known."""
 def sums_of(operand: EncodedRows, whole: Tensor, elements: Tensor) -> Tensor:
     """Return the sums of an operand. ``whole``: the norm of the whole tensor, which has so many ``elements``."""
     x, decoded, doubled = operand.x, operand.decoded, operand.doubled
-    unknown = x.new_full((), math.nan, dtype=torch.float64)
     kept = x.masked_fill(decoded == 0, 0.0)
-    saturated, of_scales = unknown, (unknown, unknown)
+    saturated = x.new_full((), math.nan, dtype=torch.float64)
     if doubled is not None:
         saturated = ((doubled == decoded) & (decoded.abs() < kept.abs())).sum(dtype=torch.float64)
-    if operand.stats is not None and (exact := operand.quantizer.unrounded(x, operand.stats)) is not None:
-        nearest = _nearest(operand)
-        gone = nearest == 0
-        of_scales = (_norm((nearest - x).masked_fill(gone, 0.0)), _norm((exact - x).masked_fill(gone, 0.0)))
     counts = [x.new_full((), x.numel(), dtype=torch.float64), elements, _norm(x, 0), _norm(kept, 0), saturated]
-    norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *of_scales, whole.double()]
+    norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *_by_scales(operand), whole.double()]
     return torch.cat([torch.stack(counts), torch.stack(norms).square()])
 
 
@@ -44,15 +39,21 @@ def _norm(x: Tensor, order: int = 2) -> Tensor:
     return norm
 
 
-def _nearest(operand: EncodedRows) -> Tensor:
-    """The values where a format rounds to the nearest in place of by random bits: the noise of these bits is the grid's
-    and not the scale's."""
-    quantizer, x = operand.quantizer, operand.x
-    if not quantizer.stochastic:
-        return operand.decoded
-    assert operand.stats is not None
-    rows, cols = x.shape
-    return quantizer.encode(x, operand.stats).bind(quantizer, (rows, cols), x.dtype).decode_rotated()
+def _by_scales(operand: EncodedRows) -> tuple[Tensor, Tensor]:
+    """The norms of the error of kept elements, with scales as they are and as they would be if they were not
+    rounded."""
+    quantizer, x, stats = operand.quantizer, operand.x, operand.stats
+    if stats is not None and not quantizer.rounds_scales:
+        return (x.new_zeros((), dtype=torch.float64),) * 2  # the same, whatever it is
+    exact = None if stats is None else quantizer.unrounded(x, stats)
+    if stats is None or exact is None:
+        return (x.new_full((), math.nan, dtype=torch.float64),) * 2
+    nearest = operand.decoded
+    if quantizer.stochastic:  # the noise of random bits is the grid's and not the scale's
+        shape = x.shape[0], x.shape[1]
+        nearest = quantizer.encode(x, stats).bind(quantizer, shape, x.dtype).decode_rotated()
+    gone = nearest == 0
+    return _norm((nearest - x).masked_fill(gone, 0.0)), _norm((exact - x).masked_fill(gone, 0.0))
 
 
 @dataclass(frozen=True)

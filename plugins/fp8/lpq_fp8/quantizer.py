@@ -107,6 +107,10 @@ class FP8Quantizer(Quantizer):
         )
         return self.storage(data=data, scale=scale)
 
+    @property
+    def rounds_scales(self) -> bool:
+        return self.pow2_scales
+
     def unrounded(self, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
         storage = self._unrounded.encode(x, stats)
         return reference.decode(storage.data, storage.scale, self.scaled_block)
