@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -24,7 +24,8 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     weights = {name: [*layer.weight.shape[-2:]] for name, layer in layers.items()}  # the shape of one expert
     small = {name for name, shape in weights.items() if min(shape) < policy.least}
     large = [alias for name in weights if name not in small for alias in plain_names[name]]
-    named_patterns = _patterns_without(large, policy) if small else []
+    patterns = {pattern for rule in policy.rules if rule.recipe is not None for pattern in rule.match} if small else ()
+    of_small_alone = [pattern for pattern in patterns if not any(matches(pattern, name) for name in large)]
     why: dict[str, str] = {}
     heads = _heads(model) if HEAD in policy.leave else set()
     for name, aliases in plain_names.items():
@@ -34,7 +35,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
             why[name] = f"the policy leaves out {parts[0]!r}{other}"
         elif id(modules[name]) in heads:
             why[name] = f"the policy leaves out {HEAD!r}, and the model says that this is its head{other}"
-        elif name in small and not any(matches(pattern, alias) for pattern in named_patterns for alias in aliases):
+        elif name in small and not any(matches(pattern, alias) for pattern in of_small_alone for alias in aliases):
             why[name] = (
                 f"a weight of {weights[name]}, and below {policy.least} there is nothing to gain; a rule that matches "
                 "such layers only, or include='all', converts it"
@@ -44,36 +45,23 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
 
 def _heads(model: nn.Module) -> set[int]:
     """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside;
-    and of its classifiers."""
+    and of linear layers beside the blocks of such a model that have an output for each of its labels, as ViT's
+    ``classifier``, or RoBERTa's ``classifier.out_proj``."""
     heads: set[int] = set()
     for module in model.modules():
         output_embeddings: Any = getattr(module, "get_output_embeddings", None)
         if callable(output_embeddings):
-            heads.update(map(id, _classifiers(module)))
+            labels = getattr(getattr(module, "config", None), "num_labels", None)
+            beside, blocks = [*module.children()], getattr(module, "base_model", None)
+            if any(child is blocks for child in beside):
+                beside = [m for child in beside if child is not blocks for m in child.modules()]
+            heads.update(id(m) for m in beside if isinstance(m, nn.Linear) and m.out_features == labels)
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
                 head = output_embeddings()
                 heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())
     return heads
 
 
-def _classifiers(model: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers of a model of Hugging Face with an output for each of its labels, as ViT's ``classifier``, or
-    RoBERTa's ``classifier.out_proj``. In blocks there is none, whatever its outputs are."""
-    labels = getattr(getattr(model, "config", None), "num_labels", None)
-    children, blocks = [*model.children()], getattr(model, "base_model", None)
-    has_blocks_apart = any(child is blocks for child in children)
-    for child in children:
-        if child is not blocks:
-            inside = child.modules() if has_blocks_apart else (child,)
-            yield from (m for m in inside if isinstance(m, nn.Linear) and m.out_features == labels)
-
-
 def convertible(module: nn.Module) -> bool:
     """Whether lpq itself converts modules of this class."""
     return type(module) is nn.Linear or isinstance(module, Layer) or holds_transposed(module)
-
-
-def _patterns_without(others: Sequence[str], policy: Policy) -> list[str]:
-    """The patterns that give a recipe and match none of these layers."""
-    patterns = dict.fromkeys(pattern for rule in policy.rules if rule.recipe is not None for pattern in rule.match)
-    return [pattern for pattern in patterns if not any(matches(pattern, name) for name in others)]

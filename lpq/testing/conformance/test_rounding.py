@@ -70,8 +70,9 @@ def test_ties_go_either_way(side: Quantizer) -> None:
 def _units(side: Quantizer) -> float | None:
     """The largest unit in which the values that come back are whole numbers; None: there is none, or it cannot be
     found, as where the scale of a block is the best for all its values."""
-    levels = _levels(side, 1.0)
-    if len(levels) < 3 or _depends_on_neighbours(side):
+    levels, probes = _levels(side, 1.0), torch.linspace(0, 1, PROBES + 1)
+    in_another_order = _decoded(side, probes.flip(0), 1.0).flip(0)
+    if len(levels) < 3 or not torch.equal(_decoded(side, probes, 1.0), in_another_order):
         return None
     units = float(1 / (levels[1:] - levels[:-1]).min())
     whole = float(round(units))
@@ -90,12 +91,6 @@ def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
     first = int(inside.max()) + 1 if len(inside) else 0
     levels: Tensor = values[first:]
     return levels
-
-
-def _depends_on_neighbours(side: Quantizer) -> bool:
-    """Whether a value comes back as another one among other values, though the largest of all is the same."""
-    probes = torch.linspace(0, 1, PROBES + 1)
-    return not torch.equal(_decoded(side, probes, 1.0), _decoded(side, probes.flip(0), 1.0).flip(0))
 
 
 def _decoded(side: Quantizer, values: Tensor, largest: float) -> Tensor:
