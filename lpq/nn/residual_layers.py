@@ -154,8 +154,20 @@ def who_adds(model: nn.Module) -> dict[int, str]:
     for layer in model.modules():
         for norm in _norms(layer):
             why = _why_apart(layer, norm)
-            words[id(norm)] = "it adds the residual, too" if why is None else f"torch adds what is added before: {why}"
+            words[id(norm)] = _who_adds_at(layer, norm) if why is None else f"torch adds what is added before: {why}"
     return words
+
+
+def _who_adds_at(layer: nn.Module, norm: EncodingNorm) -> str:
+    """Words about the sum before a norm that can add, and about the gradients behind it."""
+    before = "it adds the residual where its block gives it one"
+    if isinstance(layer, ResidualLayer):
+        courses = [kind.course for kind in layer.lpq_calls.values() if kind.course]
+        course = courses[0] if courses else _tried(layer, layer.lpq_several, [None], {})[0]
+        is_first = isinstance(course[0], Branch) and layer._modules[course[0].norm] is norm
+        before = "torch adds what is added before its layer" if is_first else "it adds the residual"
+    of_gradients = "torch" if norm.norm.centers else "it"  # which has a kernel for gradients
+    return f"{before}, and {of_gradients} adds the gradients that meet there in backward"
 
 
 def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:

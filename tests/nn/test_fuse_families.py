@@ -99,8 +99,10 @@ def test_a_layer_of_each_family(family: str, fused_passes: list[int], added: lis
     assert added == [False, True][: ADDING[family]]
     assert len(residual_layers(net)) == bool(added)
     notes = [entry.note for entry in report.fused if "norm" in entry.name or "ln_" in entry.name]
-    said = [note for note in notes if note.endswith("; it adds the residual, too")]
-    assert len(said) == len(added)
+    behind = f"{'torch' if family == 'GPT2' else 'it'} adds the gradients that meet there in backward"
+    before = "torch adds what is added before its layer", "it adds the residual"
+    said = [note for note in notes if note.endswith(f", and {behind}")]
+    assert [note.split("; ")[-1] for note in said] == [f"{words}, and {behind}" for words in before[: len(added)]]
     others = [note for note in notes if note not in said]
     assert all("; torch adds what is added before: the forward of its block is not x + f(norm(x))" in n for n in others)
     assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]

@@ -194,7 +194,7 @@ class Layer(nn.Module):
 def test_what_a_layer_of_sums_decides_by(kind: str, given: Any, adds: bool) -> None:
     """``adds``: in a call without arguments it is known by its sums."""
     plain, net = pair(lambda: Layer(kind))
-    assert any("it adds the residual, too" in (entry.note or "") for entry in lpq.report(net).fused) == adds
+    assert any("adds the gradients that meet there" in (entry.note or "") for entry in lpq.report(net).fused) == adds
     for args in ((), (given,), ()):
         for rows in (16, 1):
             found = []

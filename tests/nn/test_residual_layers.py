@@ -203,7 +203,7 @@ def test_layers_of_one_s_own(kind: str, added: list[bool]) -> None:
         of.eval()
     assert equal(run(net), run(plain))
     if kind in FITS:
-        assert "it adds the residual, too" in str(lpq.report(net))
+        assert "it adds the residual, and it adds the gradients that meet there" in str(lpq.report(net))
         net[0].lpq_calls.clear()
         run(net, 2.0)
         assert "torch adds what is added before: in the calls so far, its block" in str(lpq.report(net))
