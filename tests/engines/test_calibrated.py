@@ -53,6 +53,20 @@ def test_static_scales_are_written_and_read_back(
     assert not [name for name in dynamic if name.endswith(scale)]
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-four-over-six", "nvfp4-eden"])
+def test_engines_search_no_scales_for_inputs(recipe: str, tmp_path: Path) -> None:
+    """Layers do, after calibration as well. What an engine encodes is in the record, and in layers that are loaded."""
+    model: Any = lpq.convert(Net(dtype=torch.bfloat16), recipe)
+    lpq.calibrate(model, [TOKENS])
+    made = lpq.export(model, tmp_path, layout="modelopt")
+    assert f"{len(layers(model))} layers: NVFP4, inputs nvfp4(static=true)" in str(made)
+    read: Any = lpq.load_quantized(Net(dtype=torch.bfloat16), tmp_path)
+    for name, layer in layers(read).items():
+        trained = layers(model)[name].recipe
+        assert "search=four_over_six" in str(trained.x.side("row"))
+        assert str(layer.recipe.x.side("row")) == "nvfp4(static=true)"
+
+
 def test_fused_layers_of_a_calibrated_model_have_one_scale(tmp_path: Path) -> None:
     """In the files; control: uncalibrated ones differ, which the export warns of."""
     pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
