@@ -18,7 +18,7 @@ SIDES: dict[bool, tuple[Direction, ...]] = {False: ("row", "col"), True: ("row",
 
 
 class Question(NamedTuple):
-    """What is asked of a tensor."""
+    """The operands of a tensor, and the numbers that are asked for."""
 
     sides: tuple[Side, ...]
     """The operands, as ``SomeRows`` has them."""
@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
 
 class SumsAndPairs(NamedTuple):
-    """What a tensor answers."""
+    """The numbers of a tensor."""
 
     sums: Tensor
     """``SUMS`` of the row operand, of the column operand and, where it is asked for, of the gradient; 0 where there is
