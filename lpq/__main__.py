@@ -25,18 +25,12 @@ ClickException: Any = typer.BadParameter.__mro__[2]  # typer has no name for it
 
 COMMANDS = {
     "train": ("lpq.train.commands.train", "Train a small GPT by a recipe, next to bf16."),
-    "compare": (
-        "lpq.train.commands.compare",
-        "Train by several recipes and in bf16, from several seeds, and compare.",
-    ),
+    "compare": ("lpq.train.commands.compare", "Train by several recipes and in bf16, from several seeds, and compare."),
     "formats": ("lpq.cli.listing", "List the number formats that are installed."),
     "recipes": ("lpq.cli.listing", "List the named recipes."),
     "plugins": ("lpq.cli.listing", "List the plugins: where each comes from, what it brings, what is wrong."),
     "doctor": ("lpq.cli.doctor", "Show what this machine can run: versions, devices, plugins, kernels."),
-    "explain": (
-        "lpq.cli.explain",
-        "Show what a recipe does: operands, quantizers, kernels.",
-    ),
+    "explain": ("lpq.cli.explain", "Show what a recipe does: operands, quantizers, kernels."),
     "memory": (
         "lpq.cli.memory",
         "Show how many bytes the weights of a model take: stored, gathered, in the optimizer.",
