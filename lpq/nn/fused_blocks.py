@@ -19,7 +19,7 @@ from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
-from lpq.nn.fused_mlp import SwiGLU, mlp, why_apart
+from lpq.nn.fused_mlp import SwiGLU, kind_of, mlp, why_apart
 from lpq.nn.halves import activate
 from lpq.nn.names import plain_name
 from lpq.nn.norms import AUTOCAST, EncodingNorm
@@ -98,7 +98,7 @@ def _why_changed(block: FusedBlock) -> str | None:
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
         name, child = next(iter(now.items()), ("child", None))
-        return f"its {name} is another module since, {type(child).__name__}: call lpq.fuse again"
+        return f"its {name} is another module since, {kind_of(child)}: call lpq.fuse again"
     if len(children) > len(before) + 1 and any(has_hooks(m) for name, m in children.items() if name not in names):
         return HOOKED
     was = changed(reads)

@@ -155,7 +155,9 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
         if type(layer) is nn.Linear:
             return f"its {name} {NO_RECIPE}"
         if not isinstance(layer, Layer) or type(layer).forward is not Layer.forward or "forward" in vars(layer):
-            return f"its {name} is a {type(layer).__name__} with a forward of its own, and no lpq.nn.Linear"
+            around = not isinstance(layer, Layer) and any(isinstance(m, Layer) for m in layer.modules())
+            what = ", around a layer of lpq" if around else "" if isinstance(layer, Layer) else ", and no lpq.nn.Linear"
+            return f"its {name} is {kind_of(layer)} with a forward of its own{what}"
         if layer.passes.plan is None:
             return f"its {name} {NO_RECIPE}"
         if any(hooks_of(layer)) and has_hooks(layer):
@@ -172,6 +174,12 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
 
         return why_not(layers)
     return None
+
+
+def kind_of(module: nn.Module | None) -> str:
+    """The class of a module in words, with its package: adapters have the names of torch's layers."""
+    package, _, _ = type(module).__module__.partition(".")
+    return f"{package}'s {type(module).__name__}" if module is not None else "None"
 
 
 def _multiplies_in_bf16(layer: Layer) -> bool:

@@ -82,7 +82,8 @@ def test_compiled_whole(fused_passes: list[int]) -> None:
 
 
 def test_adapters(fused_passes: list[int]) -> None:
-    """A block with adapters runs as before, and the report says why; one without is fused, with frozen weights."""
+    """A block with adapters runs as before, and the report says why; one without is fused, with frozen weights. Once
+    adapters are merged, and ``fuse`` is called again, all are fused."""
     peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
     for targets, passes in ((["q_proj"], 2), (["gate_proj", "q_proj"], 0)):
         nets = [model(), lpq.fuse(model())]
@@ -98,10 +99,17 @@ def test_adapters(fused_passes: list[int]) -> None:
         assert len(norms(adapted[1])) == passes
         assert "a layer that took its output was replaced since" in str(report)
         if not passes:
-            assert "its gate_proj is another module since, Linear: call lpq.fuse again" in str(report)
+            assert "its gate_proj is another module since, peft's Linear: call lpq.fuse again" in str(report)
         lpq.fuse(adapted[1])
         assert len(norms(adapted[1])) == 4  # adapters get the outputs in high precision
         assert equal(*[step(net) for net in adapted])
+        why = "its gate is peft's Linear with a forward of its own, around a layer of lpq"
+        assert (why in str(lpq.report(adapted[1]))) == (not passes)
+        assert len(lpq.report(adapted[1]).fused) == 4 + passes
+        merged = [net.merge_and_unload().requires_grad_(True) for net in adapted]
+        assert lpq.fuse(merged[1]) is nets[1]
+        assert len(lpq.report(merged[1]).fused) == 6
+        assert equal(*[step(net) for net in merged])
 
 
 def test_hooks_of_a_block_are_called(fused_passes: list[int]) -> None:
@@ -129,7 +137,7 @@ def test_the_report() -> None:
     net.model.layers[1].mlp.down_proj.recipe = None
     text = str(lpq.report(net))
     assert "5 of 6 blocks and norms fused" in text
-    assert "(4 LlamaRMSNorm): it encodes its output, once, for the layers that take it" in text
+    assert text.count("(2 LlamaRMSNorm): it encodes its output, once, for the layers that take it") == 2
     assert "not fused  model.layers.1.mlp" in text
     assert "    fused  model.layers.0.mlp (LlamaMLP): its layers are one function" in text
     assert "not fused  model.layers.1.mlp (LlamaMLP): its down has no recipe" in text
@@ -419,7 +427,7 @@ def test_an_activation_that_is_replaced(fused_passes: list[int]) -> None:
     expected = net[0].w2(torch.tanh(net[0].w1(x)) * net[0].w3(x))
     assert torch.equal(net(x), expected)
     assert not fused_passes
-    assert "its act is another module since, Tanh: call lpq.fuse again" in str(lpq.report(net))
+    assert "its act is another module since, torch's Tanh: call lpq.fuse again" in str(lpq.report(net))
     lpq.fuse(net)
     assert type(net[0]) is Block
 

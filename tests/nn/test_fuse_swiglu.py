@@ -287,7 +287,7 @@ def replace_forward(model: SwiGLU) -> None:
     ("change", "why"),
     [
         unfit(replace_gate, "its gate has no recipe"),
-        unfit(replace_forward, "its up is a Linear"),
+        unfit(replace_forward, "its up is lpq's Linear with a forward of its own"),
         unfit(lambda m: setattr(m.down_proj, "recipe", None), "its down has no recipe"),
         unfit(lambda m: m.up_proj.register_forward_hook(lambda *args: None), "hooks are called with its up"),
         unfit(lambda m: m.gate_proj.register_full_backward_hook(lambda *args: None), "hooks are called with its gate"),
