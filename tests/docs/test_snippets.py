@@ -24,6 +24,7 @@ import forking
 import pytest
 import torch
 from snippets import KNOWN, NOTEBOOKS, PAGES, ROOT, Block, blocks
+from support.plugins import imported_from
 from torchrun import run_forked
 
 import lpq
@@ -160,10 +161,8 @@ class Reader:
 
     def reload(self) -> None:
         """Forget modules of this folder, whose files may have changed."""
-        for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            if file and Path(file).is_relative_to(self.folder):
-                del sys.modules[name]
+        for name in imported_from(self.folder):
+            del sys.modules[name]
         importlib.invalidate_caches()
         registry.refresh()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.plugins import imported_from
 
 from lpq import registry
 
@@ -47,8 +48,7 @@ class Site:
 
     def imported(self) -> set[str]:
         """The modules of this folder that are imported."""
-        files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-        return {name for name, file in files.items() if file and Path(file).is_relative_to(self.path)}
+        return imported_from(self.path)
 
 
 QUANTIZER = """
