@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.comparing import equal, equal_states
 from test_fuse_families import model as of_family
-from test_fuse_families import step
+from test_fuse_families import step, transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,6 +162,24 @@ def test_blocks_that_stay_apart(kind: str, options: Any, reason: str, fused_pass
     assert all(reason in note for note in apart)
     assert equal(step(net), step(plain))
     assert not fused_passes
+
+
+def test_norms_of_mamba2_stay_apart() -> None:
+    """Its mixer reads the weight and ``variance_epsilon`` of its gated norm, and calls it in some passes alone."""
+    nets = []
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        config = transformers.Mamba2Config(
+            hidden_size=64, num_heads=8, head_dim=16, state_size=16, num_hidden_layers=2, vocab_size=64, n_groups=1
+        )
+        net: Any = transformers.Mamba2ForCausalLM(config).bfloat16()
+        nets.append(lpq.convert(net, "mxfp8", fuse=fuse))
+    assert equal(step(nets[0]), step(nets[1]))
+    report = lpq.report(nets[0])
+    assert not report.fused
+    assert [entry.name.split(".", 3)[3] for entry in report.apart] == ["norm", "mixer.norm"] * 2
+    why = "its block does not run on a few rows by itself, which would show what takes its output: on cpu it raises"
+    assert all(entry.note.startswith(f"{why} AttributeError") for entry in report.apart)
 
 
 def test_a_hook_of_attention_gets_an_ordinary_tensor() -> None:
