@@ -54,6 +54,7 @@ def check(
         "-c", os.devnull, "--rootdir", here, "--noconftest",  # nothing of where we are
         "-p", "lpq.testing.plugin", "-p", "hypothesispytest", "-p", "no:cacheprovider",
         "-p", "no:unraisableexception",  # which collects garbage at the end, for half a second
+        "-p", "no:logging",  # which adds handlers to all of torch's loggers, six times for each test
         "--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q",
         *(["-k", select] if select else []), *(["-x"] if first else []),
     ]  # fmt: skip
