@@ -20,6 +20,7 @@ from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, GemmOperand
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
+from lpq.registry.registry import cached
 from lpq.registry.shipped import policies, policy_file
 from lpq.registry.showing import brief
 from lpq.registry.warning import warn
@@ -46,6 +47,7 @@ def recipe(source: RecipeLike) -> Recipe:
     return _recipe(source, ())
 
 
+@cached
 def high_precision() -> Recipe:
     """The recipe that multiplies all tensors as they are."""
     return recipe("identity")

@@ -32,5 +32,16 @@ def nothing_compiled() -> None:
         torch.compiler.reset()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the kit's comparisons of kernels over all tests: each takes minutes, and workers get tests in a row."""
+    if torch.cuda.is_available():
+        long = [item for item in items if item.name.startswith("test_kernels_equal_the_reference")]
+        rest = [item for item in items if item not in long]
+        apart = len(rest) // max(len(long), 1)
+        for number, item in enumerate(long):
+            rest.insert(number * (apart + 1), item)
+        items[:] = rest
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker("gpu")

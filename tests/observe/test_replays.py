@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.observe.replays import HostWaits, Replays
+from lpq.registry.registry import Registry
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -136,3 +137,22 @@ def test_the_host_has_little_to_do(recipe: str, beside: int, inside: int, monkey
     assert len(replays.known) == 3
     assert calls[1] - calls[2] <= beside, calls
     assert inner.calls <= inside
+
+
+def test_a_step_that_is_observed_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the output, which is told of as a tensor in high precision."""
+    layer, names = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current"), list[str]()
+
+    class Names:
+        def observe(self, seen: lpq.observe.Observed) -> None:
+            names.append(seen.name)
+
+    def raises(*_: Any) -> None:
+        raise AssertionError("the registry was asked")
+
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(Registry, "provider", raises)
+        with lpq.observe.observing(layer, Names()):
+            layer(torch.randn(32, 64)).sum().backward()
+    assert names == ["x", "w", "y", "dy"] * 2
