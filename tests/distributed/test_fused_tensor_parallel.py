@@ -152,7 +152,7 @@ def test_a_norm_and_a_block_are_their_layers(rank: int, recipe: str) -> None:
 @pytest.mark.parametrize(("gate", "up"), PAIRS)
 @on_ranks(2)
 def test_a_norm_before_layers_of_several_formats(rank: int, gate: str, up: str) -> None:
-    """It encodes once for each of them. What ranks have of it is gathered in each encoding."""
+    """It encodes once for each of them. Parts of its output are gathered in each encoding."""
     for i, layout in enumerate(("whole", "local", "prepared")):
         norm = [*NORMS][(i + PAIRS.index((gate, up))) % 2]
         net, other = (normed(rules(gate, up), layout, fuse, norm) for fuse in (True, False))

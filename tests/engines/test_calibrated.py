@@ -55,7 +55,7 @@ def test_static_scales_are_written_and_read_back(
 
 @pytest.mark.parametrize("recipe", ["nvfp4-four-over-six", "nvfp4-eden"])
 def test_engines_search_no_scales_for_inputs(recipe: str, tmp_path: Path) -> None:
-    """Layers do, after calibration as well. What an engine encodes is in the record, and in layers that are loaded."""
+    """Layers do, after calibration as well. The record and layers that are loaded have the format of an engine."""
     model: Any = lpq.convert(Net(dtype=torch.bfloat16), recipe)
     lpq.calibrate(model, [TOKENS])
     made = lpq.export(model, tmp_path, layout="modelopt")
