@@ -181,10 +181,13 @@ class Numerics(Readings):
             _, of_others, of_input = self._inputs.pop(key, (None, None, None))
             of_input = of_input if tokens == of_others else None
         asks_pairs = tokens is not None and (tensor.name == "x" or of_input is not None)
-        question = Question(rows.sides, sums=not tensor.again, pairs=asks_pairs, gradient=of_input is not None)
+        question = Question(
+            rows.how, tensor.given.numel(), sums=not tensor.again, pairs=asks_pairs, gradient=of_input is not None
+        )
         if not (question.sums or question.pairs):
             return
-        given = [*_whole(tensor.given), *([] if of_input is None else [of_input]), *rows.tensors]
+        norm = torch.linalg.vector_norm(tensor.given, dtype=torch.float32)
+        given = [norm, *([] if of_input is None else [of_input]), *rows.tensors]
         # Groups of rows have other sizes in each pass: nothing would be replayed.
         replays = tensor.group is None or tensor.name == "w"
         found = self._replays(statistics, question, given) if replays else statistics(question, given)
@@ -257,14 +260,8 @@ class Numerics(Readings):
             super().tensorboard(directory)
 
 
-def _whole(x: Tensor) -> list[Tensor]:
-    """The norm of the whole tensor, and the number of its elements."""
-    elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
-    return [torch.linalg.vector_norm(x, dtype=torch.float32), elements]
-
-
 def _tokens(tensor: Observed, rows: SomeRows) -> Tokens:
-    columns = [side.quantizer.basis for side in rows.sides if side.direction == "col" or side.is_both]
+    columns = [side.quantizer.basis for side in rows.how.sides if side.direction == "col" or side.is_both]
     if tensor.name == "w" or not columns:
         return None
     return *columns, tensor.together, *tensor.given.shape[:-1], len(rows.tensors[0])

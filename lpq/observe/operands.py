@@ -1,7 +1,8 @@
 """The operands of a tensor that an observer is told of: some of its rows, encoded as they are in the whole tensor.
 
-Encoding needs the tensor, its state and the bits of this pass. All that follows is a function of the buffers that
-encoding leaves, which a GPU can replay for the next tensor of the same kind (``lpq/observe/replays.py``).
+Rows, statistics and state are taken from the tensor. All that follows is a function of them, which a GPU can replay for
+the next tensor of the same kind (``lpq/observe/replays.py``). Only random bits depend on where the rows are, so rows
+that are rounded with them are encoded first.
 """
 
 from __future__ import annotations
@@ -35,19 +36,32 @@ class Side(NamedTuple):
     direction: Direction
     quantizer: Quantizer
     """The quantizer of this side."""
-    stats: tuple[str, ...] | None
-    """The names of its statistics; None where it is made of the other operand."""
-    is_both: bool
+    is_both: bool = False
     """Whether this row operand is the column operand, too: it holds the same values."""
+    is_made: bool = False
+    """Whether it is made of the row operand."""
+
+
+class HowEncoded(NamedTuple):
+    """How some rows of a tensor are encoded."""
+
+    sides: tuple[Side, ...]
+    """The operands whose values are wanted."""
+    row: Quantizer | None
+    col: Quantizer | None
+    """The operands that are encoded together."""
+    recalled: tuple[bool, ...] = ()
+    """For each statistic of an operand that is made of the row operand, whether a state has it."""
+    draws: bool = False
+    """Whether they are rounded with random bits."""
 
 
 class SomeRows(NamedTuple):
-    """Some rows of a tensor, and the buffers of their operands."""
+    """Some rows of a tensor, and what encodes them."""
 
-    sides: tuple[Side, ...]
+    how: HowEncoded
     tensors: list[Tensor]
-    """The rows; then the buffers of each side. Unless it is made of the other operand, the buffers that it would have
-    for twice the rows, with the same statistics, and these statistics follow."""
+    """What ``buffers`` is given; where random bits are drawn, what it returns."""
 
 
 class EncodedRows(NamedTuple):
@@ -73,12 +87,12 @@ class EncodedRows(NamedTuple):
 def operands(tensor: Observed, most: int, turn: int) -> list[EncodedRows]:
     """Return the operands of about ``most`` rows; see ``some_rows``."""
     rows = some_rows(tensor, most, turn)
-    return [] if rows is None else of_buffers(*rows)
+    return [] if rows is None else encoded(*rows)
 
 
 def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
-    """Encode about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of
-    the whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
+    """Take about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of the
+    whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
     that were rounded. None: no operand is left. All ranks that share the tensor call this."""
     quantizer, derived = tensor.quantizer, tensor.quantizer.col_source == "row"
     row = quantizer.side("row") if tensor.row or derived else None
@@ -91,36 +105,66 @@ def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
     start, count = (0, len(matrix)) if derived else _bounds(tensor, len(matrix), row, own, most, turn)
     cut = count < len(matrix)
     stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(specs, values, strict=True)]
-    rows, (down, across) = matrix[start : start + count], tensor.place
-    twice = rows.float().mul(2.0) if rows.dtype == torch.float16 else rows.mul(2.0)  # fp16 ends at 65504
-    seed = tensor.seed
-    if seed is None and draws(row, col):  # of a recipe that is not the layer's: no bits may be taken from the run
-        seed = torch.zeros((), dtype=torch.int64, device=rows.device)
-    encodings = [quantized(x, stats or None, row, own, seed, down + start, across=across) for x in (rows, twice)]
-    sides, tensors, is_both = list[Side](), [rows], shared(row, own)
-    for direction, side, at in _directions(row, None if is_both else own):
-        if side.plain or not getattr(tensor, direction):
-            continue
-        sides.append(Side(direction, side, tuple(stat.name for stat, _ in specs[at]), is_both))
-        for of_row, of_col, _ in encodings:
-            tensors += of_row if direction == "row" else of_col
-        tensors += stats[at]
+    both: tuple[tuple[Direction, Quantizer | None], ...] = ("row", row), ("col", None if shared(row, own) else own)
+    sides = [
+        Side(direction, side, is_both=shared(row, own))
+        for direction, side in both
+        if side is not None and not side.plain and getattr(tensor, direction)
+    ]
+    recalled = list[Tensor | None]()
+    # Statistics of whole columns of the operand are not known where the tensor is a part.
     if derived and col is not None and not (tensor.is_part and any(stat.block[1] is None for stat in col.stats)):
-        assert row is not None
-        source = decode(row.storage.wrap(encodings[0][0], row, (count, matrix.shape[1]), rows.dtype), torch.float32)
-        of_state = None if tensor.state is None else recall(quantizer, None, col, tensor.state)
-        _, of_col, _ = quantized(source, of_state, None, col, seed, down, across=across)
-        if not col.plain:
-            sides.append(Side("col", col, None, is_both=False))
-            tensors += of_col
-    return SomeRows(tuple(sides), tensors)
+        recalled = [] if tensor.state is None else recall(quantizer, None, col, tensor.state)
+        sides += [] if col.plain else [Side("col", col, is_made=True)]
+    how = HowEncoded(tuple(sides), row, own, tuple(one is not None for one in recalled))
+    tensors = [matrix[start : start + count], *stats, *(one for one in recalled if one is not None)]
+    if not draws(row, col):
+        return SomeRows(how, tensors)
+    how, (down, across) = how._replace(draws=True), tensor.place
+    # Without a seed the recipe is not the layer's: no bits may be taken from the run.
+    seed = torch.zeros((), dtype=torch.int64, device=matrix.device) if tensor.seed is None else tensor.seed
+    return SomeRows(how, buffers(how, [*tensors, seed], down + start, across))
 
 
-def of_buffers(sides: Sequence[Side], tensors: Sequence[Tensor]) -> list[EncodedRows]:
-    """Return the operands that these buffers are, as ``SomeRows`` has them."""
-    rest = iter(tensors)
+def buffers(how: HowEncoded, tensors: Sequence[Tensor], down: int = 0, across: int = 0) -> list[Tensor]:
+    """Encode rows.
+
+    Args:
+        how: How they are encoded.
+        tensors: The rows; the statistics of the operands that are encoded together; the recalled statistics of the
+            operand that is made of the row operand; where random bits are drawn, their seed.
+        down: The first row in the whole tensor, by which random bits are drawn.
+        across: The first column in the whole tensor.
+
+    Returns:
+        The rows; then the buffers of each side. Unless it is made of the row operand, the buffers that it would have
+        for twice the rows, with the same statistics, and these statistics follow.
+    """
+    rows, *stats = tensors
+    seed, row, known = stats.pop() if how.draws else None, how.row, len(declared(how.row, how.col))
+    of_state, stats = iter(stats[known:]), stats[:known]
+    twice = rows.float().mul(2.0) if rows.dtype == torch.float16 else rows.mul(2.0)  # fp16 ends at 65504
+    both = [quantized(x, stats or None, row, how.col, seed, down, across=across) for x in (rows, twice)]
+    found = [rows]
+    for direction, side, _, is_made in how.sides:
+        if is_made:
+            assert row is not None
+            source = row.storage.wrap(both[0][0], row, (rows.shape[0], rows.shape[1]), rows.dtype)
+            recalled = [next(of_state) if is_there else None for is_there in how.recalled]
+            values = decode(source, torch.float32)
+            found += quantized(values, recalled or None, None, side, seed, down, across=across)[1]
+            continue
+        for of_row, of_col, _ in both:
+            found += of_row if direction == "row" else of_col
+        found += stats[: len(side.stats)] if direction == "row" else stats[known - len(side.stats) :]
+    return found
+
+
+def encoded(how: HowEncoded, tensors: Sequence[Tensor]) -> list[EncodedRows]:
+    """Return the operands of some rows, as ``SomeRows`` has them."""
+    rest = iter(tensors if how.draws else buffers(how, tensors))
     rows, found = next(rest), list[EncodedRows]()
-    for side in sides:
+    for side in how.sides:
         found.append(_of_side(side, rows if side.direction == "row" else rows.t(), rest))
         if side.is_both:
             found.append(found[-1].as_column())
@@ -128,18 +172,19 @@ def of_buffers(sides: Sequence[Side], tensors: Sequence[Tensor]) -> list[Encoded
 
 
 def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
-    quantizer, names = side.quantizer, side.stats
+    quantizer = side.quantizer
 
     def storage() -> Storage:
-        buffers = [*islice(rest, len(quantizer.layout))]
-        return quantizer.storage.wrap(buffers, quantizer, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
+        return quantizer.storage.wrap(
+            [*islice(rest, len(quantizer.layout))], quantizer, (matrix.shape[0], matrix.shape[1]), matrix.dtype
+        )
 
     once = storage()
     x = _as_stored(matrix, once)
-    if names is None:
+    if side.is_made:
         return EncodedRows(side.direction, quantizer, x, _stored(once), None, None)
     twice = storage()
-    stats = dict(zip(names, islice(rest, len(names)), strict=True))
+    stats = {stat.name: next(rest) for stat in quantizer.stats}
     return EncodedRows(side.direction, quantizer, x, _stored(once), _stored(twice), stats)
 
 
@@ -155,17 +200,6 @@ def _bounds(
     if rows <= count or why_cut(sides, count, "rows") is not None:
         return 0, rows
     return turn % (rows // count) * count, count
-
-
-def _directions(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Direction, Quantizer, slice]]:
-    """The operands, each with the place of its statistics."""
-    of_row = 0 if row is None else len(row.stats)
-    directions: list[tuple[Direction, Quantizer, slice]] = []
-    if row is not None:
-        directions.append(("row", row, slice(0, of_row)))
-    if col is not None:
-        directions.append(("col", col, slice(of_row, of_row + len(col.stats))))
-    return directions
 
 
 def _as_stored(x: Tensor, operand: Storage) -> Tensor:

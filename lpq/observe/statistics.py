@@ -1,4 +1,4 @@
-"""The statistics of a tensor, as a function of some of its rows and of the buffers of their operands."""
+"""The statistics of a tensor, as a function of some of its rows and of what encodes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpq.formats.format import Direction
 from lpq.observe.gradients import pairs, signal_and_noise
-from lpq.observe.operands import Side, of_buffers
+from lpq.observe.operands import HowEncoded, encoded
 from lpq.observe.sums import SUMS, sums_of
 
 SIDES: dict[bool, tuple[Direction, ...]] = {False: ("row", "col"), True: ("row",)}
@@ -20,8 +20,9 @@ SIDES: dict[bool, tuple[Direction, ...]] = {False: ("row", "col"), True: ("row",
 class Question(NamedTuple):
     """The operands of a tensor, and the numbers that are asked for."""
 
-    sides: tuple[Side, ...]
-    """The operands, as ``SomeRows`` has them."""
+    how: HowEncoded
+    elements: int
+    """How many elements the whole tensor has."""
     sums: bool
     pairs: bool
     """Whether the pairs of tokens of the column operand are asked for."""
@@ -29,7 +30,7 @@ class Question(NamedTuple):
     """Whether it is asked how noisy the gradient is to which they lead with the pairs of the layer's input."""
 
     def __str__(self) -> str:
-        return ", ".join(f"{one.direction}={one.quantizer.text}" for one in self.sides)
+        return ", ".join(f"{one.direction}={one.quantizer.text}" for one in self.how.sides)
 
 
 class SumsAndPairs(NamedTuple):
@@ -42,15 +43,15 @@ class SumsAndPairs(NamedTuple):
 
 
 def statistics(question: Question, tensors: Sequence[Tensor]) -> SumsAndPairs:
-    """Return the statistics of a tensor. ``tensors``: the norm and the number of elements of the whole tensor; where
-    the gradient is asked for, the pairs of the layer's input; the tensors of ``SomeRows``."""
-    norm, elements, *rest = tensors
+    """Return the statistics of a tensor. ``tensors``: the norm of the whole tensor; where the gradient is asked for,
+    the pairs of the layer's input; the tensors of ``SomeRows``."""
+    norm, *rest = tensors
     of_input = rest.pop(0) if question.gradient else None
-    found = {one.direction: one for one in of_buffers(question.sides, rest)}
-    none = elements.new_zeros(len(SUMS))
+    found = {one.direction: one for one in encoded(question.how, rest)}
+    none, elements = norm.new_zeros(len(SUMS), dtype=torch.float64), question.elements
     sums = [none, none]
     if question.sums:
-        is_both = any(side.is_both for side in question.sides)
+        is_both = any(side.is_both for side in question.how.sides)
         sums = [sums_of(found[side], norm, elements) if side in found else none for side in SIDES[is_both]]
         sums = [*sums, *sums] if is_both else sums
     own = pairs(found["col"]) if question.pairs else None

@@ -21,14 +21,15 @@ kept elements, with scales as they are and as they would be if they were not rou
 not say what it would store then. So is ``saturated`` where it is not known."""
 
 
-def sums_of(operand: EncodedRows, whole: Tensor, elements: Tensor) -> Tensor:
+def sums_of(operand: EncodedRows, whole: Tensor, elements: int) -> Tensor:
     """Return the sums of an operand. ``whole``: the norm of the whole tensor, which has so many ``elements``."""
     x, decoded, doubled = operand.x, operand.decoded, operand.doubled
     kept = x.masked_fill(decoded == 0, 0.0)
     saturated = x.new_full((), math.nan, dtype=torch.float64)
     if doubled is not None:
         saturated = ((doubled == decoded) & (decoded.abs() < kept.abs())).sum(dtype=torch.float64)
-    counts = [x.new_full((), x.numel(), dtype=torch.float64), elements, _norm(x, 0), _norm(kept, 0), saturated]
+    sizes = [x.new_full((), size, dtype=torch.float64) for size in (x.numel(), elements)]
+    counts = [*sizes, _norm(x, 0), _norm(kept, 0), saturated]
     norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *_by_scales(operand), whole.double()]
     return torch.cat([torch.stack(counts), torch.stack(norms).square()])
 
