@@ -6,6 +6,7 @@ passes, and over ranks at the end of the step. The host waits for them when they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,12 +54,24 @@ PLACES = (*((tensor, direction) for tensor in TENSORS for direction in ("row", "
 """The gradient's place is behind the places of ``dy``."""
 
 
+class TensorSums(NamedTuple):
+    """The sums of one tensor of a step."""
+
+    sums: Tensor
+    """``SUMS`` of its slots: of the row operand, of the column operand and, behind them, of the gradient."""
+    norm: Tensor
+    amax: Tensor
+    """The norm and the largest magnitude of the whole tensor."""
+
+
 class StepSums(NamedTuple):
-    """The sums of one step, on the device."""
+    """The sums of one step, on the device: of each slot."""
 
     step: int
     formats: dict[Slot, str]
     sums: Tensor
+    squares: Tensor
+    """The sums of squares of whole tensors."""
     amax: Tensor
 
 
@@ -123,7 +136,8 @@ class Numerics(Readings):
                 for tensor, direction in PLACES:
                     self._slots[name, tensor, direction, title] = len(self._slots)
         self._pending: list[StepSums] = []
-        self._now: StepSums | None = None
+        self._now: dict[int, TensorSums] | None = None
+        """The sums of the step that is under way, by the first slot of a tensor."""
         self._any_tensor = False
         """Whether a layer has told of a tensor in this step."""
         self._inputs: dict[tuple[int, int | None, str], tuple[object, Tokens, Tensor]] = {}
@@ -138,8 +152,8 @@ class Numerics(Readings):
             yield
             self.number += 1
             return
-        now, self._any_tensor = StepSums(self.number, self._formats(), *self._zeros()), False
-        self._now = now
+        formats, self._any_tensor = self._formats(), False
+        now = self._now = dict[int, TensorSums]()
         try:
             for shard in shards(self._layers):
                 self.observe(shard)
@@ -155,7 +169,7 @@ class Numerics(Readings):
             )
         self._turn += 1
         self.number += 1
-        self._pending.append(self._over_ranks(now))
+        self._pending.append(self._over_ranks(self._of_slots(now, formats)))
 
     @torch.no_grad()
     def observe(self, tensor: Observed) -> None:
@@ -186,8 +200,7 @@ class Numerics(Readings):
         )
         if not (question.sums or question.pairs):
             return
-        norm = torch.linalg.vector_norm(tensor.given, dtype=torch.float32)
-        given = [norm, *([] if of_input is None else [of_input]), *rows.tensors]
+        given = [*([] if of_input is None else [of_input]), *rows.tensors]
         # Groups of rows have other sizes in each pass: nothing would be replayed.
         replays = tensor.group is None or tensor.name == "w"
         found = self._replays(statistics, question, given) if replays else statistics(question, given)
@@ -198,14 +211,28 @@ class Numerics(Readings):
             self._add(tensor, recipe, found.sums)
 
     def _add(self, tensor: Observed, recipe: str, sums: Tensor) -> None:
-        """Add to the sums of the row operand, of the column operand and, behind them, of the gradient."""
+        """Add to the sums of a tensor."""
         now = self._now
         assert now is not None
         at = self._slots[self._names[id(tensor.layer), tensor.stack], tensor.name, "row", recipe]
-        now.sums[at : at + len(sums)].add_(sums.to(now.sums.device))
-        amax = torch.linalg.vector_norm(tensor.given, float("inf"), dtype=torch.float32)
-        largest = now.amax[at : at + 2]
-        torch.maximum(largest, amax.to(largest.device), out=largest)
+        norm, amax = (torch.linalg.vector_norm(tensor.given, order, dtype=torch.float32) for order in (2, math.inf))
+        if at in now:  # of another pass, or of another group
+            former = now[at]
+            norm, amax = torch.hypot(former.norm, norm), torch.maximum(former.amax, amax)
+            now[at] = TensorSums(former.sums.add_(sums), norm, amax)
+        else:
+            now[at] = TensorSums(sums.clone(), norm, amax)
+
+    def _of_slots(self, now: dict[int, TensorSums], formats: dict[Slot, str]) -> StepSums:
+        """Put the sums of a step's tensors together, on one device."""
+        device = next(device_of(layer.shared_weight()) for layer in self._layers)
+        none, of_none = torch.zeros((), device=device), torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        sums, norms, amaxes = ([one] * len(self._slots) for one in (of_none, none, none))
+        for at, found in now.items():
+            sums[at : at + len(found.sums)] = found.sums.to(device)
+            norms[at : at + 2], amaxes[at : at + 2] = [found.norm.to(device)] * 2, [found.amax.to(device)] * 2
+        squares = torch.stack(norms).double().square()
+        return StepSums(self.number - 1, formats, torch.stack(sums), squares, torch.stack(amaxes))
 
     def _over_ranks(self, step: StepSums) -> StepSums:
         """Add the sums of all ranks up, in one collective. The largest magnitudes go with them: each rank has a row of
@@ -215,31 +242,25 @@ class Numerics(Readings):
         group: Any = self._ranks.group or dist.group.WORLD
         rows = step.sums.new_zeros(self._ranks.size, len(step.amax))
         rows[self._ranks.rank] = step.amax
-        sums, rows = reduce_sum([step.sums, rows], group)
-        return step._replace(sums=sums, amax=rows.amax(0))
+        sums, squares, rows = reduce_sum([step.sums, step.squares, rows], group)
+        return step._replace(sums=sums, squares=squares, amax=rows.amax(0))
 
     def _formats(self) -> dict[Slot, str]:
         """The formats of all operands in the present step."""
-        formats: dict[Slot, str] = {}
-        for layer in self._layers:
-            plans = [("", layer.passes.plan), *([] if self._other is None else [self._other])]
-            for name in [name for (number, _), name in self._names.items() if number == id(layer)]:
-                for title, plan in plans:
-                    for tensor, direction in PLACES[:-1] if plan is not None else ():
-                        quantizer = getattr(plan, tensor)
-                        formats[name, tensor, direction, title] = quantizer.side(direction).text
+        formats, layers = dict[Slot, str](), {id(layer): layer for layer in self._layers}
+        for (layer, _), name in self._names.items():
+            plans = [("", layers[layer].passes.plan), *([] if self._other is None else [self._other])]
+            for title, plan in plans:
+                for tensor, direction in PLACES[:-1] if plan is not None else ():
+                    quantizer = getattr(plan, tensor)
+                    formats[name, tensor, direction, title] = quantizer.side(direction).text
         return formats
-
-    def _zeros(self) -> tuple[Tensor, Tensor]:
-        device = next(device_of(layer.shared_weight()) for layer in self._layers)
-        size = len(self._slots)
-        return torch.zeros(size, len(SUMS), dtype=torch.float64, device=device), torch.zeros(size, device=device)
 
     def readings(self) -> list[Reading]:
         """Return the statistics of all steps so far; the host waits for them."""
-        for step, formats, sums, amax in self._pending:
-            for slot, values, largest in zip(self._slots, sums.tolist(), amax.tolist(), strict=True):
-                values_by_name = dict(zip(SUMS, values, strict=True))
+        for step, formats, *sums in self._pending:
+            for slot, values, square, largest in zip(self._slots, *(one.tolist() for one in sums), strict=True):
+                values_by_name = dict(zip(SUMS, values, strict=True), whole_square=square)
                 name, tensor, direction, recipe = slot
                 where = {"step": step, "layer": name, "tensor": tensor, "direction": direction, "recipe": recipe}
                 if values_by_name["elements"] or values_by_name["square"]:

@@ -27,7 +27,8 @@ class Replays:
     def __init__(self) -> None:
         self._recordings: dict[Hashable, Recording] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._ended: dict[torch.device, torch.cuda.Event] = {}
+        self._last: dict[torch.device, torch.cuda.Stream] = {}
+        """The stream of the last call."""
         self._pool: Any = None
 
     def __call__(self, function: Function, what: Hashable, tensors: Sequence[Tensor]) -> Any:
@@ -36,15 +37,18 @@ class Replays:
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return function(what, tensors)
         if device not in self._streams:
-            self._streams[device], self._ended[device] = torch.cuda.Stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._streams[device] = self._last[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = self._pool or torch.cuda.graph_pool_handle()
         key = (function, what, device, *((one.shape, one.stride(), one.dtype) for one in tensors))
-        if key not in self._recordings:
-            self._recordings[key] = Recording(function, what, tensors, self._streams[device], self._pool)
-        torch.cuda.current_stream(device).wait_event(self._ended[device])
-        found = self._recordings[key](tensors)
-        self._ended[device].record(torch.cuda.current_stream(device))
-        return found
+        recording = self._recordings.get(key)  # once: the hash of a key takes long
+        if recording is None:
+            recording = Recording(function, what, tensors, self._streams[device], self._pool)
+            self._recordings[key] = recording
+        current = torch.cuda.current_stream(device)
+        if current != self._last[device]:
+            current.wait_stream(self._last[device])
+            self._last[device] = current
+        return recording(tensors)
 
 
 class Recording:

@@ -43,16 +43,16 @@ class SumsAndPairs(NamedTuple):
 
 
 def statistics(question: Question, tensors: Sequence[Tensor]) -> SumsAndPairs:
-    """Return the statistics of a tensor. ``tensors``: the norm of the whole tensor; where the gradient is asked for,
-    the pairs of the layer's input; the tensors of ``SomeRows``."""
-    norm, *rest = tensors
+    """Return the statistics of a tensor. ``tensors``: where the gradient is asked for, the pairs of the layer's
+    input; the tensors of ``SomeRows``."""
+    rest = [*tensors]
     of_input = rest.pop(0) if question.gradient else None
     found = {one.direction: one for one in encoded(question.how, rest)}
-    none, elements = norm.new_zeros(len(SUMS), dtype=torch.float64), question.elements
+    none, elements = tensors[0].new_zeros(len(SUMS), dtype=torch.float64), question.elements
     sums = [none, none]
     if question.sums:
         is_both = any(side.is_both for side in question.how.sides)
-        sums = [sums_of(found[side], norm, elements) if side in found else none for side in SIDES[is_both]]
+        sums = [sums_of(found[side], elements) if side in found else none for side in SIDES[is_both]]
         sums = [*sums, *sums] if is_both else sums
     own = pairs(found["col"]) if question.pairs else None
     if own is not None and of_input is not None:

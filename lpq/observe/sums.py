@@ -14,15 +14,15 @@ from lpq.observe.operands import EncodedRows
 
 SUMS = (
     "elements", "whole_elements", "nonzero", "kept", "saturated",
-    "square", "error", "flushed_error", "decoded_square", "nearest_error", "unrounded_error", "whole_square",
+    "square", "error", "flushed_error", "decoded_square", "nearest_error", "unrounded_error",
 )  # fmt: skip
 """Names of the sums. ``kept`` has the elements that do not become 0. ``nearest_error`` and ``unrounded_error`` are of
 kept elements, with scales as they are and as they would be if they were not rounded; both are NaN where the format does
 not say what it would store then. So is ``saturated`` where it is not known."""
 
 
-def sums_of(operand: EncodedRows, whole: Tensor, elements: int) -> Tensor:
-    """Return the sums of an operand. ``whole``: the norm of the whole tensor, which has so many ``elements``."""
+def sums_of(operand: EncodedRows, elements: int) -> Tensor:
+    """Return the sums of an operand of a tensor that has so many ``elements``."""
     x, decoded, doubled = operand.x, operand.decoded, operand.doubled
     kept = x.masked_fill(decoded == 0, 0.0)
     saturated = x.new_full((), math.nan, dtype=torch.float64)
@@ -30,7 +30,7 @@ def sums_of(operand: EncodedRows, whole: Tensor, elements: int) -> Tensor:
         saturated = ((doubled == decoded) & (decoded.abs() < kept.abs())).sum(dtype=torch.float64)
     sizes = [x.new_full((), size, dtype=torch.float64) for size in (x.numel(), elements)]
     counts = [*sizes, _norm(x, 0), _norm(kept, 0), saturated]
-    norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *_by_scales(operand), whole.double()]
+    norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *_by_scales(operand)]
     return torch.cat([torch.stack(counts), torch.stack(norms).square()])
 
 
@@ -116,7 +116,8 @@ def decibels(signal: float, noise: float) -> float | None:
 
 
 def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
-    """The statistics that follow from the sums of an operand."""
+    """The statistics that follow from the sums of an operand, and from ``whole_square``, the sum of squares of the
+    whole tensor, and its largest magnitude."""
     error, square, elements = sums["error"], sums["square"], sums["elements"]
     whole = error if elements else 0.0
     scale = sums["nearest_error"] - sums["unrounded_error"]
