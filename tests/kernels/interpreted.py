@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from quantizers import IN_KERNELS
+from quick_interpreter import _quick_interpreter
 from tile_sides import serves
 from torch import Tensor
 
@@ -26,39 +25,17 @@ from lpq.testing.comparing import compare_call
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
 
 from lpq.kernels.triton import numbers  # noqa: E402
 from lpq.optim import QuantizedStates, adamw  # noqa: E402
 
+__all__ = ["_quick_interpreter"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of products that overflow
 
 SEED = -12345678901
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = {"fp8": (35, 150), "mxfp8": (35, 50), "mxfp4": (35, 50), "nvfp4": (35, 50)}
 """Ragged in the format's blocks, and more than one tile."""
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _patched_once_a_kernel() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language when a kernel starts, and again, by the same ones, in
-    every function that the kernel calls, which is most of its time. Here what is replaced is left until the end."""
-    patch_language, patched = interpreter._patch_lang, set[ModuleType]()
-
-    def patch(function: Any) -> Any:
-        new = {value for value in function.__globals__.values() if value is tl or value is tl.core} - patched
-        if not new:
-            return SimpleNamespace(restore=lambda: None)
-        scope = patch_language(function)
-        patched.update(new)
-        restore = scope.restore
-        scope.restore = lambda: (restore(), patched.clear())
-        return scope
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if hasattr(interpreter, "_LangPatchScope"):  # a Triton without it undoes them in another way
-            monkeypatch.setattr(interpreter, "_patch_lang", patch)
-        yield
 
 
 # ---------------------------------------------------------------------------------------------- casts

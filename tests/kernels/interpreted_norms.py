@@ -12,12 +12,12 @@ from interpreted_sources import (
     SERVED,
     TopsQuantizer,
     _as_on_a_gpu,
-    _patched_once_a_kernel,
     check,
     numbers,
     sources,
     triton,
 )
+from quick_interpreter import _quick_interpreter
 from support.comparing import expect_bytes
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from lpq.operations.norm_programs import bind_gradients, bind_rows, bind_sum_row
 from lpq.operations.norms import NormKind, norm_source
 from lpq.testing.comparing import Poisoned
 
-__all__ = ["_as_on_a_gpu", "_patched_once_a_kernel"]
+__all__ = ["_as_on_a_gpu", "_quick_interpreter"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
 LAYER = NormKind(1e-5, centers=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import SEED, _patched_once_a_kernel
+from interpreted import SEED
 from quantizers import IN_KERNELS
+from quick_interpreter import _quick_interpreter
 from support.comparing import expect_bytes
 from tile_sides import choose_triton
 from torch import Tensor
@@ -41,7 +42,7 @@ from lpq.kernels.triton import norms, sources  # noqa: E402
 from lpq.kernels.triton.numbers import bits_of  # noqa: E402
 from lpq.kernels.triton.tiles import store_tile  # noqa: E402
 
-__all__ = ["_patched_once_a_kernel"]
+__all__ = ["_quick_interpreter"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
 SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated

@@ -16,7 +16,9 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases", [("interpreted.py",), ("interpreted_sources.py", "interpreted_norms.py")], ids=lambda cases: cases[0]
+    "cases",
+    [("interpreted.py", "interpreted_quickly.py"), ("interpreted_sources.py", "interpreted_norms.py")],
+    ids=lambda cases: cases[0],
 )
 def test_in_a_process_with_the_interpreter(cases: tuple[str, ...]) -> None:
     files = [str(HERE / name) for name in cases]
