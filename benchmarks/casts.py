@@ -3,7 +3,8 @@
     python -m benchmarks casts [--only mxfp8] [--size 32768x16384]
 
 Bytes are counted once for each read of the input that the algorithm needs (two where the amax of the whole tensor must
-be known before the first element is encoded) and once for each byte written. Which kernel ran stands beside each line.
+be known before the first element is encoded) and once for each byte written. NVFP4 with an amax for each row needs one
+read, and takes two of rows that are longer than a block of threads can hold. Which kernel ran stands beside each line.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ CASES = [
     *encodings("nvfp4 1x16, nothing half-way", "nvfp4", reads=2, amax=5.5),
     *encodings("nvfp4 1x16, amax known", "nvfp4", known=True, measured=False),
     *encodings("nvfp4 1x16 stochastic", "nvfp4(stochastic=true)", reads=2),
+    Case("nvfp4 row", "nvfp4(scaling=row)", "row", 0.92),
+    Case("nvfp4 row, four over six", "nvfp4(scaling=row, search=four_over_six, norm=256)", "row", 0.70),
     *encodings("nvfp4 16x16", "nvfp4(block=16x16)", reads=2),
     *encodings("nvfp4 16x16, amax known", "nvfp4(block=16x16)", known=True, measured=False),
     Case("mxfp4 RHT", "mxfp4(scale=even, rht=true)", "both", 0.70),

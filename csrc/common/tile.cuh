@@ -74,8 +74,12 @@ struct Tile {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         lane_row = warp * WARP_ROWS + lane / ABREAST * ROWS;
         lane_col = lane % ABREAST * 8;
-        row = (i64)down * TALL + lane_row;
-        col = (i64)across * WIDE + lane_col;
+        go_to((i64)down * TALL + lane_row, (i64)across * WIDE + lane_col);
+    }
+
+    // Have this thread take the rows and columns from here on.
+    __device__ __forceinline__ void go_to(i64 first_row, i64 first_col) {
+        row = first_row, col = first_col;
         high = !WHOLE && rows - row < ROWS ? max((int)(rows - row), 0) : ROWS;
         wide = !WHOLE && cols - col < 8 ? max((int)(cols - col), 0) : 8;
     }

@@ -22,7 +22,7 @@ import merged
 import pytest
 import torch
 from compiling import Macros, by_nvcc
-from tile_sides import serves, side_of
+from tile_sides import on_cuda, serves, side_of
 
 from lpq import registry
 from lpq.core import Quantizer
@@ -52,6 +52,11 @@ SHAPES = ((512, 256), (250, 381))
 """Whole tiles, broad ones too, and ragged ones."""
 MANY = (512, 1)
 """How many tiles are many: a matrix of that size is taken by broader ones."""
+OF_ROWS = (
+    "nvfp4(scaling=row)",
+    "nvfp4(scaling=row, stochastic=unbiased)",
+    "nvfp4(scaling=row, search=four_over_six, norm=256)",
+)
 TILED = [name for name in registry.formats() if registry.kernels("tile", (name,))]
 """The formats that are made tile by tile."""
 
@@ -136,6 +141,7 @@ def asked_for() -> dict[Path, set[Macros]]:
             set_many(patch, many)
             call_pairs()
             call_in_sections()
+        call_whole_rows()
         call_several()
         call_producers()
     return found
@@ -207,6 +213,16 @@ def call_pair(
     sides = row.side("row"), col.side("col")
     made = [side_of(side, which, op) for side, which, op in zip(sides, ("row", "col"), ops, strict=True)]
     unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+
+
+def call_whole_rows() -> None:
+    """An amax for each row, which the kit does not try, of rows that a block of threads holds."""
+    for text, dtype, shape in itertools.product(OF_ROWS, DTYPES, (*SHAPES, (64, 4096))):
+        quantizer = registry.quantizer(text)
+        kernel = on_cuda("quantize", quantizer)
+        assert kernel is not None
+        x, measure = torch.zeros(shape, dtype=dtype), dtype is not torch.bfloat16
+        registry.resolve(kernel.impl)(x, [], quantizer, None, torch.tensor(0), 0, measure)
 
 
 def call_several() -> None:

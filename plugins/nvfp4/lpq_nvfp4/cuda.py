@@ -1,4 +1,7 @@
-"""NVFP4's CUDA kernels: one read for the amaxes of the operands, one more for both operands."""
+"""NVFP4's CUDA kernels: one read for the amaxes of the operands, one more for both operands.
+
+Where each row has an amax, the row operand alone takes one read in all, if a block of threads can hold a row.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import torch
 from torch import Tensor
 
 from lpq.formats.elements import E4M3
+from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh, fresh_by_columns
 from lpq.kernels.tiles import (
+    BROAD,
     FINISH,
+    LARGE_TILE,
     LOW,
     SQUARE,
     Shape,
@@ -38,6 +44,17 @@ from lpq_nvfp4.reference import GROUP
 
 QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
 AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPPPI")[SQUARE]
+WARPS, LINES = 8, 8
+"""Warps of a block of threads that holds whole rows, and rows of a warp, which takes ``BROAD`` columns at once."""
+HOLDING = Shape(WARPS * LINES, BROAD)
+WHOLE_ROWS = {
+    shared: CudaKernel(
+        "nvfp4/rows.cu", "quantize_rows", "PP(PPPPIPPPq)Iqq", threads=32 * WARPS, shared=shared, waits=True
+    )
+    for shared in (0, LARGE_TILE)
+}
+"""By the dynamic shared memory of a block: what it holds may be more than the ``FIXED`` bytes that it has without."""
+FIXED = 48 << 10
 AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 UNKNOWN = (None,) * 4
@@ -112,6 +129,8 @@ def bind(e: Encoding) -> Encode | None:
     (rows, cols), row, col, index = e.shape, e.row, e.col, e.device.index or 0
     if (col is not None and col.stochastic and e.offset % GROUP) or (row is not None and row.rht):
         return None
+    if col is None and row.scaling == "row" and not (e.given and e.given[0]) and (held := rows_held(e)) is not None:
+        return _bind_whole_rows(e, *held)
     derived = shared(row, col)
     given = e.given or (False,) * 4
     of_col = 0 if row is None or col is None or derived else 2  # where its statistics begin
@@ -150,6 +169,42 @@ def bind(e: Encoding) -> Encode | None:
             rows, cols,
         )  # fmt: skip
         return first.buffers, second.buffers, (*first.measured, *second.measured)
+
+    return encode
+
+
+def rows_held(e: Encoding) -> tuple[int, int] | None:
+    """How many warps hold a row, and how many of its tiles each warp has in shared memory beside the one in registers;
+    None for rows that a block of threads cannot hold."""
+    across = -(-e.shape[1] // BROAD)
+    abreast = next((count for count in (1, 2, 4) if across <= count), WARPS)
+    kept = -(-across // abreast) - 1
+    return (abreast, kept) if 0 <= kept <= LARGE_TILE // _tile_bytes(e) else None
+
+
+def _tile_bytes(e: Encoding) -> int:
+    """The bytes of a tile of each warp of a block."""
+    return HOLDING.tall * HOLDING.wide * e.dtype.itemsize
+
+
+def _bind_whole_rows(e: Encoding, abreast: int, kept: int) -> Encode:
+    """Bind an encoding of the row operand, each row with its own amax, that reads a matrix once."""
+    (rows, cols), row, given = e.shape, e.row, e.given or (False, False)
+    make = bind_operand(row, Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched))
+    empty, amaxes = allocator(e.device, dispatched=e.dispatched), fresh((rows, 1), torch.float32)
+    high = HOLDING.tall // abreast
+    whole = e.aligned and divides(rows, cols, Shape(high, BROAD))
+    macros, _ = _macros(row, None, False, e.measure or given[1])
+    launch = WHOLE_ROWS[LARGE_TILE if kept * _tile_bytes(e) > FIXED else 0].bind(
+        e.device.index or 0,
+        reading(e.held, e.dtype) + macros + covering(HOLDING, whole) + (f"LPQ_HELD={kept}",), -(-rows // high),
+    )  # fmt: skip
+
+    def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        found = empty(*amaxes)
+        made = make(stats or UNKNOWN[:2], found, seed, None)
+        launch(at, found.data_ptr(), *made.parameters, abreast, rows, cols)
+        return made.buffers, (), made.measured
 
     return encode
 
