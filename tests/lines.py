@@ -33,7 +33,7 @@ SUBJECTS = {
         "bench/*.py cli/advise.py cli/bench.py cli/first_advice.py cli/models.py train/beside.py "
         "train/commands/compare.py train/commands/options.py train/commands/report.py train/commands/search.py "
         "train/commands/trained.py train/compare.py train/compare_config.py train/conclusion.py train/gaps.py "
-        "train/trainings.py"
+        "train/taking_turns.py train/trainings.py"
     ),
     "states of optimizers in a format": (
         "operations/stored_tile.py optim/adamw.py optim/adamw_triton.py optim/rounding.py optim/state_names.py "

@@ -1,8 +1,8 @@
 """``lpq compare``: the same model from the same seeds by each recipe beside bf16, several trainings at the same time.
 
-Where several run at the same time, each is a process of its own, on one GPU or on the CPU. A training is what
-``lpq train`` does with one recipe, so what was cut off goes on from its checkpoint. One that ended leaves its curve, a
-small file, and is not repeated.
+Where several run at the same time, each is a process of its own, on one GPU or on the CPU; the processes of torchrun
+do one at a time each. A training is what ``lpq train`` does with one recipe, so what was cut off goes on from its
+checkpoint. One that ended leaves its curve, a small file, and is not repeated.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
@@ -33,6 +34,7 @@ from rich.progress import Progress
 
 import lpq
 from lpq.cli.runs import RECIPE
+from lpq.distributed.ranks import message
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry.errors import LpqError
 from lpq.train import data, loop, runs, trainings
@@ -41,10 +43,12 @@ from lpq.train.errors import Diverged, Stopped, TrainError
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, described, fixed_sums, pick_device
 from lpq.train.recorded import refuse_record
+from lpq.train.taking_turns import Processes
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 from lpq.train.trainings import Training
 
+ALONE = Processes()
 Show = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
 
@@ -56,15 +60,18 @@ DIGITS = 5
 """The digits after the point of a loss in a file of curves."""
 
 
-def run(config: CompareConfig, console: Console, began: float | None = None) -> list[Training]:
+def run(
+    config: CompareConfig, console: Console, began: float | None = None, processes: Processes = ALONE
+) -> list[Training]:
     """Do the trainings that are not done yet; return all that ended, also in earlier calls.
 
-    The time limit counts from ``began``, a value of ``time.monotonic()``: by default from now on.
+    The time limit counts from ``began``, a value of ``time.monotonic()``: by default from now on. ``processes``: those
+    that call this together, each of which trains as if it were alone; an error of one is raised on all.
     """
     began = time.monotonic() if began is None else began
     allowed_by(os.environ.get(ENVIRONMENT))
-    if "RANK" in os.environ:
-        raise TrainError("lpq compare starts a process for each training itself: start it without torchrun")
+    if processes.many and config.at_once is not None:
+        raise TrainError("--at-once is not for torchrun, whose processes do one training each at a time: leave it out")
     device = pick_device(config.training.device)
     if config.training.record:
         refuse_record(Team(device))
@@ -81,17 +88,20 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
         if runs.is_run(Path(str(job.config.out))):
             runs.open_directory(replace(job.config, resume=True))
     _make(config.out)
-    places = _places(device, config, len(todo))
-    steps = config.training.steps
+    places = [config.training.device] if processes.many else _places(device, config, len(todo))
+    steps, at_once = config.training.steps, len(places) * processes.size
+    about_all = console if processes.rank == 0 else Console(quiet=True)
     loop.say(
-        console,
-        f"{len(jobs)} trainings of {steps} steps, {len(jobs) - len(todo)} of them done, {len(places)} at a time; "
+        about_all,
+        f"{len(jobs)} trainings of {steps} steps, {len(jobs) - len(todo)} of them done, {at_once} at a time; "
         f"{text.source}, {len(text.train) / 2**20:.0f} MiB and {len(text.held_out) / 2**20:.1f} MiB held out; "
         f"everything goes to {config.out}/",
     )
-    with Interrupt() as interrupt:
+    with Interrupt(deaf=processes.many) as interrupt:
         stop = _Stop(interrupt, config.time_limit, began)
-        failed = _work(todo, places, stop, console)
+        processes.exchange("looked", (), lambda: interrupt.signum)  # none trains while others look what there is to do
+        failed = _work(todo, places, stop, console, processes)
+        failed = processes.exchange("failed", failed, lambda: interrupt.signum)
     if not any(config.unfinished.glob("*")):
         shutil.rmtree(config.unfinished, ignore_errors=True)
     rest = sum(not job.curve.exists() for job in jobs)
@@ -100,7 +110,7 @@ def run(config: CompareConfig, console: Console, began: float | None = None) -> 
     if interrupt.signum is not None:
         raise Stopped(f"stopped: {rest} trainings are left, and the same command goes on", interrupt.signum)
     if rest:
-        loop.say(console, f"the time is up: {rest} trainings are left, and the same command goes on")
+        loop.say(about_all, f"the time is up: {rest} trainings are left, and the same command goes on")
     return trainings.read_all(config.out)
 
 
@@ -157,16 +167,32 @@ class _Stop:
 # ---------------------------------------------------------------------------------------------- all of them
 
 
-def _work(jobs: Sequence[TrainingJob], places: Sequence[str], stop: _Stop, console: Console) -> list[str]:
-    """Do the trainings in their order, as many at a time as there are places; return what failed, in words."""
+def _work(
+    jobs: Sequence[TrainingJob], places: Sequence[str], stop: _Stop, console: Console, processes: Processes
+) -> list[str]:
+    """Do the trainings in their order, as many at a time as there are places, and of several processes those that this
+    one takes; return what failed, in words."""
     failed: list[str] = []
+
+    def fail(words: str) -> None:
+        failed.append(words)
+        loop.say(console, f"failed: {words}", style="red")
+
     with _bars(jobs, console) as bar:
         if len(places) == 1:
+            say = partial(loop.say, console)
             for job in jobs:
-                if not stop.soon:
-                    say = partial(loop.say, console)
+                if stop.soon or not processes.take(job.name):
+                    continue
+                try:
                     with bar(job) as show:
                         train(replace(job, config=replace(job.config, device=places[0])), stop, say, show)
+                except Exception as error:
+                    if not processes.many:
+                        raise
+                    if not isinstance(error, LpqError):
+                        traceback.print_exception(error)
+                    fail(f"{job.name}: {message(error)}")
             return failed
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
@@ -189,9 +215,8 @@ def _work(jobs: Sequence[TrainingJob], places: Sequence[str], stop: _Stop, conso
             futures: set[Future[None]] = {pool.submit(one, job) for job in jobs}
             while futures:
                 done_futures, futures = wait(futures, PATIENCE, FIRST_COMPLETED)
-                for error in filter(None, (future.exception() for future in done_futures)):
-                    failed.append(str(error))
-                    loop.say(console, f"failed: {error}", style="red")
+                for raised in filter(None, (future.exception() for future in done_futures)):
+                    fail(str(raised))
                 if stop():
                     ends.set()
     return failed
@@ -220,7 +245,7 @@ def _bars(jobs: Sequence[TrainingJob], console: Console) -> Iterator[Bar]:
                 yield show
             finally:
                 progress.remove_task(task)
-                progress.advance(whole, job.curve.exists())
+                progress.update(whole, completed=sum(one.curve.exists() for one in jobs))
                 if not console.is_terminal and last:
                     held_out = f", held out {last['held_out_loss']:.4f}" if "held_out_loss" in last else ""
                     took = f"{time.monotonic() - began:.0f} s"

@@ -40,7 +40,7 @@ def launched() -> bool:
     if absent and world != "1":
         raise TrainError(
             f"this is one of {world} processes (WORLD_SIZE={world}), and {', '.join(absent)} is not set: start them "
-            f"with torchrun --nproc-per-node {world} -m lpq train …, or unset WORLD_SIZE to train in one process"
+            f"with torchrun --nproc-per-node {world} -m lpq …, or unset WORLD_SIZE to train in one process"
         )
     return not absent
 
@@ -50,14 +50,15 @@ def prints() -> bool:
     return any(name not in os.environ for name in VARIABLES) or os.environ["RANK"] == "0"
 
 
-def work(job: Callable[[], object], report: ErrorReport) -> NoReturn:
-    """Do ``job`` together with the other processes of torchrun, then end this process.
+def work(job: Callable[[Store], object], report: ErrorReport, *, group: bool = True) -> NoReturn:
+    """Do ``job(store)`` together with the other processes of torchrun, then end this process. ``group``: as one process
+    group; else each works for itself, and the store is all that they share.
 
     It ends here and not by returning: threads of the process groups now and then abort the interpreter's own way out.
     """
     status = 1
     try:
-        status = _status(job, report)
+        status = _status(job, report, group)
     finally:
         with suppress(OSError):  # nobody reads any more
             sys.stdout.flush()
@@ -65,7 +66,7 @@ def work(job: Callable[[], object], report: ErrorReport) -> NoReturn:
         os._exit(status)
 
 
-def _status(job: Callable[[], object], report: ErrorReport) -> int:
+def _status(job: Callable[[Store], object], report: ErrorReport, group: bool) -> int:
     """Do the job as one of the ranks; return its exit status."""
     import torch
     import torch.distributed as dist
@@ -80,11 +81,12 @@ def _status(job: Callable[[], object], report: ErrorReport) -> int:
         cuda = torch.cuda.is_available()
         if cuda and int(os.environ["LOCAL_RANK"]) < torch.cuda.device_count():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Neither connects before it is used, and --device may choose either.
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=PrefixStore("lpq", store), rank=rank, world_size=size)
-        job()
-        dist.destroy_process_group()
+        if group:  # neither backend connects before it is used, and --device may choose either
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=PrefixStore("lpq", store), rank=rank, world_size=size)
+        job(store)
+        if group:
+            dist.destroy_process_group()
     except BaseException as error:
         # The group is left as it is: to part from ranks that wait in a collective, one would have to wait, too. This
         # process ends, and with it all that it has of the group.

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from forking import Ended, command
 from rich.console import Console
 from support.commands import Command
+from torchrun import faulty, run_forked
 from training import shown
 
 from lpq.train import Stopped, TrainError, beside, compare, data, gaps, trainings
@@ -191,9 +193,7 @@ def test_what_is_there_of_other_settings_is_refused_in_words(
         compare.run(small("mxfp8"), console)
 
 
-def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(
-    small: Make, console: Console, lpq_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(lpq_command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for arguments, words in (
         (("mxfp9",), "mxfp9"),
@@ -210,9 +210,53 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(
         assert ended.status in (1, 2)
         assert words in ended.err
     assert not out.exists()
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(TrainError, match="start it without torchrun"):
-        compare.run(small("mxfp8"), console)
+
+
+@pytest.mark.starts
+def test_the_processes_of_torchrun_share_the_trainings_out(text: Path, tmp_path: Path) -> None:
+    """Each takes what no other took. The files are one process's own but for times; what fails on one is reported, the
+    rest is done, and the same command does what is left."""
+    size = {"layers": 1, "heads": 1, "width": 16, "seq": 16, "batch": 2, "data": text, "tokens": 192, "device": "cpu"}
+    options = [str(word) for name, value in size.items() for word in (f"--{name}", value)]
+    words = ["lpq", "compare", "mxfp8", "identity", *options, "--seeds", "2", "--validate-every", "4", "--out"]
+
+    def files(folder: str) -> dict[str, Any]:
+        found = {path.name: json.loads(path.read_text()) for path in (tmp_path / folder).glob("*.json")}
+        for file in found.values():
+            del file["date"], file["step_seconds"]
+        return found
+
+    def ranks(folder: str, fault: str = "pass", *more: str) -> Ended:
+        return run_forked(2, [*words, str(tmp_path / folder), *more], faulty(fault))
+
+    assert command(*words[1:], str(tmp_path / "whole"), "--at-once", "1").status == 0
+    own = """
+    if self.step == 0:
+        print("rank", RANK, "trains", flush=True)
+    if self.policy is not None and self.config.seed == 1 and self.step == 3:
+        raise RuntimeError("out of luck")
+    time.sleep(0.05)
+    """
+    ended = ranks("shared", own)
+    assert ended.statuses == (1, 1), ended.err
+    assert "6 trainings of 6 steps, 0 of them done, 2 at a time" in ended.out
+    assert "rank 0 trains" in ended.out
+    assert "rank 1 trains" in ended.out
+    for title in ("mxfp8", "identity"):
+        assert ended.out.count(f"failed: {title}, seed 1: RuntimeError: out of luck") == 1
+    assert ended.err.count("Trainings that ended are kept, and the same command does the rest") == 1
+    assert sorted(files("shared")) == sorted([*(f"{t}-seed0.json" for t in (BASELINE, "mxfp8", "identity")),
+                                              f"{BASELINE}-seed1.json"])  # fmt: skip
+    ended = ranks("shared")
+    assert ended.statuses == (0, 0), ended.err
+    assert "6 trainings of 6 steps, 4 of them done, 2 at a time" in ended.out
+    assert files("shared") == files("whole")
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == {
+        path.name for path in (tmp_path / "whole").iterdir()
+    }
+    ended = ranks("shared", "pass", "--at-once", "2")
+    assert ended.statuses == (1, 1)
+    assert ended.err.count("--at-once is not for torchrun") == 1
 
 
 def test_a_training_that_diverges_is_counted(small: Make, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ main()
 """
 
 
-def _faulty(fault: str) -> str:
+def faulty(fault: str) -> str:
     return SCRIPT.replace("{fault}", textwrap.indent(textwrap.dedent(fault), "    ").strip())
 
 
@@ -56,12 +56,12 @@ def forked(ranks: int, *options: object, fault: str = "") -> Ended:
 
     ``fault`` runs before each step.
     """
-    return run_forked(ranks, ["lpq", "train", *map(str, options)], _faulty(fault or "pass"))
+    return run_forked(ranks, ["lpq", "train", *map(str, options)], faulty(fault or "pass"))
 
 
 def under_agent(ranks: int, *options: object, fault: str) -> Ended:
     """As ``forked``, and torchrun's agent watches the ranks: the process ``AGENT``, whose status is returned."""
-    return fork(1, _agent, ranks, ["lpq", "train", *map(str, options)], _faulty(fault))
+    return fork(1, _agent, ranks, ["lpq", "train", *map(str, options)], faulty(fault))
 
 
 def run_forked(ranks: int, arguments: list[str], script: str) -> Ended:

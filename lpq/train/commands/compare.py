@@ -11,9 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from lpq.train.commands.options import parameters, values_of
+from lpq.train.commands.train import Command, report_error
 from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
 from lpq.train.errors import Stopped, TrainError
+from lpq.train.launch import launched, prints, work
+from lpq.train.taking_turns import Processes
 
+__all__ = ["Command", "compare"]
 FREE = ("recipes", "out", "at_once", "time_limit", "beside", "device", "record", "checkpoint_every")
 """The options that no number depends on."""
 TABLE, FIGURE = "table.md", "compare.svg"
@@ -75,30 +79,36 @@ def compare(
 
     For a seed all have the same first weights and the same batches. The model has fp32 parameters, bf16 autocast and
     fused AdamW; recipes are for the blocks' layers, and the embedding, which is the head, too, stays as it is.
-    Trainings at the same time are processes, which the command starts without torchrun; with several GPUs each has one.
+    Trainings at the same time are processes, which the command starts itself; with several GPUs each has one. Started
+    as `torchrun --nproc-per-node N -m lpq compare`, each of N processes takes the next training that is not done.
     The same command goes on after Ctrl-C, a time limit or a crash: a training that ended is its curve, a small JSON
     file in --out, and is not repeated.
     Without a recipe the command tells what is in --out; for that it needs the curves alone.
     """
     began = time.monotonic()
-    from rich.console import Console
 
-    console = Console()
-    trainings = None
-    if recipes:
-        from lpq.train import compare as work
-        from lpq.train.machine import pick_device
+    def job(processes: Processes) -> None:
+        trainings = None
+        if recipes:
+            from rich.console import Console
 
-        values = values_of(options)
-        usual = "toy" if pick_device(values.get("device", "auto")).type == "cpu" else "60m"
-        settings = training(size or usual, tokens, values)
-        config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
-        try:
-            trainings = work.run(config, console, began)
-        except Stopped as stopped:
-            typer.echo(str(stopped), err=True)
-            raise typer.Exit(stopped.exit_code) from None
-    _tell(out, trainings, beside)
+            from lpq.train import compare
+            from lpq.train.machine import pick_device
+
+            values = values_of(options)
+            usual = "toy" if pick_device(values.get("device", "auto")).type == "cpu" else "60m"
+            settings = training(size or usual, tokens, values)
+            config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
+            trainings = compare.run(config, Console(force_terminal=None if prints() else False), began, processes)
+        if prints():
+            _tell(out, trainings, beside)
+
+    if launched():
+        work(lambda store: job(Processes.of_torchrun(store)), report_error, group=False)
+    try:
+        job(Processes())
+    except Stopped as stopped:
+        raise typer.Exit(report_error(stopped)) from None
 
 
 def _command(context: typer.Context) -> str:

@@ -49,14 +49,14 @@ def train(config: Path | None, **options: Any) -> None:
     """
     values = values_of(options)
     if launched():
-        work(lambda: run(resolve(values, config)), _report)
+        work(lambda _: run(resolve(values, config)), report_error)
     try:
         run(resolve(values, config))
     except Stopped as stopped:
-        raise typer.Exit(_report(stopped)) from None
+        raise typer.Exit(report_error(stopped)) from None
 
 
-def _report(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
+def report_error(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
     """Print the error that ended the run, if ``aloud``; return the exit status."""
     if isinstance(error, Stopped):
         if aloud:
