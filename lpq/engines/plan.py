@@ -126,11 +126,11 @@ def planned(
     quantized = {entry.layer.name for entry in entries if entry.layer is not None}
     _check_names(quantized, input_amax, leave)
     assigned = [_assigned(entry, layout, input_amax, leave) for entry in entries]
-    places: dict[tuple[int, int], list[str]] = {}
-    kinds: dict[tuple[int, int], tuple[Scheme, Inputs | None]] = {}
+    places: dict[tuple[int, str | None], list[str]] = {}
+    kinds: dict[tuple[int, str | None], tuple[Scheme, Inputs | None]] = {}
     for tensor in assigned:
         if tensor.scheme is not None:
-            key = id(tensor.scheme), id(tensor.inputs)
+            key = id(tensor.scheme), tensor.inputs.quantizer if tensor.inputs is not None else None
             kinds[key] = tensor.scheme, tensor.inputs
             places.setdefault(key, []).append(tensor.layer)
     if not places:

@@ -60,11 +60,26 @@ def test_engines_search_no_scales_for_inputs(recipe: str, tmp_path: Path) -> Non
     lpq.calibrate(model, [TOKENS])
     made = lpq.export(model, tmp_path, layout="modelopt")
     assert f"{len(layers(model))} layers: NVFP4, inputs nvfp4(static=true)" in str(made)
+    assert [note for note in made.notes if "training searches it" in note and f"{len(layers(model))} layers" in note]
     read: Any = lpq.load_quantized(Net(dtype=torch.bfloat16), tmp_path)
     for name, layer in layers(read).items():
         trained = layers(model)[name].recipe
         assert "search=four_over_six" in str(trained.x.side("row"))
         assert str(layer.recipe.x.side("row")) == "nvfp4(static=true)"
+
+
+def test_layers_that_lie_alike_are_one_group_in_the_record(tmp_path: Path) -> None:
+    """Whether training searches the scales of their inputs or not: the note has those where it does."""
+    rules = [{"match": "*up_proj", "recipe": "nvfp4-four-over-six"}, {"match": "*", "recipe": "nvfp4"}]
+    model: Any = lpq.convert(Net(dtype=torch.bfloat16), {"rules": rules})
+    lpq.calibrate(model, [TOKENS])
+    made = lpq.export(model, tmp_path, layout="compressed-tensors")
+    (names,) = made.layers.values()
+    assert {*names} == {*layers(model)}
+    (note,) = (note for note in made.notes if "training searches it" in note)
+    assert "1 layer (" in note
+    assert "up_proj" in note
+    assert lpq.load_quantized(Net(dtype=torch.bfloat16), tmp_path) is not None
 
 
 def test_fused_layers_of_a_calibrated_model_have_one_scale(tmp_path: Path) -> None:

@@ -48,7 +48,12 @@ def _serves(quantizer: Any) -> bool:
 
 
 def _serves_inputs(quantizer: Any) -> bool:
-    return _serves(quantizer) and quantizer.block == "1x16"
+    return _serves(quantizer) and quantizer.block == "1x16" and not _searches(quantizer)
+
+
+def _searches(quantizer: Any) -> bool:
+    """Inputs whose scales training searches. Engines do not, and have the same files for both."""
+    return _serves(quantizer) and quantizer.block == "1x16" and quantizer.search != "amax"
 
 
 def _serves_rows(quantizer: Any) -> bool:
@@ -62,6 +67,13 @@ def _told_apart(rows: int, cols: int, dtype: str) -> str:
         "engines encode these inputs with the one scale of the files, and training with a scale for each row. An "
         "engine may measure each row if it is told to when it starts, as SGLang does in experts by "
         "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1"
+    )
+
+
+def _not_searched(rows: int, cols: int, dtype: str) -> str:
+    return (
+        "engines take the scale of each block of these inputs from its amax, and training searches it: with x=nvfp4 in "
+        "fprop, training encodes them as engines do"
     )
 
 
@@ -106,8 +118,10 @@ def _scheme(
     )  # fmt: skip
     return Scheme(
         layout=layout, title="NVFP4", serves=_serves, quantizer="nvfp4", config=config, parts=parts, write=write,
-        read=read, why_not=_why_not, inputs=(static, replace(static, serves=_serves_rows, remark=_told_apart)),
-        **others,
+        read=read, why_not=_why_not, inputs=(
+            static, replace(static, serves=_searches, remark=_not_searched),
+            replace(static, serves=_serves_rows, remark=_told_apart),
+        ), **others,
     )  # fmt: skip
 
 
