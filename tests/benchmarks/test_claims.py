@@ -13,7 +13,8 @@ from lpq.train import trainings
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    name: " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/index.md", "docs/performance.md")
+    name: " ".join((ROOT / name).read_text().split())
+    for name in ("README.md", "docs/index.md", "docs/performance.md", "docs/fused.md", "docs/choose.md")
 }
 FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
 
@@ -94,6 +95,18 @@ def test_fused_blocks_with_the_positions_of_liger(results: dict[str, dict[str, A
     page = "docs/performance.md"
     assert said(page, "blocks train # times (`fp8-current`) and # times (`fp8-delayed`)") == (current, delayed)
     assert said("README.md", "as a CUDA graph # times, by `fp8-delayed` # times") == (current, delayed)
+    faster = ratio(recorded, reading, "lpq fp8-delayed, fused, recorded", "lpq fp8-current, fused, recorded")
+    assert said("docs/choose.md", "it is # times as fast as `fp8-current`") == (faster,)
+
+
+def test_the_memory_of_fused_blocks_with_the_loss_of_liger(results: dict[str, dict[str, Any]]) -> None:
+    ratios = tuple(
+        ratio(results["llama-liger"], "peak_bytes", f"lpq fp8-{how}, fused", other)
+        for other in ("bf16", "bf16, compiled")
+        for how in ("current", "delayed")
+    )
+    sentence = "take # (`fp8-current`) and # (`fp8-delayed`) of bf16's memory, and # and # of compiled bf16's"
+    assert said("docs/fused.md", sentence) == ratios
 
 
 def test_several_gpus(results: dict[str, dict[str, Any]]) -> None:
