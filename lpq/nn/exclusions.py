@@ -20,9 +20,8 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     """The layers of ``model`` that are left out, by name, and why. ``names``: all names of each module."""
     plain_names = {name: [plain_name(alias) for alias in aliases] for name, aliases in names.items()}
     modules = {name: model.get_submodule(name) for name in names}
-    layers = {name: cast("Any", module) for name, module in modules.items() if convertible(module)}
-    weights = {name: [*layer.weight.shape[-2:]] for name, layer in layers.items()}  # the shape of one expert
-    small = {name for name, shape in weights.items() if min(shape) < policy.least}
+    weights = {name: [*cast("Any", m).weight.shape[-2:]] for name, m in modules.items() if convertible(m)}
+    small = {name for name, shape in weights.items() if min(shape) < policy.least}  # shapes of one expert
     large = [alias for name in weights if name not in small for alias in plain_names[name]]
     patterns = {pattern for rule in policy.rules if rule.recipe is not None for pattern in rule.match} if small else ()
     of_small_alone = [pattern for pattern in patterns if not any(matches(pattern, name) for name in large)]
@@ -30,7 +29,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     heads = _heads(model) if HEAD in policy.leave else set()
     for name, aliases in plain_names.items():
         parts = [part for alias in aliases if (part := policy.left_by(alias)) is not None]
-        other = "; include='all' does not" if name in layers else ""
+        other = "; include='all' does not" if name in weights else ""
         if parts:
             why[name] = f"the policy leaves out {parts[0]!r}{other}"
         elif id(modules[name]) in heads:
@@ -45,20 +44,21 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
 
 def _heads(model: nn.Module) -> set[int]:
     """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside;
-    and of linear layers beside the blocks of such a model that have an output for each of its labels, as ViT's
-    ``classifier``, or RoBERTa's ``classifier.out_proj``."""
+    and of linear layers beside the blocks of such a model: of all where the output embeddings lie there, as BERT's
+    ``transform.dense``, else of those with an output for each of its labels, as RoBERTa's ``classifier.out_proj``."""
     heads: set[int] = set()
     for module in model.modules():
         output_embeddings: Any = getattr(module, "get_output_embeddings", None)
         if callable(output_embeddings):
             labels = getattr(getattr(module, "config", None), "num_labels", None)
             beside, blocks = [*module.children()], getattr(module, "base_model", None)
-            if any(child is blocks for child in beside):
+            if apart := any(child is blocks for child in beside):
                 beside = [m for child in beside if child is not blocks for m in child.modules()]
             heads.update(id(m) for m in beside if isinstance(m, nn.Linear) and m.out_features == labels)
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
                 head = output_embeddings()
                 heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())
+                heads.update([id(m) for m in beside if isinstance(m, nn.Linear)] if apart and head in beside else ())
     return heads
 
 
