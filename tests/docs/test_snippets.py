@@ -58,6 +58,7 @@ class Reader:
         self.monkeypatch = monkeypatch
         self.sources: list[Path] = []
         self.checked: set[str] = set()
+        self.formats: dict[str, str] = {}
         self.others = [plugin for plugin in registry.plugins() if plugin.distribution == HERE]
         """Plugins that tests before this one registered."""
         monkeypatch.chdir(self.folder)
@@ -166,23 +167,26 @@ class Reader:
         importlib.invalidate_caches()
         registry.refresh()
 
-    def check_formats(self, *, installed: bool) -> None:
-        """Run the kit, once, on the formats of this page that the page does not check itself."""
-        register, texts = ["import lpq"], []
+    def find_formats(self) -> None:
+        """Remember the formats of this page, each with what another process needs so as to know of it."""
         for plugin in registry.plugins():
-            other = any(plugin is one for one in self.others)
-            if plugin.builtin or other or installed == (plugin.distribution == HERE):
+            if plugin.builtin or any(plugin is one for one in self.others):
                 continue
-            for name in set(plugin.formats) - self.checked:
-                self.checked.add(name)
-                texts.append(CHECKED_AS.get(name, name))
-                if not installed:
-                    module = plugin.formats[name].quantizer.partition(":")[0]
-                    register.append(f"import {module}; lpq.registry.register({module}, name={plugin.name!r})")
-        if texts:
-            code = [*dict.fromkeys(register), "from lpq.__main__ import main", f"main({['check', *texts]!r})"]
+            for name, found in plugin.formats.items():
+                module = found.quantizer.partition(":")[0]
+                register = f"import {module}; lpq.registry.register({module}, name={plugin.name!r})"
+                self.formats[name] = register if plugin.distribution == HERE else ""
+
+    def check_formats(self) -> None:
+        """Run the kit, once, on the formats of this page that the page does not check itself."""
+        left = [name for name in self.formats if name not in self.checked]
+        if left:
+            register = dict.fromkeys(["import lpq", *(self.formats[name] for name in left)])
+            texts = [CHECKED_AS.get(name, name) for name in left]
+            code = [*register, "from lpq.__main__ import main", f"main({['check', *texts]!r})"]
             ended = forking.python("\n".join(code))
             assert ended.status == 0, f"lpq check {' '.join(texts)}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
+        self.checked |= {*left}
 
 
 def inserted(source: str, name: str, code: str) -> str:
@@ -212,10 +216,10 @@ def test_every_snippet_runs(page: Path, reader: Reader) -> None:
     for block in blocks(page):
         try:
             reader.run(block)
-            reader.check_formats(installed=False)
+            reader.find_formats()
         except Exception as error:
             raise AssertionError(f"{block.place} does not run: {type(error).__name__}: {error}") from error
-    reader.check_formats(installed=True)
+    reader.check_formats()
     assert page.name != "index.md" or page.parent.name != "plugins" or {"int8", "int4", *CHECKED_AS} <= reader.checked
 
 
