@@ -86,6 +86,7 @@ class Options:
         return self.text
 
 
+@registry.cached
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls)
