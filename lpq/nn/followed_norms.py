@@ -24,6 +24,8 @@ from lpq.torch_private.tensors import local_part
 
 ROWS = 4
 ELSE = "something other than layers of lpq takes its output"
+UNCALLED = "its block computes without calling it, as by a kernel that is given its weight"
+MORE = "its block calls it with more than its input, as with a gate, and only a norm of its input alone is encoded"
 AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
@@ -68,13 +70,16 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     uses.note(out)
     by_norm: dict[str, Followers | str] = {}
     for name in norms:
-        outputs = like._modules[name].outputs
+        norm = like._modules[name]
+        outputs = norm.outputs
         takers = [place for place, x in uses.takes if any(x is y for y in outputs)]
         places = tuple((parent, own) for parent, own in takers if isinstance(parent._modules[own], Layer))
         others = len(places) < len(takers) or any(id(y) in uses.others for y in outputs)
         once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
         written = any(id(y) in uses.written for y in outputs)
-        if places:
+        if norm.more or not outputs:
+            by_norm[name] = MORE if norm.more else UNCALLED
+        elif places:
             layers = [parent.get_submodule(own) for parent, own in places]
             differ = why_states_differ([m for m in layers if isinstance(m, Layer) and m.passes.plan is not None])
             clean = once and not written and len(outputs) == 1
@@ -128,16 +133,20 @@ class _Uses(Trial):
 
 
 class _Norm(nn.Module):
-    """Takes the place of a norm, with its parameters, whose dtype others may ask for, and keeps what it returns."""
+    """Takes the place of a norm, with its parameters and its own attributes, which others may read, and keeps what it
+    returns."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.outputs: list[Tensor] = []
-        self._parameters = norm._parameters
+        vars(self).update({name: value for name, value in vars(norm).items() if not name.startswith("_")})
+        self._parameters, self.outputs, self.more = norm._parameters, list[Tensor](), False
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, with_sum: bool = False) -> Any:
+    def forward(
+        self, x: Tensor, *args: Any, residual: Tensor | None = None, with_sum: bool = False, **more: Any
+    ) -> Any:
         """Take what ``EncodingNorm`` takes."""
         self.outputs.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+        self.more |= bool(args or more)
         if residual is not None:
             return self.outputs[-1], residual.clone()
         return (self.outputs[-1], x) if with_sum else self.outputs[-1]

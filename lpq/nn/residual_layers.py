@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
+from lpq.operations.norm_kernels import gradient_threads
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
 MOST_CALLS = 16
@@ -166,8 +167,12 @@ def _who_adds_at(layer: nn.Module, norm: EncodingNorm) -> str:
         course = courses[0] if courses else _tried(layer, layer.lpq_several, [None], {})[0]
         is_first = isinstance(course[0], Branch) and layer._modules[course[0].norm] is norm
         before = "torch adds what is added before its layer" if is_first else "it adds the residual"
-    of_gradients = "torch" if norm.norm.centers else "it"  # which has a kernel for gradients
-    return f"{before}, and {of_gradients} adds the gradients that meet there in backward"
+    weight: Any = norm._parameters["weight"]
+    has_kernel = gradient_threads(norm.norm, weight.shape[0], weight.dtype) is not None
+    who, why = "it" if has_kernel else "torch", ""
+    if not (has_kernel or norm.norm.centers):
+        why = f", as no kernel takes gradients of {weight.shape[0]} columns in {weight.dtype}"
+    return f"{before}, and {who} adds the gradients that meet there in backward{why}"
 
 
 def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:

@@ -36,6 +36,13 @@ NORM_GRADIENTS = {
 """By the threads of a block."""
 
 
+def gradient_threads(norm: NormKind, cols: int, dtype: torch.dtype) -> int | None:
+    """Return the threads of a block that computes gradients of rows of ``cols`` elements; None where no kernel does."""
+    if norm.centers:
+        return None
+    return next((count for count in NORM_GRADIENTS if count * PIECE >= cols * dtype.itemsize), None)
+
+
 def bind_rows(norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
     """Return what finds the numbers that the rows of matrices have in common. These are contiguous."""
     launch, (empty, column, eps) = _bind_rows(norm, shape, dtype, device)
@@ -79,8 +86,7 @@ def bind_gradients(
     """Return what computes gradients from one read, in the order of a row's and a column's sum that is its own; None
     where no kernel does."""
     (rows, cols), index = shape, device.index or 0
-    threads = next((count for count in NORM_GRADIENTS if count * PIECE >= cols * dtype.itemsize), None)
-    if norm.centers or threads is None:
+    if (threads := gradient_threads(norm, cols, dtype)) is None:
         return None
     switches = (("LPQ_ROUNDS", norm.rounds), ("LPQ_OFFSET", norm.offset))
     macros = (INPUTS[dtype], f"LPQ_BLOCK={threads}", *(name for name, wanted in switches if wanted))

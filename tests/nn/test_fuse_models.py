@@ -164,8 +164,8 @@ def test_blocks_that_stay_apart(kind: str, options: Any, reason: str, fused_pass
     assert not fused_passes
 
 
-def test_norms_of_mamba2_stay_apart() -> None:
-    """Its mixer reads the weight and ``variance_epsilon`` of its gated norm, and calls it in some passes alone."""
+def test_of_mamba2_the_norm_before_the_mixer_is_fused_and_the_gated_one_in_it_is_not() -> None:
+    """Its mixer reads the weight and ``variance_epsilon`` of its gated norm, which it calls with a gate."""
     nets = []
     for fuse in (True, False):
         torch.manual_seed(0)
@@ -176,10 +176,10 @@ def test_norms_of_mamba2_stay_apart() -> None:
         nets.append(lpq.convert(net, "mxfp8", fuse=fuse))
     assert equal(step(nets[0]), step(nets[1]))
     report = lpq.report(nets[0])
-    assert not report.fused
-    assert [entry.name.split(".", 3)[3] for entry in report.apart] == ["norm", "mixer.norm"] * 2
-    why = "its block does not run on a few rows by itself, which would show what takes its output: on cpu it raises"
-    assert all(entry.note.startswith(f"{why} AttributeError") for entry in report.apart)
+    assert [entry.name.split(".", 3)[3] for entry in report.fused] == ["norm"] * 2
+    assert [entry.name.split(".", 3)[3] for entry in report.apart] == ["mixer.norm"] * 2
+    why = "its block calls it with more than its input, as with a gate"
+    assert all(entry.note.startswith(why) for entry in report.apart)
 
 
 def test_a_hook_of_attention_gets_an_ordinary_tensor() -> None:
@@ -194,16 +194,27 @@ def test_a_hook_of_attention_gets_an_ordinary_tensor() -> None:
     assert norms(net)[0] == "model.layers.0.post_attention_layernorm"
 
 
+class Gated(nn.RMSNorm):
+    """A norm that may be given a gate."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else x * gate)
+
+
 class Normed(nn.Module):
     """A norm, and layers that take its output."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.norm, self.first, self.second = nn.RMSNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm: nn.RMSNorm = Gated(64) if kind == "gated" else nn.RMSNorm(64)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
+        if self.kind == "weight alone":
+            normed = nn.functional.rms_norm(x, (64,), self.norm.weight, self.norm.eps)
+        else:
+            normed = self.norm(x, x.sigmoid()) if self.kind == "gated" else self.norm(x)
         if self.kind.endswith("_"):
             getattr(normed, self.kind)(2)
         y: Tensor = self.first(normed) + self.second(normed)
@@ -218,7 +229,7 @@ class Normed(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("kind", ["layers alone", "residual", "returned", "view", "twice"])
+@pytest.mark.parametrize("kind", ["layers alone", "residual", "returned", "view", "twice", "gated", "weight alone"])
 def test_norms_of_one_s_own(kind: str) -> None:
     torch.manual_seed(0)
     plain = lpq.convert(nn.Sequential(Normed(kind)), "mxfp8")
@@ -229,6 +240,8 @@ def test_norms_of_one_s_own(kind: str) -> None:
     text = str(lpq.report(net))
     assert ("and hands it to others in high precision, from the same run" in text) == (kind in ("residual", "returned"))
     assert ("it runs twice in its block, or a layer that takes its output does" in text) == (kind in ("view", "twice"))
+    assert ("its block calls it with more than its input, as with a gate" in text) == (kind == "gated")
+    assert ("its block computes without calling it" in text) == (kind == "weight alone")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4(), wgrad=fp8()"])

@@ -209,6 +209,27 @@ def test_layers_of_one_s_own(kind: str, added: list[bool]) -> None:
         assert "torch adds what is added before: in the calls so far, its block" in str(lpq.report(net))
 
 
+class Wide(nn.Module):
+    """A layer whose rows are wider than the kernel of gradients takes."""
+
+    def __init__(self, cols: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.RMSNorm(cols), nn.Sequential(nn.Linear(cols, 32), nn.Linear(32, cols))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(self.norm(x))
+        return y
+
+
+@pytest.mark.parametrize(("cols", "dtype"), [(8192, torch.bfloat16), (8224, torch.bfloat16), (4128, torch.float32)])
+def test_the_report_says_where_no_kernel_adds_the_gradients(cols: int, dtype: torch.dtype) -> None:
+    net = lpq.convert(nn.Sequential(Wide(cols)).to(dtype), "mxfp8", fuse=True)
+    (entry,) = lpq.report(net).fused
+    torchs = f"torch adds the gradients that meet there in backward, as no kernel takes gradients of {cols} columns"
+    assert (torchs in str(entry.note)) == (cols != 8192)
+    assert ("it adds the gradients that meet there" in str(entry.note)) == (cols == 8192)
+
+
 @pytest.mark.starts
 def test_compiled_a_layer_computes_as_before() -> None:
     torch.manual_seed(0)
