@@ -12,13 +12,16 @@ import argparse
 import importlib.util
 import statistics
 from collections.abc import Callable
+from datetime import date
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.evidence import LIBRARIES
 from lpq.optim import QuantizedStates
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -45,7 +48,7 @@ def contenders(dtype: torch.dtype) -> dict[str, Make]:
     usual = str(dtype).removeprefix("torch.")
     found: dict[str, Make] = {f"torch fused, {usual} states": partial(AdamW, fused=True)}
     found |= {f"lpq, {name}": partial(stored, formats) for name, formats in FORMATS.items()}
-    for name in ("torchao", "bitsandbytes"):
+    for name in LIBRARIES:
         if importlib.util.find_spec(name) is not None:
             found[f"{name} AdamW8bit"] = partial(others, name=name)
     return found
@@ -78,8 +81,10 @@ def measured(make: Make, dtype: torch.dtype, weights: int, rounds: int = 20) -> 
 
 
 def speed(weights: int) -> None:
+    libraries = [f", {name} {version(name)}" for name in LIBRARIES if importlib.util.find_spec(name) is not None]
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {weights:,} weights in matrices of {SIDE}x{SIDE}"
+        f"{date.today()}; {torch.cuda.get_device_name()}, torch {torch.__version__}{''.join(libraries)}; "
+        f"{weights:,} weights in matrices of {SIDE}x{SIDE}"
     )
     print("| weights | optimizer | ms a step | bytes of states a weight | GiB beside them at the peak |")
     print("|---|---|---:|---:|---:|")
