@@ -141,8 +141,9 @@ class Multiplication(torch.autograd.Function):
         of_x: Any
         of_w: Any
         of_x, of_w = own_states.get("x", ()), own_states.get("w", ())
-        values: Any
-        values, operands = x if call.values is None else call.values, pair if shared is None else shared.operands
+        given = x if call.values is None else call.values
+        values: Any = given
+        operands = pair if shared is None else shared.operands
         if source is not None:
             values = source
         if pair is not None and shapes.taken:  # of a part, which the encoder may have to gather
@@ -152,7 +153,7 @@ class Multiplication(torch.autograd.Function):
             of_x, of_w = [KnownStats(s, k) if s else k for s, k in zip(stats, (of_x, of_w), strict=True)]
         x_seed, w_seed, dy_seed = (None, None, None) if seeds is None else seeds.unbind()
         if watch is not None:
-            watch.tell("x", values, plan.x, own_states.get("x"), x_seed, ends)
+            watch.tell("x", given, plan.x, own_states.get("x"), x_seed, ends)
             watch.tell("w", weight, plan.w, own_states.get("w"), w_seed)
         if operands is not None:
             x_row, x_col = operands
@@ -193,11 +194,7 @@ class Multiplication(torch.autograd.Function):
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
         watched = pair is not None or shapes.taken or isinstance(weight, QuantizedTensor)
-        ctx.watched = (
-            _as_they_are(x if call.values is None else call.values, weight, shapes)
-            if watched and not torch.compiler.is_compiling()
-            else ()
-        )
+        ctx.watched = _as_they_are(given, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
         if accumulate is not None:
             ctx.weight = weight
         if step.refuses is None and (bias is None or not bias.requires_grad):

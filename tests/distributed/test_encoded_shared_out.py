@@ -16,12 +16,23 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed import tensor_parallel as tp
+from lpq.observe import Observed, observing
 
 
 def layer(recipe: str, style: Any, mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
     net = lpq.convert(nn.Sequential(nn.Linear(64, 128, bias=False)), recipe)
     return parallelize_module(net, mesh, {"0": style})[0]
+
+
+class Told:
+    """Keeps the values of the input."""
+
+    x: Tensor
+
+    def observe(self, seen: Observed) -> None:
+        if seen.name == "x":
+            self.x = seen.value
 
 
 def step(module: Any, x: Tensor) -> list[Tensor]:
@@ -86,7 +97,7 @@ def test_a_compiled_layer_takes_it(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_part_is_taken_however_it_comes_to_the_layer(rank: int) -> None:
-    """As a DTensor, and in a mode."""
+    """As a DTensor, in a mode, and where an observer is told of it."""
     mesh = mesh_of()
     torch.manual_seed(1)
     rows, columns = torch.randn(64, 64), torch.randn(64, 64).chunk(2, 1)[rank].contiguous()
@@ -97,6 +108,9 @@ def test_a_part_is_taken_however_it_comes_to_the_layer(rank: int) -> None:
         assert equal(step(module, DTensor.from_local(q.quantize(part), mesh, [placement], run_check=False)), expected)
         with Watched():
             assert equal(step(module, q.quantize(part)), expected)
+        with observing(module, Told()) as told:
+            assert equal(step(module, q.quantize(part)), expected)
+        assert equal(told.x, q.quantize(part).dequantize())
         with pytest.raises(ValueError, match=r"layer 0, .*: the row operand of the input is encoded as mxfp8\(dtype="):
             module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(part))
 
