@@ -14,7 +14,7 @@ from lpq.kernels.table import kernels_allowed
 from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.exported import forward_of
-from lpq.nn.grouped_step import Groups, row_given
+from lpq.nn.grouped_step import Groups
 from lpq.nn.input_checks import check_transforms, on_two_devices, unfit_dtypes
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import Watch
@@ -114,18 +114,17 @@ def grouped_linear_of(
         parts = Groups(groups, not watched and in_groups.at_once(first, offs))
         shapes = Shapes(
             rows, features, outputs, x.dtype, weight.dtype, dtype, weight.dtype, x.device, needs_dx, needs_dw,
-            operands is not None, buffers is not None, torch.compiler.is_dynamo_compiling(), parts=parts,
+            operands is not None, compiled=torch.compiler.is_dynamo_compiling(), taken=buffers is not None, parts=parts,
         )  # fmt: skip
         key = None if watched else (shapes, kernels_allowed())
-        step, rows_given = None if calls is None else calls.get(key), None
+        step = None if calls is None else calls.get(key)
         if step is None and not watched:
             step = bind_few(plan, shapes)
             if calls is not None:
                 calls[key] = step
-        if buffers is not None:
-            rows_given = row_given(buffers, offs, None if seeds is None else seeds[0])
         own = states or {}, seeds, operands, (), accumulate
-        call = LayerCall(plan, shapes, step, *own, input=rows_given, ends=(offs,), title=title, watch=watch)
+        rows_encoded = None if buffers is None else (buffers, ())
+        call = LayerCall(plan, shapes, step, *own, input=rows_encoded, ends=(offs,), title=title, watch=watch)
         y: Tensor = multiply(x, weight, bias, call)
     return y
 

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from lpq.formats.format import Quantizer
 from lpq.formats.sections import Sections, why_not_row_by_row
-from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
-from lpq.nn.step import Shapes, Step, bind_products, gradient_spec, input_spec, weight_spec
+from lpq.nn.step import Shapes, Step, bind_step, gradient_spec, input_spec, weight_spec
 from lpq.operations import group_products
 from lpq.operations import groups as in_groups
-from lpq.operations.binding import Encoded
-from lpq.operations.encoder import (
-    BindEncoder,
-    Encoder,
-    EncoderSpec,
-    column_of,
-    in_two_steps,
-    of_delivered,
-    operands_of,
-    second_of,
-)
+from lpq.operations.encoder import BindEncoder, EncoderSpec, operands_of
 from lpq.operations.group_choice import decoded_at_once
 from lpq.operations.group_tiles import spans
-from lpq.operations.states import State
-from lpq.tensor import QuantizedTensor
 
 
 class Groups(NamedTuple):
@@ -57,22 +41,15 @@ class Groups(NamedTuple):
         if s.watched:  # then both operands of a product are decoded, or neither is
             dgrad, wgrad = False, x_decoded
         bind: BindEncoder = in_groups.through_operators if s.watched else in_groups.bind_encoder
-        x = x._replace(exact=(fprop, wgrad if keeps_input else x_decoded))
-        w = w._replace(exact=(fprop, dgrad and keeps_weight))
-        dy = dy._replace(exact=(dgrad, wgrad))
-        of_x = _of_row_operand(x, s.watched) if s.given else in_two_steps(bind, x) if keeps_input else bind(x)
-        if s.encoded:
-            of_w = of_delivered(bind, w._replace(exact=(False, False))) if plan.w_at_use else None
-        else:
-            of_w = in_two_steps(bind, w) if keeps_weight else bind(w)
-        of_dy = _of_row_operand(dy, s.watched) if s.arrived else bind(dy)
-        known_w = operands_of(w) if of_w is None else (of_w.row, of_w.col)
         multiply = group_products.through_operators if s.watched else group_products.bind
-        products = bind_products(plan, s, (of_x.row, of_x.col), known_w, (of_dy.row, of_dy.col), multiply)
+        x = x._replace(exact=(fprop, wgrad if keeps_input else x_decoded))
+        if not s.encoded:
+            w = w._replace(exact=(fprop, dgrad and keeps_weight))
+        dy = dy._replace(exact=(dgrad, wgrad))
         reason = why_not_row_by_row(plan.dy)
         told = f"groups of rows are not what dy={plan.dy} makes of all together: {reason}"
         refuses = told if reason is not None else None  # torch 2.11 traces no branch on a text that it formats
-        return Step(of_x, of_w, of_dy, *products, refuses)
+        return bind_step(plan, s, (x, w, dy), (keeps_input, keeps_weight), bind, multiply, refuses)
 
     def named(self, *, sized: bool) -> tuple[Any, ...]:
         """The class and its values, among which is no size of a pass."""
@@ -90,34 +67,6 @@ class Groups(NamedTuple):
         # Column operands are made of codes.
         of_codes = plan.dy.col_source == "row", "row" in (plan.x.col_source, plan.w.col_source)
         return fprop and not of_codes[1], dgrad and not of_codes[0], wgrad
-
-
-def _of_row_operand(spec: EncoderSpec, watched: bool) -> Encoder:
-    """The encoder of rows that are encoded already, each by itself: the column operand of each group is made of their
-    row operand (``why_not_row_by_row``)."""
-    both = spec._replace(row=True, col=True)
-    row, _ = operands_of(both)
-    assert row is not None
-    second = in_groups.bind(second_of(both), watched=watched)
-    assert second.col is not None
-    col = second.col._replace(dtype=spec.dtype)  # it stands for the tensor, not for the decoded values
-    count, column = len(row.quantizer.layout) + 1, column_of(row, second, both)
-
-    def encode(x: QuantizedTensor, state: State | None, seeds: Tensor | None, offs: Tensor) -> Encoded:
-        buffers, tensors = row_given(x.operand("row").tensors(), offs, seeds)
-        return buffers, tensors if spec.col else (), ()
-
-    def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)[0]
-
-    return Encoder(row, col if spec.col else None, encode, later, taken=("row",))
-
-
-def row_given(buffers: Sequence[Tensor], offs: Tensor, seeds: Tensor | None) -> Buffers:
-    """The buffers of the row operand of rows in groups, and the tensors that are kept until the column operand is
-    made."""
-    row = *buffers, offs
-    return row, row if seeds is None else (*row, seeds)
 
 
 def _finds_lines(quantizer: Quantizer) -> bool:

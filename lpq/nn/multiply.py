@@ -146,7 +146,7 @@ class Multiplication(torch.autograd.Function):
         operands = pair if shared is None else shared.operands
         if source is not None:
             values = source
-        if pair is not None and shapes.taken:  # of a part, which the encoder may have to gather
+        if pair is not None and shapes.taken:  # the encoder may have to gather it, or to tell groups of it apart
             values, operands = pair, None if shared is None else operands
         if step.exchange is not None:
             stats, seeds = step.exchange((values, weight), seeds)
@@ -167,7 +167,7 @@ class Multiplication(torch.autograd.Function):
             assert step.w is not None
             w_row, w_col, w_stats = step.w.encode(weight, of_w, w_seed)
         else:
-            w_row, w_col = encoded if step.w is None else step.w.encode(encoded[0], (), w_seed)[:2]
+            w_row, w_col = encoded if step.w is None else step.w.encode(encoded, (), w_seed)[:2]
             if call.step is not None and not w_row[0].data_ptr():
                 check_there(w_row[0])
         if operands is None:

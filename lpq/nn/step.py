@@ -73,8 +73,8 @@ class Shapes(NamedTuple):
     compiled: bool = False
     """Whether a compiler traces this step, and decides which tensors are kept for backward."""
     taken: bool = False
-    """Whether the input, or this rank's part of it, is encoded already: the encoder, which may gather it, is given its
-    operands."""
+    """Whether the input, or this rank's part of it, is encoded already: the encoder, which may gather it or make column
+    operands of groups, is given its operands."""
     watched: bool = False
     """Whether a tracer or a mode watches, so that operators encode and multiply."""
     arrived: bool = False
@@ -149,18 +149,37 @@ def step_of(plan: Plan, shapes: Shapes, encoder: BindEncoder, product: BindProdu
     forward = (fprop, False)
     draws = not shapes.encoded and not plan.w.side("row").plain
     of_x = input_spec(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=not draws)
-    x = None if shapes.given else _encoder(encoder, of_x, plan.keeps_input)
     of_w = weight_spec(plan, shapes)._replace(exact=forward, later=later, always_takes_seed=draws)
+    of_dy = gradient_spec(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
+    keeps = plan.keeps_input, plan.keeps_weight
+    return bind_step(plan, shapes, (of_x, of_w, of_dy), keeps, encoder, product, why_no_gradient(plan))
+
+
+def bind_step(
+    plan: Plan, shapes: Shapes, specs: tuple[EncoderSpec, EncoderSpec, EncoderSpec], keeps: tuple[bool, bool],
+    encoder: BindEncoder, product: BindProduct, refuses: str | None,
+) -> Step:  # fmt: skip
+    """Bind, by these functions, the encoders of x, w and dy, which are whole matrices or sections, and the products of
+    their operands. ``keeps``: whether the input, and the weight, is kept for backward, which makes its column operand.
+    """
+    of_x, of_w, of_dy = specs
+    w: Encoder | None
+    if shapes.given:
+        x = None
+    else:
+        x = of_delivered(encoder, of_x) if shapes.taken else _encoder(encoder, of_x, keeps[0])
     if shapes.encoded:
         w = of_delivered(encoder, of_w) if plan.w_at_use else None
     else:
-        w = _encoder(encoder, of_w, plan.keeps_weight)
-    of_dy = gradient_spec(plan, shapes)._replace(exact=(needs_dx and dgrad, needs_dw and wgrad))
-    dy = of_given(of_dy) if shapes.arrived else encoder(of_dy)
+        w = _encoder(encoder, of_w, keeps[1])
+    if shapes.arrived:  # the column operand of all rows is none of a group
+        dy = of_given(of_dy) if of_dy.sections is None else of_delivered(encoder, of_dy)
+    else:
+        dy = encoder(of_dy)
     known_x = operands_of(of_x) if x is None else (x.row, x.col)
     known_w = operands_of(of_w) if w is None else (w.row, w.col)
     products = bind_products(plan, shapes, known_x, known_w, (dy.row, dy.col), product)
-    return Step(x, w, dy, *products, why_no_gradient(plan))
+    return Step(x, w, dy, *products, refuses)
 
 
 def bind_products(

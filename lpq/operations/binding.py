@@ -100,6 +100,11 @@ class Operand(NamedTuple):
         form, name = form_of(text, count)
         return cls(registry.quantizer(name), tuple(shape), dtype, form)
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether it is of rows in groups; the last of its buffers then has the ends of the groups."""
+        return self.sections is not None and not self.sections.stack
+
     def over(self, tensors: Sequence[Tensor]) -> Storage:
         """The operand that has these buffers."""
         quantizer, shape, dtype, form = self[:4]

@@ -232,21 +232,28 @@ def made_of_row(first: Encoder, second: Encoder, spec: EncoderSpec, recode: Reco
 
 
 def of_delivered(bind: BindEncoder, spec: EncoderSpec) -> Encoder:
-    """Take the buffers of a row operand that is encoded already, and make the column operand of them as
-    ``made_of_row`` does, but where it is multiplied, with the seed of the pass (``made_at_use``)."""
+    """Take the row operand of a tensor that is encoded already, and make the column operand of it as ``made_of_row``
+    does, but where it is multiplied, with the seed of the pass: of a weight that has no other (``made_at_use``), and of
+    rows in groups, each encoded by itself. ``encode`` is given such a tensor, or the buffers of its operands."""
+    spec = spec._replace(row=True)
     row, col = operands_of(spec)
     assert row is not None
-    if col is None:
-        return Encoder(row, None, lambda buffers, statistics, seed: (buffers, (), ()))
-    column = column_of(row, bind(second_of(spec)), spec)
+    count, column = len(row.quantizer.layout) + int(row.in_groups), None
+    if col is not None:
+        second = bind(second_of(spec))
+        assert second.col is not None
+        col, column = second.col._replace(dtype=spec.dtype), column_of(row, second, spec)
 
-    def encode(buffers: Sequence[Tensor], statistics: Stats, seed: Tensor) -> Encoded:
-        return buffers, (*buffers, seed), ()
+    def encode(given: Any, statistics: Stats, seed: Tensor | None, *offs: Tensor) -> Encoded:
+        buffers = *(given[0] if isinstance(given, tuple) else given.stored[0].tensors()), *offs
+        kept = () if column is None else buffers if seed is None else (*buffers, seed)
+        return buffers, kept, ()
 
     def later(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return column(tensors[:-1], (), tensors[-1])[0]
+        assert column is not None
+        return column(tensors[:count], (), tensors[count] if len(tensors) > count else None)[0]
 
-    return Encoder(row, col, encode, later, derived=True)
+    return Encoder(row, col, encode, None if column is None else later, derived=True, taken=("row",))
 
 
 def column_of(
@@ -254,7 +261,7 @@ def column_of(
 ) -> Callable[[Sequence[Tensor], Stats, Tensor | None], tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Return ``column(buffers, known, seed)``: the column operand that the second encoder makes of what a row operand
     decodes to, and the statistics that it returns."""
-    layout, in_groups = spec.quantizer.side("col").layout, row.sections is not None and not row.sections.stack
+    layout, in_groups = spec.quantizer.side("col").layout, row.in_groups
     is_encoded = second.col is not None and second.col.form is None
 
     def column(
