@@ -186,7 +186,8 @@ def measure_all(device: torch.device, only: list[str] | None, rows: int, cols: i
         return targets[i % 2].copy_(inputs[i % 2])
 
     copied = copy_speed(device, rows, cols)
-    results = [measure(case, clamped[case.amax], copy) for case in cases]
+    with torch.no_grad():  # as in a layer's pass: no graph of autograd is recorded around a kernel
+        results = [measure(case, clamped[case.amax], copy) for case in cases]
     for result in results:
         result["share"] = result["speed"] / copied
     return {"rows": rows, "cols": cols, "copy_speed": copied, "cases": results, "peers": _peers(inputs, copy, copied)}

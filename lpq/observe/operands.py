@@ -7,6 +7,7 @@ that are rounded with them are encoded first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lpq.formats.declarations import TURN
 from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.layout import Stat
 from lpq.operations.cut import why_cut
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix
@@ -23,6 +25,7 @@ from lpq.operations.part_encoders import of_rows
 from lpq.operations.quantizing import quantized
 from lpq.operations.sides import declared, draws, shared
 from lpq.operations.states import recall
+from lpq.registry import cached_few
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
 
@@ -94,36 +97,65 @@ def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
     """Take about ``most`` rows of a tensor, other ones in each ``turn``, with the statistics and the random bits of the
     whole. Left out are operands that are the matrix itself, and a tensor that came encoded: nobody has the values
     that were rounded. None: no operand is left. All ranks that share the tensor call this."""
-    quantizer, derived = tensor.quantizer, tensor.quantizer.col_source == "row"
-    row = quantizer.side("row") if tensor.row or derived else None
-    col = quantizer.side("col") if tensor.col else None
-    either = [side for side in (row, col) if side is not None]
-    if isinstance(tensor.given, QuantizedTensor) or not tensor.given.numel() or all(side.plain for side in either):
+    if isinstance(tensor.given, QuantizedTensor) or not tensor.given.numel():
         return None
-    matrix, own = as_matrix(tensor.given), None if derived else col
-    specs, values = declared(row, own), tensor.known()
-    start, count = (0, len(matrix)) if derived else _bounds(tensor, len(matrix), row, own, most, turn)
-    cut = count < len(matrix)
-    stats = [value if not cut else of_rows(one, value, start, count) for one, value in zip(specs, values, strict=True)]
-    both: tuple[tuple[Direction, Quantizer | None], ...] = ("row", row), ("col", None if shared(row, own) else own)
-    sides = [
-        Side(direction, side, is_both=shared(row, own))
-        for direction, side in both
-        if side is not None and not side.plain and getattr(tensor, direction)
-    ]
-    recalled = list[Tensor | None]()
-    # Statistics of whole columns of the operand are not known where the tensor is a part.
-    if derived and col is not None and not (tensor.is_part and any(stat.block[1] is None for stat in col.stats)):
-        recalled = [] if tensor.state is None else recall(quantizer, None, col, tensor.state)
-        sides += [] if col.plain else [Side("col", col, is_made=True)]
-    how = HowEncoded(tuple(sides), row, own, tuple(one is not None for one in recalled))
-    tensors = [matrix[start : start + count], *stats, *(one for one in recalled if one is not None)]
-    if not draws(row, col):
+    most = max(most // ALIGNED, 1) * ALIGNED
+    described = _described(tensor.quantizer, tensor.row, tensor.col, tensor.is_part, most)
+    if described is None:
+        return None
+    how, specs, made, can_cut = described
+    matrix, values, recalled = as_matrix(tensor.given), tensor.known(), list[Tensor | None]()
+    start, count = _bounds(tensor, how, most if can_cut else len(matrix), turn)
+    if count < len(matrix):
+        values = [of_rows(one, value, start, count) for one, value in zip(specs, values, strict=True)]
+    if made is not None and tensor.state is not None:
+        recalled = recall(tensor.quantizer, None, made, tensor.state)
+        how = how._replace(recalled=tuple(one is not None for one in recalled))
+    tensors = [matrix[start : start + count], *values, *(one for one in recalled if one is not None)]
+    if not how.draws:
         return SomeRows(how, tensors)
-    how, (down, across) = how._replace(draws=True), tensor.place
+    down, across = tensor.place
     # Without a seed the recipe is not the layer's: no bits may be taken from the run.
     seed = torch.zeros((), dtype=torch.int64, device=matrix.device) if tensor.seed is None else tensor.seed
     return SomeRows(how, buffers(how, [*tensors, seed], down + start, across))
+
+
+class Described(NamedTuple):
+    """What is known of the operands of a tensor before it is there."""
+
+    how: HowEncoded
+    specs: Sequence[tuple[Stat, int]]
+    """The statistics of the operands that are encoded together."""
+    made: Quantizer | None
+    """The operand that is made of the row operand."""
+    can_cut: bool
+    """Whether they may be looked at in part."""
+
+
+@cached_few
+def _described(quantizer: Quantizer, has_row: bool, has_col: bool, is_part: bool, most: int) -> Described | None:
+    derived = quantizer.col_source == "row"
+    row = quantizer.side("row") if has_row or derived else None
+    col = quantizer.side("col") if has_col else None
+    if all(side.plain for side in (row, col) if side is not None):
+        return None
+    own, made = (None, col) if derived else (col, None)
+    both: tuple[tuple[Direction, Quantizer | None, bool], ...] = (
+        ("row", row, has_row), ("col", None if shared(row, own) else own, has_col),
+    )  # fmt: skip
+    sides = [
+        Side(direction, side, is_both=shared(row, own))
+        for direction, side, has in both
+        if side is not None and not side.plain and has
+    ]
+    # Statistics of whole columns of the operand are not known where the tensor is a part.
+    if made is not None and (made.plain or (is_part and any(stat.block[1] is None for stat in made.stats))):
+        made = None
+    sides += [] if made is None else [Side("col", made, is_made=True)]
+    dims = [(side, dim) for side, dim in ((row, 0), (own, 1)) if side is not None]
+    can_cut = why_cut(dims, most, "rows") is None
+    how = HowEncoded(tuple(sides), row, own, draws=draws(row, col))
+    return Described(how, declared(row, own), made, can_cut)
 
 
 def buffers(how: HowEncoded, tensors: Sequence[Tensor], down: int = 0, across: int = 0) -> list[Tensor]:
@@ -188,18 +220,14 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
     return EncodedRows(side.direction, quantizer, x, _stored(once), _stored(twice), stats)
 
 
-def _bounds(
-    tensor: Observed, rows: int, row: Quantizer | None, col: Quantizer | None, most: int, turn: int
-) -> tuple[int, int]:
-    """Return where the rows begin, and how many they are: all of them where an operand cannot be cut there. Random bits
-    are of rows that lie beside each other."""
-    count = max(most // ALIGNED, 1) * ALIGNED
-    sides = [(side, dim) for side, dim in ((row, 0), (col, 1)) if side is not None]
-    if any(side.stochastic for side, _ in sides):
-        rows = min(rows, tensor.together)
-    if rows <= count or why_cut(sides, count, "rows") is not None:
+def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[int, int]:
+    """Return where the rows begin, and how many they are. Random bits are of rows that lie beside each other."""
+    rows = math.prod(tensor.given.shape[:-1])
+    if tensor.quantizer.col_source == "row":
         return 0, rows
-    return turn % (rows // count) * count, count
+    if draws(how.row, how.col):
+        rows = min(rows, tensor.together)
+    return (0, rows) if rows <= most else (turn % (rows // most) * most, most)
 
 
 def _as_stored(x: Tensor, operand: Storage) -> Tensor:
