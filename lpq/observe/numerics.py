@@ -81,7 +81,7 @@ def numerics(
     every: int = 100,
     layers: str | Sequence[str] = "*",
     what_if: RecipeLike | None = None,
-    rows: int = 512,
+    rows: int = 256,
     step: int = 0,
     process_group: ProcessGroup | None = None,
 ) -> Numerics:
