@@ -121,7 +121,7 @@ def some_rows(tensor: Observed, most: int, turn: int) -> SomeRows | None:
 
 
 class Described(NamedTuple):
-    """What is known of the operands of a tensor before it is there."""
+    """The operands of a tensor, as its quantizer describes them."""
 
     how: HowEncoded
     specs: Sequence[tuple[Stat, int]]
