@@ -225,7 +225,7 @@ def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[in
     rows = math.prod(tensor.given.shape[:-1])
     if tensor.quantizer.col_source == "row":
         return 0, rows
-    if draws(how.row, how.col):
+    if how.draws:
         rows = min(rows, tensor.together)
     return (0, rows) if rows <= most else (turn % (rows // most) * most, most)
 

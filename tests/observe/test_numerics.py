@@ -27,6 +27,8 @@ from lpq.observe.operands import operands
 RECIPES = [
     "fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "nvfp4-eden", "mxfp4", "mxfp8-one-copy",
     "fprop=nvfp4, dgrad=mxfp8, wgrad=fp8()",
+    "x=hybrid(row=mxfp8, col=fp8(scaling=delayed), col_source=row), w=mxfp8, "
+    "dy=hybrid(row=mxfp8, col=nvfp4(stochastic=true), col_source=row)",
 ]  # fmt: skip
 
 
