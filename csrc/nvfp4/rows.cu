@@ -15,7 +15,7 @@ static_assert(WARP_ROWS == ROWS && !ROW_MAJOR && !IN_SECTIONS, "a warp has eight
 // Registers of a thread: where a block holds three tiles, a multiprocessor has shared memory for two blocks only.
 constexpr int NEEDS = LPQ_HELD > 2 && Row::NEEDS < 128 ? 128 : Row::NEEDS;
 
-// What each thread has read, but for its last tile. It takes what it put there itself.
+// The tiles that each thread has read, except its last one. A thread takes only tiles that it put there.
 struct Held {
     static constexpr bool USED = LPQ_HELD > 0;
     uint4 words[USED ? LPQ_HELD : 1][USED ? ROWS : 1][WORDS / 4][USED ? THREADS : 1];

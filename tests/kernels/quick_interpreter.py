@@ -3,7 +3,7 @@
 By itself it makes a type for the result of each operation, and a table of NumPy's dtypes whenever it needs one. Here it
 remembers both. When a kernel starts it replaces the functions of the language, and again, by the same ones, in each
 function that the kernel calls. Here they stay replaced until the kernel ends. ``interpreted_quickly.py`` compares
-results with those of the interpreter as it is.
+results with the results of Triton's own interpreter.
 """
 
 from __future__ import annotations
