@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzed import assert_same
 from support.comparing import as_bytes
 from support.small_models import Behind, Stream
-from support.third_party import row_operand, row_side
-from test_producers import FAMILIES, both, family, inputs_of, outputs_of, poisoned
+from test_producers import FAMILIES, both, check_third_party, family, inputs_of, outputs_of, poisoned
 from torch import Tensor, nn
 
 import lpq
 from lpq.core import QuantizedTensor
 from lpq.nn.norms import bind_norm, groups_of
-from lpq.operations import fused_pair, norm_kernels, norm_programs, produced_tiles
-from lpq.operations.binding import Encoding
+from lpq.operations import norm_kernels, norm_programs
 from lpq.operations.norm_choice import NormKernels, norm_kernels_of
 from lpq.operations.norms import NormKind, norm_source
-from lpq.operations.produced_tiles import SourceOutput
-from lpq.operations.references import quantize_reference
 from lpq.tensor.with_value import WithValue
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -111,16 +106,8 @@ def test_beside_the_norm_and_the_layers_apart(kind: type[nn.Module], recipe: str
 
 @pytest.mark.parametrize(("norm", "biased"), EVERY)
 def test_a_tile_of_a_third_party(norm: NormKind, biased: bool, tmp_path: Path) -> None:
-    """Its struct is compiled with the norm, beside a format of lpq, and encodes what the kernel computes."""
-    source, device, ours = norm_source(norm, biased), torch.device("cuda", 0), lpq.quantizer("mxfp8")
     for shape, dtype in (((300, 256), torch.bfloat16), ((37, 136), torch.float16)):
-        inputs = inputs_of(source, shape, dtype)
-        e = Encoding(lpq.quantizer("identity"), ours, shape, dtype, dtype, device)
-        output = SourceOutput(e, row_side(tmp_path), fused_pair.side_of(ours, "col", device))
-        (one,) = produced_tiles.bind(source, shape, dtype, device, [output], [True])(inputs, [()], [None])
-        assert one.value is not None
-        expected = [row_operand(one.value), *quantize_reference(one.value, [], None, ours, None, 0, False)]
-        assert_same([*one.row, *one.col], expected, f"{source.name} {shape}")
+        check_third_party(norm_source(norm, biased), shape, dtype, tmp_path)
 
 
 @FAMILIES

@@ -6,18 +6,22 @@ The kernels are in CUDA C++ and in Triton, each by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fuzzed import assert_same
+from support.third_party import row_operand, row_side
 from torch import Tensor
 
 import lpq
 from lpq.operations import fused_pair, produced_programs, produced_tiles
+from lpq.operations.binding import Encoding
 from lpq.operations.encoder import EncoderSpec
-from lpq.operations.produced_tiles import Produced
+from lpq.operations.produced_tiles import Produced, SourceOutput
 from lpq.operations.producer import Output, bind_halves, bind_producer, kernels_of
+from lpq.operations.references import quantize_reference
 from lpq.operations.source import ACTIVATIONS, Source
 from lpq.torch_private.memory import Allocate, allocator
 
@@ -152,6 +156,24 @@ def test_operands_of_other_sources(source: Source) -> None:
     outputs = outputs_of(source, "fp8", (131, 264), torch.bfloat16)
     inputs = inputs_of(source, (131, 264), torch.bfloat16)
     both(source, outputs, inputs, [()] * source.outputs, lambda i: False)
+
+
+def check_third_party(source: Source, shape: tuple[int, int], dtype: torch.dtype, folder: Path) -> None:
+    """Its struct is compiled with the source, beside a format of lpq, and encodes what the kernel computes. ``folder``
+    gets the header."""
+    device, ours, inputs = torch.device("cuda", 0), lpq.quantizer("mxfp8"), inputs_of(source, shape, dtype)
+    e = Encoding(lpq.quantizer("identity"), ours, shape, dtype, dtype, device)
+    output = SourceOutput(e, row_side(folder), fused_pair.side_of(ours, "col", device))
+    run = produced_tiles.bind(source, shape, dtype, device, [output] * source.outputs, [True] * source.outputs)
+    for i, one in enumerate(run(inputs, [()] * source.outputs, [None] * source.outputs)):
+        assert one.value is not None
+        expected = [row_operand(one.value), *quantize_reference(one.value, [], None, ours, None, 0, False)]
+        assert_same([*one.row, *one.col], expected, f"{source.name} {shape}, output {i}")
+
+
+@pytest.mark.parametrize("source", [*SOURCES, *OTHERS], ids=lambda source: source.name)
+def test_a_tile_of_a_third_party(source: Source, tmp_path: Path) -> None:
+    check_third_party(source, (131, 264), torch.bfloat16, tmp_path)
 
 
 @FAMILIES

@@ -184,7 +184,7 @@ def test_outputs_of_several_formats(sides: Sequence[tuple[bool, bool]]) -> None:
     check(SWIGLU_BACKWARD, SEVERAL, (70, 150), torch.bfloat16, measure=True, sides=sides)
 
 
-@pytest.mark.parametrize("source", [SWIGLU, SWIGLU_BACKWARD, ACTIVATIONS["relu"].alone.product], ids=lambda s: s.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_a_format_of_a_third_party(source: Source) -> None:
     check(source, [TopsQuantizer()] * 3, (70, 150), torch.bfloat16)
     check(source, ["mxfp8", TopsQuantizer(), "mxfp8"], (35, 17), torch.bfloat16)

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import imitated
 import pytest
 import torch
-from support.comparing import expect_bytes
-from support.third_party import row_operand, row_side
 from test_producers_imitated import CPU, check, numbers
-from tile_sides import side_of
 
-import lpq
-from lpq.operations import produced_tiles
-from lpq.operations.binding import Encoding
 from lpq.operations.norm_kernels import bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
-from lpq.operations.produced_tiles import SourceOutput
-from lpq.operations.references import quantize_reference
-from lpq.operations.source import ACTIVATIONS, Source
 from lpq.testing.comparing import Poisoned
 
 pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
@@ -39,31 +28,6 @@ def test_elements_in_fp32(norm: NormKind, biased: bool, text: str) -> None:
     """They are encoded without being rounded before, as layers encode inputs in fp32."""
     for shape in ((37, 136), (128, 128)):
         check(norm_source(norm, biased), [text], shape, torch.float32, measure=shape[0] == 37)
-
-
-SOURCES = [norm_source(RMS[1]), norm_source(LAYER), norm_source(LAYER, True), *ACTIVATIONS["silu"].gated]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=["rms", "layer", "layer, biased", "silu", "silu backward"])
-def test_a_tile_of_a_third_party(source: Source, tmp_path: Path, launched: list[str]) -> None:
-    """Its struct is compiled with the source, beside a format of lpq, and encodes what the kernel computes."""
-    torch.manual_seed(0)
-    shape, dtype, ours = (37, 136), torch.bfloat16, lpq.quantizer("mxfp8")
-    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
-    inputs = [torch.randn(size).to(x_dtype) for size, x_dtype in map(sizes.__getitem__, source.inputs)]
-    for i, extreme in enumerate((torch.inf, -torch.inf, torch.nan, -torch.nan, 3e38, -3e38)):
-        inputs[0][i, i] = extreme
-    e = Encoding(lpq.quantizer("identity"), ours, shape, dtype, dtype, CPU, dispatched=True)
-    output = SourceOutput(e, row_side(tmp_path), side_of(ours, "col"))
-    run = produced_tiles.bind(source, shape, dtype, CPU, [output] * source.outputs, [True] * source.outputs)
-    with Poisoned():
-        made = run(inputs, [()] * source.outputs, [None] * source.outputs)
-    for one, x in zip(made, source.compute(*inputs), strict=True):
-        assert one.value is not None
-        torch.testing.assert_close(one.value, x, rtol=2**-6, atol=1e-6, equal_nan=True)
-        expected = [row_operand(one.value), *quantize_reference(one.value, [], None, ours, None, 0, False)]
-        expect_bytes([*one.row, *one.col], expected, source.name)
-    assert launched == ["produce"]
 
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])

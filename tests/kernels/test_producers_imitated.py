@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import imitated
 import pytest
 import torch
 from support.comparing import expect_bytes
+from support.third_party import row_operand, row_side
 from tile_sides import side_of
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from lpq.operations import produced_tiles, producer
 from lpq.operations.binding import Encoding
 from lpq.operations.cut import Cut
 from lpq.operations.encoder import EncoderSpec, KnownStats, bind_encoder
+from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.part_encoders import SpanningStats, bind_part
 from lpq.operations.produced_tiles import SourceOutput
 from lpq.operations.producer import Output
@@ -60,6 +63,37 @@ def check(source: Source, texts: list[str], shape: tuple[int, int], dtype: torch
         expected = quantize_reference(value, [], output.e.row, output.e.col, seed, 0, measure)
         got = [*one.row, *one.col, *one.stats]
         expect_bytes(got, expected, f"{source.name} {texts} {shape} {dtype}, of its output {i}")
+
+
+EVERY = [source for activation in ACTIVATIONS.values() for between in activation for source in between]
+EVERY += [
+    norm_source(NormKind(1e-6)), norm_source(NormKind(1e-6, rounds=True)), norm_source(NormKind(1e-6, offset=True)),
+    norm_source(NormKind(1e-5, centers=True)), norm_source(NormKind(1e-5, centers=True), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", EVERY, ids=lambda source: source.name)
+def test_a_tile_of_a_third_party(source: Source, tmp_path: Path, launched: list[str]) -> None:
+    """Its struct is compiled with the source, beside a format of lpq, and encodes what the kernel computes."""
+    torch.manual_seed(0)
+    shape, dtype, ours = (37, 136), torch.bfloat16, lpq.quantizer("mxfp8")
+    sizes = {"matrix": (shape, dtype), "row": (shape[:1], torch.float32), "col": (shape[1:], dtype)}
+    inputs = [torch.randn(size).to(x_dtype) for size, x_dtype in map(sizes.__getitem__, source.inputs)]
+    for i, extreme in enumerate((torch.inf, -torch.inf, torch.nan, -torch.nan, 3e38, -3e38)):
+        inputs[0][i, i] = extreme
+    e = Encoding(lpq.quantizer("identity"), ours, shape, dtype, dtype, CPU, dispatched=True)
+    output = SourceOutput(e, row_side(tmp_path), side_of(ours, "col"))
+    run = produced_tiles.bind(source, shape, dtype, CPU, [output] * source.outputs, [True] * source.outputs)
+    with Poisoned():
+        made = run(inputs, [()] * source.outputs, [None] * source.outputs)
+    usual = inputs[0].abs() < 1e30  # beyond, a CPU's GELU has other results
+    atol = 0.01 if "gelu_new" in source.name else 1e-6  # torch rounds its gradient more often on a GPU
+    for one, x in zip(made, source.compute(*inputs), strict=True):
+        assert one.value is not None
+        torch.testing.assert_close(one.value[usual], x[usual], rtol=2**-6, atol=atol)
+        expected = [row_operand(one.value), *quantize_reference(one.value, [], None, ours, None, 0, False)]
+        expect_bytes([*one.row, *one.col], expected, source.name)
+    assert launched == ["produce"]
 
 
 MIXED = ["hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8, col=mxfp8)", "fp8(scaling=block)"]
