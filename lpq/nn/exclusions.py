@@ -32,7 +32,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
         other = "; include='all' does not" if name in weights else ""
         if parts:
             why[name] = f"the policy leaves out {parts[0]!r}{other}"
-        elif id(modules[name]) in heads:
+        elif modules[name] in heads:
             why[name] = f"the policy leaves out {HEAD!r}, and the model says that this is its head{other}"
         elif name in small and not any(matches(pattern, alias) for pattern in of_small_alone for alias in aliases):
             why[name] = (
@@ -42,11 +42,11 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     return why
 
 
-def _heads(model: nn.Module) -> set[int]:
-    """The ids of the modules that models of Hugging Face name as their output embeddings, and of the modules inside;
-    and of linear layers beside the blocks of such a model: of all where the output embeddings lie there, as BERT's
-    ``transform.dense``, else of those with an output for each of its labels, as RoBERTa's ``classifier.out_proj``."""
-    heads: set[int] = set()
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """The modules that models of Hugging Face name as their output embeddings, and the modules inside; linear layers
+    with an output for each of a model's labels, as ViT's ``classifier``; and, where one of these lies beside the
+    blocks, all linear layers there, as BERT's ``transform.dense`` and RoBERTa's ``classifier.dense``."""
+    heads: set[nn.Module] = set()
     for module in model.modules():
         output_embeddings: Any = getattr(module, "get_output_embeddings", None)
         if callable(output_embeddings):
@@ -54,11 +54,11 @@ def _heads(model: nn.Module) -> set[int]:
             beside, blocks = [*module.children()], getattr(module, "base_model", None)
             if apart := any(child is blocks for child in beside):
                 beside = [m for child in beside if child is not blocks for m in child.modules()]
-            heads.update(id(m) for m in beside if isinstance(m, nn.Linear) and m.out_features == labels)
+            linear = [m for m in beside if isinstance(m, nn.Linear)]
+            heads.update(m for m in linear if m.out_features == labels)
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
-                head = output_embeddings()
-                heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())
-                heads.update([id(m) for m in beside if isinstance(m, nn.Linear)] if apart and head in beside else ())
+                heads.update(output_embeddings().modules())
+            heads.update(linear if apart and not heads.isdisjoint(beside) else ())
     return heads
 
 

@@ -113,7 +113,6 @@ def test_the_head_of_a_model_is_left_out_by_any_name() -> None:
 FEW = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 HEADS = {
     "classifier": lambda: ViTForImageClassification(ViTConfig(image_size=32, num_labels=48, **FEW)),
-    "classifier.out_proj": lambda: RobertaForSequenceClassification(RobertaConfig(vocab_size=96, num_labels=48, **FEW)),
     "proj_out": lambda: WhisperForConditionalGeneration(
         WhisperConfig(
             vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
@@ -133,22 +132,24 @@ def test_heads_are_found_by_what_they_are(head: str) -> None:
     assert converted(made, "mxfp8") == linear - {head}
 
 
-OF_WORDS = {
+BETWEEN = {
     "cls.predictions": lambda: BertForMaskedLM(BertConfig(vocab_size=96, **FEW)),
     "lm_head": lambda: RobertaForMaskedLM(RobertaConfig(vocab_size=96, **FEW)),
     "generator": lambda: ElectraForMaskedLM(ElectraConfig(vocab_size=96, embedding_size=32, **FEW)),
+    "classifier": lambda: RobertaForSequenceClassification(RobertaConfig(vocab_size=96, num_labels=48, **FEW)),
 }
 
 
-@pytest.mark.parametrize("head", OF_WORDS)
-def test_layers_between_the_blocks_and_the_words_are_of_the_head(head: str) -> None:
-    """Whatever they are called: one that holds the decoder, as RoBERTa's ``lm_head`` and BERT's, or beside it."""
-    made = OF_WORDS[head]()
+@pytest.mark.parametrize("head", BETWEEN)
+def test_layers_between_the_blocks_and_the_outputs_are_of_the_head(head: str) -> None:
+    """Whatever they are called, for words and for labels: in one module with the last layer, as RoBERTa's ``lm_head``,
+    or beside it, as ELECTRA's."""
+    made = BETWEEN[head]()
     beside = {name for name, m in made.named_modules() if type(m) is nn.Linear and name.startswith(head)}
     assert len(beside) == 2
     linear = {name for name, m in made.named_modules() if type(m) is nn.Linear}
     assert converted(made, "mxfp8") == linear - beside
-    assert converted(OF_WORDS[head](), "mxfp8", include="all") == linear
+    assert converted(BETWEEN[head](), "mxfp8", include="all") == linear
 
 
 def test_layers_of_blocks_are_no_classifiers() -> None:
