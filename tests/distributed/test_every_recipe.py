@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import counted_format
+import double_format
 import pytest
 import residual_format
 import torch
@@ -23,7 +24,7 @@ from lpq.nn.plan import Plan
 from lpq.torch_private.tensors import local_part
 
 NAMED = sorted(lpq.registry.recipes())
-THIRD_PARTIES = ("int4()", "counted()", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)")
+THIRD_PARTIES = ("int4()", "counted()", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)", "double")
 BATCHES = (1.0, -3.0)
 """The factors of two micro-batches, whose gradients are summed."""
 
@@ -91,7 +92,7 @@ def test_experts_that_ranks_share_out(rank: int) -> None:
 
 
 def register() -> None:
-    for formats in (counted_format, value_formats, residual_format):
+    for formats in (counted_format, double_format, value_formats, residual_format):
         formats.register()
 
 

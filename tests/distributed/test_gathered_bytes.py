@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import counted_format
+import double_format
 import odd_formats
 import pytest
 import residual_format
@@ -45,15 +46,18 @@ COMPOSITE = [
     "residual(base=fp8, rest=fp8(scaling=block, block=1x128))",
     "residual(base=hybrid(row=mxfp8, col=nvfp4), rest=identity(dtype=bf16))",
 ]
-OTHERS = [*COMPOSITE, *value_formats.NAMES, whole_formats.STRIDED, "odd_own", "odd_zero", "odd_tall", "odd_levels"]
-"""Made of others; with several numbers for each block; with strides of their own; with codes of several elements."""
+OTHERS = [
+    *COMPOSITE, *value_formats.NAMES, whole_formats.STRIDED, "double", "odd_own", "odd_zero", "odd_tall", "odd_levels",
+]  # fmt: skip
+"""Made of others; with several numbers for each block; with strides of their own; with two levels of scales; with codes
+of several elements."""
 PIECES = {1: [KINDS], 2: [FORMATS + DERIVED, FEW, OTHERS], 4: [KINDS]}
 """By the number of ranks, so many weights FSDP2 gathers together. Two ranks try every format and hybrids of them: what
 they are does not depend on the number of ranks."""
 
 
 def _register() -> None:
-    for formats in (counted_format, odd_formats, residual_format, value_formats, whole_formats):
+    for formats in (counted_format, double_format, odd_formats, residual_format, value_formats, whole_formats):
         formats.register()
 
 
