@@ -8,7 +8,7 @@ exchange descriptions of their models, and all raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Timer
 from time import monotonic
 from typing import Any, Protocol
@@ -55,30 +55,29 @@ def converted(root: nn.Module) -> Iterator[Any]:
 class Comparison:
     """This rank's knowledge of the other ranks' models, at one place at which ranks compare them."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Replicas | None = None) -> None:
+        """``replicas``: the wrappers of DistributedDataParallel whose ranks are compared as well."""
+        self._replicas = replicas
         self.alike = False
         """Whether there is nothing to compare until a recipe changes."""
         self.moving = False
         """Whether later steps might change a recipe, on all ranks: so all compare their steps at this place again."""
-        self.began = False
-        """Whether ranks have compared before."""
+        self.first: Callable[[], object] = lambda: None
+        """Return the layer or the gather before which ranks compared last; there they compare steps in each forward."""
         self.withholds = False
         """Whether this rank keeps a recipe that it was to change without the others."""
         self.sets: list[Ranks] = []
-        """The sets of ranks that share a part of the model."""
+        """The sets of ranks that share a part of the model; none before they have compared."""
         self._stages: list[Any] = []
         """The steps of the policies of its layers."""
         self._about = ""
         self._waited, self._looked = 0.0, 0.0
         """How long this rank has waited in vain, and when it looked last, in seconds."""
 
-    def compare(
-        self, part: nn.Module, replicas: Replicas | None = None, seconds: float | None = None, *, steps: bool = True
-    ) -> None:
+    def compare(self, part: nn.Module, seconds: float | None = None, *, steps: bool = True) -> None:
         """Compare the model around ``part``, unless its steps alone can differ, and are equal. Raise on all ranks if
-        models differ. With ``replicas``, the ranks of a DistributedDataParallel are compared as well. ``seconds``: how
-        long this rank waits for the others. After that it goes on, as they do, and compares later. ``steps``:
-        whether all ranks come here while steps may change recipes."""
+        models differ. ``seconds``: how long this rank waits for the others. After that it goes on, as they do, and
+        compares later. ``steps``: whether all ranks come here while steps may change recipes."""
         from lpq.torch_private import fsdp  # which imports FSDP2
 
         alike = self.alike and not self.withholds
@@ -86,26 +85,25 @@ class Comparison:
         if self.moving and steps and are_equal(at, self.sets) and alike:
             return
         around = fsdp.outermost(part)  # a part of a model may have been converted, and the whole sharded
-        if replicas is not None:  # ranks may come for another model
+        if self._replicas is not None:  # ranks may come for another model
             self._about = f"{digest(' '.join(name for name, _ in around.named_modules())):x}"
         was, self.alike = self.alike, False  # where they differ
-        sets = check_alike(around, replicas, self._about, seconds)
+        sets = check_alike(around, self._replicas, self._about, seconds)
         if sets is None:
             self.alike = was
             self._waited += seconds or 0.0
             if self._waited > meeting.limit():
                 raise _in_vain(self._waited)
             return
-        self.sets, self.began, self.withholds, self._waited = sets, True, False, 0.0
-        stages = {id(sets): sets for layer in converted(around) if (sets := layer.model.stages) is not None}
-        self._stages = [*stages.values()]
-        self.moving = bool(self.sets) and any(sets.moving for sets in self._stages)
+        self.sets, self.withholds, self._waited = sets, False, 0.0
+        self._stages = [*dict.fromkeys(stages for layer in converted(around) if (stages := layer.model.stages))]
+        self.moving = bool(sets) and any(stages.moving for stages in self._stages)
         self.alike = True
 
     @property
     def relied_on(self) -> bool:
         """Whether ranks have compared, and do so again only after a change that each of them knows of."""
-        return self.began and not self.moving
+        return bool(self.sets) and not self.moving
 
     def forget(self) -> bool:
         """Compare again, since a recipe has changed. Return whether that is new."""

@@ -9,6 +9,7 @@ goes on until the others have seen that it wants to compare.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -75,9 +76,10 @@ class ModelCheck(Watcher):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._passes, self._steps, self._replicas = Comparison(), Comparison(), Replicas()
-        self._first = 0
-        """The ``id`` of the layer before whose pass ranks compared last."""
+        self._replicas = Replicas()
+        self._passes, self._steps = Comparison(), Comparison(self._replicas)
+        """The comparisons before passes under tensor parallelism; and in a first forward, or before a step. Not all
+        ranks may come to these: then all go on, and try it again at a step, while no pass waits for anybody."""
         self._inputs: set[PassInput] = set()
         """Inputs that ranks have compared."""
         self._memories: Memories | None = None
@@ -121,7 +123,7 @@ class ModelCheck(Watcher):
         do not see in the next pass of a layer on this device, ``traced`` or not, that one rank has changed it."""
         passes = self._passes
         sees = not traced and (passes.moving or device.type in FREE)
-        return self._steps if passes.began and not sees else None
+        return self._steps if passes.sets and not sees else None
 
     def in_pass(self) -> None:
         """Compare in a pass that trains a layer, the first one in which ranks share the model. Not all ranks may run
@@ -135,7 +137,7 @@ class ModelCheck(Watcher):
         if wrapper is not None and self._replicas.note(wrapper):
             self._steps.alike = False
         if not self._steps.alike:
-            self._steps.compare(model, self._replicas, meeting.SOON)
+            self._steps.compare(model, meeting.SOON)
         self.open = not self._steps.sets and wrapper is None
 
     def before_trace(self) -> None:
@@ -166,7 +168,7 @@ class ModelCheck(Watcher):
             facts = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, joined, layout, device)
         except RuntimeError:
             pass  # it has no shape: check says so
-        due = passes.moving and id(layer) == self._first
+        due = passes.moving and passes.first() is layer
         if facts in self._inputs and mesh.device_type not in FREE and not due:
             if not passes.alike:  # since a recipe has changed
                 passes.compare(self._model() or cast("nn.Module", layer), steps=False)
@@ -190,7 +192,7 @@ class ModelCheck(Watcher):
         if due or not alike:
             passes.alike = alike
             passes.compare(self._model() or cast("nn.Module", layer))
-            self._first = id(layer)
+            passes.first = weakref.ref(layer)
         if len(self._inputs) >= MOST:
             self._inputs.clear()
         if facts is not None:
@@ -209,8 +211,8 @@ class ModelCheck(Watcher):
             if not comparison.is_told(self._remembers):
                 return
             comparison.alike = False
-        seconds = meeting.SOON if comparison.began else meeting.SOON + meeting.PATIENCE
-        comparison.compare(model, self._replicas, None if self._remembers else seconds)
+        seconds = meeting.SOON if comparison.sets else meeting.SOON + meeting.PATIENCE
+        comparison.compare(model, None if self._remembers else seconds)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Make the states of layers equal. Layers whose weight is gathered quantized leave this to ``Gathering``."""

@@ -44,8 +44,6 @@ class Gathering(Watcher):
         """The layers of these weights, by their ``id``, in the order of the model."""
         self.comparison = Comparison()
         self.lends = PRINTS_GUARDED
-        self._first: Gather | None = None
-        """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._memories: Memories | None = None
         self._measurements: Measurements = {}
@@ -142,15 +140,15 @@ class Gathering(Watcher):
         """Compare the model with the other ranks' models, if a recipe has changed since; a collective. While recipes
         may change by step, each forward compares steps: a rank cannot see that only another rank was given a step."""
         comparison = self.comparison
-        due = comparison.moving and gather is self._first and not gather.site.for_backward
-        if comparison.alike and not due:
+        due = comparison.moving and comparison.first() is gather and not gather.site.for_backward
+        if (knew := comparison.alike) and not due:
             return
-        knew = comparison.alike
         comparison.compare(self.root, steps=due)
+        comparison.first = weakref.ref(gather)
         if not knew:
             for module in fsdp.outermost(self.root).modules():
                 if (gathering := _gathering_of(module)) is not None:
-                    gathering.comparison, gathering._first = comparison, gather
+                    gathering.comparison = comparison
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
