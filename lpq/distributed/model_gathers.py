@@ -39,7 +39,6 @@ class Gathering(Watcher):
     a layer alive: a part of a model that is used by itself, as a stage of a pipeline, has no other part."""
 
     def __init__(self, root: nn.Module | None) -> None:
-        self._root = None if root is None else weakref.ref(root)
         self._layers: dict[int, weakref.ref[nn.Module]] = {}
         """The layers of these weights, by their ``id``, in the order of the model."""
         self.comparison = Comparison()
@@ -48,7 +47,7 @@ class Gathering(Watcher):
         self._memories: Memories | None = None
         self._measurements: Measurements = {}
         self.scratch = Scratch()
-        steps().call(self)
+        super().__init__(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently. Its layers add
@@ -60,8 +59,7 @@ class Gathering(Watcher):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
         """Begin anew, with the copy of the module if that is copied."""
-        root = None if self._root is None else self._root()
-        return Gathering(None if root is None else memo.get(id(root)))
+        return Gathering(memo.get(id(self._model())))
 
     def add(self, layer: nn.Module) -> None:
         """Add the layer of a weight."""
@@ -71,8 +69,7 @@ class Gathering(Watcher):
     def root(self) -> nn.Module:
         """The module that ``lpq.convert`` got. Where it is gone, or unknown to the model of a file: all modules that
         FSDP2 shards around its layers, and layers that it shards by themselves."""
-        root = None if self._root is None else self._root()
-        if root is not None:
+        if (root := self._model()) is not None:
             return root
         around: dict[nn.Module, None] = {}
         within: set[nn.Module] = set()

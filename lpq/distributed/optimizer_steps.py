@@ -11,7 +11,7 @@ An optimizer is looked at once, by its own parameters. One that no watcher is co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,8 +27,9 @@ from lpq.operations.reduce_statistics import Reductions
 class Watcher:
     """Something that is called before and after steps of optimizers that concern it, for as long as it lives."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """``model``: it is not kept alive; None: the class says which optimizers concern it."""
+        self._model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         steps().call(self)
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.distributed.optimizer_steps import Watcher
 from lpq.kernels.host_to_device import recording
 from lpq.nn.passes import Passes
 from lpq.operations.reduce_statistics import Reductions
@@ -43,7 +43,7 @@ class FreshStates(Watcher):
     def __init__(self) -> None:
         self._layers: dict[int, ref[Remembering]] = {}
         """The layers by their ``id``; the references of some may be dead."""
-        steps().call(self)
+        super().__init__()
 
     def add(self, layer: Remembering) -> None:
         """Have the states of this layer looked at after steps."""

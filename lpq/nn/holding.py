@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.optimizer_steps import Watcher, steps
+from lpq.distributed.optimizer_steps import Watcher
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.linear import Layer
 from lpq.operations.reduce_statistics import Reductions
@@ -20,7 +20,7 @@ class _Held(Watcher):
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = [*layers]
-        steps().call(self)
+        super().__init__()
 
     def concerns(self, params: Mapping[int, Tensor]) -> bool:
         return any(id(layer.weight) in params for layer in self.layers)
