@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from imitated_gpu import imitated_gpu
 from ranks import on_ranks, spawn
+from test_cost_of_a_gather import Steps, model_of
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
@@ -323,6 +325,44 @@ def test_an_optimizer_could_save_the_search_for_amaxes_and_a_read() -> None:
     assert first == "AdamW 14.00 ms, a read of all weights 2.00 ms"
     assert others[0] == "fp8-current: encodings 8.00 ms; given amaxes save 3.00, operands 5.00"
     assert others[1] == "mxfp8: encodings 5.00 ms; given amaxes save 0.00, operands 2.00"
+
+
+@on_ranks(2)
+def test_shards_whose_amaxes_or_operands_are_left_behind_are_not_measured_or_encoded(rank: int) -> None:
+    names: list[str] = []
+    with imitated_gpu() as gpu, torch.autograd.set_multithreading_enabled(False):
+        step = Steps(model_of("fp8-current", 1, 3))
+        for _ in range(WARM):
+            step()
+        gpu.launch = lambda kernel, blocks, arguments: names.append(kernel.name)  # type: ignore[method-assign]
+        for operands, left in ((False, {"encode_several"}), (True, set())):
+            names.clear()
+            with after_step.left_behind(operands):
+                step()
+                step()
+            assert {"amaxes", "encode_several"} & {*names} == left
+            assert "place" in names
+        names.clear()
+        step()
+        assert {"amaxes", "encode_several"} <= {*names}
+
+
+@on_ranks(2)
+def test_steps_of_ranks_stand_beside_steps_without_what_an_optimizer_could_leave_behind(rank: int) -> None:
+    """Whole steps take 100 ms, and others 99 and 97."""
+
+    def clock(steps: dict[str, Step], effort: Effort) -> dict[str, Timing]:
+        for step in steps.values():
+            step()
+        return {name: Timing(*3 * [ms * 1e-3]) for name, ms in zip(steps, (100, 99, 97), strict=True)}
+
+    (one,) = by_recipes(("fp8-current",), weights="high_precision")
+    shape = Decoder(1, 128, 1, 32, 64)
+    assert [*after_step.sharded_lines(one, shape, Effort(), CPU, clock, lambda step: step)] == [
+        "lpq fp8-current, 2 ranks: 100.00 ms a step",
+        "amaxes left behind save at most 1.00 ms, 1.0 %",
+        "operands, too, left behind save at most 3.00 ms, 3.0 %",
+    ]
 
 
 def _pair(rank: int) -> None:
