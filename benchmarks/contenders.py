@@ -36,6 +36,9 @@ GATHERED_IN_BF16 = ", gathered in bf16"
 """Ends the recipe of a sharded model whose weights are not gathered quantized."""
 FUSED = ", fused"
 """Ends the recipe of a model whose blocks are fused."""
+ATTENTION = ", attention compiled"
+"""Ends the recipe of a model whose attention alone is compiled, before ``FUSED``: a compiler merges rotary positions,
+and norms and feed-forward blocks are fused."""
 RECORDED = ", recorded"
 """Ends the recipe of a model whose whole step is recorded in a CUDA graph."""
 PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine", "Liger": "liger_kernel"}
@@ -79,8 +82,9 @@ def of_models(
     recorded: bool = False,
 ) -> list[Contender]:
     """All that can run a whole model of Hugging Face's, without and with ``torch.compile``; of one that is sharded lpq
-    gathers the weights in bf16, and quantized. ``fused``: lpq's without ``torch.compile`` also with fused blocks.
-    ``recorded``: each once more, its whole step recorded in a CUDA graph."""
+    gathers the weights in bf16, and quantized. ``fused``: lpq's without ``torch.compile`` also with fused blocks, and
+    on one GPU with attention alone compiled between them. ``recorded``: each once more, its whole step recorded in a
+    CUDA graph."""
     others = [
         one for one in _torchao(sharded) if one.recipe.startswith("tensorwise") and (compiled or not one.compiled)
     ]
@@ -90,6 +94,11 @@ def of_models(
         lpq_ = partial(by_recipes, recipes, compiled and not ending, fuse=bool(ending))
         made += _ending(f"{ending}{GATHERED_IN_BF16 if sharded else ''}", lpq_())
         made += _ending(ending, lpq_(weights="high_precision")) if sharded else []
+    if fused and compiled and not sharded:
+        made += [
+            replace(one, recipe=f"{one.recipe}{ATTENTION}{FUSED}", convert=partial(_attention_compiled, one.convert))
+            for one in by_recipes(recipes, fuse=True)
+        ]
     again = [replace(one, recorded=True) for one in made] if recorded else []
     return [*made, *_ending(RECORDED, again)]
 
@@ -97,6 +106,15 @@ def of_models(
 def _ending(ending: str, everyone: Iterable[Contender]) -> list[Contender]:
     """Those contenders, their recipes with this ending."""
     return [replace(one, recipe=f"{one.recipe}{ending}") for one in everyone]
+
+
+def _attention_compiled(convert: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
+    """Convert a model of Hugging Face's, and compile the attention of each layer."""
+    converted = convert(model)
+    for name, module in converted.named_modules():
+        if name.endswith(".self_attn"):
+            module.compile(dynamic=False)
+    return converted
 
 
 def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:

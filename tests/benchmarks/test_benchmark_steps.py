@@ -200,6 +200,26 @@ def test_a_model_of_experts_is_trained_with_fused_blocks() -> None:
     assert plain != apart == fused
 
 
+@pytest.mark.starts
+def test_attention_alone_is_compiled_between_fused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    own = nn.Module.compile
+
+    def compile_(module: nn.Module, *, dynamic: bool) -> None:
+        seen.append(type(module).__name__)
+        own(module, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    everyone = contenders.of_models(("fp8-delayed",), fused=True)
+    everyone = contenders.chosen(everyone, ["lpq fp8-delayed, fused", "lpq fp8-delayed, attention"])
+    *_, result = huggingface.measure(everyone, Decoder(2, 128, 1, 32, 64), 1, CPU)
+    _, fused, attention = result["results"]
+    assert attention["recipe"] == "fp8-delayed, attention compiled, fused"
+    assert attention["failure"] is None
+    assert attention["loss"] == fused["loss"]
+    assert seen == ["LlamaAttention"] * 2
+
+
 def test_whole_steps_are_recorded_beside_those_that_are_not() -> None:
     everyone = contenders.of_models(("mxfp8",), sharded=True, recorded=True)
     ours = [one for one in everyone if one.library in ("torch", "lpq")]

@@ -81,6 +81,18 @@ def test_compiled_whole(fused_passes: list[int]) -> None:
     assert all(("; compiled code" in entry.note) == (".0." in entry.name) for entry in lpq.report(net).fused)
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
+def test_attention_alone_is_compiled(recipe: str, fused_passes: list[int], added: list[bool]) -> None:
+    """It takes what the norm before it has encoded."""
+    net = lpq.fuse(model(recipe=recipe))
+    for layer in net.model.layers:
+        layer.self_attn.compile(fullgraph=True, backend="aot_eager")
+    assert equal(step(net), step(model(recipe=recipe)))
+    assert len(fused_passes) == 2
+    assert added == [False, True] * 2
+
+
 def test_adapters(fused_passes: list[int]) -> None:
     """A block with adapters runs as before, and the report says why; one without is fused, with frozen weights. Once
     adapters are merged, and ``fuse`` is called again, all are fused."""
