@@ -203,6 +203,28 @@ def test_without_an_optimizer(rank: int) -> None:
     assert all("which rank 1 was to change to" in said for said in agreed(step, RuntimeError))
 
 
+@pytest.mark.parametrize("make", [_gathered, parallel])
+@on_ranks(2)
+def test_no_pass_waits_for_ranks_that_miss_each_other_at_a_step(rank: int, make: Any) -> None:
+    """Each has waited there in vain. Both go on, and raise at the next step."""
+    with _as_on_gpus():
+        made = make()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.01)
+        step = training(made)
+        step()
+        if rank == 1:
+            _kept(lambda: setattr(made[2], "recipe", OTHER))
+        made(X).sum().backward()
+        for own in (1, 0):
+            if rank == own:
+                with mock.patch.object(meeting, "SOON", 0.1):
+                    optimizer.step()
+            dist.barrier()
+        with _limit(10.0):
+            found = agreed(step, RuntimeError)
+        assert all("which rank 1 was to change to" in said for said in found), found
+
+
 class _Towers(nn.Module):
     """A model of which not every rank runs each layer in each step."""
 
