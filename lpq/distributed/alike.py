@@ -151,9 +151,8 @@ def check_alike(
         except RuntimeError as raised:
             error = error or raised
     sets = [ranks for ranks, _ in by_ranks.values()]
-    differ_elsewhere = len(sets) > 1 and not are_equal(
-        str(error is not None), sets
-    )  # nobody leaves before all have compared
+    # Nobody leaves before all have compared.
+    differ_elsewhere = len(sets) > 1 and not are_equal(str(error is not None), sets)
     if error is None and differ_elsewhere:
         others = "other ranks, with which this one shares other layers, say where they differ"
         error = RuntimeError(f"{DIFFER}: {others}. {REMEDY}")
