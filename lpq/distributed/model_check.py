@@ -118,7 +118,7 @@ class ModelCheck(Watcher):
         if self._steps.forget() and not self._steps.moving:
             self._steps.tell()
 
-    def relied_on(self, device: torch.device, traced: bool) -> Comparison | None:
+    def changes_together(self, device: torch.device, traced: bool) -> Comparison | None:
         """Return the comparison that ranks make before an optimizer's step, if they rely on it: they have compared, and
         do not see in the next pass of a layer on this device, ``traced`` or not, that one rank has changed it."""
         passes = self._passes
@@ -211,6 +211,7 @@ class ModelCheck(Watcher):
             if not comparison.is_told(self._remembers):
                 return
             comparison.alike = False
+        # Ranks that reduce states in each step all come to it, and so look at once and wait for all.
         seconds = meeting.SOON if comparison.sets else meeting.SOON + meeting.PATIENCE
         comparison.compare(model, None if self._remembers else seconds)
 

@@ -131,7 +131,7 @@ class Gathering(Watcher):
         """Compare and decide again, since a recipe has changed."""
         for gather in self._gathers.values():
             gather.judged = None
-        self.comparison.alike = False
+        self.comparison.forget()
 
     def check(self, gather: Gather) -> None:
         """Compare the model with the other ranks' models, if a recipe has changed since; a collective. While recipes

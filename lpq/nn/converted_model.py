@@ -45,7 +45,7 @@ class ConvertedModel:
         layer, and ``traced``: whether it was traced."""
         if self.fsdp is not None and self.fsdp.comparison.relied_on:
             return self.fsdp.comparison
-        return None if self.check is None else self.check.relied_on(device, traced)
+        return None if self.check is None else self.check.changes_together(device, traced)
 
     def compare_again(self) -> None:
         """Have ranks compare the model once more, as a recipe has changed."""
