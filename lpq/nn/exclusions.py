@@ -44,18 +44,18 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
 
 def _heads(model: nn.Module) -> set[nn.Module]:
     """The modules that models of Hugging Face name as their output embeddings, and the modules inside; linear layers
-    with an output for each of a model's labels, as ViT's ``classifier``; and, where one of these lies beside the
-    blocks, all linear layers there, as BERT's ``transform.dense`` and RoBERTa's ``classifier.dense``."""
+    with an output for each of a model's labels, as ViT's ``classifier``, or one more for none, as DETR's; and, where
+    one of these lies beside the blocks, all linear layers there, as BERT's and RoBERTa's."""
     heads: set[nn.Module] = set()
     for module in model.modules():
         output_embeddings: Any = getattr(module, "get_output_embeddings", None)
         if callable(output_embeddings):
-            labels = getattr(getattr(module, "config", None), "num_labels", None)
+            labels = getattr(getattr(module, "config", None), "num_labels", None) or -1
             beside, blocks = [*module.children()], getattr(module, "base_model", None)
             if apart := any(child is blocks for child in beside):
                 beside = [m for child in beside if child is not blocks for m in child.modules()]
             linear = [m for m in beside if isinstance(m, nn.Linear)]
-            heads.update(m for m in linear if m.out_features == labels)
+            heads.update(m for m in linear if m.out_features in (labels, labels + 1))
             with suppress(AttributeError, NotImplementedError):  # of a model that has none
                 heads.update(output_embeddings().modules())
             heads.update(linear if apart and not heads.isdisjoint(beside) else ())

@@ -27,6 +27,8 @@ from transformers import (
     ViTForImageClassification,
     WhisperConfig,
     WhisperForConditionalGeneration,
+    YolosConfig,
+    YolosForObjectDetection,
 )
 
 import lpq
@@ -150,6 +152,16 @@ def test_layers_between_the_blocks_and_the_outputs_are_of_the_head(head: str) ->
     linear = {name for name, m in made.named_modules() if type(m) is nn.Linear}
     assert converted(made, "mxfp8") == linear - beside
     assert converted(BETWEEN[head](), "mxfp8", include="all") == linear
+
+
+def test_a_detector_has_an_output_for_nothing_found() -> None:
+    """YOLOS' and DETR's classifier has one output more than the model has labels; beside it lies what finds boxes."""
+    model = YolosForObjectDetection(YolosConfig(image_size=[32, 32], num_labels=47, num_detection_tokens=4, **FEW))
+    linear = {name for name, m in model.named_modules() if type(m) is nn.Linear}
+    beside = {name for name in linear if not name.startswith("vit.")}
+    assert {name.partition(".")[0] for name in beside} == {"class_labels_classifier", "bbox_predictor"}
+    assert model.class_labels_classifier.layers[-1].out_features == 48
+    assert converted(model, "mxfp8") == linear - beside
 
 
 def test_layers_of_blocks_are_no_classifiers() -> None:
