@@ -93,6 +93,7 @@ GPUS = {
     "rtx4090": _from_sheet("RTX 4090", 89, 165, 330, 0, 1.0, 82.6, 24),
     "b200": _from_sheet("B200", 100, 2250, 4500, 9000, 8.0, 75, 180),
     "mi300": _from_sheet("MI300X", None, 1307, 2615, 0, 5.3, 163.4, 192),
+    "mi355": _from_sheet("MI355X", None, 2517, 5033, 0, 8.0, 157.3, 288),
 }
 """The GPUs by the names that ``lpq advise --gpu`` takes."""
 

@@ -254,7 +254,7 @@ def test_only_gpus_with_results_are_called_measured() -> None:
 
 def test_what_a_gpu_does_not_multiply_is_not_predicted_to_gain() -> None:
     size, recipes = LayerSize(16384, 8192, 8192), ("fp8-current", "mxfp8", "nvfp4")
-    for name, gains in {"a100": (), "mi300": (), "h100": recipes[:1], "b200": recipes}.items():
+    for name, gains in {"a100": (), "mi300": (), "mi355": (), "h100": recipes[:1], "b200": recipes}.items():
         plain = predicted(GPUS[name], size, None)
         assert tuple(r for r in recipes if predicted(GPUS[name], size, lpq.recipe(r)) < plain) == gains, name
 
