@@ -231,11 +231,10 @@ def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[in
 
 
 def _as_stored(x: Tensor, operand: Storage) -> Tensor:
-    """The matrix in the basis in which the operand is stored."""
-    basis = operand.quantizer.basis
-    if basis is None:
-        return x.float()
-    return basis.apply(x, getattr(operand, TURN) if basis.drawn else None)
+    """The matrix in the basis in which the operand is stored, row by row as the operand decodes: two matrices in other
+    orders are slow to compare."""
+    x, basis = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous(), operand.quantizer.basis
+    return x if basis is None else basis.apply(x, getattr(operand, TURN) if basis.drawn else None)
 
 
 def _stored(operand: Storage) -> Tensor:
