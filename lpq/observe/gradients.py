@@ -16,16 +16,19 @@ TOKENS = 128
 
 
 def pairs(operand: EncodedRows) -> Tensor:
-    """The products of all pairs of tokens of a column operand, whose columns are tokens: ``[3, tokens, 3, tokens]``,
-    where 0 stands for the tensor itself, 1 for what its operand decodes to, and 2 for the error."""
+    """The products of all pairs of tokens of a column operand, whose columns are tokens: ``[2, 2, tokens, tokens]``,
+    where 0 stands for the tensor itself, and 1 for the error of its operand."""
     x, encoded = operand.x[:, :TOKENS], operand.decoded[:, :TOKENS]
-    each = torch.cat([x, encoded, encoded - x], 1)
-    return (each.t() @ each).view(3, x.shape[1], 3, x.shape[1])
+    both = torch.cat([x, encoded - x], 1)
+    return (both.t() @ both).view(2, x.shape[1], 2, x.shape[1]).transpose(1, 2)
 
 
-def signal_and_noise(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def signal_and_noise(x: Tensor, dy: Tensor) -> Tensor:
     """The squares of the gradient and of its error, summed over the elements of the weight, of the pairs of both
     tensors."""
-    signal = (dy[0, :, 0] * x[0, :, 0]).sum()
-    both = dy[2, :, 2] * x[1, :, 1] + dy[0, :, 0] * x[2, :, 2] + 2 * dy[2, :, 0] * x[1, :, 2]
-    return signal, both.sum()
+    of_encoded = x.sum((0, 1))  # the operand decodes to the tensor and the error
+    (of_x, by_error), (_, of_error) = x
+    (of_dy, _), (dy_by_error, of_dy_error) = dy
+    noise = of_dy_error * of_encoded + of_dy * of_error
+    noise.addcmul_(dy_by_error, by_error + of_error, value=2)
+    return torch.stack([of_dy * of_x, noise]).sum((1, 2))

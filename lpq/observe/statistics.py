@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lpq.formats.format import Direction
 from lpq.observe.gradients import pairs, signal_and_noise
 from lpq.observe.operands import HowEncoded, encoded
-from lpq.observe.sums import SUMS, sums_of
+from lpq.observe.sums import SUMS, sums_of, unit_of
 
 SIDES: dict[bool, tuple[Direction, ...]] = {False: ("row", "col"), True: ("row",)}
 """The operands whose sums are taken, by whether the row operand is the column operand, too."""
@@ -51,11 +52,11 @@ def statistics(question: Question, tensors: Sequence[Tensor]) -> SumsAndPairs:
     none, elements = tensors[0].new_zeros(len(SUMS), dtype=torch.float64), question.elements
     sums = [none, none]
     if question.sums:
-        is_both = any(side.is_both for side in question.how.sides)
-        sums = [sums_of(found[side], elements) if side in found else none for side in SIDES[is_both]]
+        is_both, unit = any(side.is_both for side in question.how.sides), unit_of(rest[0])
+        sums = [sums_of(found[side], elements, unit) if side in found else none for side in SIDES[is_both]]
         sums = [*sums, *sums] if is_both else sums
     own = pairs(found["col"]) if question.pairs else None
     if own is not None and of_input is not None:
-        by_name = dict(zip(("square", "error"), signal_and_noise(of_input, own), strict=True))
-        sums.append(torch.stack([by_name[name].double() if name in by_name else none[0] for name in SUMS]))
+        before, behind = SUMS.index("square"), len(SUMS) - SUMS.index("error") - 1
+        sums.append(F.pad(signal_and_noise(of_input, own).double(), (before, behind)))
     return SumsAndPairs(torch.stack(sums), own)

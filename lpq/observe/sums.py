@@ -13,48 +13,70 @@ from torch import Tensor
 from lpq.observe.operands import EncodedRows
 
 SUMS = (
-    "elements", "whole_elements", "nonzero", "kept", "saturated",
-    "square", "error", "flushed_error", "decoded_square", "nearest_error", "unrounded_error",
+    "elements", "whole_elements", "saturated", "lost", "nonzero",
+    "flushed_error", "square", "error", "decoded_square", "scale_error",
 )  # fmt: skip
-"""Names of the sums. ``kept`` has the elements that do not become 0. ``nearest_error`` and ``unrounded_error`` are of
-kept elements, with scales as they are and as they would be if they were not rounded; both are NaN where the format does
+"""Names of the sums. ``lost`` has the elements that become 0, and ``flushed_error`` their squares. ``scale_error`` is
+the error of the others less the error that they would have if scales were not rounded; it is NaN where the format does
 not say what it would store then. So is ``saturated`` where it is not known."""
+EXPONENT = 0x7F800000
+"""The bits of an fp32 number that make a power of two."""
 
 
-def sums_of(operand: EncodedRows, elements: int) -> Tensor:
-    """Return the sums of an operand of a tensor that has so many ``elements``."""
-    x, decoded, doubled = operand.x, operand.decoded, operand.doubled
-    kept = x.masked_fill(decoded == 0, 0.0)
-    saturated = x.new_full((), math.nan, dtype=torch.float64)
-    if doubled is not None:
-        saturated = ((doubled == decoded) & (decoded.abs() < kept.abs())).sum(dtype=torch.float64)
-    sizes = [x.new_full((), size, dtype=torch.float64) for size in (x.numel(), elements)]
-    counts = [*sizes, _norm(x, 0), _norm(kept, 0), saturated]
-    norms = [_norm(x), _norm(decoded - x), _norm(x - kept), _norm(decoded), *_by_scales(operand)]
-    return torch.cat([torch.stack(counts), torch.stack(norms).square()])
+def unit_of(rows: Tensor) -> Tensor:
+    """A power of two, in fp32: products of values in this unit neither overflow nor vanish."""
+    amax: Tensor = torch.linalg.vector_norm(rows, math.inf, dtype=torch.float32)
+    return (amax.view(torch.int32) & EXPONENT).view(torch.float32).clamp(2.0**-100, 2.0**100)
 
 
-def _norm(x: Tensor, order: int = 2) -> Tensor:
-    """The root of the sum of squares; of order 0 the number of elements other than 0."""
-    norm: Tensor = torch.linalg.vector_norm(x, order, dtype=torch.float64)
-    return norm
+def sums_of(operand: EncodedRows, elements: int, unit: Tensor) -> Tensor:
+    """Return the sums of an operand of a tensor that has so many ``elements``.
+
+    The values, in this ``unit``, are written one matrix behind the other. Then one reduction counts, and one adds
+    squares up, each row in fp32 and the rows in fp64: a reduction from fp32 to fp64 would copy all values first."""
+    x, decoded, doubled, others = operand.x, operand.decoded, operand.doubled, _with_other_scales(operand)
+    values = x.new_empty((5 + len(others), *x.shape))
+    saturated, flushed, whole, error, stored, *other_errors = values
+    gone = decoded == 0
+    torch.sub(torch.div(decoded, unit, out=stored), torch.div(x, unit, out=whole), out=error)
+    torch.where(gone, whole, values.new_zeros(()), out=flushed)
+    if doubled is None:
+        saturated.zero_()
+    else:  # twice the element has the same value, which is nearer to 0 than the element
+        torch.logical_and(doubled == decoded, stored * error < 0, out=saturated)
+    for one, other in zip(other_errors, others, strict=True):
+        torch.addcdiv(whole, other, unit, value=-1, out=one)
+    if others:
+        values[5:].masked_fill_(gone if len(others) == 1 else others[1] == 0, 0.0)
+    counts = torch.linalg.vector_norm(values[:3], 0, 2).sum(1, dtype=torch.float64)
+    norms = torch.linalg.vector_norm(torch.linalg.vector_norm(values[1:], 2, 2), 2, 1, dtype=torch.float64)
+    if doubled is None:
+        counts[0] = math.nan
+    # In one kernel: a list that is copied to a GPU waits for it.
+    sizes = torch.linspace(x.numel(), elements, 2, dtype=torch.float64, device=x.device)
+    return torch.cat([sizes, counts, *_with_error_of_scales(operand, norms.mul_(unit).square_())])
 
 
-def _by_scales(operand: EncodedRows) -> tuple[Tensor, Tensor]:
-    """The norms of the error of kept elements, with scales as they are and as they would be if they were not
-    rounded."""
+def _with_other_scales(operand: EncodedRows) -> list[Tensor]:
+    """The values that the format would store if it rounded no scale, and, where it rounds elements with random bits,
+    the values rounded to the nearest: the noise of random bits is the grid's and not the scale's. There are none where
+    no scale is rounded, or the format does not say."""
     quantizer, x, stats = operand.quantizer, operand.x, operand.stats
-    if stats is not None and not quantizer.rounds_scales:
-        return (x.new_zeros((), dtype=torch.float64),) * 2  # the same, whatever it is
-    exact = None if stats is None else quantizer.unrounded(x, stats)
+    exact = None if stats is None or not quantizer.rounds_scales else quantizer.unrounded(x, stats)
     if stats is None or exact is None:
-        return (x.new_full((), math.nan, dtype=torch.float64),) * 2
-    nearest = operand.decoded
-    if quantizer.stochastic:  # the noise of random bits is the grid's and not the scale's
-        shape = x.shape[0], x.shape[1]
-        nearest = quantizer.encode(x, stats).bind(quantizer, shape, x.dtype).decode_rotated()
-    gone = nearest == 0
-    return _norm((nearest - x).masked_fill(gone, 0.0)), _norm((exact - x).masked_fill(gone, 0.0))
+        return []
+    if not quantizer.stochastic:
+        return [exact]
+    return [exact, quantizer.encode(x, stats).bind(quantizer, (x.shape[0], x.shape[1]), x.dtype).decode_rotated()]
+
+
+def _with_error_of_scales(operand: EncodedRows, squares: Tensor) -> list[Tensor]:
+    """The sums of squares with ``scale_error`` behind them, in place of the sums of squares with other scales."""
+    if len(squares) == 4:
+        known = operand.stats is not None and not operand.quantizer.rounds_scales
+        return [squares, squares.new_full((1,), 0.0 if known else math.nan)]
+    flushed, whole, error, stored, exact, *nearest = squares.chunk(len(squares))
+    return [flushed, whole, error, stored, (nearest[0] if nearest else error - flushed) - exact]
 
 
 @dataclass(frozen=True)
@@ -120,14 +142,13 @@ def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
     whole tensor, and its largest magnitude."""
     error, square, elements = sums["error"], sums["square"], sums["elements"]
     whole = error if elements else 0.0
-    scale = sums["nearest_error"] - sums["unrounded_error"]
-    split = elements > 0 and not math.isnan(scale)
-    parts = [scale if split else 0.0, sums["flushed_error"]]
+    split = elements > 0 and not math.isnan(sums["scale_error"])
+    parts = [sums["scale_error"] if split else 0.0, sums["flushed_error"]]
     rms = math.sqrt(_ratio(sums["whole_square"], sums["whole_elements"]) or 0.0)
     return Reading(
         **where,
         snr_db=decibels(square, error),
-        flushed=_ratio(sums["nonzero"] - sums["kept"], sums["nonzero"]),
+        flushed=_ratio(sums["lost"], sums["nonzero"]),
         saturated=_ratio(sums["saturated"], elements),
         error_scale=_ratio(parts[0], whole) if split else None,
         error_flushed=_ratio(parts[1], whole),
