@@ -76,10 +76,9 @@ def scale_blocks(x: Tensor, values: Tensor, block: Block) -> Tensor:
 def with_exact_scales(
     x: Tensor, amaxes: Tensor, block: Block, largest: float, rounded: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The matrix in fp32 whose elements are ``rounded`` under scales that are not: a scale takes the amax of its block
-    to ``largest``."""
+    """The matrix in fp32, its elements ``rounded`` under exact scales, which take a block's amax to ``largest``."""
     scale = amaxes * (1 / largest)
-    factor = torch.where(scale > 0, scale.reciprocal(), 1.0).clamp(max=torch.finfo(torch.float32).max)
+    factor = scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
     return scale_blocks(rounded(scale_blocks(x, factor, block)), scale, block)
 
 

@@ -30,6 +30,7 @@ from lpq.formats.elements import (
     decode_float8,
     inverse_e8m0,
     pack_nibbles,
+    rounded_to_e2m1,
     scale_float8,
     unpack_nibbles,
 )
@@ -140,6 +141,8 @@ def test_the_cast_to_e2m1_rounds_to_nearest_even_and_saturates() -> None:
     numbers = x.numpy()
     expected = E2M1.nearest(np.nan_to_num(numbers, nan=6.0))
     assert np.array_equal(codes(cast_e2m1(x)), expected)
+    without_nan = x[~x.isnan()]
+    assert torch.equal(rounded_to_e2m1(without_nan), decode_e2m1(cast_e2m1(without_nan)))
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert decode_e2m1(cast_e2m1(ties)).tolist() == [0, 1, 1, 2, 2, 4, 4]
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks, with_exact_scales
 from lpq.formats.elements import (
-    cast_e2m1,
-    decode_e2m1,
     decode_e2m1_pairs,
     decode_e8m0,
     inverse_e8m0,
     pack_nibbles,
+    rounded_to_e2m1,
 )
 
 GROUP = 32
@@ -59,4 +58,4 @@ def decode(data: Tensor, exponent: Tensor) -> Tensor:
 
 def unrounded(x: Tensor, amax: Tensor) -> Tensor:
     """The matrix if scales were not rounded."""
-    return with_exact_scales(x, amax, BLOCK, E2M1_MAX, lambda y: decode_e2m1(cast_e2m1(y)))
+    return with_exact_scales(x, amax, BLOCK, E2M1_MAX, rounded_to_e2m1)

@@ -15,12 +15,11 @@ from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks, with_exact_
 from lpq.formats.elements import (
     E4M3,
     FLT_MAX,
-    cast_e2m1,
     cast_float8,
-    decode_e2m1,
     decode_e2m1_pairs,
     decode_float8,
     pack_nibbles,
+    rounded_to_e2m1,
 )
 from lpq.formats.layout import Block
 
@@ -93,4 +92,4 @@ def decode(data: Tensor, scale: Tensor, amax: Tensor, block: Block) -> Tensor:
 
 def unrounded(x: Tensor, amaxes: Tensor, block: Block, largest: float) -> Tensor:
     """The matrix if scales of blocks were not rounded."""
-    return with_exact_scales(x, amaxes, block, largest, lambda y: decode_e2m1(cast_e2m1(y)))
+    return with_exact_scales(x, amaxes, block, largest, rounded_to_e2m1)
