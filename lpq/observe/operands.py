@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lpq.emulation.bf16_gemm import as_stored
 from lpq.formats.declarations import TURN
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.formats.layout import Stat
@@ -214,10 +216,10 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
     once = storage()
     x = _as_stored(matrix, once)
     if side.is_made:
-        return EncodedRows(side.direction, quantizer, x, _stored(once), None, None)
+        return EncodedRows(side.direction, quantizer, x, stored_values(once), None, None)
     twice = storage()
     stats = {stat.name: next(rest) for stat in quantizer.stats}
-    return EncodedRows(side.direction, quantizer, x, _stored(once), _stored(twice), stats)
+    return EncodedRows(side.direction, quantizer, x, stored_values(once), stored_values(twice), stats)
 
 
 def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[int, int]:
@@ -237,6 +239,20 @@ def _as_stored(x: Tensor, operand: Storage) -> Tensor:
     return x if basis is None else basis.apply(x, getattr(operand, TURN) if basis.drawn else None)
 
 
-def _stored(operand: Storage) -> Tensor:
+def stored_values(operand: Storage) -> Tensor:
     """The values that are stored, in the basis of the format."""
-    return decode(operand, torch.float32) if operand.quantizer.basis is None else operand.decode_rotated()
+    quantizer = operand.quantizer
+    if quantizer.basis is None:
+        return decode(operand, torch.float32)
+    if quantizer.whole(operand.shape[1]) and _differs_in_rotation(quantizer):
+        return decode(as_stored(operand), torch.float32)  # which has kernels
+    return operand.decode_rotated()
+
+
+@cached_few
+def _differs_in_rotation(quantizer: Quantizer) -> bool:
+    """Whether the row side is this quantizer without its rotation, so that it decodes to what is stored."""
+    row = quantizer.side("row")
+    if type(row) is not type(quantizer) or row.basis is not None or row.layout != quantizer.layout:
+        return False
+    return sum(getattr(row, one.name) != getattr(quantizer, one.name) for one in fields(quantizer)) == 1  # type: ignore[arg-type]

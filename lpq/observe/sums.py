@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.observe.operands import EncodedRows
+from lpq.observe.operands import EncodedRows, stored_values
 
 SUMS = (
     "elements", "whole_elements", "saturated", "lost", "nonzero",
@@ -67,7 +67,8 @@ def _with_other_scales(operand: EncodedRows) -> list[Tensor]:
         return []
     if not quantizer.stochastic:
         return [exact]
-    return [exact, quantizer.encode(x, stats).bind(quantizer, (x.shape[0], x.shape[1]), x.dtype).decode_rotated()]
+    nearest = quantizer.encode(x, stats).bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+    return [exact, stored_values(nearest)]
 
 
 def _with_error_of_scales(operand: EncodedRows, squares: Tensor) -> list[Tensor]:
