@@ -8,8 +8,9 @@ that are rounded with them are encoded first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -81,6 +82,8 @@ class EncodedRows(NamedTuple):
     """The values that it would have for twice the matrix, with the same statistics; None where it is made of the other
     operand."""
     stats: Mapping[str, Tensor] | None
+    nearest: Callable[[], Tensor] | None = None
+    """Makes the values that it would have if elements were rounded to the nearest; None where they are."""
 
     def as_column(self) -> EncodedRows:
         """Return the column operand that has the values of this row operand."""
@@ -219,7 +222,29 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
         return EncodedRows(side.direction, quantizer, x, stored_values(once), None, None)
     twice = storage()
     stats = {stat.name: next(rest) for stat in quantizer.stats}
-    return EncodedRows(side.direction, quantizer, x, stored_values(once), stored_values(twice), stats)
+    nearest = partial(_nearest, side, matrix, x, stats) if quantizer.stochastic else None
+    return EncodedRows(side.direction, quantizer, x, stored_values(once), stored_values(twice), stats, nearest)
+
+
+def _nearest(side: Side, matrix: Tensor, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
+    """The stored values if no random bits rounded them."""
+    quantizer, shape = side.quantizer, (matrix.shape[0], matrix.shape[1])
+    alike = _without_random_bits(quantizer)
+    if alike is None:
+        return stored_values(quantizer.encode(x, stats).bind(quantizer, shape, x.dtype))
+    row, col = (alike, None) if side.direction == "row" else (None, alike)
+    of_row, of_col, _ = quantized(matrix if col is None else matrix.t(), [*stats.values()], row, col)
+    return stored_values(alike.storage.wrap([*of_row, *of_col], alike, shape, matrix.dtype))
+
+
+@cached_few
+def _without_random_bits(quantizer: Quantizer) -> Quantizer | None:
+    """The quantizer that has kernels for what ``encode`` of this one stores; None where scales leave room for random
+    bits, so that no other quantizer stores the same."""
+    if quantizer.unbiased or "stochastic" not in {one.name for one in fields(quantizer)}:  # type: ignore[arg-type]
+        return None
+    alike = replace(quantizer, stochastic=False).ready()  # type: ignore[type-var]
+    return alike if alike.stats == quantizer.stats else None
 
 
 def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.observe.operands import EncodedRows, stored_values
+from lpq.observe.operands import EncodedRows
 
 SUMS = (
     "elements", "whole_elements", "saturated", "lost", "nonzero",
@@ -61,14 +61,11 @@ def _with_other_scales(operand: EncodedRows) -> list[Tensor]:
     """The values that the format would store if it rounded no scale, and, where it rounds elements with random bits,
     the values rounded to the nearest: the noise of random bits is the grid's and not the scale's. There are none where
     no scale is rounded, or the format does not say."""
-    quantizer, x, stats = operand.quantizer, operand.x, operand.stats
-    exact = None if stats is None or not quantizer.rounds_scales else quantizer.unrounded(x, stats)
-    if stats is None or exact is None:
+    quantizer, stats = operand.quantizer, operand.stats
+    exact = None if stats is None or not quantizer.rounds_scales else quantizer.unrounded(operand.x, stats)
+    if exact is None:
         return []
-    if not quantizer.stochastic:
-        return [exact]
-    nearest = quantizer.encode(x, stats).bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
-    return [exact, stored_values(nearest)]
+    return [exact] if operand.nearest is None else [exact, operand.nearest()]
 
 
 def _with_error_of_scales(operand: EncodedRows, squares: Tensor) -> list[Tensor]:
