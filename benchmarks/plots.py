@@ -12,18 +12,19 @@ from benchmarks.tables import Result, measured, name
 from lpq.bench import chart, speedups
 from lpq.bench.contenders import BASELINE
 
-CLASSES = {"torch": "torch", "lpq": "lpq", "torchao": "torchao", "TransformerEngine": "te"}
+CLASSES = {"torch": "torch", "lpq": "lpq", "torchao": "torchao", "TransformerEngine": "te", "Liger": "liger"}
 STYLE = """
 svg { --back: #ffffff; --edge: #d8dde6; --ink: #1f2937; --soft: #5b6675; --mark: #b3261e;
-  --torch: #9aa3b0; --lpq: #2563a8; --torchao: #d98a4b; --te: #6a9f58; }
+  --torch: #9aa3b0; --lpq: #2563a8; --torchao: #d98a4b; --te: #6a9f58; --liger: #8e6bbf; }
 @media (prefers-color-scheme: dark) {
   svg { --back: #1e2430; --edge: #3a4252; --ink: #e6e9ef; --soft: #a9b2c0; --mark: #ff8a80;
-    --torch: #6d7687; --lpq: #7fb2ee; --torchao: #d98a4b; --te: #7fb56c; }
+    --torch: #6d7687; --lpq: #7fb2ee; --torchao: #d98a4b; --te: #7fb56c; --liger: #b395dd; }
 }
 text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }
 .soft { fill: var(--soft); } .back { fill: var(--back); stroke: var(--edge); } .axis { stroke: var(--edge); }
 .mark { stroke: var(--mark); stroke-dasharray: 4 3; }
 .torch { fill: var(--torch); } .lpq { fill: var(--lpq); } .torchao { fill: var(--torchao); } .te { fill: var(--te); }
+.liger { fill: var(--liger); }
 """
 WIDTH, MARGIN, LINE, BAR = 780, 16, 21, 15
 

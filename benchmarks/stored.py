@@ -13,7 +13,7 @@ from lpq.bench import machine
 
 FOLDER = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "fused.md", Path(__file__).parent / "NOTES.md")
+PAGES = (DOCS / "performance.md", DOCS / "fused.md", DOCS / "evidence.md", Path(__file__).parent / "NOTES.md")
 """The pages that show results."""
 CHARTS = DOCS / "assets"
 MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+)((?:\n(?:(?!-->).)*)?) -->\n).*?(<!-- end -->)", re.DOTALL)

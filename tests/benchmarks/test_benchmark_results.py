@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import lpq
 from benchmarks import environment, plots, profiles, scaling, stored, tables
-from benchmarks.contenders import KINDS, RECIPES, of_layers, of_stacks
+from benchmarks.contenders import KINDS, PEERS, RECIPES, of_layers, of_stacks
 from benchmarks.floor import FLOORS, Floor
 from benchmarks.layers import encoded_bytes
 from benchmarks.shapes import HOST, LINEAR, Stack
@@ -210,6 +211,17 @@ def test_a_bar_is_as_long_as_its_value(results: Results) -> None:
     memory = {(one.get("class"), one.get("y")): float(one.get("width") or 0) for one in bars[1::2]}
     longest, *_ = sorted(memory.values(), reverse=True)
     assert [round(20 * wide / longest) for wide in memory.values()] == [20, 18, 17, 19, 16, 15]
+
+
+@pytest.mark.parametrize("library", ["torch", "lpq", *PEERS])
+def test_a_bar_of_each_library_has_a_colour(results: Results, library: str) -> None:
+    found = copy.deepcopy(results["llama"])
+    found["results"][-1]["library"] = library
+    drawn = plots.drawn(found)
+    name = plots.CLASSES[library]
+    assert f'<rect class="{name}"' in drawn
+    assert f".{name} {{ fill: var(--{name}); }}" in drawn
+    assert drawn.count(f"--{name}: #") == 2  # on light and on dark ground
 
 
 def test_a_file_holds_the_result_and_the_machine(results: Results, tmp_path: Path) -> None:

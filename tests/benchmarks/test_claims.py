@@ -14,7 +14,14 @@ from lpq.train import trainings
 ROOT = Path(__file__).parents[2]
 PAGES = {
     name: " ".join((ROOT / name).read_text().split())
-    for name in ("README.md", "docs/index.md", "docs/performance.md", "docs/fused.md", "docs/choose.md")
+    for name in (
+        "README.md",
+        "docs/index.md",
+        "docs/performance.md",
+        "docs/fused.md",
+        "docs/choose.md",
+        "docs/evidence.md",
+    )
 }
 FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
 
@@ -172,3 +179,15 @@ def test_a_number_that_is_not_the_results_is_noticed(
     monkeypatch.setitem(PAGES, "docs/index.md", other)
     with pytest.raises(AssertionError):
         test_the_llama_of_the_first_pages(results)
+
+
+def test_the_policy_that_closes_the_gap_is_as_fast_as_nvfp4(results: dict[str, dict[str, Any]]) -> None:
+    steps = results["llama-h200-nvfp4"]
+    before, after, eden = (
+        ratio(steps, "ms", f"lpq {recipe}", "lpq nvfp4")
+        for recipe in ("nvfp4-last-blocks", "fprop=bf16, dgrad=nvfp4, wgrad=nvfp4", "nvfp4-eden")
+    )
+    sentence = "a step by `nvfp4-last-blocks` takes # times as long as by `nvfp4`, and after the switch # times"
+    assert said("docs/evidence.md", sentence) == (before, after)
+    assert max(float(before), float(after)) <= 1.05
+    assert said("docs/evidence.md", "a step by `nvfp4-eden` takes # times as long as by `nvfp4`") == (eden,)
