@@ -110,13 +110,12 @@ class Rotation:
             if turn is None:
                 raise ValueError(f"{self}: pass the turn, by which they are drawn")
             return signs_of(turn, self.drawn).repeat(x.shape[1] // self.drawn)
-        column = torch.arange(x.shape[1], device=x.device) % self.block
-        minus = [i for i, sign in enumerate(self.signs or ()) if sign < 0]
-        bit = torch.zeros_like(column)
+        bits = list[Tensor]()
         for first in range(0, self.block, WORD):
-            word = sum(1 << (i - first) for i in minus if first <= i < first + WORD)
-            bit += (word >> (column - first).clamp(0, WORD - 1) & 1) * (column // WORD == first // WORD)
-        return (1 - 2 * bit).float()
+            signs = (self.signs or ())[first : first + WORD]
+            word = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
+            bits.append(word >> torch.arange(len(signs), device=x.device) & 1)
+        return (1 - 2 * torch.cat(bits)).float().repeat(x.shape[1] // self.block)
 
 
 def _signs_of(matrix: Sequence[Sequence[float]]) -> tuple[int, ...] | None:
