@@ -36,6 +36,5 @@ def decode(data: Tensor, exponent: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor, amax: Tensor, element: torch.dtype) -> Tensor:
-    """The matrix if scales were not rounded."""
-    largest = torch.finfo(element).max
-    return with_exact_scales(x, amax, BLOCK, largest, lambda y: y.clamp(-largest, largest).to(element).float())
+    """The matrix if scales were not rounded. No element is saturated: an amax is scaled to the largest value."""
+    return with_exact_scales(x, amax, BLOCK, torch.finfo(element).max, lambda y: y.to(element).float())
