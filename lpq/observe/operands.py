@@ -86,10 +86,8 @@ class EncodedRows(NamedTuple):
     """Makes the values that it would have if elements were rounded to the nearest; None where they are."""
 
     def as_column(self) -> EncodedRows:
-        """Return the column operand that has the values of this row operand."""
-        doubled = None if self.doubled is None else self.doubled.t()
-        stats = {name: value.t() if value.dim() == 2 else value for name, value in (self.stats or {}).items()}
-        return EncodedRows("col", self.quantizer, self.x.t(), self.decoded.t(), doubled, stats)
+        """Return the column operand that has the values of this row operand, whose sums are its sums, too."""
+        return EncodedRows("col", self.quantizer, self.x.t(), self.decoded.t(), None, None)
 
 
 def operands(tensor: Observed, most: int, turn: int) -> list[EncodedRows]:
