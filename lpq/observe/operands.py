@@ -242,7 +242,7 @@ def _without_random_bits(quantizer: Quantizer) -> Quantizer | None:
     if quantizer.unbiased or "stochastic" not in {one.name for one in fields(quantizer)}:  # type: ignore[arg-type]
         return None
     alike = replace(quantizer, stochastic=False).ready()  # type: ignore[type-var]
-    return alike if alike.stats == quantizer.stats else None
+    return alike if (alike.stats, alike.basis) == (quantizer.stats, quantizer.basis) else None
 
 
 def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[int, int]:
