@@ -21,6 +21,8 @@ PAGES = {
         "docs/fused.md",
         "docs/choose.md",
         "docs/evidence.md",
+        "docs/numerics.md",
+        "docs/policies.md",
     )
 }
 FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
@@ -194,4 +196,20 @@ def test_the_policy_that_closes_the_gap_is_as_fast_as_nvfp4(results: dict[str, d
     sentence = "a step by `nvfp4-last-blocks` takes # times as long as by `nvfp4`, and after the switch # times"
     assert said("docs/evidence.md", sentence) == (before, after)
     assert max(float(before), float(after)) <= 1.05
-    assert said("docs/evidence.md", "a step by `nvfp4-eden` takes # times as long as by `nvfp4`") == (eden,)
+    for page in ("docs/evidence.md", "docs/choose.md", "docs/policies.md"):
+        assert said(page, "a step by `nvfp4-eden` takes # times as long as by `nvfp4`") == (eden,)
+
+
+@pytest.mark.parametrize(
+    ("page", "recipes"),
+    [
+        ("docs/choose.md", {"nvfp4-last-blocks", "nvfp4-pretrain"}),
+        ("docs/policies.md", {"nvfp4-last-blocks", "nvfp4-pretrain"}),
+        ("docs/numerics.md", {"nvfp4-late-switch", "nvfp4-fwd-bf16-bwd"}),
+    ],
+)
+def test_the_part_of_the_gap_that_is_closed_is_in_the_tables(page: str, recipes: set[str]) -> None:
+    told = re.findall(r"`(nvfp4[\w-]+)` closes (\d+) % ± (\d+) %", PAGES[page])
+    assert {recipe for recipe, *_ in told} == recipes
+    rows = re.findall(r"\| (nvfp4[\w-]+) (?:\| [^|]+){3}\| (\d+) % \| (\d+) % \|", PAGES["docs/evidence.md"])
+    assert {*told} <= {*rows}
