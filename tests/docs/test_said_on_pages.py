@@ -61,6 +61,28 @@ def test_recipes_of_one_copy_make_column_operands_of_row_operands() -> None:
     assert found == {"mxfp8-one-copy", "fp8-block-one-copy"}
 
 
+# ---------------------------------------------------------------------------------------------- errors of rounding
+
+
+def test_errors_of_rounding_are_those_of_nvfp4s_table() -> None:
+    page = (ROOT / "docs" / "formats" / "nvfp4.md").read_text().partition("| relative squared error |")[2]
+    rows = re.findall(r"^\| (?:`(\S+)`|nearest) \| (\S+) \| (\S+) \|$", page.partition("\n\n")[0], re.MULTILINE)
+    assert len(rows) == 4
+    torch.manual_seed(0)
+    normal = torch.randn(1024, 1024)
+    hot = normal.clone()
+    hot[:, ::100] *= 20
+    for options, *told in rows:
+        q = lpq.quantizer(f"nvfp4({options})")
+        for x, number in zip((normal, hot), told, strict=True):
+            errors = [(q.quantize(x, seed=seed, col=False).dequantize() - x).square().mean() for seed in range(2)]
+            assert float(sum(errors) / 2 / x.square().mean()) == pytest.approx(float(number), rel=0.03), options
+    of = {options: [float(number) for number in told] for options, *told in rows}
+    ratios = [eden / true for eden, true in zip(of["stochastic=eden"], of["stochastic=true"], strict=True)]
+    sentences = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
+    assert "at {:.2f} times the squared error for normal values, and {:.2f} times where".format(*ratios) in sentences
+
+
 # ---------------------------------------------------------------------------------------------- troubleshooting
 
 
