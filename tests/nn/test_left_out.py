@@ -23,6 +23,8 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
+    T5Config,
+    T5Model,
     ViTConfig,
     ViTForImageClassification,
     WhisperConfig,
@@ -270,3 +272,11 @@ def test_adapters_of_layers_with_a_transposed_weight() -> None:
     merged = before.merge_and_unload().transformer.h[0].attn.c_proj
     assert torch.equal(merged.weight, expected)
     assert merged.recipe == lpq.recipe("mxfp8")
+
+
+def test_nvfp4_rl_leaves_the_attention_of_t5_as_it_is() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 7, "num_heads": 2}
+    model = lpq.convert(T5Model(T5Config(**sizes)), "nvfp4-rl")
+    found = {entry.name for entry in lpq.report(model).converted}
+    halves = {"encoder.block.2.layer.1", "decoder.block.2.layer.2"}
+    assert found == {f"{half}.DenseReluDense.{layer}" for half in halves for layer in ("wi", "wo")}

@@ -465,7 +465,7 @@ def test_policies_that_come_with_lpq(name: str) -> None:
         lpq.policy(f"{name[:-2]}{name[-1]}{name[-2]}")
 
 
-@pytest.mark.parametrize("attention", ["self_attn.q_proj", "attention.query"])
+@pytest.mark.parametrize("attention", ["self_attn.q_proj", "attention.query", "layer.0.SelfAttention.q"])
 def test_nvfp4_rl_leaves_attention_as_it_is(attention: str) -> None:
     names = [f"layers.{i}.{part}" for i in range(8) for part in (attention, "mlp.experts")]
     placed = lpq.policy("nvfp4-rl").placed(names)
