@@ -3,20 +3,31 @@ pass. And what follows from declarations about parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lpq import registry
 from lpq.formats.layout import DIMENSIONS
-from lpq.formats.rotation import Rotation
+from lpq.formats.rotation import why_unfit
 from lpq.formats.state_order import falling
-
-TURN = "turn"
-"""The buffer that has the number by which the rotation of an operand was drawn."""
+from lpq.registry.errors import LpqError, words
 
 
 def _fault(quantizer: Any, cause: str, remedy: str) -> Exception:
     return registry.at_fault(registry.format_of(type(quantizer)).name, cause, remedy)
+
+
+@contextmanager
+def raised_by(quantizer: Any) -> Iterator[None]:
+    """Have an exception in what a format declares be an error of its plugin."""
+    try:
+        yield
+    except LpqError:
+        raise
+    except Exception as error:
+        cause = f"{quantizer}: what {type(quantizer).__name__} declares raised {words(error)}"
+        raise _fault(quantizer, cause, "correct the declaration that the message is about") from error
 
 
 def check_declared(side: Any, **kinds: tuple[type, Any]) -> None:
@@ -53,47 +64,12 @@ def check_side(quantizer: Any, side: Any, direction: str, quantizers: type[Any],
         cause = f"{side}: {cls.__name__}.measure is never called, since stats declares nothing"
         remedy = f"declare what it returns, {cls.__name__}.stats, or take measure away"
         raise _fault(side, cause, remedy)
-    _check_rotation(side, storages)
+    if (unfit := why_unfit(side, storages)) is not None:
+        raise _fault(side, *unfit)
     if side.transposable and side.storage.transposed is storages.transposed:
         storage = side.storage.__name__
         cause = f"{side} is declared transposable, and {storage} has no transposed()"
         raise _fault(side, cause, f"define {storage}.transposed(self), or take transposable away")
-
-
-def _check_rotation(side: Any, storages: type[Any]) -> None:
-    """Refuse a rotation that is declared as in interface 1, or that could not be undone."""
-    storage, remedy = side.storage, f"let {type(side).__name__}.rotation be a Rotation, of lpq.core, or None"
-    if side.basis is not None and not isinstance(side.basis, Rotation):
-        cause = f"{side} has rotation={side.basis!r}: a name tells no rotations apart"
-    elif side.basis != side.rotation:
-        cause, remedy = (
-            f"{side}: {type(side).__name__}.rotation is another one whenever it is called",
-            "return one value",
-        )
-    elif hasattr(side, "rotation_options"):
-        cause = (
-            f"{side} has rotation_options, which plugin interface 2 does without: a Rotation is compared by its value"
-        )
-        remedy = "take rotation_options away, and " + remedy
-    elif storage.decode_rotated is not storages.decode_rotated:
-        cause = f"{storage.__name__} defines decode_rotated, which is the core's since plugin interface 2"
-        remedy = "define decode_stored(self), the stored values before a rotation is undone, in place of both"
-    elif side.basis is None:
-        return
-    elif side.basis.drawn and (not side.stochastic or TURN not in side.names):
-        cause = f"{side} is rotated by {side.basis}, and {storage.__name__} keeps no {TURN!r}"
-        remedy = f"be stochastic, and declare Buffer({TURN!r}, torch.int32, block=(None, None)), which has bits.turn"
-    elif storage.decode is not storages.decode or storage.decode_stored is storages.decode_stored:
-        cause = f"{side} is rotated, and {storage.__name__} has no decode_stored(self), or a decode(self) of its own"
-        remedy = "define decode_stored(self), the rotated values; the core makes decode of it"
-    elif all(buffer.unit(1) is None or (buffer.unit(1) or 1) % side.basis.block for buffer in side.layout):
-        cause = (
-            f"{side} mixes {side.basis.block} columns, and every buffer of {storage.__name__} may be cut between them"
-        )
-        remedy = f"declare pad={side.basis.block} for a buffer"
-    else:
-        return
-    raise _fault(side, cause, remedy)
 
 
 def why_no_parts(side: Any, dim: int) -> str | None:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.declarations import TURN, check_declared, check_side, why_no_parts
+from lpq.formats.declarations import check_declared, check_side, raised_by, why_no_parts
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
-from lpq.formats.rotation import Rotation
+from lpq.formats.rotation import TURN, Rotation
 from lpq.registry.specs import INT64_COUNTS
 
 if TYPE_CHECKING:
@@ -276,14 +276,15 @@ class Quantizer(Options):
     @cached_property
     def _ready(self) -> None:
         """Made once, as each layer asks for it: a check tries a format's state out."""
-        for quantizer in (self, self.side("row"), self.side("col")):
-            _ = quantizer.text, quantizer.storage
-        for direction in get_args(Direction):
-            side = self.side(direction)
-            check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
-            _ = side.names, side._uncut, side._units, side.basis, side.counts_in_fp32
-            _ = [getattr(side, name) for name in side.declarations]
-            check_side(self, side, direction, Quantizer, Storage)
+        with raised_by(self):
+            for quantizer in (self, self.side("row"), self.side("col")):
+                _ = quantizer.text, quantizer.storage
+            for direction in get_args(Direction):
+                side = self.side(direction)
+                check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
+                _ = side.names, side._uncut, side._units, side.basis, side.counts_in_fp32
+                _ = [getattr(side, name) for name in side.declarations]
+                check_side(self, side, direction, Quantizer, Storage)
 
 
 class Storage:

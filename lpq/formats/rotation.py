@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from lpq.formats.random_bits import signs_of
 
 WORD = 32
 """How many signs are kept in one number."""
+TURN = "turn"
+"""The buffer that has the number by which the rotation of an operand was drawn."""
 NEAR = 1e-6
 """By how much an entry of a matrix may be off, as one that was rounded to fp32 is."""
 
@@ -116,6 +119,43 @@ class Rotation:
             word = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
             bits.append(word >> torch.arange(len(signs), device=x.device) & 1)
         return (1 - 2 * torch.cat(bits)).float().repeat(x.shape[1] // self.block)
+
+
+def why_unfit(side: Any, storages: type[Any]) -> tuple[str, str] | None:
+    """Why the rotation that a quantizer declares is refused, and the remedy: it is declared as in interface 1, or could
+    not be undone. ``storages``: the class whose methods a format replaces by its own."""
+    storage, remedy = side.storage, f"let {type(side).__name__}.rotation be a Rotation, of lpq.core, or None"
+    if side.basis is not None and not isinstance(side.basis, Rotation):
+        cause = f"{side} has rotation={side.basis!r}: a name tells no rotations apart"
+    elif side.basis != side.rotation:
+        cause, remedy = (
+            f"{side}: {type(side).__name__}.rotation is another one whenever it is called",
+            "return one value",
+        )
+    elif hasattr(side, "rotation_options"):
+        cause = (
+            f"{side} has rotation_options, which plugin interface 2 does without: a Rotation is compared by its value"
+        )
+        remedy = "take rotation_options away, and " + remedy
+    elif storage.decode_rotated is not storages.decode_rotated:
+        cause = f"{storage.__name__} defines decode_rotated, which is the core's since plugin interface 2"
+        remedy = "define decode_stored(self), the stored values before a rotation is undone, in place of both"
+    elif side.basis is None:
+        return None
+    elif side.basis.drawn and (not side.stochastic or TURN not in side.names):
+        cause = f"{side} is rotated by {side.basis}, and {storage.__name__} keeps no {TURN!r}"
+        remedy = f"be stochastic, and declare Buffer({TURN!r}, torch.int32, block=(None, None)), which has bits.turn"
+    elif storage.decode is not storages.decode or storage.decode_stored is storages.decode_stored:
+        cause = f"{side} is rotated, and {storage.__name__} has no decode_stored(self), or a decode(self) of its own"
+        remedy = "define decode_stored(self), the rotated values; the core makes decode of it"
+    elif all(buffer.unit(1) is None or (buffer.unit(1) or 1) % side.basis.block for buffer in side.layout):
+        cause = (
+            f"{side} mixes {side.basis.block} columns, and every buffer of {storage.__name__} may be cut between them"
+        )
+        remedy = f"declare pad={side.basis.block} for a buffer"
+    else:
+        return None
+    return cause, remedy
 
 
 def _signs_of(matrix: Sequence[Sequence[float]]) -> tuple[int, ...] | None:

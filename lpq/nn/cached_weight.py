@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
-from lpq.formats.declarations import TURN
+from lpq.formats.rotation import TURN
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan
 from lpq.tensor import QuantizedTensor

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lpq.emulation.bf16_gemm import as_stored
-from lpq.formats.declarations import TURN
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.formats.layout import Stat
+from lpq.formats.rotation import TURN
 from lpq.operations.cut import why_cut
 from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix

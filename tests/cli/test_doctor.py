@@ -171,7 +171,7 @@ def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, mo
 FORMAT = """
     from dataclasses import dataclass, field
     from typing import Literal
-    from lpq.core import Buffer, Quantizer, Storage
+    from lpq.core import Buffer, Quantizer, Rotation, Storage
     from lpq.registry import FormatSpec, hookimpl
 
     class OwnStorage(Storage):
@@ -200,6 +200,10 @@ OWN_FAULTS = {
     "an option that cannot be hashed": (
         ('per: Literal["row", "tensor"] = "row"', "per: list = field(default_factory=list)"),
         "option 'per' is []; by options quantizers are told apart, so it must be",
+    ),
+    "a rotation of 12 columns": (
+        ("    @hookimpl", "    Own.rotation = property(lambda self: Rotation(signs=(1,) * 12))\n\n    @hookimpl"),
+        "plugin log4 (lpq-log4 1.0) cannot be used: log4: what Own declares raised ValueError: signs of a Rotation",
     ),
     "a class that is not there": (('"lpq_log4_plugin:Own"', '"lpq_log4_plugin:Gone"'), "lpq_log4_plugin:Gone"),
 }
@@ -245,7 +249,7 @@ def test_plugins_and_recipes_that_are_broken_are_findings(install: Callable, lpq
 
 
 @pytest.mark.parametrize("command", ["explain", "check"])
-@pytest.mark.parametrize("fault", list(OWN_FAULTS)[:2])
+@pytest.mark.parametrize("fault", [*list(OWN_FAULTS)[:2], "a rotation of 12 columns"])
 def test_other_commands_say_it_in_the_same_words(install: Callable, lpq: Callable, command: str, fault: str) -> None:
     (right, wrong), words = OWN_FAULTS[fault]
     install("log4", "1.0", FORMAT.replace(right, wrong))
