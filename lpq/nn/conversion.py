@@ -321,10 +321,17 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
 
 
 def _recipes(module: nn.Module, note: str) -> str:
-    """A note with the recipes that the layers of this module have by their schedule now."""
+    """A note with the recipes that the layers of this module have by their schedule, and which of them holds now."""
     layers = (m for m in module.modules() if isinstance(m, StatefulLayer) and m.schedule is not None)
-    schedule = next((layer.schedule for layer in layers), None)
-    return note if schedule is None else f"{schedule}{''.join(note.partition(BECAME)[1:])}"
+    if (layer := next(layers, None)) is None or layer.schedule is None:
+        return note
+    planned = [recipe for _, recipe in layer.schedule.pieces]
+    now = f"; now: {_title(layer)}" if len(planned) > 1 and layer.recipe in planned else ""
+    return f"{layer.schedule}{now}{''.join(note.partition(BECAME)[1:])}"
+
+
+def _title(layer: StatefulLayer) -> str:
+    return layer.recipe.title if layer.recipe is not None else "left alone"
 
 
 def _is_made(module: nn.Module) -> bool:
@@ -343,4 +350,4 @@ def _given_since(module: nn.Module | None) -> str:
         return ""
     if any(module.recipe == recipe for _, recipe in module.schedule.pieces):
         return ""
-    return f"; since then {module.recipe.title if module.recipe else 'left alone'}"
+    return f"; since then {_title(module)}"

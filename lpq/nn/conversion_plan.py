@@ -29,7 +29,6 @@ TAKEN = "lpq_recipe"
 BECAME = "; it is a "
 """The beginning of the end of a note: the class of the module that a plugin made."""
 LEFT_ALONE = Schedule(((None, None),))
-NO_RECIPE = "the policy gives it no recipe"
 
 
 @dataclass(frozen=True)
@@ -151,19 +150,19 @@ def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], li
         kind = module.kind.rpartition(".")[2] if isinstance(module, StatefulLayer) else type(module).__name__
         change, note = _change_of(module, name, schedule)
         changes += [change] if change is not None else []
-        if change is not None and note != NO_RECIPE:
+        if change is not None and note:
             converted.append(Entry(name, kind, note))
             if not name:
                 break  # which is the whole model
         elif next(module.parameters(recurse=False), None) is not None:
-            others.append(Entry(name, kind, plan.without.get(name, note)))
+            others.append(Entry(name, kind, plan.without.get(name) or note or plan.policy.why_none(plain_name(name))))
     return changes, converted, others
 
 
 def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change | None, str]:
-    """Return the change of a module, if it has one; and its recipe, or the reason why it has none."""
+    """Return the change of a module, if it has one; and its recipes, or why they do not reach it: "" without any."""
     first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
-    note = str(schedule) if first is not None else NO_RECIPE
+    note = str(schedule) if first is not None else ""
     if isinstance(module, StatefulLayer):
         return Change(name, module, schedule, module, layers={name: module}), note
     if first is None:

@@ -210,6 +210,15 @@ class Policy:
         """The part of the name for which the layer is left alone regardless of the rules; None if there is none."""
         return next((part for part in name.split(".") if part in self.leave), None)
 
+    def why_none(self, name: str) -> str:
+        """Why the layer with this name has no recipe at any step: the rule that skips it, or that none is for it."""
+        number = next((number for number, *_ in self._holding(name, "later")), None)
+        if number is None:
+            return "no rule of the policy is for it"
+        rule = self.rules[number - 1]
+        where = f"blocks {rule.blocks}" if rule.blocks else repr(next(p for p in rule.match if matches(p, name)))
+        return f"rule {number} ({where}) gives it no recipe"
+
     def rules_for(self, name: str) -> tuple[Rule, ...]:
         """The rules that match the layer with this name."""
         return tuple(rule for rule in self.rules if rule.matches(name) and self._in_block(rule, name))
@@ -263,7 +272,9 @@ class Policy:
         placed = self.placed(every)
         why = "none of the layers that it matches is in its blocks"
         if not placed.stacks:
-            why = "this model has no list of layers, so `blocks` holds nowhere"
+            why = (
+                "this model has no list of layers for `blocks`: other rules hold for all of it; name layers by `match`"
+            )
         by_rule = [(number, rule, [name for name in layers if rule.matches(name)]) for number, rule in numbered]
         return tuple((n, why) for n, rule, own in by_rule if own and not any(placed._in_block(rule, x) for x in own))
 

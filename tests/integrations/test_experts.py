@@ -187,7 +187,7 @@ def test_they_are_converted_again_copied_and_left_alone() -> None:
     )
     assert [e.recipe and e.recipe.title for e in experts_of(net)] == ["nvfp4", None]
     left = {entry.name: entry.note for entry in lpq.report(net).left}
-    assert left["model.layers.1.mlp.experts"] == "the policy gives it no recipe"
+    assert left["model.layers.1.mlp.experts"] == "no rule of the policy is for it"
 
 
 def test_a_recipe_with_memories_is_refused_before_anything_is_changed() -> None:
@@ -213,7 +213,7 @@ def test_they_follow_the_steps_of_a_policy_and_a_checkpoint_has_their_recipe(tmp
         lpq.set_step(again, 1)
         assert not torch.equal(net(input_ids=words).logits, again(input_ids=words).logits)
     assert {entry.note for entry in lpq.report(net).converted if "experts" in entry.name} == {
-        "nvfp4 until step 2, then mxfp8"
+        "nvfp4 until step 2, then mxfp8; now: mxfp8"
     }
 
 

@@ -76,7 +76,7 @@ def test_the_report_says_what_was_swapped_and_what_was_left_and_why() -> None:
     report = lpq.report(model)
     assert [e.name for e in report.converted] == [f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)]
     left = {e.name: e.note for e in report.left}
-    assert left["head"] == "the policy gives it no recipe"
+    assert left["head"] == "rule 1 ('head') gives it no recipe"
     assert "subclass of nn.Linear" in left["custom"]
     assert left["embed"] == "no plugin converts Embedding"
     assert set(left) == {"head", "custom", "embed"}, "a norm holds no matrix"

@@ -86,7 +86,7 @@ def test_what_is_wrapped_since_is_converted_still(wrapped: Any) -> None:
     first = lpq.convert(made(), staged, steps="later")
     first["block"] = wrapped(first["block"])
     lpq.replan(first, steps=4)
-    assert lpq.report(first).converted[0].note == "mxfp8 until step 2, then left alone"
+    assert lpq.report(first).converted[0].note == "mxfp8 until step 2, then left alone; now: mxfp8"
 
 
 def test_what_has_adapters_since_is_converted_and_they_are_not() -> None:

@@ -280,3 +280,21 @@ def test_nvfp4_rl_leaves_the_attention_of_t5_as_it_is() -> None:
     found = {entry.name for entry in lpq.report(model).converted}
     halves = {"encoder.block.2.layer.1", "decoder.block.2.layer.2"}
     assert found == {f"{half}.DenseReluDense.{layer}" for half in halves for layer in ("wi", "wo")}
+
+
+def test_the_report_says_which_rule_skips_a_layer() -> None:
+    rules = [
+        {"match": "*", "blocks": "last 50%", "recipe": "skip"},
+        {"match": ["*.u?", "*.gate"], "recipe": "skip"},
+        {"match": "*.down", "recipe": "mxfp8"},
+    ]
+    blocks = [nn.ModuleDict({name: nn.Linear(32, 32) for name in ("up", "gate", "down")}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(blocks), "out": nn.Linear(32, 32)})
+    report = lpq.report(lpq.convert(model, {"rules": rules}))
+    last = "rule 1 (blocks last 50%) gives it no recipe"
+    assert {entry.name: entry.note for entry in report.left} == {
+        "layers.0.up": "rule 2 ('*.u?') gives it no recipe",
+        "layers.0.gate": "rule 2 ('*.gate') gives it no recipe",
+        **{f"layers.1.{name}": last for name in ("up", "gate", "down")},
+        "out": "no rule of the policy is for it",
+    }

@@ -262,6 +262,17 @@ def test_a_model_gets_the_length_of_its_run_later() -> None:
     assert titles(later, range(11)) == titles(told, range(11))
 
 
+def test_the_report_says_which_recipe_holds_now() -> None:
+    model = net(LATER)
+    for step, now in ((0, "left alone"), (8, "nvfp4"), (7, "left alone")):
+        lpq.set_step(model, step)
+        notes = {entry.note for entry in lpq.report(model).converted}
+        assert notes == {f"left alone until step 8, then nvfp4; now: {now}"}
+    model[0].recipe = "mxfp8"
+    assert lpq.report(model).converted[0].note == "left alone until step 8, then nvfp4; since then mxfp8"
+    assert lpq.report(net("mxfp8")).converted[0].note == "mxfp8"
+
+
 def test_until_then_it_is_at_step_0() -> None:
     model = converted(FRACTIONS, *SIZES, steps="later")
     assert titles(model, range(1)) == ["nvfp4"]

@@ -428,7 +428,7 @@ def test_rules_that_are_for_no_block_are_told_apart_from_beaten_ones() -> None:
     def flat() -> nn.Module:
         return nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
 
-    listless = "this model has no list of layers, so `blocks` holds nowhere"
+    listless = "this model has no list of layers for `blocks`: other rules hold for all of it; name layers by `match`"
     assert reported(flat(), some, rest) == [(1, listless)]
     assert reported(flat(), {**some, "recipe": "mxfp8"}) == [(1, listless)]
     assert reported(flat(), {**some, "match": "c"}) == []  # which is a pattern that matches nothing
