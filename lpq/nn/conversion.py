@@ -102,6 +102,8 @@ def convert(
     check_model(model)
     if accumulate not in (None, *get_args(Accumulate)):
         raise ValueError(f"accumulate={accumulate!r}: {suggestion(str(accumulate), (*get_args(Accumulate), 'None'))}")
+    if not isinstance(fuse, bool):
+        raise TypeError(f"fuse={fuse!r}: it is True or False")
     prepared = _prepared(model, weights, ranks)
     check_options(weights, ranks, prepared[1])
     if accumulate is not None and weights is not None:

@@ -40,7 +40,7 @@ OF_X = Within(x=False, dy=True)
 OF_PRODUCT = Within(x=True, dy=False)
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation of each ``approximate`` of ``F.gelu``."""
-NO_RECIPE = "has no recipe: give it one"
+NO_RECIPE = "has no recipe"
 
 
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
@@ -221,6 +221,9 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
     """``summed``: for each layer before the last whether the gradient of its bias is wanted."""
     *before, down = calls
     assert down.step is not None
+    if (gate := before[0]).shapes.outputs != (up := before[-1]).shapes.outputs:
+        sizes = f"{gate.shapes.outputs} outputs of {gate.title} and {up.shapes.outputs} of {up.title}"
+        raise ValueError(f"{sizes} cannot be multiplied with each other: gate and up must have equally many")
     between = activation.gated if len(before) > 1 else activation.alone
     key_objects = activation, *(call.step for call in calls)
     if down.shapes.parts is not None:

@@ -52,7 +52,7 @@ def apart(net: nn.Module) -> dict[str, str]:
 
 
 def test_a_layer_that_a_policy_skips() -> None:
-    assert apart(lpq.fuse(model(up="skip"))) == dict.fromkeys(["0.mlp", "1.mlp"], "its up has no recipe: give it one")
+    assert apart(lpq.fuse(model(up="skip"))) == dict.fromkeys(["0.mlp", "1.mlp"], "its up has no recipe")
 
 
 def test_a_block_with_an_adapter_is_named() -> None:

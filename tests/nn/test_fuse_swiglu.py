@@ -236,6 +236,12 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(fused(x).float().sum(), x, create_graph=True)
 
 
+def test_gate_and_up_of_two_widths_are_refused() -> None:
+    gate, up, down = lpq.convert(nn.ModuleList([nn.Linear(64, 128), nn.Linear(64, 96), nn.Linear(128, 64)]), "mxfp8")
+    with pytest.raises(ValueError, match=r"128 outputs of layer 0, .* and 96 of layer 1, .* must have equally many"):
+        lpq.nn.swiglu(torch.randn(16, 64), gate, up, down)
+
+
 def test_compiled_whole() -> None:
     fused, plain = pair("fp8-current")
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")

@@ -64,6 +64,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "report": (lambda: lpq.report(PLAIN), ValueError, r"not converted: call lpq\.convert"),
     "report of a part": (lambda: lpq.report(NET[0]), ValueError, "or pass the whole that it is part of"),
+    "fuse": (lambda: lpq.convert(PLAIN, "mxfp8", fuse="yes"), TypeError, "fuse='yes': it is True or False"),  # type: ignore[arg-type]
     "set_step": (lambda: lpq.set_step(PLAIN, 3), ValueError, "not converted"),
     "replan": (lambda: lpq.replan(PLAIN, steps=3), ValueError, r"call lpq\.convert"),
     "gemm": (lambda: lpq.gemm(T, T), TypeError, r"t\.row and t\.col, and not a QuantizedTensor"),
