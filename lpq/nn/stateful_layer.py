@@ -89,6 +89,10 @@ class StatefulLayer(nn.Module):
         raises an error reads it there."""
         return f"layer {self.qualified_name}, {self.sized}" if self.qualified_name else self.sized
 
+    def __dir__(self) -> list[str]:
+        """Without the former name below, which warns: torch.jit.trace reads whatever is listed."""
+        return [name for name in super().__dir__() if name != "place"]  # type: ignore[no-untyped-call]
+
     @property
     def place(self) -> str:
         """The former name of ``qualified_name``, until lpq 0.2."""

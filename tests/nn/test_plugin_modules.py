@@ -96,8 +96,8 @@ def test_layers_inside_follow_the_rules_that_end(plugin: Plugin) -> None:
     assert titles(made) == ["mxfp8", "mxfp8", "bf16"]
     assert torch.equal(copy.deepcopy(made)(X), made(X))
     assert [(e.name, e.note) for e in lpq.report(made).converted] == [
-        ("0", "nvfp4 until step 10, then mxfp8"),
-        ("1", "nvfp4 until step 10, then mxfp8; it is a test_plugin_modules.Layers now"),
+        ("0", "nvfp4 until step 10, then mxfp8; now: mxfp8"),
+        ("1", "nvfp4 until step 10, then mxfp8; now: mxfp8; it is a test_plugin_modules.Layers now"),
     ]
 
 
@@ -206,3 +206,11 @@ def test_the_former_name_of_a_name_warns() -> None:
     model = lpq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     with pytest.warns(DeprecationWarning, match=r"layer\.qualified_name"):
         assert model[0].place == model[0].qualified_name == "0"
+
+
+def test_a_walk_through_all_attributes_warns_of_no_former_name() -> None:
+    """As torch.jit.trace makes one."""
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert {name for name in dir(model[0]) if hasattr(model[0], name)} >= {"qualified_name", "recipe", "weight"}
