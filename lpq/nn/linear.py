@@ -92,7 +92,7 @@ class Layer(WeightedLayer):
             by = EncodedBy.own(self, encoded) if plan.memories and not traced else None
             buffers = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, encoded, needs_dw)
             if buffers is None:
-                if isinstance(input, WithValue):
+                if isinstance(input, WithValue) and (not traced or plan.memories or encoded.quantizer != plan.x):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
                 buffers = input_buffers(self.title, plan, input, needs_dw, by is not None)

@@ -14,6 +14,7 @@ from support.comparing import equal, equal_states
 from test_fuse_families import model as of_family
 from test_fuse_families import step, transformers
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import lpq
@@ -82,13 +83,23 @@ def test_compiled_whole(fused_passes: list[int]) -> None:
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
-def test_attention_alone_is_compiled(recipe: str, fused_passes: list[int], added: list[bool]) -> None:
-    """It takes what the norm before it has encoded."""
+@pytest.mark.parametrize(("recipe", "encodings"), [("fp8-current", 5), ("mxfp8", 5), ("fp8-delayed", 8)])
+def test_attention_alone_is_compiled(recipe: str, encodings: int, fused_passes: list[int], added: list[bool]) -> None:
+    """It takes what the norm before it has encoded, and encodes four weights and one input; layers that remember
+    statistics encode their own inputs."""
+    counts: list[int] = []
+
+    def forward(graph: Any, _: Any) -> Any:
+        counts.append(sum(node.target is torch.ops.lpq.quantize.default for node in graph.graph.nodes))
+        return graph.forward
+
     net = lpq.fuse(model(recipe=recipe))
     for layer in net.model.layers:
-        layer.self_attn.compile(fullgraph=True, backend="aot_eager")
+        layer.self_attn.compile(
+            fullgraph=True, backend=aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: graph.forward)
+        )
     assert equal(step(net), step(model(recipe=recipe)))
+    assert counts == [encodings] * 2
     assert len(fused_passes) == 2
     assert added == [False, True] * 2
 
