@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lpq.observe import Before, Course, Culprits
+from lpq.observe.replay import gradient_norm
 from lpq.observe.trigger import Trigger
 from lpq.registry.warning import warn
 
@@ -52,20 +52,21 @@ class _Culprits:
         """Replay the step if it leaves the course."""
         if not self._losses:
             return
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        loss, whole = torch.stack(self._losses).mean(), norm.full_tensor() if isinstance(norm, DTensor) else norm
         batches, self._batches, before, self._before = self._batches, [], self._before, None  # no hook notes replays
+
+        by_items = any(by_name.get("num_items_in_batch") is not None for _, by_name in batches)
+        parts = 1 if by_items else len(batches)  # a loss by items is a share of the step's already
 
         def closure() -> Tensor:
             losses = []
             for inputs, by_name in batches:
-                loss = _loss(model(*inputs, **by_name))
-                loss = loss if by_name.get("num_items_in_batch") is not None else loss / len(batches)
+                loss = _loss(model(*inputs, **by_name)) / parts
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
             return torch.stack(losses).sum()
 
-        if words := self._trigger.look(model, state.global_step, _mean(loss), _mean(whole), closure, before):
+        loss, norm = torch.stack(self._losses).sum() / parts, gradient_norm(model)
+        if words := self._trigger.look(model, state.global_step, _mean(loss), _mean(norm), closure, before):
             warn(words)
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -36,6 +36,15 @@ class Course:
 
     def off(self, loss: float, norm: float | None = None) -> str | None:
         """Take a step; return in words why it is off the course, or None."""
+        why = self.why(loss, norm)
+        if why is None:
+            self._losses.append(loss)
+            if norm is not None:
+                self._norms.append(norm)
+        return why
+
+    def why(self, loss: float, norm: float | None = None) -> str | None:
+        """Say why a step with this loss and norm is off the course, or None; the step is not taken."""
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if value is not None and not math.isfinite(value):
                 return f"the {name} is {value}"
@@ -46,9 +55,15 @@ class Course:
                 return f"the loss is {loss:.4g}, where the last {len(self._losses)} steps had about {middle:.4g}"
         if norm is not None and len(self._norms) >= self._least and norm > self._norm * median(self._norms):
             return f"the gradient norm is {norm:.4g}, and was about {median(self._norms):.4g}"
-        self._losses.append(loss)
-        if norm is not None:
-            self._norms.append(norm)
+        return None
+
+    def why_as_well(self, step: tuple[float, float], again: tuple[float, float]) -> str | None:
+        """Say why another run of a step leaves the course by what the step leaves it by; None if it does not. Each run
+        has a loss and a norm. A value that is not finite is found again only in a run that is not finite either."""
+        for ours, theirs in ((step[:1], again[:1]), (step, again)):
+            if self.why(*ours) is not None:
+                is_worse = not all(map(math.isfinite, ours)) and all(map(math.isfinite, theirs))
+                return None if is_worse else self.why(*theirs)
         return None
 
     def state_dict(self) -> dict[str, Any]:

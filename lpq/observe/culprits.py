@@ -20,9 +20,10 @@ from lpq import recipes
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.stepping import promote
+from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError
-from lpq.observe.replay import Before, Closure, Replay
+from lpq.observe.replay import Before, Closure, Replay, gradient_norm
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
 from lpq.registry.showing import Readable
@@ -63,6 +64,9 @@ class Culprits(Readable):
     loss_in_bf16: float
     replays: bool | None
     """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with."""
+    off_in_bf16: str | None = None
+    """Why the step is off its course in bf16 as well: then no layer was looked for. None: it is not, or no course was
+    given."""
 
     def promote(self, model: nn.Module, *, until: int) -> None:
         """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
@@ -75,6 +79,9 @@ class Culprits(Readable):
         lines = [f"loss {self.loss:.6g}, in bf16 {self.loss_in_bf16:.6g}; error of the gradients {self.error:.3g}"]
         if self.replays is False:
             lines.append("the replay gave other gradients than the step: pass before=, made where the step began")
+        if self.off_in_bf16 is not None:
+            in_words = "in bf16 the step is off its course as well: no layer's format is the cause"
+            return "\n".join([*lines, f"{in_words} ({self.off_in_bf16})"])
         for one in self.found:
             lines.append(f"{one.moved:7.1%}  {one.layer or 'the model itself'}")
             lines += [f"{part.moved:7.1%}    {part.part}" for part in self.parts if part.layer == one.layer]
@@ -86,6 +93,7 @@ def culprits(
     closure: Closure,
     *,
     before: Before | None = None,
+    course: Course | None = None,
     most: int = 3,
     least: float = 0.1,
     replays: int = 64,
@@ -99,6 +107,8 @@ def culprits(
         model: A converted model.
         closure: Runs forward and backward of the step's batch, without the optimizer, and returns the loss.
         before: The random bits and states before the step, ``lpq.observe.Before(model)``; None: the present ones.
+        course: The course that the step left. Where the step is off it in bf16 as well, low precision is not the cause,
+            and no layer is found.
         most: The most layers to find.
         least: How far a part must move the gradients to be looked into.
         replays: The most replays in the search for layers.
@@ -114,10 +124,14 @@ def culprits(
         if all(p.grad is None for p in _trained(model)):
             raise NumericsError("culprits: the closure left no gradient: it runs backward, too, as loss.backward()")
         there = [g for g, p in zip(base, _trained(model), strict=True) if p.grad is not None]
+        norm = math.nan if course is None else float(gradient_norm(model))
         same = None if not ours else ranks.sum([_differ(ours, there)]) == 0
         whole = {layer: in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
         error = GradientError(ranks, [replay], whole)
-        start = error.between([base])
+        start, loss = error.between([base]), ranks.mean(loss)
+        off = None
+        if course is not None:
+            off = course.why_as_well((loss, norm), (error.loss, float(gradient_norm(model))))
 
         def moved(part: Parts) -> float:
             now = error.of(part)
@@ -126,14 +140,14 @@ def culprits(
             return 1 - now / start if start and math.isfinite(now) else 0.0
 
         search = _Search(moved, whole, most, least, replays)
-        layers = search.layers([*whole]) if start else []
+        layers = search.layers([*whole]) if start and off is None else []
         layer_culprits = [Culprit(names[id(layer)], "", how, whole[layer]) for layer, how in layers]
         parts = [
             Culprit(names[id(layer)], part, how, recipe)
             for layer, _ in layers
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
-    return Culprits(tuple(layer_culprits), tuple(parts), start, ranks.mean(loss), error.loss, same)
+    return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
@@ -23,6 +24,12 @@ from lpq.torch_private.tensors import local_part
 
 Closure = Callable[[], Any]
 """Runs forward and backward of the step's batch, and returns the loss."""
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The norm of the gradients that a model has, of all their shards."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class Bits(NamedTuple):

@@ -62,6 +62,11 @@ def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, ranks: int, weights: Any
     now = [local_part(p.grad) for p in net.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(now, gradients, strict=True))
     assert net[2].layer.recipe == net[0].layer.recipe == lpq.recipe("nvfp4")
+    course = lpq.observe.Course(2, least=2)
+    assert [course.leaves(10 * found.loss, 1e-9) for _ in range(2)] == [None] * 2
+    as_well = lpq.observe.culprits(net, closure, before=before, course=course)
+    assert (as_well.off_in_bf16 or "").startswith("the gradient norm is ")
+    assert {*of_all(str(as_well))} == {str(as_well)}
     found.promote(net, until=3)
     for step in (2, 3):
         lpq.set_step(net, step)

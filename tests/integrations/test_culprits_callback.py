@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from llama import STEPS, converted, losses, trainer
+from llama import STEPS, converted, losses, trainer, transformers
 from support.comparing import equal_states
 from torch import Tensor
 
@@ -70,6 +71,30 @@ def test_a_planted_layer_is_found_and_promoted(tmp_path: Path) -> None:
     layer = helped.model.model.layers[0].mlp.up_proj
     assert [layer.schedule.at(step) == lpq.recipe("bf16") for step in range(STEPS)] == [True] * 5 + [False]
     assert layer.recipe == lpq.recipe("mxfp8")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_jump_that_bf16_has_as_well_promotes_nothing(parts: int, tmp_path: Path) -> None:
+    """The head, which is in bf16, makes the loss jump. The words have one loss, however many parts a step has."""
+
+    class Jumps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(40)
+
+    finds = CulpritsCallback(course=Course(window=4, least=2, loss=30), promote=2)
+    jumps = trainer(converted("nvfp4"), tmp_path, LpqCallback(), Jumps(), finds, gradient_accumulation_steps=parts)
+    with pytest.warns(UserWarning, match=r"(?s)step 4: the loss is .*, where.*no layer's format is the cause") as got:
+        jumps.train()
+    said = next(str(one.message) for one in got if "no layer's format" in str(one.message))
+    step, replayed = (float(re.search(words, said)[1]) for words in (r"the loss is ([\d.]+)", r"\nloss ([\d.]+)"))
+    assert step == pytest.approx(replayed, rel=1e-3)
+    assert "They are in bf16" not in said
+    assert [*finds.found] == [4]
+    assert finds.found[4].found == ()
+    recipes = {m.schedule.at(5) for m in jumps.model.modules() if isinstance(m, lpq.nn.Layer)}
+    assert recipes == {lpq.recipe("nvfp4")}
 
 
 def test_a_nan_that_stays_is_replayed_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,67 @@ def test_a_layer_that_makes_a_nan_is_found() -> None:
     assert [one.layer for one in found.found] == ["1.layer"]
     assert found.found[0].moved > 0.5
     assert {part.part for part in found.parts if part.moved > 0.5} == {"fprop", "fprop.x"}
+
+
+def jumping(net: Any, jump: Callable[[Tensor], Tensor]) -> tuple[Any, float, float]:
+    """A closure whose loss is about 1 and what the formats add to it, and the loss and the norm of its gradients. The
+    jump is behind the layers: no format has a part in it."""
+    x = batch()
+    target = model("bf16")(x).detach() + 0.05
+
+    def closure() -> Tensor:
+        loss: Tensor = jump(10 * (net(x) - target).square().mean() + 1)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    net.zero_grad()
+    loss = float(closure().detach())
+    return closure, loss, float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]))
+
+
+@pytest.mark.parametrize(
+    ("jump", "why"),
+    [
+        (lambda loss: 40 * loss, r"the loss is 4\d\.?\d*, where the last 10 steps had about 1"),
+        (lambda loss: loss + 1e6 * (loss - loss.detach()), r"the gradient norm is .*, and was about"),
+        (lambda loss: loss * torch.nan, "the loss is nan"),
+    ],
+    ids=["loss", "norm", "nan"],
+)
+def test_a_jump_that_bf16_has_as_well_is_no_layers_doing(jump: Callable[[Tensor], Tensor], why: str) -> None:
+    net, course = model("nvfp4", planted=-1), lpq.observe.Course(window=10)
+    _, loss, norm = jumping(net, lambda loss: loss)
+    assert [course.leaves(loss, norm) for _ in range(10)] == [None] * 10
+    closure, loss, norm = jumping(net, jump)
+    assert re.match(why, course.leaves(loss, norm) or "")
+    found = lpq.observe.culprits(net, closure, course=course)
+    assert found.found == found.parts == ()
+    assert re.match(why, found.off_in_bf16 or "")
+    assert "in bf16 the step is off its course as well: no layer's format is the cause (the " in str(found)
+    found.promote(net, until=3)
+    lpq.set_step(net, 1)
+    assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe("nvfp4")}
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_a_jump_of_one_layers_format_is_that_layers_doing(is_nan: bool) -> None:
+    """The loss of bf16 stays on the course. Where the layer makes a NaN, it may leave the course: it is a number."""
+    net, course = model("nvfp4"), lpq.observe.Course(window=10)
+
+    def jump(loss: Tensor) -> Tensor:
+        in_bf16 = net[2].layer.recipe == lpq.recipe("bf16")
+        return loss if not is_nan else 40 * loss if in_bf16 else torch.nan * loss
+
+    _, loss, _ = jumping(model("bf16"), lambda loss: loss)
+    assert [course.leaves(loss) for _ in range(10)] == [None] * 10
+    closure, loss, norm = jumping(net, jump)
+    assert course.leaves(loss, norm) is not None
+    found = lpq.observe.culprits(net, closure, course=course, most=1)
+    assert found.off_in_bf16 is None
+    assert [one.layer for one in found.found] == ["2.layer"]
+    found.promote(net, until=3)
+    lpq.set_step(net, 1)
+    assert net[2].layer.recipe == lpq.recipe("bf16")
 
 
 def test_a_rule_promotes_culprits_for_some_steps(tmp_path: Path) -> None:

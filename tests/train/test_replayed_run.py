@@ -87,6 +87,21 @@ def test_culprits_are_promoted_and_a_resumed_run_goes_on_with_the_rule(
     assert lpq.checkpoint.info(resumed.directory / "recipe").policy == policy
 
 
+def test_a_jump_that_bf16_has_as_well_promotes_nothing_and_is_recorded(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = Trainer.loss
+    monkeypatch.setattr(Trainer, "loss", lambda self, *given: loss(self, *given) * (40 if self.step == 3 else 1))
+    monkeypatch.setattr(lpq.observe.trigger, "Course", lambda: Course(window=3, least=2, loss=30))
+    replayed = run(tiny(recipe="nvfp4", baseline=False, promote=2), console)
+    found = {record["step"]: record["replay"] for record in records(replayed.directory) if "replay" in record}
+    assert [*found] == [4]  # records count the steps that are done
+    assert "in bf16 the step is off its course as well: no layer's format is the cause" in found[4]
+    assert "They are in bf16" not in found[4]
+    assert "no layer's format is the cause" in shown(console)
+    assert len(lpq.checkpoint.info(replayed.directory / "recipe").policy.rules) == 1
+
+
 @pytest.mark.parametrize("promote", [0, 2])
 def test_a_step_that_is_no_number_is_done_again_where_layers_are_promoted(
     promote: int, tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
