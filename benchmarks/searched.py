@@ -97,7 +97,7 @@ def main(name: str, size: str | None, device: str, out: Path) -> None:
         return widened.seconds(layers[layer], recipe)
 
     with fixed_sums(place, config.threads):
-        trainer = Trainer(config, text, None, Team(place), probes=False)
+        trainer = Trainer(config, text, None, Team(device=place), probes=False)
         while trainer.step < study.steps:
             trainer.advance()
 

@@ -34,7 +34,7 @@ def trained(
     text = data.load(config.data, config.seq, config.text)
     device = torch.device(config.device)
     with fixed_sums(device, config.threads), torch.compiler.set_stance("default" if config.compile else "force_eager"):
-        trainer = Trainer(config, text, policy, Team(device), probes=False)
+        trainer = Trainer(config, text, policy, Team(device=device), probes=False)
         before(trainer)
         held_out, seconds = [], []
         while trainer.step < config.steps:

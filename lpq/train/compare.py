@@ -74,7 +74,7 @@ def run(
         raise TrainError("--at-once is not for torchrun, whose processes do one training each at a time: leave it out")
     device = pick_device(config.training.device)
     if config.training.record:
-        refuse_record(Team(device))
+        refuse_record(Team(device=device))
     for recipe in config.recipes:
         lpq.policy(recipe)
     jobs = config.jobs(baseline_on(device))
@@ -272,7 +272,7 @@ def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> No
     if config.compile:
         torch.compiler.reset()  # graphs of other recipes count towards the most that a block may have
     with fixed_sums(device, config.threads):
-        trainer = Trainer(config, text, policy, Team(device), probes=False)
+        trainer = Trainer(config, text, policy, Team(device=device), probes=False)
 
         def tell(line: str) -> None:
             say(f"{job.name}: {line}")

@@ -24,7 +24,7 @@ from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
 from lpq.train import data, gpu_size, report, runs
 from lpq.train.config import TrainConfig
-from lpq.train.errors import Stopped
+from lpq.train.errors import Stopped, TrainError
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
@@ -55,7 +55,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     """
     allowed_by(os.environ.get(ENVIRONMENT))  # a backend that is none is refused before anything is written
     device = pick_device(config.device)
-    team = Team(device)
+    team = Team(device=device)
     team.check_batch(config.batch)
     if config.record:
         refuse_record(team)
@@ -224,6 +224,7 @@ def keep(path: Path, steps: int) -> None:
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
     os.truncate(path, sum(map(len, lines[:steps])))  # kept lines are never written again, so no kill can lose them
+    records(path)  # a file that is broken is refused before the first step, and not after the last
 
 
 @contextmanager
@@ -235,4 +236,7 @@ def metrics(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """The records of all steps."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise TrainError(f"{path} is broken ({error}): restore it, or train anew in another --out") from error

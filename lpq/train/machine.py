@@ -77,9 +77,7 @@ def fixed_sums(device: torch.device, threads: int) -> Iterator[None]:
 
 def fast_bf16(device: torch.device) -> bool:
     """Whether ``device`` multiplies bf16 matrices at least about as fast as fp32 ones."""
-    if device.type != "cpu":
-        return True
-    return has_fast_bf16()
+    return device.type != "cpu" or has_fast_bf16()
 
 
 def baseline_on(device: torch.device) -> str:

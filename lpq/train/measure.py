@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +74,6 @@ class StepBytes:
     """The bytes of the optimizer's state, fp32 masters included."""
     peak: int | None
     """The most memory of the GPU that tensors took; None on a CPU."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Probe:

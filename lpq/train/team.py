@@ -30,9 +30,6 @@ class Team(Ranks):
     error = TrainError
     device: torch.device
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device=device)
-
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""

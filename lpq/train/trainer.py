@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +226,7 @@ class Trainer:
         rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None}
         beside: dict[str, Any] = {
             "losses": self.losses,
-            "measured": self.measured.to_dict() if self.measured is not None else None,
+            "measured": asdict(self.measured) if self.measured is not None else None,
             "rng": [*self.team.exchange(rng).values()],
             "text": self.text.digest,
             "policy": self.policy_text,

@@ -26,7 +26,7 @@ def trained(recipe: str | None, *, record: bool, **options: Any) -> tuple[Traine
     policy = None if recipe is None else loop.policy_of(config)
     text = data.load(config.data, config.seq, config.text)
     with fixed_sums(device, config.threads):
-        trainer = Trainer(config, text, policy, Team(device), probes=False)
+        trainer = Trainer(config, text, policy, Team(device=device), probes=False)
         records = [trainer.advance() for _ in range(STEPS)]
         records.append({"held out": trainer.held_out_loss()})
     for one in records:

@@ -23,7 +23,7 @@ NAMES = ["step-00000001", "step-00000002"]
 @pytest.fixture
 def trainer(tiny: MakeConfig) -> Trainer:
     config = tiny(recipe="mxfp8")
-    return Trainer(config, load(config.data, config.seq), None, Team(torch.device("cpu")))
+    return Trainer(config, load(config.data, config.seq), None, Team(device=torch.device("cpu")))
 
 
 def with_two(trainer: Trainer, directory: Path) -> Path:

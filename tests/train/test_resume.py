@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -19,7 +20,7 @@ from training import POLICY, MakeConfig, assert_same, saved, shown
 
 from lpq.checkpoint import CheckpointError, info
 from lpq.files import disk
-from lpq.train import Stopped, TrainConfig, loop, run, runs
+from lpq.train import Stopped, TrainConfig, TrainError, loop, run, runs
 from lpq.train.machine import baseline_on
 from lpq.train.trainer import Trainer
 
@@ -160,6 +161,17 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
     assert len(seen) > 5
     assert seen[0] == kept + lost
     assert all(content.startswith(kept) for content in seen)
+
+
+def test_metrics_that_are_broken_are_refused_before_the_next_step(tiny: MakeConfig, console: Console) -> None:
+    config = tiny(baseline=False)
+    folder = run(config, console).directory / "recipe"
+    shutil.rmtree(folder / "step-00000006")
+    (folder / "metrics.jsonl").write_text("{bad\n")
+    with pytest.raises(TrainError, match=r"metrics\.jsonl is broken \(.*\): restore it, or train anew"):
+        run(replace(config, resume=True), console)
+    assert "resumed after step 4" in shown(console)
+    assert (folder / "metrics.jsonl").read_text() == "{bad\n"
 
 
 def test_a_checkpoint_says_what_made_it_and_no_other_text_or_policy_goes_on(

@@ -230,7 +230,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_diverged_run_ends_in_words(tiny: MakeConfig, text: Path) -> None:
     config = tiny()
-    trainer = Trainer(config, load(config.data, config.seq), None, Team(CPU))
+    trainer = Trainer(config, load(config.data, config.seq), None, Team(device=CPU))
     weight = trainer.model.blocks[0].mlp.up.weight
     before = weight.detach().clone()
     hook = weight.register_hook(lambda gradient: gradient * math.inf)

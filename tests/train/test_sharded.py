@@ -85,7 +85,7 @@ def test_two_ranks_store_and_train_one_quantized_model(big: MakeConfig, console:
         assert both["held_out_loss"] == pytest.approx(one.held_out_loss, rel=5e-3)
         assert both["losses"][0] == pytest.approx(one.losses[-1], rel=2e-2)
     text = data.load(config.data, config.seq)
-    fresh = Trainer(config, text, lpq.policy("nvfp4"), Team(CPU))  # a rank has the amaxes of its half of x
+    fresh = Trainer(config, text, lpq.policy("nvfp4"), Team(device=CPU))  # a rank has the amaxes of its half of x
     halves = zip(*(t.chunk(2) for t in text.batch(config.seed, 0, config.batch, config.seq)), strict=True)
     expected = sum(fresh.loss(*half).item() for half in halves) / 2
     close = 5e-3 if fast_bf16(CPU) else 1e-5  # what no layer has, such as a norm, is gathered in bf16 there
@@ -104,7 +104,7 @@ def test_two_ranks_store_and_train_one_quantized_model(big: MakeConfig, console:
     taken = tmp_path / "taken"
     shutil.copytree(directory, taken)
     shutil.rmtree(taken / "recipe" / "step-00000006")
-    trainer = Trainer(config, text, lpq.policy("nvfp4"), Team(CPU))
+    trainer = Trainer(config, text, lpq.policy("nvfp4"), Team(device=CPU))
     assert trainer.resume(taken / "recipe", print)
     trainer.save(tmp_path / "again")
     assert_same(saved(tmp_path / "again", 4)["tensors"], saved(directory / "recipe", 4)["tensors"])
