@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
 
 from lpq.cli.output import Json, as_json, print_text
 from lpq.cli.runs import checkpoint_in
-from lpq.registry.errors import OptionError
+from lpq.registry.errors import LpqError, OptionError
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run of `lpq train`, or a checkpoint.")]
 BUDGET = "a number, or a recipe, for as much as by it"
@@ -63,7 +64,14 @@ def search(
 
     if out.exists():
         raise OptionError(f"--out {out} is there already: give another name, or remove it")
+    if bool(time) == bool(error):
+        raise OptionError("search needs one budget: --time 0.6 or --time nvfp4, or else --error 0.1 or --error nvfp4")
     card, _ = gpu_named(gpu, "--gpu")
+    try:
+        with TemporaryFile(dir=out.parent):  # a file can be written there
+            pass
+    except OSError as failure:
+        raise _unwritable(out, failure) from failure
     model, closures = _prepared(checkpoint_in(run), batches)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("Replaying")
@@ -80,7 +88,8 @@ def search(
     try:
         result.write(out)
     except OSError as failure:
-        raise OptionError(f"--out {out} cannot be written: {failure.strerror or failure}") from failure
+        print_text(result.policy.to_toml())  # the measurements are not lost
+        raise _unwritable(out, failure) from failure
     remarks = [provenance(card), *not_compared({text: [lpq.recipe(text)] for text in recipe or USUAL})]
     if json:
         as_json({"policy": str(out), **result.as_dict(), "remarks": remarks})
@@ -89,6 +98,10 @@ def search(
     print_text(result.summary())
     print_text(" ".join(remarks))
     print_text(f"written to {out}, for lpq train --policy {out}")
+
+
+def _unwritable(out: Path, failure: OSError) -> LpqError:
+    return LpqError(f"--out {out} cannot be written: {failure.strerror or failure}; choose another folder")
 
 
 def _budget(text: str) -> float | str | None:
