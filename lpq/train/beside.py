@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
+from lpq.registry.errors import suggestion
+from lpq.train.errors import TrainOptionError
 from lpq.train.gaps import Gap, gaps
 from lpq.train.trainings import Training
 
@@ -26,6 +28,13 @@ def beside(trainings: Sequence[Training], title: str) -> list[Gap]:
     """The recipe of this title, then all others beside it, the baseline among them: ``gaps`` as if that recipe were the
     baseline."""
     return gaps([replace(t, policy="" if t.title == title else t.policy or "no recipe") for t in trainings])
+
+
+def check(title: str, titles: Iterable[str]) -> None:
+    """Raise an error where no training has the title that is asked for."""
+    known = [*dict.fromkeys(titles)]
+    if title not in known:
+        raise TrainOptionError(f"--beside {title}: no training is by it: {suggestion(title, known)}")
 
 
 @dataclass(frozen=True)

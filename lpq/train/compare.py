@@ -37,7 +37,7 @@ from lpq.cli.runs import RECIPE
 from lpq.distributed.ranks import message
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry.errors import LpqError
-from lpq.train import data, loop, runs, trainings
+from lpq.train import beside, data, loop, runs, trainings
 from lpq.train.compare_config import CompareConfig, TrainingJob, processors
 from lpq.train.errors import Diverged, Stopped, TrainError
 from lpq.train.interrupt import Interrupt
@@ -77,9 +77,13 @@ def run(
         refuse_record(Team(device=device))
     for recipe in config.recipes:
         lpq.policy(recipe)
+    if runs.is_run(config.out):
+        raise TrainError(f"{config.out} holds a run of lpq train: name another directory with --out")
     jobs = config.jobs(baseline_on(device))
     text = data.load(config.training.data, config.training.seq, config.training.text)
     curves = trainings.read_all(config.out)
+    if config.beside is not None:
+        beside.check(config.beside, [*(job.title for job in jobs), *(curve.title for curve in curves)])
     trainings.refuse_others(curves, config.training, config.out)
     trainings.refuse_other_text(curves, text.digest, config.out)
     _refuse_other_policies(curves, jobs)
@@ -87,7 +91,7 @@ def run(
     for job in todo:
         if runs.is_run(Path(str(job.config.out))):
             runs.open_directory(replace(job.config, resume=True))
-    _make(config.out)
+    _make(config.unfinished)
     places = [config.training.device] if processes.many else _places(device, config, len(todo))
     steps, at_once = config.training.steps, len(places) * processes.size
     about_all = console if processes.rank == 0 else Console(quiet=True)

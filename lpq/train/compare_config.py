@@ -70,6 +70,8 @@ class CompareConfig:
     time_limit: float | None
     command: str = ""
     """The command, as it stands in the files of the trainings."""
+    beside: str | None = None
+    """The recipe that the others are compared with as well."""
 
     def __post_init__(self) -> None:
         if self.seeds < 1:

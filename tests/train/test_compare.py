@@ -203,13 +203,32 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(lpq_com
         (("mxfp8", "--record"), "--record makes CUDA graphs, and the device is cpu: leave it out"),
         (("mxfp8", "mxfp8"), "name each recipe once"),
         ((BASELINE,), "is what every recipe is compared with"),
+        (("mxfp8", "--beside", "mxfp9"), "--beside mxfp9: no training is by it: did you mean 'mxfp8'"),
         (("mxfp8", "--schedule", "cosin"), "did you mean 'cosine'"),
-        ((), "there is nothing to compare with yet. Name recipes to train"),
+        ((), "--device would change nothing: without a recipe the command tells what is in --out"),
+        (("--seeds", "5"), "--seeds, --device would change nothing"),
     ):
         ended = lpq_command("compare", *arguments, "--out", out, "--device", "cpu")
         assert ended.status in (1, 2)
         assert words in ended.err
+    ended = lpq_command("compare", "--out", out)
+    assert (ended.status, "nothing to compare with yet. Name recipes to train" in ended.err) == (1, True)
     assert not out.exists()
+
+
+def test_a_folder_that_is_another_s_or_cannot_be_written_is_refused_at_once(
+    small: Make, console: Console, tmp_path: Path
+) -> None:
+    config = small("mxfp8")
+    config.out.mkdir()
+    (config.out / "config.toml").touch()
+    with pytest.raises(TrainError, match="holds a run of lpq train: name another directory"):
+        compare.run(config, console)
+    (config.out / "config.toml").unlink()
+    config.unfinished.touch()  # no folder can be made in its place
+    with pytest.raises(TrainError, match=r"nothing can be kept in .*unfinished: File exists; name another --out"):
+        compare.run(config, console)
+    assert shown(console) == ""
 
 
 @pytest.mark.starts
@@ -361,7 +380,7 @@ def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_comma
     both = (tmp_path / "table.md").read_text()
     assert both == table + "\n" + beside.markdown(trainings.read_all(tmp_path), "nvfp4") + "\n"
     ended = lpq_command("compare", "--out", tmp_path, "--beside", "nvfp8")
-    assert (ended.status, "--beside nvfp8: no training by it ended" in ended.err) == (1, True)
+    assert (ended.status, "--beside nvfp8: no training is by it: did you mean 'nvfp4'" in ended.err) == (2, True)
     figure = (tmp_path / "compare.svg").read_text()
     assert "gap to bf16 of the same seed (%)" in figure
     assert "mean of 2 seeds" in figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from lpq.train.commands.options import parameters, values_of
 from lpq.train.commands.train import Command, report_error
 from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
-from lpq.train.errors import Stopped, TrainError
+from lpq.train.errors import Stopped, TrainError, TrainOptionError
 from lpq.train.launch import launched, prints, work
 from lpq.train.taking_turns import Processes
 
@@ -86,6 +87,11 @@ def compare(
     Without a recipe the command tells what is in --out; for that it needs the curves alone.
     """
     began = time.monotonic()
+    if not recipes and (idle := _given(context, ("out", "beside"))):
+        raise TrainOptionError(
+            f"{', '.join(map(_flag, idle))} would change nothing: without a recipe the command tells what is in --out. "
+            "Name recipes to train, or leave it out"
+        )
 
     def job(processes: Processes) -> None:
         trainings = None
@@ -98,7 +104,7 @@ def compare(
             values = values_of(options)
             usual = "toy" if pick_device(values.get("device", "auto")).type == "cpu" else "60m"
             settings = training(size or usual, tokens, values)
-            config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context))
+            config = CompareConfig(tuple(recipes), seeds, settings, out, at_once, time_limit, _command(context), beside)
             trainings = compare.run(config, Console(force_terminal=None if prints() else False), began, processes)
         if prints():
             _tell(out, trainings, beside)
@@ -114,16 +120,24 @@ def compare(
 def _command(context: typer.Context) -> str:
     """The command, without what the numbers do not depend on."""
     words = ["python", "-m", "lpq", "compare", *context.params["recipes"]]
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in FREE:
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                for each in value if isinstance(value, list) else [value]:
-                    words += [f"--{flag}", str(each)]
+    for name, value in _given(context, FREE).items():
+        if isinstance(value, bool):
+            words.append(_flag(name) if value else f"--no-{_flag(name)[2:]}")
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                words += [_flag(name), str(each)]
     return shlex.join(words)
+
+
+def _given(context: typer.Context, others: Container[str]) -> dict[str, Any]:
+    """The options that stand in the command, but for ``others``."""
+    sources = {name: context.get_parameter_source(name) for name in context.params if name not in others}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return {name: context.params[name] for name in given}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _tell(out: Path, result: Any, other: str | None) -> None:
@@ -140,18 +154,17 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
             raise TrainError(f"{words}. Name recipes to train")
         print_text(words)
         return
+    if other is not None and result is None:
+        beside.check(other, (one.title for one in curves))
     table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
     print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
     tables = [gaps.markdown(curves)]
-    if other is not None:
-        if not (other_rows := beside.rows(curves, other)):
-            titles = ", ".join(dict.fromkeys(t.title for t in curves if not t.baseline))
-            raise TrainError(
-                f"--beside {other}: no training by it ended, and there are trainings by {titles or 'none'}"
-            )
+    if other is not None and (other_rows := beside.rows(curves, other)):
         table(f"Beside {other}", beside.columns(other), other_rows)
         print_text(beside.MEANING.format(other))
         tables.append(beside.markdown(curves, other))
+    elif other is not None:
+        print_text(f"Beside {other}: no training by it ended yet")
     (out / TABLE).write_text("\n\n".join(tables) + "\n", encoding="utf-8")
     print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw(curves, out / FIGURE)}")
 
