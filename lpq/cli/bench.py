@@ -51,7 +51,11 @@ Shapes = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Option("--model", help=f"The layers of a model: {NAMED}")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="With --model: the tokens of a step on one device.")]
+TOKENS = 8192
+Tokens = Annotated[
+    int | None,
+    typer.Option("--tokens", min=1, help="With --model: the tokens of a step on one device.", show_default=str(TOKENS)),
+]
 Recipes = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,7 +74,7 @@ class BenchError(LpqError):
 def bench(
     shape: Shapes = None,
     model: Model = "",
-    tokens: Tokens = 8192,
+    tokens: Tokens = None,
     chosen: Chosen = None,
     recipe: Recipes = None,
     device: Device = "auto",
@@ -85,6 +89,10 @@ def bench(
     """
     if shape and model:
         raise OptionError("--shape and --model: give one of them")
+    for option, value in (("--tokens", tokens), ("--experts-per-token", chosen)):
+        if value is not None and not model:
+            raise OptionError(f"{option} {value} is for the layers of --model: name a model, or leave it out")
+    tokens = tokens or TOKENS
     where = pick_device(device)
     check_environment()
     sm = capability(where)

@@ -47,6 +47,12 @@ def test_shapes_are_tokens_inputs_and_outputs(lpq: Callable) -> None:
     assert found["environment"]["command"] == "lpq bench --shape 16,32,48 --device cpu"
 
 
+@pytest.mark.parametrize("option", ["--tokens", "--experts-per-token"])
+def test_what_is_for_a_model_is_refused_without_one(lpq: Callable, option: str) -> None:
+    ended = lpq("bench", "--shape", "16,32,48", option, 8, "--device", "cpu")
+    assert (ended.status, f"{option} 8 is for the layers of --model: name a model" in ended.err) == (2, True)
+
+
 def two_layers() -> nn.Module:
     return nn.ModuleDict({"0": nn.Linear(32, 16), "1": nn.Linear(32, 16), "up": nn.Linear(16, 64)})
 

@@ -55,3 +55,8 @@ def test_a_run_is_calibrated_on_its_own_text(
     assert all(torch.equal(value, found[name]) for name, value in made.values.items())
     other = calibrated(tmp_path / "c")
     assert not all(torch.equal(value, other[name]) for name, value in found.items())
+
+
+def test_a_percentage_needs_its_method(tmp_path: Path, lpq_command: Command) -> None:
+    ended = lpq_command("calibrate", tmp_path, tmp_path / "new", "--percentile", 50)
+    assert (ended.status, "--percentile 50 needs --method percentile" in ended.err) == (2, True)

@@ -33,7 +33,8 @@ Made = Annotated[
 Method = Annotated[str, typer.Option("--method", help=f"How scales are found: {', '.join(METHODS)}.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="How many samples go through the model.")]
 Percentile = Annotated[
-    float, typer.Option("--percentile", min=50, max=100, help="The percentage of --method percentile.")
+    float | None,
+    typer.Option("--percentile", min=50, max=100, help="The percentage of --method percentile.", show_default="99.9"),
 ]
 State = Annotated[
     Path | None, typer.Option("--state", help="A file that keeps the statistics, for a later call to go on from.")
@@ -56,7 +57,7 @@ def calibrate(
     model: Made = "",
     method: Method = "max",
     samples: Samples = 512,
-    percentile: Percentile = 99.9,
+    percentile: Percentile = None,
     state: State = None,
 ) -> None:
     """Make the scales of a checkpoint static, write it anew, and list its layers, the noisiest first.
@@ -65,6 +66,8 @@ def calibrate(
     """
     if method not in METHODS:
         raise OptionError(f"there is no method {method!r}: {suggestion(method, METHODS)}")
+    if percentile is not None and method != "percentile":
+        raise OptionError(f"--percentile {percentile:g} needs --method percentile: add it, or leave --percentile out")
     import lpq
     from lpq import calibration
     from lpq.nn.names import plain_name
@@ -74,10 +77,10 @@ def calibrate(
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise lpq.checkpoint.CheckpointError(f"{directory} is there already: give another directory, or remove it")
     job = _of_function(checkpoint, model, data or ()) if model else _of_run(checkpoint, data, samples)
-    chosen: Any = method
-    record = lpq.calibrate(
-        job.model, job.batches, method=chosen, samples=samples, percentile=percentile, state=state, forward=job.forward
-    )
+    options: dict[str, Any] = {"method": method, "samples": samples, "state": state}
+    if percentile is not None:
+        options["percentile"] = percentile
+    record = lpq.calibrate(job.model, job.batches, forward=job.forward, **options)
     lpq.checkpoint.save(job.model, directory)
     typer.echo(f"{directory}: {record}")
     recipes: dict[str, Any] = {plain_name(n): getattr(m, "recipe", None) for n, m in job.model.named_modules()}
